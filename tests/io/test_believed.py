@@ -345,7 +345,6 @@ MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
     "a deep path": ({"path": f"[{'-' * 10**4}1]"}, "is not a path"),
     "a path of many digits": ({"path": "9" * 4999}, "is not an identifier"),
     "an axis that is none": ({"axes": ["", None]}, "is not an axis name"),
-    "classes that are not there": ({"classes": 7}, "is not the manifest of a checkpoint"),
 }
 
 
@@ -383,10 +382,6 @@ BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
     "a huge mesh": (lambda body: body | {"sizes": {"data": 10**400}}, "`sizes.data` is 1000"),
     "a negative mesh": (lambda body: body | {"sizes": {"data": -1}}, "`sizes.data` is -1, and not"),
-    "classes that are none": (
-        lambda body: body | {"classes": [3]},
-        "`rows.0.classes` is 3, and not",
-    ),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
     "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
 }

@@ -11,14 +11,12 @@ import functools
 import tomllib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from functree.io.checkpoints.bucket_objects import DEADLINE
-from functree.io.checkpoints.lease import DEAD_AFTER, RENEWED_AFTER
+from functree.io.checkpoints.folder import DAY, DEADLINE
 from functree.io.weights.save import MOST_BYTES
 from functree.nn.attention.chunked import CHUNK
 from functree.processes.exchange import LONG
@@ -98,8 +96,7 @@ def test_the_list_is_long_enough() -> None:
 
 NUMBERS: dict[str, tuple[object, object]] = {
     # what the pages say, and the package has
-    "a writer in a bucket renews its lease every 20 seconds": (RENEWED_AFTER, 20),
-    "its lease ends after two minutes": (DEAD_AFTER, timedelta(minutes=2)),
+    "what a writer left goes after a day": (DAY, 24 * 3600),
     "a bucket is waited for 60 seconds": (DEADLINE, 60),
     "a process that waits for others logs it after a minute": (LONG, 60),
     "attention is accumulated over chunks of 512 keys": (CHUNK, 512),

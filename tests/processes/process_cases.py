@@ -33,8 +33,8 @@ from jaxtyping import Array, Float  # noqa: E402
 from safetensors.numpy import load_file, save_file  # noqa: E402
 
 import functree as ft  # noqa: E402
-from functree.io.checkpoints import folder as checkpoint_folder  # noqa: E402
-from functree.io.checkpoints.bucket_store import BucketStore  # noqa: E402
+from functree.io.checkpoints import write as checkpoint_writer  # noqa: E402
+from functree.io.checkpoints.folder import BucketFolder  # noqa: E402
 from functree.io.weights.files import Tensor  # noqa: E402
 from functree.processes import exchange  # noqa: E402
 from functree.processes.agreement import Agreement  # noqa: E402
@@ -637,7 +637,7 @@ def rows_that_are_none() -> Any:
 
 @case
 def saved_elsewhere() -> Any:
-    with mock.patch.object(checkpoint_folder, "_SEEN_AFTER", 0.5):  # usually 5 seconds
+    with mock.patch.object(checkpoint_writer, "_SEEN_AFTER", 0.5):  # usually 5 seconds
         return ft.save(FOLDER / f"at{differs(0, 1)}", model())
 
 
@@ -659,8 +659,8 @@ def saved_in_a_bucket_that_one_does_not_reach() -> Any:
     def refuse(*_: object) -> None:
         raise OSError("the bucket has not answered for 60 seconds")
 
-    reached = differs(BucketStore.check_reached, refuse)
-    with mock.patch.object(BucketStore, "check_reached", reached):
+    reached = differs(BucketFolder.check_reached, refuse)
+    with mock.patch.object(BucketFolder, "check_reached", reached):
         return ft.save("gs://bucket/unreached", model())
 
 

@@ -3,10 +3,9 @@
 import atexit
 import os
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cache
 from pathlib import Path as FilePath
 from types import TracebackType
-from typing import NamedTuple, Self, TypeVar
+from typing import Self, TypeVar
 
 import jax
 
@@ -16,12 +15,12 @@ from functree.errors import CheckpointError, CheckpointFileError, FunctreeError,
 from functree.io.checkpoints.engine import is_done
 from functree.io.checkpoints.folder import (
     files,
+    folder_at,
     is_foreign,
     named_steps,
     remove_step,
     steps_with_manifest,
-    store_at,
-    sweep_step,
+    sweep,
 )
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import CheckpointWriter
@@ -38,8 +37,8 @@ class Checkpoints:
     """The checkpoints of a run: step `n` is the checkpoint `folder/n`.
 
     Each is written in the background while the next steps run. What a process that was killed has
-    left half-written is never seen, and the next `save` removes it. Use it in a `with` statement,
-    which waits at its end.
+    left half-written is never seen, and a `save` more than a day later removes it. Use it in a
+    `with` statement, which waits at its end.
 
     Args:
         folder: the folder. With several processes, one that all of them see. Or its address in a
@@ -73,24 +72,21 @@ class Checkpoints:
             keep=(keep, SIZE.or_none()),
             every=(every, SIZE.or_none()),
         )
-        self._store = store_at(folder)
-        self.folder: FilePath = self._store.path
+        self._folder = folder_at(folder)
+        self.folder: FilePath = self._folder.path
         self._keep, self._every = keep, every
-        # The steps in which there may be something of a dead process; None for all.
+        # The steps in which something may be left of a dead process; None for all.
         self._unswept: list[int] | None = None
         # The steps of this run: they are newer than those that it found, whatever their numbers.
         self._saved: set[int] = set()
         self._is_open = False  # whether this is inside of the `with` statement
-        self._running: _Running | None = None
+        # What is written in the background, and the future of its end.
+        self._running: tuple[CheckpointWriter, Future[None]] | None = None
 
     def __enter__(self) -> Self:
-        facts = {
-            "folder": [str(self.folder)],
-            "keep": [str(self._keep)],
-            "every": [str(self._every)],
-        }
+        facts = {"folder": self.folder, "keep": self._keep, "every": self._every}
         with Agreement(f"{self.folder} is not opened") as agreement:
-            agreement.compare(lambda: facts)
+            agreement.compare(lambda: {name: [str(value)] for name, value in facts.items()})
         self._is_open = True
         return self
 
@@ -107,8 +103,9 @@ class Checkpoints:
             elif self._running is not None:
                 # Alone: the other processes may be in the middle of a step, where this one will not
                 # come.
-                _NOT_ASKED.pop(self._running.ended, None)
-                self._running.ended.result()
+                _, ended = self._running
+                _NOT_ASKED.pop(ended, None)
+                ended.result()
         except FunctreeError as failed:
             if error is None:
                 raise
@@ -122,18 +119,17 @@ class Checkpoints:
         Raises:
             CheckpointError: the folder cannot be read.
         """
+        found: list[int] = []
         with files(f"{self.folder} cannot be read"):
-            return self._listed()
-
-    def _listed(self) -> tuple[int, ...]:
-        for _ in range(_LOOKS):
-            listed = named_steps(self._store)
-            # Each is looked at after all were listed. Meanwhile another process may have removed
-            # it, to keep only so many: then a newer one is there, which the list does not have.
-            found = steps_with_manifest(self._store, listed)
-            if found or not listed:
-                return tuple(found)
-        return ()
+            for _ in range(_LOOKS):
+                listed = named_steps(self._folder)
+                # Each is looked at after all were listed. Meanwhile another process may have
+                # removed it, to keep only so many: then a newer one is there, which the list does
+                # not have.
+                found = steps_with_manifest(self._folder, listed)
+                if found or not listed:
+                    break
+        return tuple(found)
 
     @property
     def latest(self) -> int | None:
@@ -170,15 +166,14 @@ class Checkpoints:
         with Agreement("nothing is saved") as agreement:
             self._check_new(int(step))
             agreement.compare(lambda: {"step": [str(step)]})
-        writer = CheckpointWriter.begin(
-            self._store.at(str(step)), tree, meta=meta, verify=True, step=int(step)
+        writer = CheckpointWriter(
+            self._folder.at(str(step)), tree, meta, verify=True, step=int(step)
         )
         # An executor for one call: its future raises in `wait` what was raised in the thread.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
         ended = thread.submit(self._finish, writer, int(step))
         thread.shutdown(wait=False)
-        self._running = _Running(writer, ended)
-        _report_at_end()
+        self._running = writer, ended
         _NOT_ASKED[ended] = self.folder / str(step)
         return True
 
@@ -191,18 +186,20 @@ class Checkpoints:
         # Forgotten first: an error in the background is raised once.
         running, self._running = self._running, None
         if running is not None:
-            _NOT_ASKED.pop(running.ended, None)
+            _NOT_ASKED.pop(running[1], None)
         # Only here may the processes talk to each other: not in the background, between their
         # steps.
         try:
             wait_in_all(
                 "a checkpoint could not be written",
-                lambda: running is None or is_done(running.ended),
+                lambda: running is None or is_done(running[1]),
             )
         except FunctreeError:
             # Here it may still run: orbax waits for the process that has failed.
             if running is not None:
-                running.give_up()
+                writer, ended = running
+                writer.give_up()
+                ended.exception()  # waits; its own error follows from the one that is raised
             raise
 
     def restore(
@@ -232,38 +229,47 @@ class Checkpoints:
         """
         check("nothing is restored", step=(step, EXTENT.or_none()))
         self.wait()
-        asked = {"step": [str(step)]}
         while True:
-            found = str(self._latest_in_all() if step is None else step)
-            with Agreement("nothing is restored") as agreement:
-                self._check_has(step, found)
-                agreement.compare(lambda: asked)
+            found = self._found(step)
+            path = self.folder / str(found)
             try:
-                return restore(
-                    self.folder / found, like, layout, mesh, only=only, cast=cast, verify=verify
-                )
+                return restore(path, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
-                # One that was removed meanwhile, to keep only so many: a newer one is there.
-                with files(f"{self.folder} cannot be read"):
-                    is_there = bool(steps_with_manifest(self._store, [int(found)]))
-                removed = text_of_first(str(is_there)) == "False"
-                if step is not None or not removed or str(self._latest_in_all()) == found:
+                # The latest may have been removed meanwhile, to keep only so many: then a newer one
+                # is there.
+                if step is not None or self._found(None) == found:
                     raise
 
-    def _latest_in_all(self) -> int | None:
-        """The latest step that the first process sees."""
-        # On a network file system the others may see it later, and would restore another step.
-        with Agreement("nothing is restored"):
-            latest = self.latest
-        found = text_of_first(str(latest))
-        return None if found == "None" else int(found)
+    def _found(self, step: int | None) -> int:
+        """A step, or the latest.
+
+        Raises:
+            CheckpointError: there is no checkpoint, or none of this step.
+        """
+        with Agreement("nothing is restored") as agreement:
+            agreement.compare(lambda: {"step": [str(step)]})
+            text = " ".join(map(str, self.steps))
+        # Those that the first process sees: on a network file system the others may see the latest
+        # later, and would restore another one.
+        steps = list(map(int, text_of_first(text).split()))
+        if steps and step is None:
+            return steps[-1]
+        if step is not None and step in steps:
+            return int(step)
+        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        raise CheckpointFileError(
+            f"{self.folder} has {what}: its steps are {', '.join(map(str, steps)) or 'none'}"
+        )
 
     def _check_new(self, step: int) -> None:
         """Raise CheckpointError for a step that exists; warn of one that is not the latest."""
         with files(f"{self.folder} cannot be written"):
             # Here, and not when the folder is opened: who only reads removes nothing.
             if jax.process_index() == 0:
-                self._sweep()
+                if self._unswept is None:
+                    self._unswept = named_steps(self._folder)
+                # Again those in which something is too young to be removed.
+                self._unswept = [one for one in self._unswept if sweep(self._folder.at(str(one)))]
             steps = self.steps
         if step in steps:
             raise CheckpointFileError(
@@ -276,84 +282,35 @@ class Checkpoints:
                 "restart would go on"
             )
 
-    def _check_has(self, step: int | None, found: str) -> None:
-        """Raise CheckpointError if there is no checkpoint, or none of a step."""
-        steps = self.steps
-        if found == "None" or (step is not None and int(found) not in steps):
-            what = "no checkpoint"
-            if step is not None:
-                what = f"no checkpoint of step {found}"
-            raise CheckpointFileError(
-                f"{self.folder} has {what}: its steps are {', '.join(map(str, steps)) or 'none'}"
-            )
-
     def __repr__(self) -> str:
         return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
 
-    def _sweep(self) -> None:
-        """Remove what processes that were killed have left half-written."""
-        if self._unswept is None:
-            self._unswept = named_steps(self._store)
-        # Again those that a process may still write, or of which it is not known yet that it died.
-        living: list[int] = []
-        for step in self._unswept:
-            if sweep_step(self._store.at(str(step))).living:
-                living.append(step)
-        self._unswept = living
-
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
-        """The part that runs in the background."""
+        """Write a checkpoint in the background, and remove all but the newest."""
         # Old ones are removed after the new one is whole. The other way round, a process that is
         # killed in between would leave one too few, and with `keep=1` none.
         writer.finish_alone()
-        self._retain(step)
-
-    def _retain(self, saved: int) -> None:
-        """Remove all but the newest checkpoints."""
-        self._saved.add(saved)
+        self._saved.add(step)
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
             # A run that goes on from an earlier step saves lower ones than are there. By number
             # alone its own would be removed, and the one that was just saved first of all.
-            steps = sorted(self.steps, key=lambda step: (step == saved, step in self._saved, step))
-            for step in steps[: -self._keep]:
-                old = self._store.at(str(step))
+            steps = sorted(self.steps, key=lambda one: (one == step, one in self._saved, one))
+            for one in steps[: -self._keep]:
+                old = self._folder.at(str(one))
                 # A link leads to what another run has saved.
-                if old.is_link() or is_foreign(old):
+                if os.path.islink(old.path) or is_foreign(old):
                     warn(f"{old.path} is not removed, since it is not of these checkpoints")
                 else:
                     remove_step(old)
-
-
-class _Running(NamedTuple):
-    """A checkpoint that is written in the background.
-
-    Attributes:
-        writer: what writes it.
-        ended: what the background has raised.
-    """
-
-    writer: CheckpointWriter
-    ended: Future[None]
-
-    def give_up(self) -> None:
-        """End it, and wait until what was written is removed."""
-        self.writer.give_up()
-        # Its own error follows from the one that is raised.
-        self.ended.exception()
 
 
 # The checkpoints whose errors nobody has asked for, by what the background has raised.
 _NOT_ASKED: dict[Future[None], FilePath] = {}
 
 
-@cache
-def _report_at_end() -> None:
-    # By `atexit`, which comes after Python has waited for the threads that write.
-    atexit.register(_report)
-
-
+@atexit.register  # which comes after Python has waited for the threads that write
 def _report() -> None:
     """Warn of what was not saved since the program has ended inside of a `with` statement."""
     for ended, path in _NOT_ASKED.items():

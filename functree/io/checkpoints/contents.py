@@ -11,9 +11,9 @@ from jax.core import Tracer
 from functree.argument_checks import check_tree, shown
 from functree.devices.meshes import mesh_view
 from functree.errors import CheckpointError, Problem, RuleError, count
-from functree.io.checkpoints.manifest import Manifest, SavedArray, class_name
+from functree.io.checkpoints.engine import NOT_STORED, StoredArray, to_stored
+from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.static_leaves import static_texts, unsaveable
-from functree.io.checkpoints.stored_arrays import NOT_STORED, StoredArray, to_stored
 from functree.io.laid_out import partly
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
@@ -62,10 +62,7 @@ class Contents(NamedTuple):
         rows: list[SavedArray] = []
         stored: dict[str, StoredArray] = {}
         first: dict[int, Path] = {}
-        classes: dict[tuple[type, ...], tuple[str, ...]] = {}
         for leaf, row in zip(leaves, live, strict=True):
-            if leaf.within not in classes:
-                classes[leaf.within] = _class_names(leaf.within)
             saved = SavedArray(
                 leaf.path,
                 row.shape,
@@ -73,7 +70,6 @@ class Contents(NamedTuple):
                 leaf.axes,
                 row.spec,
                 row.bytes_global,
-                classes=classes[leaf.within],
                 buffer=leaf.buffer,
             )
             # An array at several paths, such as a tied embedding, is stored once. So it is one
@@ -108,14 +104,6 @@ class Contents(NamedTuple):
             "step": [str(manifest.step)],
             "meta": json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines(),
         }
-
-
-def _class_names(within: Sequence[type]) -> tuple[str, ...]:
-    """The names of some classes and of their bases: a filter may be for a base."""
-    names: set[str] = set()
-    for cls in within:
-        names.update(map(class_name, cls.__mro__[:-1]))  # all but `object`
-    return tuple(sorted(names))
 
 
 def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:

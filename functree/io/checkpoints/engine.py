@@ -1,21 +1,36 @@
-"""Arrays by name ─► files, and back: by orbax, which knows nothing here of trees."""
+"""Arrays by name ─► files, and back: by orbax, which knows nothing here of trees.
+
+Random keys are stored as words, and dtypes that zarr lacks as bytes. An array and what is stored
+for it have the same bits in the same order, so they have the same digest.
+
+Before orbax reads, the heads of the arrays are compared with the manifest, since tensorstore trusts
+what files say. It allocates a chunk of any size that a head has, and reads JSON of any depth by one
+call inside another. Both end the process, which no handler of errors prevents.
+"""
 
 import math
+import os
 import threading
 import time
-from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, Union
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, Sharding
 
-from functree.errors import CheckpointError, FunctreeError
-from functree.io.checkpoints.file_headers import check_heads
-from functree.io.checkpoints.stored_arrays import StoredArray
+from functree.devices.specs import of_rank
+from functree.errors import CheckpointError, CheckpointFileError, FunctreeError
+from functree.io.checkpoints.folder import is_in_bucket, store_spec
 from functree.io.extras import ForeignErrors, import_extra
+from functree.report.json_text import key_implementation, parsed, value_text
+from functree.tree.arrays import bits, is_key, keys_of, on_device, unsigned, with_sharding
+
+StoredArray = jax.Array | np.ndarray
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
@@ -30,11 +45,6 @@ class Response(Protocol):
 
         Raises what was raised in the background, and TimeoutError if it is still running.
         """
-
-
-class _NothingToSave:
-    def result(self, timeout: float | None = None) -> None:
-        """It has ended."""
 
 
 def is_done(running: Response) -> bool:
@@ -59,9 +69,11 @@ def is_done(running: Response) -> bool:
 
 def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     """Start to write arrays to a new folder. The arrays may be donated when this returns."""
-    orbax = _orbax()
-    if not arrays:
-        return _NothingToSave()  # orbax does not write an empty tree
+    orbax = import_orbax()
+    if not arrays:  # orbax does not write an empty tree
+        nothing: Future[None] = Future()
+        nothing.set_result(None)
+        return nothing
     with _context(orbax):
         response: Response = orbax.save_async(folder, dict(arrays))
     if jax.process_count() > 1:
@@ -135,10 +147,10 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     Raises:
         CheckpointError: the files have arrays of other shapes.
     """
-    orbax = _orbax()
+    orbax = import_orbax()
     if not targets:
         return {}
-    check_heads(folder, {name: target.shape for name, target in targets.items()})
+    _check_heads(folder, targets)
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
     # Each process reads for itself. If it had to wait for the others, an error in one of them would
@@ -148,6 +160,51 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     context.multiprocessing.primary_host = own
     with context:
         return orbax.load(folder, dict(targets))
+
+
+def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
+    """Raise CheckpointFileError if the head of an array is not that of its target, or cannot be
+    read, or if something in the folder is not a file."""
+    tensorstore: Any = import_extra("tensorstore", "checkpoint")
+    for base in _databases(folder):
+        store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
+        reads = {name: store.read(f"{name}/zarr.json") for name in targets}
+        for name, read in reads.items():
+            # One that is not there has no value. Orbax says so, in its own words.
+            if text := read.result().value:
+                _check_head(name, text, targets[name].shape)
+
+
+def _databases(folder: Path) -> list[dict[str, str]]:
+    """How tensorstore opens the files that the arrays are in."""
+    # In a bucket all are objects, and orbax makes one database.
+    if is_in_bucket(folder):
+        return [store_spec(folder / "state")]
+    for inside, _, names in os.walk(folder):
+        for name in names:
+            file = Path(inside, name)
+            # Opening a pipe would wait for who writes to it.
+            if not file.is_file():
+                raise CheckpointFileError(f"{file} cannot be read: it is not a file")
+    return [store_spec(database.parent) for database in folder.glob("*/manifest.ocdbt")]
+
+
+def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
+    try:
+        head = parsed(text)
+        found, chunk = head["shape"], head["chunk_grid"]["configuration"]["chunk_shape"]
+        # No chunk is larger than the array.
+        sizes = list(zip(chunk, shape, strict=True))
+        fits = found == list(shape) and all(0 < part <= max(size, 1) for part, size in sizes)
+    except (ValueError, LookupError, TypeError) as error:
+        raise CheckpointFileError(
+            f"the head of {name} in the files cannot be read: {error}"
+        ) from error
+    if not fits:
+        raise CheckpointFileError(
+            f"the head of {name} in the files has the shape {value_text(found)} in parts of "
+            f"{value_text(chunk)}, and the manifest {list(shape)}"
+        )
 
 
 def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target]) -> None:
@@ -166,12 +223,8 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
             )
 
 
-def check_installed() -> None:
-    """Raise FunctreeError if orbax is not installed."""
-    _orbax()
-
-
-def _orbax() -> Any:
+def import_orbax() -> Any:
+    """Orbax; raises FunctreeError if it is not installed."""
     # `Any`: its types are not known where it is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 
@@ -200,3 +253,74 @@ def _most_bytes(targets: Mapping[str, Target]) -> int:
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)
+
+
+# Of the dtypes with less than a byte, zarr has some in some versions. Each element of these is
+# stored as a byte, so that what one version writes another one reads.
+_AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
+
+NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
+"""The dtypes that JAX names and XLA cannot convert."""
+
+
+def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
+    """The shape and the dtype that an array is stored with."""
+    if is_key(dtype):
+        # The words of a key are one more dimension; how many there are is the implementation's.
+        words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
+        return words.shape, words.dtype
+    if str(dtype) in _AS_BYTES:
+        return shape, np.dtype(np.uint8)
+    return shape, np.dtype(dtype)
+
+
+def to_stored(value: jax.Array | np.ndarray | np.generic) -> StoredArray:
+    """The array that is stored for an array, with the same sharding."""
+    shape, dtype = stored_form(value.shape, value.dtype)
+    if not isinstance(value, jax.Array):
+        return np.asarray(value).view(dtype)  # numpy has a byte for each element anyway
+    if value.dtype == dtype:
+        return value
+    # Computed where the array is, shard by shard: nothing is moved to be saved.
+    return with_sharding(_to_stored, stored_sharding(value.sharding, len(shape)), on_device(value))
+
+
+def from_stored(stored: StoredArray, dtype: Any, sharding: Sharding | None) -> StoredArray:
+    """The array of a dtype that was stored so.
+
+    Args:
+        stored: what was stored, with the sharding of what is stored for such an array.
+        dtype: the dtype of the array.
+        sharding: the sharding of the array; None for what is in the memory of the host.
+    """
+    if stored.dtype == dtype:
+        return stored
+    if isinstance(stored, jax.Array) and sharding is not None:
+        return with_sharding(_reader(dtype), sharding, on_device(stored))
+    # In the memory of the host: a key is an array of JAX in any case, and all else stays numpy's.
+    if is_key(dtype):
+        return _reader(dtype)(jnp.asarray(stored))
+    return np.asarray(stored).view(dtype)
+
+
+def stored_sharding(sharding: Sharding, ndim: int) -> Sharding:
+    """The sharding of what is stored, of `ndim` dimensions, for an array with a sharding: further
+    ones are whole."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return sharding.update(spec=of_rank(sharding.spec, ndim))
+
+
+def _to_stored(value: jax.Array) -> jax.Array:
+    if is_key(value.dtype):
+        return jax.random.key_data(value)
+    return bits(value).astype(jnp.uint8)
+
+
+# Remembered, since a new function would be compiled again for each array.
+@cache
+def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
+    """The function from what is stored to an array of a dtype."""
+    if is_key(dtype):
+        return keys_of(key_implementation(dtype) or "")
+    return lambda stored: jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)

@@ -10,7 +10,7 @@ from functree.argument_checks import FILE, check, shown
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import FunctreeTypeError, count, did_you_mean
-from functree.io.checkpoints.folder import read_manifest, store_at
+from functree.io.checkpoints.folder import folder_at, read_manifest
 from functree.io.checkpoints.manifest import SavedArray
 from functree.layout.plan.plan import Plan
 from functree.layout.plan.row import Row
@@ -99,14 +99,12 @@ class Checkpoint:
         if self.sizes != dict(other.sizes):
             meshes.append(Change(Path(), "mesh", self.sizes, dict(other.sizes)))
         # A plan has no values.
-        properties = _properties
-        if isinstance(other, Checkpoint):
-            properties = _properties_and_digest
+        has_values = isinstance(other, Checkpoint)
         found = changes(
             {row.path: row for row in self.rows},
             {row.path: row for row in other.rows},
             lambda path: path,
-            lambda _, row: properties(row),
+            lambda _, row: _properties(row, has_values),
             lambda _, row: ("array", f"{array_text(row)} {_spec(row)}"),
         )
         return Diff((*meshes, *found))
@@ -143,9 +141,9 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         (dtype(bfloat16), {'loss': 2.5})
     """
     check("nothing is inspected", path=(path, FILE))
-    store = store_at(path)
-    manifest = read_manifest(store)
-    return Checkpoint(store.path, manifest.rows, manifest.step, manifest.meta, manifest.sizes)
+    folder = folder_at(path)
+    manifest = read_manifest(folder)
+    return Checkpoint(folder.path, manifest.rows, manifest.step, manifest.meta, manifest.sizes)
 
 
 def _plan_row(row: SavedArray) -> Row:
@@ -173,9 +171,8 @@ def _spec(row: SavedArray | Row) -> str:
     return "-" if row.spec is None else spec_text(row.spec)
 
 
-def _properties(row: SavedArray | Row) -> dict[str, str | None]:
-    return {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
-
-
-def _properties_and_digest(row: Any) -> dict[str, str | None]:
-    return {**_properties(row), "digest": row.digest}
+def _properties(row: Any, has_values: bool) -> dict[str, Any]:
+    found = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
+    if has_values:
+        found["digest"] = row.digest
+    return found

@@ -24,32 +24,13 @@ from functree.tree.paths import Path
 BEGINNING = b'{\n "functree": "checkpoint",'
 """The first bytes of each manifest, by which it is known to be one of functree if it is damaged."""
 
-VALUES = "arrays-"
-_VALUES_NAME = re.compile(f"{VALUES}[0-9a-f]{{12}}")
+VALUES = "arrays-[0-9a-f]{12}"
+"""The names that functree gives to the folder of the values, as a regular expression."""
 
 
 def new_values_name() -> str:
     """A name for the folder of values that no other has."""
-    return f"{VALUES}{uuid.uuid4().hex[:12]}"
-
-
-def is_values_name(name: str) -> bool:
-    """Whether a name is one that functree gives to the folder of the values."""
-    return _VALUES_NAME.fullmatch(name) is not None
-
-
-def class_name(cls: type) -> str:
-    """The name of a class in a manifest."""
-    return f"{cls.__module__}:{cls.__qualname__}"
-
-
-def is_named(cls: type, name: str) -> bool:
-    """Whether a class may be the one that has this name in a manifest."""
-    module, _, qualified = name.partition(":")
-    if qualified != cls.__qualname__:
-        return False
-    # A class of the script that trains is in `__main__`, and in another module for who imports it.
-    return module == cls.__module__ or "__main__" in (module, cls.__module__)
+    return f"arrays-{uuid.uuid4().hex[:12]}"
 
 
 class SavedArray(NamedTuple):
@@ -65,8 +46,6 @@ class SavedArray(NamedTuple):
         digest: the digest of its values, as 8 hexadecimal digits; None if none was kept.
         same_as: the path of the array that it was the same array as, if it stood at several places;
             else None.
-        classes: the names of the classes that it was below, and of their bases, by which
-            `restore(only=)` finds it; None if it was saved by a version that kept none.
         buffer: whether it was annotated as an `ft.Buffer`.
 
     Examples:
@@ -84,7 +63,6 @@ class SavedArray(NamedTuple):
     bytes: int
     digest: str | None = None
     same_as: Path | None = None
-    classes: tuple[str, ...] | None = None
     buffer: bool = False
 
 
@@ -109,25 +87,16 @@ class Manifest(NamedTuple):
     static: Mapping[str, str]
     meta: Any
 
+    def of_values(self, arrays: str | None, digests: Mapping[str, str]) -> "Manifest":
+        """The same with the name of the folder of the values, and with their digests by path."""
+        rows: list[SavedArray] = []
+        for row in self.rows:
+            rows.append(row._replace(digest=digests.get(str(row.same_as or row.path))))
+        return self._replace(arrays=arrays, rows=tuple(rows))
+
     def to_json(self) -> str:
         """The text of the manifest, with its checksum."""
-        # Many arrays are below the same classes, and these are many names.
-        classes: dict[tuple[str, ...], int] = {}
-        for row in self.rows:
-            if row.classes is not None:
-                classes.setdefault(row.classes, len(classes))
-        rows = written(self.rows)
-        for row, its in zip(self.rows, rows, strict=True):
-            if row.classes is not None:
-                its["classes"] = classes[row.classes]
-        body = {
-            "functree": "checkpoint",
-            "format": FORMAT,
-            **written(self._replace(rows=(), meta=None)),
-            "classes": list(map(list, classes)),
-            "rows": rows,
-            "meta": self.meta,
-        }
+        body = {"functree": "checkpoint", "format": FORMAT, **written(self)}
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @classmethod
@@ -149,28 +118,20 @@ class Manifest(NamedTuple):
             # damaged, and not of a newer version.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
-            for row in body["rows"] if isinstance(body, dict) and "rows" in body else ():
-                if row.get("classes") is not None:
-                    row["classes"] = body["classes"][row["classes"]]
             manifest = read_value(body, "checkpoint", cls)
+            if kept is None:
+                raise FunctreeValueError("it has no `checksum`")
+            # What it names is read, and removed when the checkpoint is: never a path elsewhere.
+            if manifest.arrays is not None and not re.fullmatch(VALUES, manifest.arrays):
+                raise FunctreeValueError(f"{manifest.arrays!r} is not a folder of values")
             _check_rows(manifest.rows)
-        except (FunctreeError, ValueError, LookupError, TypeError, AttributeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except CheckpointError:
+            raise
+        except (FunctreeError, ValueError) as error:
             # A spec or a path that cannot be read, or text that is not JSON.
             raise CheckpointFileError(
                 f"{where} is not the manifest of a checkpoint: {error}"
             ) from error
-        if kept is None:
-            raise CheckpointFileError(
-                f"{where} is not the manifest of a checkpoint: it has no `checksum`"
-            )
-        # What it names is read, and removed when the checkpoint is: never a path elsewhere.
-        if manifest.arrays is not None and not is_values_name(manifest.arrays):
-            raise CheckpointFileError(
-                f"{where} is not the manifest of a checkpoint: {manifest.arrays!r} is not a folder "
-                "of values"
-            )
         return manifest
 
 

@@ -1,44 +1,118 @@
 """A checkpoint and a tree like the one that was saved ─► the tree with the saved arrays, born where
-a layout says."""
+a layout says.
 
+First the manifest is compared with the tree: all that differs is one error, before an array is
+read.
+"""
+
+import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path as FilePath
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
 
 from functree.argument_checks import FILE, FLAG, check, check_tree
 from functree.devices.meshes import MeshLike
-from functree.devices.placement import is_deleted, refuse_deleted, sharding_text
+from functree.devices.placement import is_deleted, is_sharded_as, refuse_deleted, sharding_text
 from functree.errors import (
     CheckpointError,
     CheckpointFileError,
     Problem,
     count,
+    listed,
     path_text,
     warn,
 )
-from functree.io.casts import Loss, warn_of_losses
-from functree.io.checkpoints.engine import check_dtypes, load_arrays
-from functree.io.checkpoints.folder import files, read_manifest, store_at
-from functree.io.checkpoints.manifest import Manifest
-from functree.io.checkpoints.restored_arrays import Wanted, wanted_arrays
+from functree.io.casts import Loss, cast_on_devices, cast_on_host, lost_on_host, warn_of_losses
+from functree.io.checkpoints.engine import (
+    check_dtypes,
+    from_stored,
+    load_arrays,
+    stored_form,
+    stored_sharding,
+)
+from functree.io.checkpoints.folder import files, folder_at, read_manifest
+from functree.io.checkpoints.manifest import Manifest, SavedArray
 from functree.io.checkpoints.static_leaves import warn_of_changes
-from functree.io.checkpoints.store import Store
-from functree.io.laid_out import laid_out
-from functree.labels.filters import FilterLike, as_filter
+from functree.io.laid_out import is_enabled, laid_out, misplaced
+from functree.labels.filters import (
+    ClassFilter,
+    Conjunction,
+    Disjunction,
+    Filter,
+    FilterLike,
+    FunctionFilter,
+    Negation,
+    as_filter,
+    meant,
+    naming,
+)
+from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
 from functree.processes.agreement import Agreement, Facts
 from functree.processes.digest import digests_of
 from functree.processes.exchange import text_of_first
-from functree.tree.arrays import array_text
+from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path
 
 T = TypeVar("T")
+
+
+class _Wanted(NamedTuple):
+    """An array that is restored.
+
+    Attributes:
+        leaf: the array in `like`.
+        row: what was saved for it.
+        sharding: where it is created; None for an array of numpy, and for one that is not committed
+            to a device.
+    """
+
+    leaf: Leaf
+    row: SavedArray
+    sharding: Sharding | None
+
+    @property
+    def name(self) -> str:
+        """The name of what is stored."""
+        return str(self.row.same_as or self.row.path)
+
+    @property
+    def target(self) -> Any:
+        """What is read."""
+        shape, dtype = stored_form(self.row.shape, self.row.dtype)
+        if self.sharding is None or not is_enabled(dtype):
+            return np.empty(shape, dtype)
+        return jax.ShapeDtypeStruct(
+            shape, dtype, sharding=stored_sharding(self.sharding, len(shape))
+        )
+
+    def array(self, stored: Any) -> tuple[Any, int | jax.Array]:
+        """The array from what was read, with the dtype of that in `like`; and how many of its
+        values this dtype does not hold."""
+        like, sharding = self.leaf.value, self.sharding
+        array = from_stored(stored, self.row.dtype, sharding)
+        if sharding is not None and isinstance(array, jax.Array):
+            if array.dtype == like.dtype and is_sharded_as(array, sharding):
+                return array, 0
+            return cast_on_devices(array, like.dtype, sharding)
+        lost = 0 if array.dtype == like.dtype else lost_on_host(np.asarray(array), like.dtype)
+        if sharding is not None:  # it was read by numpy since JAX has no such dtype
+            array = jax.make_array_from_callback(
+                array.shape, sharding, lambda index: cast_on_host(array[index], like.dtype)
+            )
+            return array, lost
+        array = cast_on_host(array, like.dtype)
+        if isinstance(like, jax.Array):
+            return jnp.asarray(array), lost
+        return array[()] if isinstance(like, np.generic) else array, lost
 
 
 def restore(
@@ -61,8 +135,8 @@ def restore(
         layout: the layout of the tree. By default each array is sharded as the one in `like`.
         mesh: a mesh, or None for the current one.
         only: a filter of the arrays that are restored. Others are neither compared nor read, and
-            come from `like`. A pattern, a class or a function in it that matches nothing, neither
-            in `like` nor in the checkpoint, is an error.
+            come from `like`. Classes and functions in it are asked of `like` alone. A pattern, a
+            class or a function that matches nothing on either side is an error.
         cast: whether an array is cast if `like` has another dtype. A value that this dtype does not
             hold, such as 300.7 as int8, is a warning by path; rounded floats are none.
         verify: whether the digests are computed again, and compared.
@@ -87,36 +161,45 @@ def restore(
     """
     check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
-    store, chosen_filter = store_at(path), None
-    folder = store.path
+    place, asked = folder_at(path), None
+    folder = place.path
     if only is not None and only is not ...:
-        chosen_filter = as_filter(only)
+        asked = as_filter(only)
 
     while True:
         with Agreement(f"{folder} is not restored") as agreement:
-            manifest = read_manifest(store)
-            leaves, shardings = laid_out(like, layout, mesh, chosen_filter)
-            wanted = wanted_arrays(folder, manifest, leaves, shardings, chosen_filter, cast)
+            manifest = read_manifest(place)
+            leaves, shardings = laid_out(like, layout, mesh, asked)
+            wanted = _wanted_arrays(folder, manifest, leaves, shardings, asked, cast)
             _check_kept(leaves, wanted)
             agreement.compare(partial(_facts, manifest, wanted, verify))
         try:
             stored = _stored(folder, manifest, wanted)
             if verify:
                 _verify(folder, wanted, stored)
+            break
         except CheckpointError:
             # Another process may have replaced the checkpoint meanwhile: then the new one is read.
-            if text_of_first(str(_is_replaced(store, manifest))) == "False":
+            with Agreement(f"{folder} is not restored"):
+                newest = read_manifest(place).arrays
+            if text_of_first(str(newest)) == str(manifest.arrays):
                 raise
-        else:
-            if chosen_filter is None:
-                warn_of_changes(manifest.static, like)
-            arrays = _arrays(folder, wanted, stored)
-            return leaves.skeleton.fill(
-                [arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves]
-            )
+    if asked is None:
+        warn_of_changes(manifest.static, like)
+    arrays = _arrays(folder, wanted, stored)
+    return leaves.skeleton.fill([arrays.get(leaf.path, leaf.value) for leaf in leaves.leaves])
 
 
-def _check_kept(leaves: Leaves, wanted: Sequence[Wanted]) -> None:
+def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts:
+    """What has to be the same in all processes."""
+    like: list[str] = []
+    for leaf, _, sharding in wanted:
+        where = "on the host" if sharding is None else sharding_text(sharding)
+        like.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {where}")
+    return {"manifest": manifest.to_json().splitlines(), "like": like, "verify": [str(verify)]}
+
+
+def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
     """Raise FunctreeError if an array that comes from `like` is deleted."""
     read_from_files = {one.leaf.path for one in wanted}
     kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
@@ -126,37 +209,19 @@ def _check_kept(leaves: Leaves, wanted: Sequence[Wanted]) -> None:
         raise refuse_deleted("restore", paths, values, "array of `like`", whole=False)
 
 
-def _facts(manifest: Manifest, wanted: Sequence[Wanted], verify: bool) -> Facts:
-    """What has to be the same in all processes."""
-    return {
-        "manifest": manifest.to_json().splitlines(),
-        "like": list(map(_fact, wanted)),
-        "verify": [str(verify)],
-    }
-
-
-def _fact(one: Wanted) -> str:
-    sharding = "on the host" if one.sharding is None else sharding_text(one.sharding)
-    return f"{path_text(one.leaf.path)}: {array_text(one.leaf.value)} {sharding}"
-
-
-def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[Wanted]) -> dict[str, Any]:
+def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> dict[str, Any]:
     """What is stored of the arrays, by name; each is read once."""
-    first = {one.name: one for one in reversed(wanted)}
-    targets = {name: one.target for name, one in first.items()}
-    # An array without elements is in the manifest alone.
-    empty = {
-        name: np.empty(target.shape, target.dtype)
-        for name, target in targets.items()
-        if not target.size
-    }
-    full = {name: target for name, target in targets.items() if name not in empty}
-
-    if full and manifest.arrays is None:
+    stored: dict[str, Any] = {}
+    targets: dict[str, Any] = {}
+    for one in reversed(wanted):  # of those with one name, the first one is decisive
+        target = one.target
+        if target.size:
+            targets[one.name] = target
+        else:  # it is in the manifest alone
+            stored[one.name] = np.empty(target.shape, target.dtype)
+    if targets and manifest.arrays is None:
         raise CheckpointFileError(f"{folder} cannot be read: its manifest names no arrays")
-    return (
-        {**empty, **_loaded(folder, folder / manifest.arrays, full)} if manifest.arrays else empty
-    )
+    return stored | _loaded(folder, folder / str(manifest.arrays), targets)
 
 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
@@ -182,7 +247,7 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
     return arrays
 
 
-def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any]) -> None:
+def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]) -> None:
     """Compare the digests of what was read with those of what was saved.
 
     Raises:
@@ -200,13 +265,9 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         if one.row.digest is None:
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
-            why = "its values are not those that were saved: "
-            why += f"their digest is {found}, and was {one.row.digest}"
-            problems.append(
-                one.leaf.problem(
-                    why, "restore another checkpoint: the files of this one have changed"
-                )
-            )
+            why = "its values are not those that were saved: their digest is "
+            remedy = "restore another checkpoint: the files of this one have changed"
+            problems.append(one.leaf.problem(f"{why}{found}, and was {one.row.digest}", remedy))
     if problems:
         raise CheckpointFileError(
             f"{count(len(problems), 'leaf')} of {folder} cannot be restored", problems
@@ -217,15 +278,8 @@ def _verify(folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any
         )
 
 
-def _is_replaced(store: Store, manifest: Manifest) -> bool:
-    try:
-        return read_manifest(store).arrays != manifest.arrays
-    except CheckpointError:
-        return False
-
-
 def _arrays(
-    folder: FilePath, wanted: Sequence[Wanted], stored: Mapping[str, Any]
+    folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]
 ) -> dict[Path, Any]:
     """The arrays by path. One array at several places of `like`, or of the saved tree, is one array
     again."""
@@ -252,3 +306,170 @@ def _arrays(
         f"{folder} is restored", losses, "give these arrays in `like` the dtype that was saved"
     )
     return arrays
+
+
+def _wanted_arrays(
+    folder: FilePath,
+    manifest: Manifest,
+    leaves: Leaves,
+    shardings: Sequence[Sharding | None],
+    only: Filter | None,
+    cast: bool,
+) -> list[_Wanted]:
+    """The arrays that are restored.
+
+    Args:
+        folder: the checkpoint, for the message.
+        manifest: what it says.
+        leaves: the arrays in `like`.
+        shardings: where each of them is created.
+        only: the filter of those that are restored.
+        cast: whether they may have other dtypes.
+
+    Raises:
+        CheckpointError: they differ from those that were saved.
+    """
+    rows = {row.path: row for row in manifest.rows}
+    known = set(leaves.paths)
+    alone = [_saved_leaf(row) for row in manifest.rows if row.path not in known]
+    taken: list[tuple[Leaf, Sharding | None]] = []
+    for leaf, to in zip(leaves.leaves, shardings, strict=True):
+        if only is None or only(leaf):
+            taken.append((leaf, to))
+    if only is not None:
+        alone = _matched(folder, only, leaves.leaves, alone)
+    problems: list[Problem] = []
+    for leaf, _ in taken:
+        problems += _differences(leaf, rows.get(leaf.path), cast)
+    for leaf in alone:
+        problems.append(leaf.problem("was saved, and `like` has no such array", ""))
+    differ = {Path(problem.path or ()) for problem in problems}
+    remedy = ""
+    if only is not None and all(leaf.path in differ for leaf, _ in taken):
+        # A filter without these would match nothing, which is an error.
+        remedy = f"correct only={only!r}, which matches nothing else, or `like`"
+    elif not differ.issuperset((*rows, *known)):
+        remedy = _remedy(differ, only)
+    # One of another dtype is a problem with a remedy of its own.
+    problems = [one if one.remedy else one._replace(remedy=remedy) for one in problems]
+    for leaf, to in taken:
+        problems += misplaced(leaf, to)
+    problems += _untied([leaf for leaf, _ in taken], rows)
+    problems += meeting(leaf for leaf, _ in taken)
+    if problems:
+        wrong = count(len({problem.path for problem in problems}), "leaf")
+        raise CheckpointError(f"{wrong} cannot be restored from {folder}", problems)
+    return [_Wanted(leaf, rows[leaf.path], to) for leaf, to in taken]
+
+
+def _saved_leaf(row: SavedArray) -> Leaf:
+    """An array that was saved, as a leaf that a filter can be asked about."""
+    value = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    return Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer)
+
+
+# The most paths in one remedy: a longer filter nobody would read.
+_MOST = 6
+
+
+def _remedy(differ: Collection[Path], only: Filter | None) -> str:
+    """How to restore all arrays but some."""
+    if len(differ) > _MOST:
+        return "to restore the rest, and take these from `like`: a filter without them as `only=`"
+    # As JSON: a key of a dict may have a quote or a backslash in it, and is to be pasted.
+    texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
+    globs = " | ".join(f"ft.glob({text})" for text in texts)
+    written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
+    if only is not None:
+        written = f"({only!r}) & {written}"
+    return f"to restore the rest, and take these from `like`: only={written}"
+
+
+def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
+    """In what an array in `like` differs from the one that was saved."""
+    if row is None:
+        yield leaf.problem("is in `like`, and was not saved", "")
+        return
+    if leaf.shape != row.shape:
+        yield leaf.problem(f"was saved as {_saved_leaf(row).text}: another shape", "")
+    if leaf.value.dtype == row.dtype:
+        return
+    saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
+    if is_key(row.dtype) or is_key(leaf.value.dtype):
+        other, how = "and random keys are no numbers", "save and restore typed keys alike"
+        if is_key(row.dtype) and is_key(leaf.value.dtype):
+            other = "random keys of another kind"
+            how = "make `like` with the same `jax.random.key(..., impl=)`"
+        yield leaf.problem(f"was saved as {saved}: {other}", how)
+    elif not cast:
+        yield leaf.problem(f"was saved as {saved}", f"to have it as {wanted}: cast=True")
+
+
+def _matched(
+    folder: FilePath, only: Filter, leaves: Sequence[Leaf], saved: Sequence[Leaf]
+) -> list[Leaf]:
+    """The arrays that only the checkpoint has, and that a filter matches.
+
+    Raises:
+        CheckpointError: the filter, or a pattern, a class or a function in it, matches nothing on
+            either side. With a typing error it would restore nothing, or everything under a `~`.
+    """
+    matched = [leaf for leaf in saved if _matches(only, leaf)]
+    lost: list[Filter] = []
+    # Not properties, such as a dtype, which no array may have.
+    for part in (*naming(only), *_functions(only)):
+        if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):
+            lost.append(part)
+    both = [*leaves, *saved]
+    if not lost and not matched and both and not any(map(only, leaves)):
+        # Each part matches something, and they nothing together; or it is a property of no array.
+        lost = [only]
+    if lost:
+        remedy = "correct the filter, or leave it out"
+        raise CheckpointError(
+            f"only={only!r}: {listed([repr(part) for part in lost])} matches no array of {folder}, "
+            f"and none of `like`{meant(lost[0], both)}",
+            [leaf.problem("does not match", remedy) for leaf in both],
+        )
+    return matched
+
+
+def _matches(item: Filter, leaf: Leaf) -> bool:
+    """Whether a filter matches an array that only the checkpoint has: classes and functions are
+    asked of `like` alone, and match no such array."""
+    match item:
+        case Conjunction():
+            return all(_matches(part, leaf) for part in item.parts)
+        case Disjunction():
+            return any(_matches(part, leaf) for part in item.parts)
+        case Negation():
+            return not _matches(item.part, leaf)
+        case ClassFilter() | FunctionFilter():
+            return False
+    return item(leaf)
+
+
+def _functions(item: Filter) -> Iterator[Filter]:
+    """The functions in a filter."""
+    match item:
+        case FunctionFilter():
+            yield item
+        case Conjunction() | Disjunction():
+            for part in item.parts:
+                yield from _functions(part)
+        case Negation():
+            yield from _functions(item.part)
+
+
+def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
+    """The places of one array in `like` for which two different arrays were saved."""
+    first: dict[int, SavedArray] = {}  # by the array in `like`
+    for leaf in leaves:
+        row = rows.get(leaf.path)
+        if row is None or not isinstance(leaf.value, jax.Array):
+            continue
+        other = first.setdefault(id(leaf.value), row)
+        stored_once = (other.same_as or other.path) == (row.same_as or row.path)
+        if not stored_once and (row.digest is None or row.digest != other.digest):
+            why = f"is one array with `{other.path}` in `like`, and two arrays were saved"
+            yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")

@@ -90,43 +90,44 @@ def _text(value: object) -> str | None:
     """A value as text that is the same in all processes; None if it has only an address."""
     try:
         return _structured(value)
-    except (RecursionError, AttributeError):
-        return None  # it contains itself, or lacks one of its fields
+    except (RecursionError, AttributeError, _OnlyAddressError):
+        return None  # or it contains itself, or lacks one of its fields
 
 
-def _structured(value: Any) -> str | None:
+class _OnlyAddressError(Exception):
+    """A value, or something in it, has no text but an address."""
+
+
+def _structured(value: Any) -> str:
     """The text of a value by what is in it: a set has its elements in another order in each
     process."""
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return str(value) if value.name is None else f"{name}.{value.name}"
     if isinstance(value, set | frozenset):
-        return _joined(name, sorted, map(_structured, value))
+        return _joined(name, sorted(map(_structured, value)))
     if isinstance(value, tuple | list):
-        return _joined(name, list, map(_structured, value))
+        return _joined(name, map(_structured, value))
     if isinstance(value, Mapping):
-        return _joined(name, sorted, (_structured(item) for item in value.items()))
+        return _joined(name, sorted(map(_structured, value.items())))
     if isinstance(value, functools.partial):
-        return _joined(name, list, map(_structured, (value.func, value.args, value.keywords)))
+        return _joined(name, map(_structured, (value.func, value.args, value.keywords)))
     # A function or a class: without its module, which is `__main__` in the script that trains.
     qualified = getattr(value, "__qualname__", None)
     if isinstance(qualified, str):
         return qualified
     if dataclasses.is_dataclass(value):
         fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
-        return _joined(name, list, map(_structured, fields))
+        return _joined(name, map(_structured, fields))
     text = _REPR.repr_instance(value, 0)
     # The text of a value is whatever it is; of others, an address is not the same in the next run.
-    if isinstance(value, str | bytes) or _ADDRESS.search(text) is None:
-        return text
-    return None
+    if not isinstance(value, str | bytes) and _ADDRESS.search(text):
+        raise _OnlyAddressError
+    return text
 
 
-def _joined(name: str, order: Any, parts: Iterable[str | None]) -> str | None:
-    texts = list(parts)
-    if any(text is None for text in texts):
-        return None
-    return f"{name}({', '.join(order(texts))})"
+def _joined(name: str, parts: Iterable[str]) -> str:
+    return f"{name}({', '.join(parts)})"
 
 
 _LONGEST = 200

@@ -4,7 +4,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path as FilePath
 
@@ -16,24 +16,16 @@ from functree.errors import CheckpointError, CheckpointFileError, listed
 from functree.io.checkpoints.contents import Contents
 from functree.io.checkpoints.engine import (
     Response,
+    StoredArray,
     Target,
     check_dtypes,
-    check_installed,
+    import_orbax,
     is_done,
     load_arrays,
     start_saving,
 )
-from functree.io.checkpoints.folder import (
-    Draft,
-    check_seen,
-    files,
-    is_given_up,
-    remove_at_end,
-    store_at,
-)
-from functree.io.checkpoints.manifest import SavedArray
-from functree.io.checkpoints.store import Store
-from functree.io.checkpoints.stored_arrays import StoredArray
+from functree.io.checkpoints.folder import BEGUN, FAILED, Draft, Folder, files, folder_at
+from functree.io.checkpoints.manifest import Manifest
 from functree.processes.agreement import Agreement, wait_in_all
 from functree.processes.digest import digests_of
 from functree.processes.exchange import text_of_first
@@ -74,9 +66,7 @@ def save(
         {'tokens': 1000}
     """
     check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
-    writer = CheckpointWriter.begin(
-        store_at(path), tree, meta=meta, verify=verify, overwrite=overwrite
-    )
+    writer = CheckpointWriter(folder_at(path), tree, meta, verify=verify, overwrite=overwrite)
     with Agreement(f"{path} cannot be written"):
         writer.finish()
 
@@ -84,78 +74,74 @@ def save(
 class CheckpointWriter:
     """Writes one checkpoint: its values in the background, and then its manifest.
 
+    Once it is made, the arrays may be donated.
+
     Args:
-        contents: what is saved. Its arrays are not kept: they would take memory until all is
-            written.
-        draft: the folder with its values; None in processes other than the first.
-        store: the folder of the checkpoint.
-        name: the name of the values in it.
+        folder: the folder of the checkpoint.
+        tree: what is saved.
+        meta: what is kept with it.
         verify: whether digests are kept.
-        check: whether the values are read back before they count.
+        overwrite: whether a checkpoint that is there is replaced, after the values were read back.
+        step: the step of `ft.Checkpoints`.
+
+    Raises:
+        CheckpointError: as `save`.
     """
 
     def __init__(
         self,
-        contents: Contents,
-        draft: Draft | None,
-        store: Store,
-        name: str,
+        folder: Folder,
+        tree: Tree,
+        meta: object,
+        *,
         verify: bool,
-        check: bool,
+        overwrite: bool = False,
+        step: int | None = None,
     ):
-        self._manifest, self._draft, self._store = contents.manifest, draft, store
-        self._values: FilePath = store.path / name
-        # Before orbax begins: afterwards the arrays may be donated. And of the arrays, not of what
-        # is on the disk, so that an error of the writing itself is noticed.
+        self._folder, self._failure = folder, f"{folder.path} cannot be written"
+        self._another = f"{self._failure}: another process could not do so"
+        options = [f"verify={verify}, overwrite={overwrite}"]
+        # Compared before the folder is made: processes that save other trees leave nothing behind.
+        with Agreement(self._failure) as agreement:
+            import_orbax()
+            contents = Contents.of(tree, meta, step)
+            agreement.compare(lambda: {**contents.facts(), "options": options})
+        # By one process, since it makes up a name for the values. The others are told which.
+        self._draft: Draft | None = None
+        with Agreement(self._failure):
+            if jax.process_index() == 0:
+                self._draft = Draft(folder, overwrite)
         self._digests: dict[str, str] = {}
+        self._targets: dict[str, Target] = {}  # what is read back
+        self._given_up = threading.Event()
+        self._looked = time.monotonic()
+        with self._undone():
+            name = text_of_first("" if self._draft is None else self._draft.name)
+            self._values: FilePath = folder.path / name
+            self._word = f"{name}{FAILED}"
+            with Agreement(self._failure), files(self._failure):
+                _check_seen(folder, name)
+            self._manifest, self._response = self._started(contents, verify, check=overwrite)
+
+    def _started(self, contents: Contents, verify: bool, check: bool) -> tuple[Manifest, Response]:
+        """Start to write the values. The arrays are not kept: they would take memory until all is
+        written.
+
+        Returns:
+            The manifest to write once the response is there.
+        """
+        # Digests before orbax begins: afterwards the arrays may be donated. And of the arrays, not
+        # of what is on the disk, so that an error of the writing itself is noticed.
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
                 raise CheckpointError(self._failure, differ)
-        self._targets: dict[str, Target] = {}
         if verify and check:
             self._targets = {name: _target(value) for name, value in contents.stored.items()}
-        self._is_empty = not contents.stored
-        self._given_up = threading.Event()
-        self._looked = time.monotonic()
+        name = self._values.name if contents.stored else None
         with Agreement(self._failure), files(self._failure):
-            self._response: Response = start_saving(self._values, contents.stored)
-
-    @classmethod
-    def begin(
-        cls,
-        store: Store,
-        tree: Tree,
-        *,
-        meta: object,
-        verify: bool,
-        overwrite: bool = False,
-        step: int | None = None,
-    ) -> "CheckpointWriter":
-        """Begin to write a checkpoint. When this returns, the arrays may be donated.
-
-        Raises:
-            CheckpointError: as `save`.
-        """
-        failure = f"{store.path} cannot be written"
-        options = [f"verify={verify}, overwrite={overwrite}"]
-        # Compared before the folder is made: processes that save other trees leave nothing behind.
-        with Agreement(failure) as agreement:
-            check_installed()
-            contents = Contents.of(tree, meta, step)
-            agreement.compare(lambda: {**contents.facts(), "options": options})
-        with ExitStack() as undo:
-            # By one process, since it makes up a name for the folder. The others are told which.
-            with Agreement(failure):
-                draft = Draft(store, overwrite) if jax.process_index() == 0 else None
-            if draft is not None:
-                undo.push(draft.discard)
-            name = text_of_first("" if draft is None else draft.name)
-            with Agreement(failure), files(failure):
-                check_seen(store, name)
-            writer = cls(contents, draft, store, name, verify, check=overwrite)
-            undo.pop_all()
-        return writer
+            response = start_saving(self._values, contents.stored)
+        return contents.manifest.of_values(name, self._digests), response
 
     def finish(self) -> None:
         """Wait until the values are written, and write the manifest. All processes call this.
@@ -182,52 +168,51 @@ class CheckpointWriter:
         with self._undone():
             # Orbax waits until all processes have written, by JAX's coordination service and not
             # by collectives.
-            with self._told():
+            try:
                 while not self._is_written():
-                    if self._given_up.is_set() or self._is_given_up():
-                        why = "another process could not do so"
-                        raise CheckpointFileError(f"{self._failure}: {why}")
+                    if self._given_up.is_set():
+                        raise CheckpointFileError(self._another)
+                    if time.monotonic() > self._looked + _LOOKED_AFTER:
+                        self._looked = time.monotonic()
+                        self._check_others()
+            except CheckpointError:
+                if not self._given_up.is_set():
+                    self._tell_others()
+                raise
             self._commit()
 
     def give_up(self) -> None:
         """End `finish_alone` in its thread: another process has failed."""
         self._given_up.set()
 
-    def _is_given_up(self) -> bool:
-        """Whether another process has left word that it could not write."""
+    def _check_others(self) -> None:
+        """Raise CheckpointError if another process has left word that it could not write."""
         # For who leaves `with Checkpoints` by an error of its own: the processes do not talk then,
         # and orbax would wait for up to twenty minutes.
-        if jax.process_count() == 1 or time.monotonic() < self._looked + _LOOKED_AFTER:
-            return False
-        self._looked = time.monotonic()
         with files(self._failure):
-            return is_given_up(self._store, self._values.name)
+            if jax.process_count() > 1 and self._word in self._folder.names():
+                raise CheckpointFileError(self._another)
 
-    @contextmanager
-    def _told(self) -> Iterator[None]:
-        """An error inside is left word of to the other processes."""
-        try:
-            yield
-        except CheckpointError:
-            if jax.process_count() > 1:
-                # Nothing can be left where nothing can be written.
-                with suppress(CheckpointError), files(self._failure):
-                    self._store.tell_failure(self._values.name)
-            raise
+    def _tell_others(self) -> None:
+        """Leave word that this process could not write."""
+        # If another one has done so, this one may miss what that has removed: it is the cause.
+        self._check_others()
+        if jax.process_count() > 1:
+            # Nothing can be left where nothing can be written.
+            with suppress(CheckpointError), files(self._failure):
+                self._folder.write(self._word, b"")
 
     def _is_written(self) -> bool:
         with files(self._failure):
-            self._store.check_reached()
+            self._folder.check_reached()
             return is_done(self._response)
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
         """What was written is removed if there is an error inside."""
         with ExitStack() as undo:
-            if self._draft is None:
-                undo.callback(remove_at_end, self._store, self._values.name, is_new=False)
-            else:
-                undo.push(self._draft.discard)
+            if self._draft is not None:
+                undo.callback(self._draft.discard)
             yield
             undo.pop_all()
 
@@ -235,36 +220,55 @@ class CheckpointWriter:
         """Write the manifest, in the first process."""
         # Last: it names the folder of the values, and from then on they are the checkpoint. Written
         # first it would name what is still missing if this process is killed.
-        if self._draft is None:
-            return
-        rows: list[SavedArray] = []
-        for row in self._manifest.rows:
-            rows.append(row._replace(digest=self._digests.get(str(row.same_as or row.path))))
-        name = None if self._is_empty else self._values.name
-        self._draft.commit(self._manifest._replace(rows=tuple(rows), arrays=name))
-
-    @property
-    def _failure(self) -> str:
-        return f"{self._values.parent} cannot be written"
+        if self._draft is not None:
+            self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
         """Raise if the disk has other values than were saved."""
         # Some arrays at a time: all of them would take the memory of a second model.
-        for names in _groups(self._targets):
-            targets = {name: self._targets[name] for name in names}
+        while self._targets:
+            group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
-                stored = load_arrays(self._values, targets)
-            check_dtypes(stored, targets)
+                stored = load_arrays(self._values, group)
+            check_dtypes(stored, group)
             # Each process reads for itself, so that copies may differ: `torn`.
             found, torn = digests_of(stored)
-            if differ := [name for name in names if torn or found[name] != self._digests[name]]:
+            if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
                     f"{self._failure}: other values are read from the disk for {listed(differ)}"
                 )
 
+    def _next_targets(self) -> dict[str, Target]:
+        """Take the next targets, of about a gibibyte."""
+        group: dict[str, Target] = {}
+        size = 0
+        while self._targets and size < 2**30:
+            name, target = self._targets.popitem()
+            group[name] = target
+            size += math.prod(target.shape) * target.dtype.itemsize
+        return group
+
 
 # Seconds after which it is looked again for what another process has left word of.
 _LOOKED_AFTER = 2.0
+
+# Seconds after which what one machine has written to a network file system is seen by the others.
+_SEEN_AFTER = 5
+
+
+def _check_seen(folder: Folder, name: str) -> None:
+    """Raise CheckpointError if this process does not see what the first one writes."""
+    until = time.monotonic() + _SEEN_AFTER
+    # Before orbax begins: on a folder of its own each process would write a part, and none of them
+    # would notice that the others are missing. By a list of the folder: a network file system may
+    # remember of a file that it was not there.
+    while jax.process_count() > 1 and f"{name}{BEGUN}" not in folder.names():
+        if time.monotonic() > until:
+            raise CheckpointFileError(
+                f"process {jax.process_index()} does not see the folder {folder.path} that process "
+                "0 writes to: give a path on a file system that all processes share"
+            )
+        time.sleep(0.05)
 
 
 def _target(value: StoredArray) -> Target:
@@ -272,17 +276,3 @@ def _target(value: StoredArray) -> Target:
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return np.empty(value.shape, value.dtype)
-
-
-def _groups(targets: Mapping[str, Target]) -> Iterator[list[str]]:
-    """The names of the arrays, in groups of about a gibibyte."""
-    group: list[str] = []
-    size = 0
-    for name, target in targets.items():
-        group.append(name)
-        size += math.prod(target.shape) * target.dtype.itemsize
-        if size >= 2**30:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
