@@ -6,15 +6,16 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from functree.errors import MAX_PATHS, Problem, count, did_you_mean, listed, nearest
 from functree.io.weights.blocks import TensorForm, Weight
 from functree.io.weights.files import Tensor
-from functree.io.weights.table import Named, row_text
-from functree.io.weights.tensor_names import WHOLE, Part, TensorName
+from functree.io.weights.table import WHOLE, Named, TensorName, row_text
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path, part_text
@@ -43,55 +44,69 @@ _KEY = Fault(
 )
 
 
-class Fitting(NamedTuple):
-    """How arrays are read.
+class Terms(NamedTuple):
+    """On which terms arrays are loaded; they differ between the functions that load.
 
     Attributes:
-        weights: how each is read that can be.
-        problems: why the others cannot be.
-        asked: the names of all tensors that they are to be read from.
+        dtypes: whether an array has the dtype in `like`, which the files have too or from which
+            they are cast, or the dtype of the files.
+        dtype: what to do about a tensor of another dtype.
+        unread: what to do about tensors that nothing is read from, before the list of their names;
+            may be empty.
+        lost: what to do about values that a dtype does not hold.
     """
 
-    weights: Sequence[Weight]
-    problems: Sequence[Problem]
-    asked: Collection[str]
+    dtypes: Literal["like", "cast", "files"]
+    dtype: str
+    unread: str
+    lost: str
 
 
 def fitted(
-    leaves: Sequence[Leaf], named: Mapping[Path, Named], tensors: Mapping[str, Tensor], cast: bool
-) -> Fitting:
-    """How each array is read, or why it cannot be.
+    leaves: Sequence[Leaf],
+    shardings: Sequence[Sharding | None],
+    named: Mapping[Path, Named],
+    tensors: Mapping[str, Tensor],
+    terms: Terms,
+) -> tuple[list[Weight], list[Problem], set[str]]:
+    """How each array is read that can be; why the others cannot be; and the names of all tensors
+    that they are to be read from.
 
     Args:
         leaves: the arrays.
+        shardings: where each is created.
         named: the name of each that has one.
         tensors: all tensors in the files.
-        cast: whether they may have other dtypes.
+        terms: what is cast, and what messages say to do.
     """
     weights: list[Weight] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
     faults: dict[str, dict[Path, list[Fault]]] = defaultdict(dict)  # by the pattern of the row
-    for leaf in leaves:
+    for leaf, sharding in zip(leaves, shardings, strict=True):
         if leaf.path not in named:
             nameless.append(leaf)
             continue
         one = named[leaf.path]
-        fault = _not_named(leaf, one.name)
-        found = [] if fault is None else [fault]
-        if fault is None:
-            names, stacked = one.name.of_layers(leaf.shape)
-            asked.update(names)
-            weight, found = _weight(leaf, one, names, stacked, tensors, cast)
-            weights += [] if weight is None else [weight]
-        faults[one.pattern][leaf.path] = found
+        of_row = faults[one.pattern][leaf.path] = list(_not_named(leaf, one.name))
+        if of_row:
+            continue
+        names = one.name.tensors(leaf.shape)
+        asked.update(names)
+        if terms.dtypes == "files" and names[0] in tensors:
+            value = jax.ShapeDtypeStruct(leaf.shape, tensors[names[0]].dtype)
+            leaf = leaf._replace(value=value)
+        form = _form(leaf, one, names, tensors)
+        of_row += _faults(leaf, one, names, form, tensors, terms)
+        if not of_row and form is not None:
+            stacked, dtype = len(one.name.places), np.dtype(leaf.value.dtype)
+            weights.append(Weight(leaf.path, leaf.shape, dtype, sharding, names, stacked, form))
     unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    problems = [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
-    return Fitting(weights, problems, asked)
+    return weights, [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)], asked
 
 
 def unread_problems(
-    tensors: Iterable[str], read: Collection[str], left_out: Collection[str]
+    tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
     """The problems of tensors that nothing is read from, unless a pattern leaves them out; and
     those of patterns that leave none out.
@@ -100,6 +115,7 @@ def unread_problems(
         tensors: the names of all tensors in the files.
         read: the names of those that something is read from.
         left_out: patterns of names.
+        advice: what to do about the others, before the list of their names; may be empty.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
@@ -116,7 +132,7 @@ def unread_problems(
         if not any(fnmatchcase(name, pattern) for pattern in left_out):
             alike[_of_any_number(name)].append(name)
     whats = [key if names[1:] else names[0] for key, names in alike.items()]
-    remedy = f"give `names` rows for them, or leave them out: left_out={json.dumps(whats)}"
+    remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
         others = f", nor from {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
         yield Problem(None, None, names[0], f"no array is read from it{others}", remedy)
@@ -134,60 +150,72 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")
 
 
-def _not_named(leaf: Leaf, name: TensorName) -> Fault | None:
-    """Why an array is in no tensors of such a name; None if it may be."""
+def _not_named(leaf: Leaf, name: TensorName) -> Iterator[Fault]:
+    """Why an array is in no tensors of such a name."""
+    stacked = len(name.places)
     if is_key(leaf.value.dtype):
-        return _KEY
-    if name.stacked > len(leaf.shape) or 0 in leaf.shape[: name.stacked]:
+        yield _KEY
+    elif stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
         why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
-        return Fault(why, why)
-    return None
+        yield Fault(why, why)
 
 
-def _weight(
+def _kept(leaf: Leaf, stacked: int) -> int:
+    """How many dimensions of a tensor are of layers or experts, which `.T` leaves in front.
+
+    Args:
+        leaf: the array.
+        stacked: how many of its dimensions have a tensor for each element.
+    """
+    kept = max(leaf.stacked - stacked, 0)
+    return kept + int(leaf.axes[stacked + kept :][:1] == ("experts",))
+
+
+def _form(
+    leaf: Leaf, named: Named, names: Sequence[str], tensors: Mapping[str, Tensor]
+) -> TensorForm | None:
+    """How the first tensor has an array; None if it does not."""
+    if names[0] not in tensors:
+        return None
+    stacked = len(named.name.places)
+    shape, stored = leaf.shape[stacked:], tensors[names[0]].shape
+    return TensorForm.fitting(shape, stored, named.name, _kept(leaf, stacked))
+
+
+def _faults(
     leaf: Leaf,
     named: Named,
-    names: list[str],
-    stacked: int,
+    names: Sequence[str],
+    form: TensorForm | None,
     tensors: Mapping[str, Tensor],
-    cast: bool,
-) -> tuple[Weight | None, list[Fault]]:
-    """How an array is read, or why it cannot be.
+    terms: Terms,
+) -> Iterator[Fault]:
+    """Why an array cannot be read.
 
     Args:
         leaf: the array.
         named: its name.
-        names: those of all tensors that have it.
-        stacked: how many of its dimensions these are over.
+        names: the names of all tensors that have it.
+        form: how the first of them has it; None if it does not.
         tensors: all tensors in the files.
-        cast: whether it may have another dtype.
+        terms: what is cast, and what messages say to do.
     """
     if missing := [one for one in names if one not in tensors]:
-        return None, [_missing(missing, named, whole=len(missing) == len(names))]
-    shape, axes = leaf.shape[stacked:], leaf.axes[stacked:]
-    # In front of a matrix may be dimensions of layers or experts, which `.T` leaves there.
-    kept = max(leaf.stacked - stacked, 0)
-    kept += int(axes[kept : kept + 1] == ("experts",))
-    form = TensorForm.fitting(shape, tensors[names[0]].shape, named.name, kept)
-    faults: list[Fault] = []
+        yield _missing(missing, named, whole=len(missing) == len(names))
+        return
     for (stored, dtype), own in _by_type(names, tensors).items():
-        fits = form is not None and form.stored == stored
-        if fits and (cast or dtype == str(leaf.value.dtype)):
+        fits = form is not None and stored == tensors[names[0]].shape
+        if fits and (terms.dtypes == "cast" or dtype == str(leaf.value.dtype)):
             continue
-        remedy = f"to have it as {dtype_text(leaf.value.dtype)}: cast=True"
+        remedy = terms.dtype.format(dtype=dtype_text(leaf.value.dtype))
         if not fits:
-            remedy = _transposed(named, shape, stored, kept) or _other_order(
-                named.name.part, shape, stored
-            )
+            remedy = _transposed(leaf, named, stored) or _other_order(leaf, named, stored)
         all_of_them = len(own) == len(names)
         where = (named.text, named.row) if all_of_them else (listed(own), listed(own))
         found = array_text(tensors[own[0]])
         found += "" if named.name.part == WHOLE else ", of which a part is asked for"
         why, of_row = (f"the files have `{one}` as {found}" for one in where)
-        faults.append(Fault(why, of_row, remedy))
-    if faults or form is None:
-        return None, faults
-    return Weight(leaf.path, leaf.shape, names, stacked, form), []
+        yield Fault(why, of_row, remedy)
 
 
 def _by_type(
@@ -200,19 +228,22 @@ def _by_type(
     return found
 
 
-def _transposed(named: Named, shape: Sequence[int], stored: Sequence[int], kept: int) -> str:
+def _transposed(leaf: Leaf, named: Named, stored: Sequence[int]) -> str:
     """What to write if a tensor has the transpose; empty if it does not."""
-    name = named.name
-    other = name._replace(transposed=not name.transposed)
-    if TensorForm.fitting(shape, stored, other, kept) is None:
+    name, stacked = named.name, len(named.name.places)
+    if name.order:
         return ""
-    row = named.row.removesuffix(".T") if name.transposed else f"{named.row}.T"
+    other = name._replace(order=() if name.order is None else None)
+    if TensorForm.fitting(leaf.shape[stacked:], stored, other, _kept(leaf, stacked)) is None:
+        return ""
+    row = f"{named.row}.T" if name.order is None else named.row.removesuffix(".T")
     return f"transposed? write {row_text(named.pattern, row)}"
 
 
-def _other_order(part: Part, shape: Sequence[int], stored: Sequence[int]) -> str:
+def _other_order(leaf: Leaf, named: Named, stored: Sequence[int]) -> str:
     """What to do with a tensor that has the elements of an array in another order; empty if it has
     others."""
+    part, shape = named.name.part, leaf.shape[len(named.name.places) :]
     if math.prod(shape) * part.of != math.prod(stored) * (part.stop - part.first):
         return ""
     return (
@@ -260,7 +291,7 @@ def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[
         # As many as a message shows: each looks at all names.
         if path not in known and len(known) < MAX_PATHS:
             known[path] = _row_for(leaf, path, unread)
-        yield leaf.problem("no pattern of `names` matches it", known.get(path, ""))
+        yield leaf.problem("no pattern of `table` matches it", known.get(path, ""))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
@@ -268,7 +299,7 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
     fitting: dict[str, str] = {}
     for name, tensor in unread.items():
         for text in (name, f"{name}.T"):
-            if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text), 0) is not None:
+            if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
                 fitting.setdefault(name, text)
     # Also one that is far: these have the shape, and nothing else is read from them.
     near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)

@@ -2,32 +2,39 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from functree.argument_checks import FLOATING, LOCAL_FOLDER, check
 from functree.errors import FunctreeError, Problem, ShardingError, count
 from functree.io.extras import ForeignErrors
-from functree.io.weights.arrays import Created, beginnings, read_arrays
-from functree.io.weights.blocks import Weight, weights_of
+from functree.io.laid_out import laid_out
 from functree.io.weights.files import Tensor, files_of, open_tensors
-from functree.io.weights.repeated import why_not_repeated
-from functree.labels.leaves import read
+from functree.io.weights.fitting import Terms
+from functree.io.weights.load_tensors import Loading
+from functree.io.weights.table import TensorName, check_table
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.make_plan import plan
-from functree.layout.plan.plan import Plan
-from functree.nn.published_config import config_from_json, family_of, read_config
+from functree.nn.config import TransformerConfig
+from functree.nn.families import PublishedConfig, read_config
+from functree.nn.rope import frequencies_of
 from functree.nn.transformer import Transformer
-from functree.nn.weight_map import WeightMap
-from functree.processes.agreement import Agreement, Facts
+from functree.processes.agreement import Agreement
 from functree.processes.check_processes import facts_of
 from functree.report.json_text import value_text
 from functree.transforms.init import abstract
+
+_TERMS = Terms(
+    dtypes="files",
+    dtype="say which dtype all its layers get, as `param_dtype=`",
+    unread="",
+    lost="give a `param_dtype=` that holds them, such as that of the files: None",
+)
 
 
 def load_weights(
@@ -79,128 +86,50 @@ def load_weights(
         raise ShardingError("no weights are loaded: the layout is None; write `P()` to replicate")
     failure = f"{folder}: no weights are loaded"
     with Agreement(failure) as agreement:
-        published = _PublishedModel.of(FilePath(folder), layout, mesh, param_dtype, fields)
-        agreement.compare(published.facts)
-    created: list[Created] = []
-    for weight, row in zip(published.weights, published.plan.rows, strict=True):
-        created.append(Created(weight, published.plan.sharding(row), param_dtype))
-    remedy = "give a `param_dtype=` that holds them, such as that of the files: None"
-    arrays = read_arrays(folder, created, published.tensors, remedy)
-    return read(published.model).skeleton.fill(arrays)
-
-
-class _PublishedModel(NamedTuple):
-    """A published model, of which nothing was read but its config and the heads of its files.
-
-    Attributes:
-        model: the abstract model.
-        plan: where its arrays are created.
-        weights: which tensors they are read from.
-        tensors: those in the files.
-    """
-
-    model: Transformer
-    plan: Plan
-    weights: list[Weight]
-    tensors: Mapping[str, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        folder: FilePath,
-        layout: LayoutTree,
-        mesh: Mesh | None,
-        param_dtype: DTypeLike | None,
-        fields: Mapping[str, Any],
-    ) -> "_PublishedModel":
-        """What is in a folder; the errors are those of `load_weights`."""
-        file, given = read_config(folder)
-        config, family = config_from_json(file, **fields), family_of(file, given)
+        published = read_config(folder, fields)
         with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
-            tensors = open_tensors(files_of(file.parent))
-        _check_sizes(file, given, family, tensors)
-        # By the tensors: what `config.json` says is the dtype of the training. A table that is
-        # missing is found below, with all else that is.
-        table = tensors.get(family.weights["embed.weight"])
-        if table is not None:
-            found = table.dtype if param_dtype is None else param_dtype
-            config = dataclasses.replace(config, param_dtype=found)
+            tensors = open_tensors(files_of(published.file.parent))
+        _check_sizes(published, tensors)
+        table = published.names(published.config, tensors)
+        check_table(table, failure)
+        # By the tensors: what `config.json` says is the dtype of the training.
+        config, embed = published.config, tensors.get(table.get("embed.weight", ""))
+        if param_dtype is not None:
+            config = dataclasses.replace(config, param_dtype=param_dtype)
+        elif embed is not None:
+            config = dataclasses.replace(config, param_dtype=embed.dtype)
         # Abstract, and planned and compared before a tensor is read: a layout that does not fit is
         # an error after a second, and not after the first 100 GB.
         model = abstract(Transformer.create)(config, key=jax.random.key(0))
-        planned = plan(model, layout, mesh)
-        published = cls(model, planned, list(weights_of(model, family, tensors)), tensors)
-        published.check(file.parent, family, mixed=param_dtype is not None)
-        return published
-
-    def facts(self) -> Facts:
-        """What has to be the same in all processes."""
-        return {
-            "config": facts_of(self.model.config),
-            "plan": facts_of(self.plan),
-            "tensors": beginnings(self.tensors),
-        }
-
-    def check(self, folder: FilePath, family: WeightMap, mixed: bool) -> None:
-        """Raise for weights that are missing, that have another shape, or that nobody reads.
-
-        Args:
-            folder: their folder, for the message.
-            family: the family of the model.
-            mixed: whether the layers of a weight may have several dtypes, since all become one.
-        """
-        weights, tensors, config = self.weights, self.tensors, self.model.config
-        problems: list[Problem] = []
-        unread = dict.fromkeys(tensors)
-        for weight in weights:
-            # One array has one dtype: to cast some of the layers would lose digits without a word.
-            dtypes = {str(tensors[name].dtype) for name in weight.names if name in tensors}
-            if len(dtypes) > 1 and not mixed:
-                why = f"its layers have several dtypes: {', '.join(sorted(dtypes))}"
-                problems.append(Problem(weight.path, None, "", why, "say which, as `param_dtype=`"))
-            for name in weight.names:
-                unread.pop(name, None)
-                if name not in tensors:
-                    problems.append(Problem(weight.path, None, name, "the files do not have it"))
-                elif tensors[name].shape != weight.form.stored:
-                    why = f"has the shape {tensors[name].shape}, and not {weight.form.stored}"
-                    problems.append(Problem(weight.path, None, name, why))
-        # Such as biases that our config does not have: the model would compute something else.
-        for name in unread:
-            if why_not := why_not_repeated(name, tensors, config, family):
-                problems.append(Problem(None, None, name, *why_not))
-        if problems:
-            raise FunctreeError(
-                f"{folder}: {count(len(problems), 'weight')} that cannot be loaded", problems
-            )
+        leaves, shardings = laid_out(model, layout, mesh)
+        repeated = dict(_repeated(published, tensors))
+        others = [problem for problem in repeated.values() if problem is not None]
+        terms = _TERMS if param_dtype is None else _TERMS._replace(dtypes="cast")
+        loading = Loading.of(
+            leaves, shardings, table, tensors, list(repeated), terms, failure, others
+        )
+        agreement.compare(lambda: {"config": facts_of(config), **loading.facts()})
+    return leaves.skeleton.fill(loading.read(str(folder)))
 
 
-def _check_sizes(
-    file: FilePath, given: Mapping[str, Any], family: WeightMap, tensors: Mapping[str, Tensor]
-) -> None:
+def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise for sizes of a config that nothing in the files can have.
 
     Even abstract, a model of such sizes may take for ever.
-
-    Args:
-        file: the file of the config, for the message.
-        given: what it says.
-        family: the family of the model.
-        tensors: those in the files.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     # A layer has a tensor of its own, and every other size is in the shape of one.
     most = {**dict.fromkeys(_SIZES, elements), "layers": len(tensors)}
     problems: list[Problem] = []
-    for name, value in given.items():
-        if name not in family.fields:
-            continue
-        for key, size in (family.fields[name].read(value) or {}).items():
-            if key in most and size is not None and size > most[key]:
-                why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
-                problems.append(Problem(None, None, f'"{name}": {value_text(value)}', why))
+    for field, number in most.items():
+        size = getattr(published.config, field)
+        if size is not None and size > number:
+            given = [name for name, value in published.given.items() if value == size]
+            what = "/".join(f'"{name}"' for name in given) or field
+            why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
+            problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
-        raise FunctreeError(f"{file}: sizes that the files do not have", problems)
+        raise FunctreeError(f"{published.file}: sizes that the files do not have", problems)
 
 
 _SIZES = (
@@ -213,3 +142,59 @@ _SIZES = (
     "experts",
     "expert_hidden",
 )
+
+
+# Tensors that say again what a model has. Older files have the frequencies of the rotation, and the
+# table of the logits even where it is the table of the embedding. Readers pass over both; here they
+# have to be what the model computes with.
+
+_FREQUENCIES = ".rotary_emb.inv_freq"
+# They were kept in the dtype of the weights: bfloat16 has 8 bits.
+_TOLERANCE = 2.0**-7
+# So many rows of two tables are compared at a time: whole, they may be gigabytes.
+_ROWS = 4096
+
+
+def _repeated(
+    published: PublishedConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Problem | None]]:
+    """The names of such tensors, each with its problem if it says something else."""
+    config = published.config
+    names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
+    table, head = names.get("embed.weight"), TensorName.parse(names.get("unembed.weight", ""))
+    for name, tensor in tensors.items():
+        if name.endswith(_FREQUENCIES):
+            is_same = _are_frequencies(tensor, config)
+            why = "it has other frequencies than the config says", "correct the config"
+        elif config.tie_embedding and name == head.name and table in tensors:
+            # The table of the embedding is never transposed: (vocab, embed).
+            is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
+            why = (
+                f"the config ties it to {table}, which has other values",
+                'write "tie_word_embeddings": false if it is meant, or remove the tensor',
+            )
+        else:
+            continue
+        yield name, None if is_same else Problem(None, None, name, *why)
+
+
+def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
+    expected = np.asarray(frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling))
+    if tensor.shape != expected.shape:
+        return False
+    found = tensor.read([slice(None)]).astype(np.float32)
+    return bool(np.allclose(found, expected, rtol=_TOLERANCE, atol=0))
+
+
+def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
+    """Whether a table is equal to another one, which may be (embed, vocab)."""
+    shape = other.shape[::-1] if transposed else other.shape
+    if table.shape != shape:
+        return False
+    columns = slice(None)
+    for first in range(0, shape[0], _ROWS):
+        some = slice(first, min(first + _ROWS, shape[0]))
+        found = other.read([columns, some]).T if transposed else other.read([some, columns])
+        if not np.array_equal(table.read([some, columns]), found):
+            return False
+    return True

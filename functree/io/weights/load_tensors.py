@@ -2,7 +2,7 @@
 layout says."""
 
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, NamedTuple, TypeVar
 
@@ -11,22 +11,23 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from functree.argument_checks import FLAG, LOCAL_FILE, TEXTS, Takes, check, check_tree
+from functree.argument_checks import FLAG, LOCAL_FILE, MAPPING, TEXTS, Takes, check, check_tree
 from functree.devices.meshes import MeshLike
 from functree.devices.placement import sharding_text
-from functree.errors import FunctreeError, FunctreeValueError, path_text
+from functree.errors import FunctreeError, FunctreeValueError, Problem, path_text
+from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
 from functree.io.laid_out import laid_out, misplaced
-from functree.io.weights.arrays import Created, beginnings, read_arrays
 from functree.io.weights.blocks import Weight
 from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
-from functree.io.weights.fitting import fitted, unread_problems, untied
-from functree.io.weights.table import Named, check_table, names_of
+from functree.io.weights.fitting import Terms, fitted, unread_problems, untied
+from functree.io.weights.table import Named, Table, check_table, names_of
 from functree.labels.leaf import meeting
 from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
-from functree.nn.weight_map import NAMES
 from functree.processes.agreement import Agreement, Facts
+from functree.processes.check_processes import checksum
+from functree.processes.digest import digests_of
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
@@ -38,12 +39,26 @@ _FILES = Takes(
     lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
+_TABLE = Takes(
+    "a mapping from paths to names, or to functions that return one",
+    lambda table: (
+        MAPPING.fits(table)
+        and all(isinstance(path, str) for path in table)
+        and all(isinstance(name, str) or callable(name) for name in table.values())
+    ),
+)
+_TERMS = Terms(
+    dtypes="like",
+    dtype="to have it as {dtype}: cast=True",
+    unread="give `table` rows for them, or leave them out: left_out=",
+    lost="give these arrays in `like` the dtype of the files",
+)
 
 
 def load_tensors(
     files: _File | Iterable[_File],
     like: T,
-    names: Mapping[str, str],
+    table: Mapping[str, str | Callable[..., str]],
     layout: LayoutTree = None,
     mesh: MeshLike = None,
     *,
@@ -54,18 +69,21 @@ def load_tensors(
 
     The arrays are created sharded, and of each file only the slices are read that this process'
     devices keep. A tensor that joins neighbouring dimensions of an array, such as the heads with
-    the size of one, is split as the array is.
+    the size of one, is split as the array is. Dimensions of size one are dropped and added.
 
     Args:
         files: a file, several, or the folder that they are in.
         like: a tree, abstract or with arrays: it gives the structure, shapes and dtypes, and all
             that is static.
-        names: from globs of paths to names of tensors; the first that matches a path gives its
-            name. The text that a wildcard of the glob stands for is put in the place of that of the
-            name. `{layer}`, and `{expert}` behind it, are the numbers along leading dimensions of
-            the array, of which each has a tensor. `[0/3]` behind a name is the first of three equal
-            parts of the tensor, `[0:2/4]` are two of four, along the first dimension that fits.
-            `.T` behind that is the transpose.
+        table: from globs of paths to names of tensors; the first that matches a path gives its
+            name. `*` in a name is the text that `*` of the glob stands for. `{i}` in a glob stands
+            for a number, which the name may compute with: `"blocks.{i}.{j}.w"` and
+            `"layers.{2*i+j}.w"`. `{layer}`, and `{expert}` after it, are the numbers along leading
+            dimensions of the array, of which each has a tensor. `[0/3]` after a name is the first
+            of three equal parts of the tensor, `[0:2/4]` are two of four, along the first dimension
+            that fits. After that, `.T` is the transpose, and `.transpose(2, 0, 1)` another order of
+            the dimensions. Instead of a name there may be a function, which takes the texts and
+            numbers that the glob stands for.
         layout: the layout of the tree. By default each array is sharded as the one in `like`.
         mesh: a mesh, or None for the current one.
         left_out: patterns for the names of tensors that nothing is read from, with `*` for any
@@ -99,21 +117,21 @@ def load_tensors(
     check(
         "no weights are loaded",
         files=(given, _FILES),
-        names=(names, NAMES),
+        table=(table, _TABLE),
         left_out=(left_out, TEXTS),
         cast=(cast, FLAG),
     )
     where = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
     failure = f"{where}: no weights are loaded"
+    terms = _TERMS._replace(dtypes="cast") if cast else _TERMS
     with Agreement(failure) as agreement:
-        check_table(names, failure)
+        check_table(table, failure)
         with ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"):
             tensors = open_tensors(_opened(given), ALL_DTYPES)
         leaves, shardings = laid_out(like, layout, mesh)
-        asked = _Asked(names, left_out, cast, failure)
-        found = _Found.of(leaves, shardings, tensors, asked)
-        agreement.compare(found.facts)
-    return leaves.skeleton.fill(found.read(where))
+        loading = Loading.of(leaves, shardings, table, tensors, left_out, terms, failure)
+        agreement.compare(loading.facts)
+    return leaves.skeleton.fill(loading.read(where))
 
 
 def _listed(files: Any) -> Any:
@@ -129,92 +147,120 @@ def _opened(given: Sequence[_File]) -> list[FilePath]:
     return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
 
 
-class _Asked(NamedTuple):
-    """What is asked for; the attributes are parameters of `load_tensors`, and the beginning of its
-    messages."""
-
-    names: Mapping[str, str]
-    left_out: Collection[str]
-    cast: bool
-    failure: str
-
-
-class _Found(NamedTuple):
-    """The arrays that are loaded.
+class Loading(NamedTuple):
+    """Arrays that can be loaded, of which nothing was read but the heads of the files.
 
     Attributes:
-        leaves: those of `like`.
-        shardings: where each is created; None for an array of numpy, and for one that is not
-            committed to a device.
+        leaves: the arrays of `like`.
         named: the name of each.
         weights: how each is read.
-        tensors: those that are read, by name.
+        tensors: the tensors that are read, by name.
+        terms: what is cast, and what messages say to do.
+        failure: the beginning of messages.
     """
 
     leaves: Leaves
-    shardings: Sequence[Sharding | None]
     named: Mapping[Path, Named]
     weights: Sequence[Weight]
     tensors: Mapping[str, Tensor]
+    terms: Terms
+    failure: str
 
     @classmethod
     def of(
         cls,
         leaves: Leaves,
         shardings: Sequence[Sharding | None],
+        table: Table,
         tensors: Mapping[str, Tensor],
-        asked: _Asked,
-    ) -> "_Found":
-        """What is loaded, from all tensors in the files.
+        left_out: Collection[str],
+        terms: Terms,
+        failure: str,
+        others: Iterable[Problem] = (),
+    ) -> "Loading":
+        """What is loaded.
+
+        Args:
+            leaves: the arrays of `like`.
+            shardings: where each is created; None for an array of numpy, and for one that is not
+                committed to a device.
+            table: the table of names.
+            tensors: all tensors in the files.
+            left_out: patterns for the tensors that nothing is read from.
+            terms: what is cast, and what messages say to do.
+            failure: the beginning of messages.
+            others: what else is wrong.
 
         Raises:
             FunctreeValueError: something does not fit.
         """
-        named, problems = names_of(leaves.leaves, asked.names)
-        fitting = fitted(leaves.leaves, named, tensors, asked.cast)
-        problems += fitting.problems
+        named, problems = names_of(leaves.leaves, table)
+        weights, unfit, asked = fitted(leaves.leaves, shardings, named, tensors, terms)
+        problems += unfit
         for leaf, sharding in zip(leaves.leaves, shardings, strict=True):
             problems += misplaced(leaf, sharding)
         problems += untied(leaves.leaves, named)
         problems += meeting(leaves.leaves)
-        problems += unread_problems(tensors, fitting.asked, asked.left_out)
+        problems += unread_problems(tensors, asked, left_out, terms.unread)
+        problems += others
         if problems:
-            raise FunctreeValueError(asked.failure, problems)
-        read = {name: tensors[name] for name in tensors if name in fitting.asked}
-        return cls(leaves, shardings, named, fitting.weights, read)
+            raise FunctreeValueError(failure, problems)
+        read = {name: tensors[name] for name in tensors if name in asked}
+        return cls(leaves, named, weights, read, terms, failure)
 
     def facts(self) -> Facts:
         """What has to be the same in all processes."""
         arrays: list[str] = []
-        texts: list[str] = []
-        for leaf, sharding in zip(self.leaves.leaves, self.shardings, strict=True):
-            where = "on the host" if sharding is None else sharding_text(sharding)
-            arrays.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {where}")
-            texts.append(f"{path_text(leaf.path)}: {self.named[leaf.path].text}")
-        return {"arrays": arrays, "names": texts, "tensors": beginnings(self.tensors)}
+        names: list[str] = []
+        for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
+            place = "on the host" if weight.sharding is None else sharding_text(weight.sharding)
+            arrays.append(f"{path_text(leaf.path)}: {array_text(weight)} {place}")
+            names.append(f"{path_text(leaf.path)}: {self.named[leaf.path].text}")
+        # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
+        # devices would be given parts of that one.
+        beginnings: list[str] = []
+        with ForeignErrors(FunctreeError, "the weights cannot be read"):
+            for name, tensor in self.tensors.items():
+                beginnings.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
+        return {"arrays": arrays, "names": names, "tensors": sorted(beginnings)}
 
     def read(self, where: str) -> list[jax.Array | np.ndarray | np.generic]:
-        """The arrays, from what the files have. One array at several places of `like` is one array
-        again."""
-        first: dict[object, int] = {}
-        created: list[Created] = []
-        places: list[int] = []
-        rows = zip(self.leaves.leaves, self.shardings, self.weights, strict=True)
-        for leaf, sharding, weight in rows:
-            # One array of numpy at two places is often nothing but zeros that were made once.
-            is_one = isinstance(leaf.value, jax.Array)
-            place = first.setdefault(
-                (id(leaf.value), sharding) if is_one else leaf.path, len(created)
-            )
-            if place == len(created):
-                created.append(Created(weight, sharding, leaf.value.dtype))
-            places.append(place)
-        remedy = "give these arrays in `like` the dtype of the files"
-        arrays = read_arrays(where, created, self.tensors, remedy)
-        # Once each: two arrays on one buffer could not both be donated.
-        values = [leaf.value for leaf in self.leaves.leaves]
-        once = {place: _as_in(values[i], arrays[place]) for i, place in enumerate(places)}
-        return [once[place] for place in places]
+        """The arrays. One array at several places of `like` is one array again. All processes call
+        this, with the same arrays.
+
+        Args:
+            where: what they are read from, for messages.
+
+        Raises:
+            FunctreeError: a file cannot be read; or the processes have read other values.
+        """
+        once: dict[object, jax.Array | np.ndarray | np.generic] = {}
+        own: list[object] = []
+        losses: list[Loss] = []
+        with (
+            Agreement(self.failure),
+            ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"),
+        ):
+            for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
+                # One array of numpy at two places is often nothing but zeros that were made once.
+                # Two arrays on one buffer could not both be donated.
+                is_one = isinstance(leaf.value, jax.Array)
+                own.append((id(leaf.value), weight.sharding) if is_one else leaf.path)
+                if own[-1] not in once:
+                    array, loss = weight.array(self.tensors)
+                    once[own[-1]] = _as_in(leaf.value, array)
+                    losses.append(loss)
+        with Agreement(self.failure):  # it is an error where the user makes warnings errors
+            warn_of_losses(where, losses, self.terms.lost)
+        # Each process has read its own files: copies of one part may have come from different ones.
+        # With one process there is nothing to compare, and the digests would read all of the model.
+        if jax.process_count() > 1:
+            paths = [str(loss.path) for loss in losses]
+            read = dict(zip(paths, once.values(), strict=True))
+            _, differ = digests_of(read, "give all processes the same files")
+            if differ:
+                raise FunctreeError(f"{where}: the processes read other weights", differ)
+        return [once[key] for key in own]
 
 
 def _as_in(value: object, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray | np.generic:
