@@ -37,13 +37,6 @@ class Fault(NamedTuple):
     missing: str = ""
 
 
-_KEY = Fault(
-    "is a random key, which is read from no tensor",
-    "is a random key, which is read from no tensor",
-    "load the parts of the tree that have weights",
-)
-
-
 class Terms(NamedTuple):
     """On which terms arrays are loaded; they differ between the functions that load.
 
@@ -80,29 +73,34 @@ def fitted(
         terms: what is cast, and what messages say to do.
     """
     weights: list[Weight] = []
+    problems: list[Problem] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
     faults: dict[str, dict[Path, list[Fault]]] = defaultdict(dict)  # by the pattern of the row
     for leaf, sharding in zip(leaves, shardings, strict=True):
+        if is_key(leaf.value.dtype):
+            why = "is a random key, which is read from no tensor"
+            problems.append(leaf.problem(why, "load the parts of the tree that have weights"))
+            continue
         if leaf.path not in named:
             nameless.append(leaf)
             continue
-        one = named[leaf.path]
-        of_row = faults[one.pattern][leaf.path] = list(_not_named(leaf, one.name))
-        if of_row:
+        row, name = named[leaf.path], named[leaf.path].name
+        stacked = len(name.places)
+        if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
+            why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
+            problems.append(leaf.problem(why, ""))
             continue
-        names = one.name.tensors(leaf.shape)
-        asked.update(names)
-        if terms.dtypes == "files" and names[0] in tensors:
-            value = jax.ShapeDtypeStruct(leaf.shape, tensors[names[0]].dtype)
-            leaf = leaf._replace(value=value)
-        form = _form(leaf, one, names, tensors)
-        of_row += _faults(leaf, one, names, form, tensors, terms)
-        if not of_row and form is not None:
-            stacked, dtype = len(one.name.places), np.dtype(leaf.value.dtype)
-            weights.append(Weight(leaf.path, leaf.shape, dtype, sharding, names, stacked, form))
+        wanted = _Wanted(leaf, row, name, name.tensors(leaf.shape), tensors)
+        asked.update(wanted.names)
+        dtype = wanted.dtype(terms)
+        found = faults[row.pattern][leaf.path] = list(wanted.faults(dtype, terms))
+        if not found and (form := wanted.form()) is not None:
+            parts = wanted.names, stacked, form
+            weights.append(Weight(leaf.path, leaf.shape, dtype, sharding, *parts))
     unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    return weights, [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)], asked
+    problems += [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
+    return weights, problems, asked
 
 
 def unread_problems(
@@ -150,113 +148,92 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")
 
 
-def _not_named(leaf: Leaf, name: TensorName) -> Iterator[Fault]:
-    """Why an array is in no tensors of such a name."""
-    stacked = len(name.places)
-    if is_key(leaf.value.dtype):
-        yield _KEY
-    elif stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
-        why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
-        yield Fault(why, why)
+class _Wanted(NamedTuple):
+    """An array that is to be read, and what it is to be read from.
 
-
-def _kept(leaf: Leaf, stacked: int) -> int:
-    """How many dimensions of a tensor are of layers or experts, which `.T` leaves in front.
-
-    Args:
+    Attributes:
         leaf: the array.
-        stacked: how many of its dimensions have a tensor for each element.
-    """
-    kept = max(leaf.stacked - stacked, 0)
-    return kept + int(leaf.axes[stacked + kept :][:1] == ("experts",))
-
-
-def _form(
-    leaf: Leaf, named: Named, names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> TensorForm | None:
-    """How the first tensor has an array; None if it does not."""
-    if names[0] not in tensors:
-        return None
-    stacked = len(named.name.places)
-    shape, stored = leaf.shape[stacked:], tensors[names[0]].shape
-    return TensorForm.fitting(shape, stored, named.name, _kept(leaf, stacked))
-
-
-def _faults(
-    leaf: Leaf,
-    named: Named,
-    names: Sequence[str],
-    form: TensorForm | None,
-    tensors: Mapping[str, Tensor],
-    terms: Terms,
-) -> Iterator[Fault]:
-    """Why an array cannot be read.
-
-    Args:
-        leaf: the array.
-        named: its name.
+        row: the row of the table that names it.
+        name: what this says.
         names: the names of all tensors that have it.
-        form: how the first of them has it; None if it does not.
         tensors: all tensors in the files.
-        terms: what is cast, and what messages say to do.
     """
-    if missing := [one for one in names if one not in tensors]:
-        yield _missing(missing, named, whole=len(missing) == len(names))
-        return
-    for (stored, dtype), own in _by_type(names, tensors).items():
-        fits = form is not None and stored == tensors[names[0]].shape
-        if fits and (terms.dtypes == "cast" or dtype == str(leaf.value.dtype)):
-            continue
-        remedy = terms.dtype.format(dtype=dtype_text(leaf.value.dtype))
-        if not fits:
-            remedy = _transposed(leaf, named, stored) or _other_order(leaf, named, stored)
-        all_of_them = len(own) == len(names)
-        where = (named.text, named.row) if all_of_them else (listed(own), listed(own))
-        found = array_text(tensors[own[0]])
-        found += "" if named.name.part == WHOLE else ", of which a part is asked for"
-        why, of_row = (f"the files have `{one}` as {found}" for one in where)
-        yield Fault(why, of_row, remedy)
 
+    leaf: Leaf
+    row: Named
+    name: TensorName
+    names: list[str]
+    tensors: Mapping[str, Tensor]
 
-def _by_type(
-    names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> dict[tuple[tuple[int, ...], str], list[str]]:
-    """Names of tensors by their shape and dtype: layers may differ."""
-    found: dict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
-    for name in names:
-        found[tensors[name].shape, str(tensors[name].dtype)].append(name)
-    return found
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape without the dimensions that have a tensor for each of their elements."""
+        return self.leaf.shape[len(self.name.places) :]
 
+    def dtype(self, terms: Terms) -> np.dtype:
+        """The dtype that it gets."""
+        if terms.dtypes == "files" and self.names[0] in self.tensors:
+            return self.tensors[self.names[0]].dtype
+        return np.dtype(self.leaf.value.dtype)
 
-def _transposed(leaf: Leaf, named: Named, stored: Sequence[int]) -> str:
-    """What to write if a tensor has the transpose; empty if it does not."""
-    name, stacked = named.name, len(named.name.places)
-    if name.order:
-        return ""
-    other = name._replace(order=() if name.order is None else None)
-    if TensorForm.fitting(leaf.shape[stacked:], stored, other, _kept(leaf, stacked)) is None:
-        return ""
-    row = f"{named.row}.T" if name.order is None else named.row.removesuffix(".T")
-    return f"transposed? write {row_text(named.pattern, row)}"
+    def form(
+        self, stored: Sequence[int] | None = None, name: TensorName | None = None
+    ) -> TensorForm | None:
+        """How a tensor has it, by default the first one; None if it does not."""
+        stacked = len(self.name.places)
+        # `.T` leaves dimensions of layers and of experts in front.
+        kept = max(self.leaf.stacked - stacked, 0)
+        kept += int(self.leaf.axes[stacked + kept :][:1] == ("experts",))
+        if stored is None:
+            stored = self.tensors[self.names[0]].shape
+        return TensorForm.fitting(self.shape, stored, name or self.name, kept)
 
+    def faults(self, dtype: np.dtype, terms: Terms) -> Iterator[Fault]:
+        """Why it cannot be read, as an array of a dtype."""
+        if missing := [one for one in self.names if one not in self.tensors]:
+            name = row = listed(missing)
+            if len(missing) == len(self.names):
+                name, row = self.name.name, TensorName.parse(self.row.row).name
+            why, of_row = (f"the files have no `{one}`" for one in (name, row))
+            yield Fault(why, of_row, missing=missing[0])
+            return
+        by_type: dict[tuple[tuple[int, ...], np.dtype], list[str]] = defaultdict(list)
+        for one in self.names:
+            by_type[self.tensors[one].shape, self.tensors[one].dtype].append(one)
+        form = self.form()
+        for (stored, other), own in by_type.items():
+            fits = form is not None and stored == self.tensors[self.names[0]].shape
+            if fits and (terms.dtypes == "cast" or other == dtype):
+                continue
+            remedy = terms.dtype.format(dtype=dtype_text(dtype))
+            if not fits:
+                remedy = self._transposed(stored) or self._other_order(stored)
+            name = row = listed(own)
+            if len(own) == len(self.names):
+                name, row = self.row.text, self.row.row
+            found = array_text(self.tensors[own[0]])
+            found += "" if self.name.part == WHOLE else ", of which a part is asked for"
+            why, of_row = (f"the files have `{one}` as {found}" for one in (name, row))
+            yield Fault(why, of_row, remedy)
 
-def _other_order(leaf: Leaf, named: Named, stored: Sequence[int]) -> str:
-    """What to do with a tensor that has the elements of an array in another order; empty if it has
-    others."""
-    part, shape = named.name.part, leaf.shape[len(named.name.places) :]
-    if math.prod(shape) * part.of != math.prod(stored) * (part.stop - part.first):
-        return ""
-    return (
-        "it has as many elements, in an order that no row says: load an array in the order of the "
-        "files, and transpose it in a function of `ft.jit`"
-    )
+    def _transposed(self, stored: Sequence[int]) -> str:
+        """What to write if a tensor has the transpose; empty if it does not."""
+        is_plain = self.name.order is None
+        other = self.name._replace(order=() if is_plain else None)
+        if self.name.order or self.form(stored, other) is None:
+            return ""
+        row = f"{self.row.row}.T" if is_plain else self.row.row.removesuffix(".T")
+        return f"transposed? write {row_text(self.row.pattern, row)}"
 
-
-def _missing(missing: Sequence[str], named: Named, *, whole: bool) -> Fault:
-    """That tensors are not in the files."""
-    where = named.name.name if whole else listed(missing)
-    row = TensorName.parse(named.row).name if whole else where
-    return Fault(f"the files have no `{where}`", f"the files have no `{row}`", missing=missing[0])
+    def _other_order(self, stored: Sequence[int]) -> str:
+        """What to do with a tensor that has the elements in another order; empty if it does not."""
+        part = self.name.part
+        if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
+            return ""
+        return (
+            "it has as many elements, in an order that no row says: load an array in the order of "
+            "the files, and transpose it in a function of `ft.jit`"
+        )
 
 
 def _faulty(
@@ -284,9 +261,6 @@ def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[
     """The problems of arrays without a name, with the nearest name of a tensor that would fit."""
     known: dict[str, str] = {}  # by the path in any layer
     for leaf in leaves:
-        if is_key(leaf.value.dtype):
-            yield leaf.problem(_KEY.why, _KEY.remedy)
-            continue
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
         # As many as a message shows: each looks at all names.
         if path not in known and len(known) < MAX_PATHS:
