@@ -223,10 +223,11 @@ def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
 
 
 def _llama(read: ConfigReader) -> dict[str, Any]:
+    fields = _common(read, "Llama")
     read.only("attention_bias", False)
     read.only("mlp_bias", False)
     read.only("pretraining_tp", 1)
-    return _common(read, "Llama")
+    return fields
 
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:

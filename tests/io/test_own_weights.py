@@ -494,12 +494,22 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
             'Try: name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
         ],
     ),
+    "functions of nothing": (
+        {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv[{i + 3}/3]"}, ALL,
+        [
+            '  "x.0": <lambda>', "      returns 3, and not a name",
+            '  "x.{i}": <lambda>', "      of 3 parts there are 0 to 2, and none is asked for",
+            "  x.0   f32[8, 4]", "      the files have no `3`",
+            "  x.1   f32[8, 4]", "      the files have no `qkv`",
+            "Try: `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
+        ],
+    ),
     "an order of other dimensions": (
         {"x.*": "l.*.t.transpose(0, 2, 1)"}, ALL,
         [
             "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t.transpose(0, 2, 1)` as f32[4, 8]",
-            "Try: it has as many elements, in an order that no row says: load an array in the order",
-            "     of the files, and transpose it in a function of `ft.jit`",
+            "Try: it has as many elements, in an order that no row says: load an array in the order of the files, "
+            "and transpose it in a function of `ft.jit`",
         ],
     ),
     "patterns for nothing": (

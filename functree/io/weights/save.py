@@ -121,7 +121,7 @@ def _weights_in(folder: FilePath) -> list[str]:
     # All names, and not only those of files that can be read: what is written to a link that leads
     # nowhere would be a file in another folder.
     names = sorted(file.name for file in folder.iterdir())
-    return [name for name in names if family == "config.json" or ".safetensors" in name]
+    return [name for name in names if name == "config.json" or ".safetensors" in name]
 
 
 def _names(

@@ -197,7 +197,7 @@ class _Row(NamedTuple):
         """The row as it is written."""
         if isinstance(self.name, str):
             return row_text(self.pattern, self.name)
-        return f'"{self.pattern}": {shown(self.name)}'
+        return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
 
     def problems(self) -> Iterator[Problem]:
         """Why the row fits no tree. What a function returns is known for an array only."""
