@@ -13,7 +13,14 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from functree.argument_checks import LOCAL_FILE, TEXT, check, is_floating, is_number, is_size
-from functree.errors import FunctreeError, FunctreeValueError, Problem, count, did_you_mean
+from functree.errors import (
+    USERS_ERRORS,
+    FunctreeError,
+    FunctreeValueError,
+    Problem,
+    count,
+    did_you_mean,
+)
 from functree.nn.config import TransformerConfig
 from functree.nn.rope import Llama3Rope
 from functree.report.json_text import parsed, value_text
@@ -24,8 +31,8 @@ _REQUIRED = object()
 class ConfigReader:
     """The fields of a `config.json`, of which each that is read is recorded.
 
-    A value that is not understood is a problem. A value that is stands in its place, so that a
-    family's function goes on, and one error lists all problems.
+    A value that is not understood is a problem, and the default stands in its place: so one error
+    lists all problems.
 
     Args:
         given: the fields.
@@ -48,22 +55,20 @@ class ConfigReader:
             default: what an absent field means; without it the field has to be there.
         """
         self._read.add(name)
-        if name not in self.given:
-            if default is _REQUIRED:
-                self._refuse(f'"{name}"', "it is missing", f"write {text}")
-            return default
-        value = self.given[name]
-        if fits(value):
-            return value
-        self._refuse(f'"{name}": {value_text(value)}', f"it is understood as {text} only")
-        return default
+        if name in self.given:
+            value = self.given[name]
+            if fits(value):
+                return value
+            self._refuse(f'"{name}": {value_text(value)}', f"it is understood as {text} only")
+        elif default is _REQUIRED:
+            self._refuse(f'"{name}"', "it is missing", f"write {text}")
+        return None if default is _REQUIRED else default
 
     def size(self, name: str, default: Any = _REQUIRED) -> Any:
         """The positive integer in a field; with a default of None it may be null."""
         if default is None:
             return self(name, "a positive integer or null", _is_size_or_none, None)
-        value = self(name, "a positive integer", is_size, default)
-        return 1 if value is _REQUIRED else value
+        return self(name, "a positive integer", is_size, default)
 
     def number(self, name: str, default: float) -> float:
         """The positive number in a field."""
@@ -73,11 +78,11 @@ class ConfigReader:
         """The flag in a field."""
         return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
-    def only(self, name: str, *values: Any) -> None:
-        """Refuse a field that has none of some values; an absent one has the first."""
+    def only(self, name: str, value: Any, *others: Any) -> None:
+        """Refuse a field that has another value than these; an absent one has the first."""
         # As texts: `True` is 1 in Python, and in JSON it is not.
-        texts = [json.dumps(value) for value in values]
-        self(name, " or ".join(texts), lambda value: json.dumps(value) in texts, values[0])
+        texts = [json.dumps(one) for one in (value, *others)]
+        self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
     def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
         """The one value that several fields give; which of them a reader follows depends on its
@@ -135,6 +140,17 @@ def _is_full_attention(value: Any) -> bool:
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
 
 
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "hidden",
+    "max_position_embeddings": "max_seq",
+}
+"""The sizes that each `config.json` has, and the fields of our config that they are."""
+
+
 # Configurations. Where a field is absent, it means what Hugging Face's class takes by default, and
 # not what our own config does: `rms_norm_eps` is 1e-6.
 
@@ -162,14 +178,9 @@ def _common(
     floats = "a dtype of floating-point numbers"
     older = read("torch_dtype", floats, is_floating, jnp.float32)
     return {
-        "vocab_size": read.size("vocab_size"),
-        "embed": read.size("hidden_size"),
-        "layers": read.size("num_hidden_layers"),
-        "heads": read.size("num_attention_heads"),
+        **{ours: read.size(theirs) for theirs, ours in SIZES.items()},
         "kv_heads": read.size("num_key_value_heads", kv_heads),
         "head_dim": read.size("head_dim", None),
-        "hidden": read.size("intermediate_size"),
-        "max_seq": read.size("max_position_embeddings"),
         "norm_eps": read.number("rms_norm_eps", norm_eps),
         "tie_embedding": read.flag("tie_word_embeddings", False),
         "param_dtype": read("dtype", floats, is_floating, older),
@@ -363,7 +374,7 @@ A family is two functions. The first takes a reader of `config.json`, and return
 
 - `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
   a field. A field without a default has to be there.
-- `read.only(name, *values)` refuses other values; an absent field has the first.
+- `read.only(name, value, *others)` refuses other values; an absent field has the first.
 - `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
   says for messages which these are.
 
@@ -459,7 +470,13 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         if name not in _CHOSEN:
             why, remedy = "it is decided by the weights", f"one of {', '.join(_CHOSEN)}"
             read.problems.append(Problem(None, None, f"{name}=", why, remedy))
-    found = own_config(read)
+    found: dict[str, Any] = {}
+    try:
+        found = own_config(read)
+    except USERS_ERRORS:
+        # A value that is missing may be what the function cannot go on without.
+        if not read.problems:
+            raise
     if problems := [*read.problems, *read.unread_problems()]:
         failure = f"{file}: {count(len(problems), 'field')} not understood"
         raise FunctreeValueError(failure, problems)

@@ -495,13 +495,14 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
         ],
     ),
     "functions of nothing": (
-        {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv[{i + 3}/3]"}, ALL,
+        {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
             '  "x.0": <lambda>', "      returns 3, and not a name",
-            '  "x.{i}": <lambda>', "      of 3 parts there are 0 to 2, and none is asked for",
-            "  x.0   f32[8, 4]", "      the files have no `3`",
-            "  x.1   f32[8, 4]", "      the files have no `qkv`",
+            '  "x.{i}": <lambda>',
+            "      of 3 parts there are 0 to 2, and none is asked for",
+            "      `{j}` is no number of the pattern, `{layer}` or `{expert}`",
             "Try: `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
+            '     name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
         ],
     ),
     "an order of other dimensions": (

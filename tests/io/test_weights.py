@@ -348,7 +348,10 @@ def changed(folder: Path, **changes: Any) -> None:
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "missing": ({GATE: None}, ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"]),
+    "missing": (
+        {GATE: None},
+        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"],
+    ),
     "extra": (
         {"model.extra": np.ones(3)},
         ["model.extra\n", "no array is read from it"],
@@ -357,10 +360,16 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
         ["model.layers.0.self_attn.q_proj.bias", "no array is read from it"],
     ),
-    "another shape": ({GATE: np.ones((32, 48), "f")}, ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"]),
+    "another shape": (
+        {GATE: np.ones((32, 48), "f")},
+        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"],
+    ),
     "another dtype": (
         {GATE: np.ones((48, 32), "float16")},
-        [f"the files have `{GATE}` as f16[48, 32]", "say which dtype all its layers get, as `param_dtype=`"],
+        [
+            f"the files have `{GATE}` as f16[48, 32]",
+            "say which dtype all its layers get, as `param_dtype=`",
+        ],
     ),
     "integers": (
         {GATE: np.ones((48, 32), "int8")},

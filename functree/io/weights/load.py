@@ -18,7 +18,7 @@ from functree.io.laid_out import laid_out
 from functree.io.weights.files import Tensor, files_of, open_tensors
 from functree.io.weights.fitting import Terms
 from functree.io.weights.load_tensors import Loading
-from functree.io.weights.table import TensorName, check_table
+from functree.io.weights.table import TensorName
 from functree.layout.layout import LayoutTree
 from functree.nn.config import TransformerConfig
 from functree.nn.families import PublishedConfig, read_config
@@ -91,7 +91,6 @@ def load_weights(
             tensors = open_tensors(files_of(published.file.parent))
         _check_sizes(published, tensors)
         table = published.names(published.config, tensors)
-        check_table(table, failure)
         # By the tensors: what `config.json` says is the dtype of the training.
         config, embed = published.config, tensors.get(table.get("embed.weight", ""))
         if param_dtype is not None:
@@ -132,16 +131,7 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
         raise FunctreeError(f"{published.file}: sizes that the files do not have", problems)
 
 
-_SIZES = (
-    "vocab_size",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "hidden",
-    "experts",
-    "expert_hidden",
-)
+_SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden".split()
 
 
 # Tensors that say again what a model has. Older files have the frequencies of the rotation, and the

@@ -21,7 +21,7 @@ from functree.io.laid_out import laid_out, misplaced
 from functree.io.weights.blocks import Weight
 from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
 from functree.io.weights.fitting import Terms, fitted, unread_problems, untied
-from functree.io.weights.table import Named, Table, check_table, names_of
+from functree.io.weights.table import Named, Table, names_of
 from functree.labels.leaf import meeting
 from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
@@ -125,7 +125,6 @@ def load_tensors(
     failure = f"{where}: no weights are loaded"
     terms = _TERMS._replace(dtypes="cast") if cast else _TERMS
     with Agreement(failure) as agreement:
-        check_table(table, failure)
         with ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"):
             tensors = open_tensors(_opened(given), ALL_DTYPES)
         leaves, shardings = laid_out(like, layout, mesh)
@@ -194,7 +193,7 @@ class Loading(NamedTuple):
         Raises:
             FunctreeValueError: something does not fit.
         """
-        named, problems = names_of(leaves.leaves, table)
+        named, problems = names_of(leaves.leaves, table, failure)
         weights, unfit, asked = fitted(leaves.leaves, shardings, named, tensors, terms)
         problems += unfit
         for leaf, sharding in zip(leaves.leaves, shardings, strict=True):

@@ -21,12 +21,12 @@ from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
 from functree.io.weights.files import DTYPES, INDEX
-from functree.io.weights.table import WHOLE, TensorName, check_table, names_of
+from functree.io.weights.table import WHOLE, TensorName, names_of
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.layout.plan.make_plan import plan
 from functree.nn.config import TransformerConfig
-from functree.nn.families import LLAMA_3, families
+from functree.nn.families import LLAMA_3, SIZES, families
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.processes.agreement import Agreement
@@ -129,8 +129,7 @@ def _names(
 ) -> dict[Keys, TensorName]:
     """The name of each array in a family, by path."""
     table = families[family][1](model.config, ())
-    check_table(table, failure)
-    named, problems = names_of(leaves, table)
+    named, problems = names_of(leaves, table, failure)
     names = {path: name.name for path, name in named.items()}
     for leaf in leaves:
         name = names.get(leaf.path)
@@ -251,14 +250,9 @@ def _config(family: str, model: Transformer) -> dict[str, Any]:
     found = {
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
         "model_type": family,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": config.hidden,
-        "max_position_embeddings": config.max_seq,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},

@@ -149,18 +149,15 @@ class Named(NamedTuple):
 
     Attributes:
         text: the name, with `.T` and such after it.
+        name: what this says.
         pattern: the pattern of the row.
         row: the name in the row, in which wildcards may be; that of the array for a function.
     """
 
     text: str
+    name: TensorName
     pattern: str
     row: str
-
-    @property
-    def name(self) -> TensorName:
-        """What the text says."""
-        return TensorName.parse(self.text)
 
 
 class _Row(NamedTuple):
@@ -265,28 +262,22 @@ def row_text(pattern: str, name: str) -> str:
     return f'"{pattern}": "{name}"'
 
 
-def check_table(table: Table, failure: str) -> None:
-    """Raise an error that lists the rows which fit no tree.
+def names_of(
+    leaves: Sequence[Leaf], table: Table, failure: str
+) -> tuple[dict[Path, Named], list[Problem]]:
+    """The name of each array that has one, by the first pattern that matches its path; and a
+    problem for each row by which none is named.
 
     Raises:
         RuleError: a pattern is no glob.
         FunctreeValueError: a name has another number of wildcards than its pattern, or asks for a
-            part or a number that there cannot be.
+            part or a number that there cannot be; the error lists all.
     """
-    problems: list[Problem] = []
-    for pattern, name in table.items():
-        problems += _Row.of(pattern, name).problems()
-    if problems:
-        raise FunctreeValueError(failure, problems)
-
-
-def names_of(leaves: Sequence[Leaf], table: Table) -> tuple[dict[Path, Named], list[Problem]]:
-    """The name of each array that has one, by the first pattern that matches its path; and a
-    problem for each row by which none is named."""
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
+    if problems := [problem for row in rows for problem in row.problems()]:
+        raise FunctreeValueError(failure, problems)
     named: dict[Path, Named] = {}
     matching: set[str] = set()
-    problems: list[Problem] = []
     for leaf in leaves:
         path = match_text(leaf.path)
         for row in rows:
@@ -296,16 +287,24 @@ def names_of(leaves: Sequence[Leaf], table: Table) -> tuple[dict[Path, Named], l
             matching.add(row.pattern)
             if leaf.path in named:
                 continue
-            misread = [] if isinstance(row.name, str) else list(row.misread(text))
-            problems += misread
-            written = row.name if isinstance(row.name, str) else str(text)
-            named[leaf.path] = Named("" if misread else text, row.pattern, written)
-    used = {name.pattern for name in named.values()}
+            written = row.name
+            if not isinstance(written, str):
+                problems += row.misread(text)
+                written = text = str(text)
+            named[leaf.path] = Named(text, TensorName.parse(text), row.pattern, written)
+    if problems:
+        raise FunctreeValueError(failure, problems)
+    return named, list(_unused(rows, leaves, matching, {name.pattern for name in named.values()}))
+
+
+def _unused(
+    rows: Sequence[_Row], leaves: Sequence[Leaf], matching: set[str], used: set[str]
+) -> Iterator[Problem]:
+    """A problem for each row by which no array is named."""
     for row in rows:
         if row.pattern not in matching:
             near = meant_glob(row.glob, [leaf.path for leaf in leaves])
-            problems.append(Problem(None, None, row.text, f"matches no array{near}"))
+            yield Problem(None, None, row.text, f"matches no array{near}")
         elif row.pattern not in used:
             why = "matches only arrays that an earlier pattern names"
-            problems.append(Problem(None, None, row.text, why, "write the narrower pattern first"))
-    return named, problems
+            yield Problem(None, None, row.text, why, "write the narrower pattern first")
