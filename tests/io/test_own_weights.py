@@ -76,6 +76,7 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
         {"x": [{"a": 0}, {"b": 0}, {"a": 0}]}, {"*.{i}.*": "*.{i//2}.{i % 2}.*"},
         {("x", 0, "a"): "x.0.0.a", ("x", 1, "b"): "x.0.1.b", ("x", 2, "a"): "x.1.0.a"},
     ),
+    "layers of a number": ({"a": [0, 0]}, {"a.{i}": "n.{2 * i - i}"}, {("a", 0): "n.0", ("a", 1): "n.1"}),
     "a number is none of a text": (
         {"a": [0], "b": {"c": 0}}, {"*.{i}": "l.{i}.*", "b.*": "b.*"}, {("a", 0): "l.0.a", ("b", "c"): "b.c"}
     ),
@@ -168,6 +169,10 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "ones of a number": ({"w": ()}, (1, 1), "w", lambda t: t["w"].reshape(1, 1)),
     "every other layer": (
         {"l__1": (8, 4), "l__3": (8, 4)}, (2, 8, 4), "l.{2*layer+1}", lambda t: np.stack([t["l.1"], t["l.3"]])
+    ),
+    "a part of the layers": (
+        {"l__4": (8, 4), "l__5": (8, 4)}, (2, 8, 4), "l.{2 * (1 + 1) + layer}",
+        lambda t: np.stack([t["l.4"], t["l.5"]]),
     ),
     "experts of layers": (
         {"l__0__e__0": (4, 8), "l__0__e__1": (4, 8)}, (1, 2, 8, 4), "l.{layer}.e.{expert}.T",
@@ -639,3 +644,13 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) < 20
     assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 201
+
+
+def test_stacks_in_a_list(tmp_path: Path) -> None:
+    """A name computes with a number of the path and with that of a layer."""
+    given = tensors(l__0=(4, 8), l__1=(4, 8), l__2=(4, 8), l__3=(4, 8))
+    like, table = [S((2, 8, 4), np.float32)] * 2, {"{i}": "l.{2*i + layer}.T"}
+    loaded = ft.load_tensors(saved(tmp_path, given), like, table, P(), MESH)
+    for i, array in enumerate(loaded):
+        wanted = np.stack([given[f"l.{2 * i}"].T, given[f"l.{2 * i + 1}"].T])
+        np.testing.assert_array_equal(array, wanted)

@@ -4,7 +4,7 @@ import ast
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +20,7 @@ Table = Mapping[str, str | Callable[..., str]]
 _NUMBER = re.compile(r"\{([^{}]*)\}")
 # Either of these. In the braces `*` multiplies.
 _SLOT = re.compile(rf"{_NUMBER.pattern}|(\.?)\*\*?")
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w*)\}")
 # Numbers along leading dimensions of an array, unless the pattern has a number of this name.
 _PLACES = ("layer", "expert")
@@ -44,7 +45,7 @@ class Part(NamedTuple):
 
 WHOLE = Part(0, 1, 1)
 _PART = re.compile(r"\[(\d+)(?::(\d+))?/(\d+)\]$")
-_ORDER = re.compile(r"\.(?:T|transpose\(([\d, ]+)\))$")
+_ORDER = re.compile(r"\.(?:T|transpose\((\d+(?:, *\d+)*)\))$")
 
 
 class TensorName(NamedTuple):
@@ -85,9 +86,7 @@ class TensorName(NamedTuple):
     @property
     def places(self) -> list[str]:
         """The leading dimensions that have a tensor for each of their elements."""
-        used: set[str] = set()
-        for expression in _NUMBER.findall(self.name):
-            used |= _names_in(expression)
+        used = _NAME.findall(" ".join(_NUMBER.findall(self.name)))
         return [place for place in _PLACES if place in used]
 
     def tensors(self, shape: Sequence[int]) -> list[str]:
@@ -111,34 +110,26 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 }
 
 
-@cache
-def _parsed(expression: str) -> ast.expr:
-    return ast.parse(expression.strip(), mode="eval").body
+def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
+    """What an expression in braces computes; if it needs other numbers than these, the rest of it
+    in braces.
+
+    Raises:
+        SyntaxError, ValueError, ZeroDivisionError: it is no arithmetic.
+    """
+    expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
+    if _NAME.search(expression):
+        return f"{{{expression}}}"
+    return str(_computed(ast.parse(expression.strip(), mode="eval").body))
 
 
-@cache
-def _names_in(expression: str) -> frozenset[str]:
-    """The numbers in an expression, by name."""
-    nodes = ast.walk(_parsed(expression))
-    return frozenset(node.id for node in nodes if isinstance(node, ast.Name))
-
-
-def _value(node: ast.expr, numbers: Mapping[str, int]) -> int:
+def _computed(node: ast.expr) -> int:
     match node:
         case ast.Constant(int() as number):
             return number
-        case ast.Name(name) if name in numbers:
-            return numbers[name]
         case ast.BinOp(left, operation, right) if type(operation) in _OPERATIONS:
-            return _OPERATIONS[type(operation)](_value(left, numbers), _value(right, numbers))
+            return _OPERATIONS[type(operation)](_computed(left), _computed(right))
     raise ValueError(ast.unparse(node))
-
-
-def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
-    """The number that an expression in braces is; as it was if it has others than these."""
-    if not _names_in(place[1]) <= numbers.keys():
-        return place[0]
-    return str(_value(_parsed(place[1]), numbers))
 
 
 # The rows
@@ -219,11 +210,13 @@ class _Row(NamedTuple):
             remedy = "`[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4"
             yield Problem(None, None, self.text, why, remedy)
         numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
-        for expression in _NUMBER.findall(text):
+        for place in _NUMBER.finditer(text):
             try:
-                _value(_parsed(expression), numbers)
+                is_number = not _NUMBER.match(_filled(place, numbers))
             except (SyntaxError, ValueError, ZeroDivisionError):
-                why = f"`{{{expression}}}` is no number of the pattern, `{{layer}}` or `{{expert}}`"
+                is_number = False
+            if not is_number:
+                why = f"`{place[0]}` is no number of the pattern, `{{layer}}` or `{{expert}}`"
                 remedy = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
                 yield Problem(None, None, self.text, why, remedy)
 
