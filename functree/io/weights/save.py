@@ -126,7 +126,7 @@ def _weights_in(folder: FilePath) -> list[str]:
 
 def _names(
     model: Transformer, leaves: Sequence[Leaf], family: str, failure: str
-) -> dict[Keys, TensorName]:
+) -> dict[Path, TensorName]:
     """The name of each array in a family, by path."""
     table = families[family][1](model.config, ())
     named, problems = names_of(leaves, table, failure)
@@ -162,7 +162,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     return files
 
 
-def _tensors(leaves: Sequence[Leaf], names: Mapping[Keys, TensorName]) -> dict[str, np.ndarray]:
+def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
     """The tensors of some arrays, by name: in the first process; others give it their parts."""
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
@@ -225,7 +225,7 @@ def _layer(array: jax.Array, i: int) -> jax.Array:
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
-def _index(files: Mapping[str, Sequence[Leaf]], names: Mapping[Keys, TensorName]) -> dict[str, Any]:
+def _index(files: Mapping[str, Sequence[Leaf]], names: Mapping[Path, TensorName]) -> dict[str, Any]:
     """The file of each tensor, as Hugging Face's readers look for it."""
     file_of: dict[str, str] = {}
     size = 0
