@@ -26,8 +26,9 @@ def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | 
         >>> from functree.io.weights.blocks import joined_as
         >>> joined_as((32, 4, 8), (32, 32)), joined_as((4, 8, 32), (32, 32))
         ((1, 2), (2, 1))
-        >>> joined_as((4, 1), (4,)), joined_as((4,), (1, 4)), joined_as((6,), (2, 3))
-        ((2,), (0, 1), None)
+        >>> joined_as((4, 1), (4,)), joined_as((4,), (1, 4))
+        ((2,), (0, 1))
+        >>> joined_as((6,), (2, 3))
     """
     sizes = list(shape)
     joined: list[int] = []

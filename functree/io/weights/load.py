@@ -100,8 +100,8 @@ def load_tensors(
 ) -> T:
     """A tree of your own with the values of safetensors files, by a table of names.
 
-    The arrays are created sharded, and of each file only the slices are read that this process'
-    devices keep. A tensor that joins neighbouring dimensions of an array, such as the heads with
+    The arrays are created sharded, and a process reads only the slices that its devices keep. A
+    tensor that joins neighbouring dimensions of an array, such as the heads with
     the size of one, is split as the array is. Dimensions of size one are dropped and added.
 
     Args:
@@ -422,7 +422,7 @@ def _repeated(
     """The names of such tensors, each with its problem if it says something else."""
     config = published.config
     names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
-    table, head = names.get("embed.weight"), TensorName.parse(names.get("unembed.weight", ""))
+    table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
     for name, tensor in tensors.items():
         if name.endswith(_FREQUENCIES):
             is_same = _are_frequencies(tensor, config)
