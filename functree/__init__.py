@@ -27,8 +27,7 @@ from functree.io.checkpoints.manifest import SavedArray
 from functree.io.checkpoints.read import restore
 from functree.io.checkpoints.write import save
 from functree.io.export import Exported, export
-from functree.io.weights.load import load_weights
-from functree.io.weights.load_tensors import load_tensors
+from functree.io.weights.load import load_tensors, load_weights
 from functree.io.weights.save import save_weights
 from functree.labels.annotations.given_names import equinox_names
 from functree.labels.filters import Filter, glob, regex, under

@@ -61,18 +61,12 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     if isinstance(value, Tracer):
         yield leaf.problem("is traced in `like`", "read it outside of jit")
     elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
-        how = (
-            "give `layout=` and a mesh, or make `like` with them: `ft.abstract(make, layout, mesh)`"
-        )
-        yield leaf.problem("has no sharding in `like`, and there is no layout", how)
-    elif isinstance(value, np.ndarray | np.generic) and sharding is None:
+        why = "has no sharding in `like`, and there is no layout"
+        how = "give `layout=` and a mesh, or make `like` with them"
+        yield leaf.problem(why, f"{how}: `ft.abstract(make, layout, mesh)`")
+    elif sharding is None and isinstance(value, np.ndarray | np.generic):
         return
-    elif sharding is None and is_enabled(value.dtype):
-        return
-    elif (
-        isinstance(sharding, NamedSharding)
-        and (missing := without_devices(sharding.mesh)) is not None
-    ):
+    elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)):
         yield leaf.problem(f"cannot be created: {missing}", "")
     elif (where := partly(sharding)) is not None:
         yield leaf.problem(where, "give a layout on a mesh of all devices")

@@ -9,6 +9,7 @@ from functree.nn.config import TransformerConfig
 from functree.nn.cross_entropy import cross_entropy
 from functree.nn.dropout import Dropout
 from functree.nn.embedding import Embedding
+from functree.nn.families import config_from_json, families
 from functree.nn.generate import generate
 from functree.nn.linear import Linear
 from functree.nn.matrix_dimensions import matrix_dimensions
@@ -16,11 +17,9 @@ from functree.nn.mlp import MLP
 from functree.nn.moe.layer import MoE
 from functree.nn.moe.router import MoELosses
 from functree.nn.norm import LayerNorm, RMSNorm
-from functree.nn.published_config import config_from_json
 from functree.nn.rope import Llama3Rope
 from functree.nn.sequential import Constrain, Jitted, Sequential
 from functree.nn.transformer import Transformer
-from functree.nn.weight_map import WeightMap
 from functree.nn.zigzag import zigzag
 
 __all__ = [
@@ -47,7 +46,7 @@ __all__ = [
     "zigzag",
     "matrix_dimensions",
     "config_from_json",
-    "WeightMap",
+    "families",
 ]
 
 # Not the modules that all layers share, such as `weights.py`: the line that calls them says more.

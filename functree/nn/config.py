@@ -20,7 +20,7 @@ from functree.transforms.remat import REMAT, Remat
 _NUMBERS = ("rope_theta", "norm_eps")
 _DTYPES = ("param_dtype", "compute_dtype")
 _FLAGS = ("tie_embedding", "attention_bias", "qk_norm", "normalize")
-_OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden")
+_OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden", "window", "microbatches")
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 _KINDS = {
     **dict.fromkeys(_SIZES, SIZE),
@@ -28,15 +28,20 @@ _KINDS = {
     **dict.fromkeys(_NUMBERS, POSITIVE),
     **dict.fromkeys(_DTYPES, FLOATING),
     **dict.fromkeys(_FLAGS, FLAG),
-    "window": SIZE.or_none(),
     "rope_scaling": SCALING,
     "attention": IMPLEMENTATION,
     "context": CONTEXT,
-    "microbatches": SIZE.or_none(),
     "remat": REMAT,
     "capacity": CAPACITY,
     "dispatch": DISPATCH,
     "dot_general": DOT_GENERAL,
+}
+
+
+_SPELLINGS = {
+    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), int),
+    **dict.fromkeys((*_NUMBERS, "capacity"), float),
+    **dict.fromkeys(_DTYPES, jnp.dtype),
 }
 
 
@@ -136,17 +141,10 @@ class TransformerConfig:
         check("no transformer can be built with these fields", *problems, **kinds)
         # One spelling: equal dtypes such as `jnp.float32` and `"float32"` have unequal hashes, and
         # the numbers of NumPy have no JSON.
-        for name in _DTYPES:
-            object.__setattr__(self, name, jnp.dtype(getattr(self, name)))
-        for name in _SIZES:
-            object.__setattr__(self, name, int(getattr(self, name)))
-        for name in _NUMBERS:
-            object.__setattr__(self, name, float(getattr(self, name)))
-        for name in ("window", "microbatches", *_OPTIONAL_SIZES):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, int(getattr(self, name)))
-        if self.capacity is not None:
-            object.__setattr__(self, "capacity", float(self.capacity))
+        for name, spelled in _SPELLINGS.items():
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, spelled(value))
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:

@@ -1,7 +1,6 @@
 """A model ─► a function that says which parameters are matrices, as `optax.contrib.muon` asks."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +8,7 @@ import numpy as np
 from optax.contrib import MuonDimensionNumbers
 
 from functree.argument_checks import check_tree, parameter_error, shown
-from functree.errors import FunctreeValueError, Problem, RuleError, count, did_you_mean
+from functree.errors import FunctreeValueError, Problem, count, did_you_mean
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.labels.optimizer.layers import stack_sizes
@@ -107,20 +106,6 @@ def _unknown(keys: Keys, array: Tree) -> Problem:
     return Problem(Path(keys), tuple(array.shape), shown(array), why, remedy)
 
 
-def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
-    """The dimensions of each array of a model; None if it is no matrix."""
-    statements = _Statements()
-    for keys, node, kind in walk(model, in_model=True):
-        if kind not in LEAVES:
-            statements.hear(keys, node)
-    found: dict[Keys, MuonDimensionNumbers | None] = {}
-    for leaf in read(model).leaves:
-        at = first_beginning(leaf.path, statements.about)
-        found[leaf.path] = None if at is None else statements.of_leaf(leaf, at)
-    statements.check()
-    return found
-
-
 class _Statement(NamedTuple):
     """What a module says about one of its fields.
 
@@ -133,127 +118,95 @@ class _Statement(NamedTuple):
     dimensions: MuonDimensionNumbers | None
 
 
-@dataclass
-class _Statements:
-    """What the modules of a model say, and what is wrong with it.
+def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
+    """The dimensions of each array of a model; None if it is no matrix."""
+    about, problems, right_type = _statements(model)
+    found: dict[Keys, MuonDimensionNumbers | None] = {}
+    for leaf in read(model).leaves:
+        at = first_beginning(leaf.path, about)
+        by, dimensions = _Statement("", None) if at is None else about[at]
+        found[leaf.path] = dimensions
+        if dimensions is not None and (why := _too_few(leaf, dimensions)):
+            problems.append(Problem(leaf.path, None, f"{leaf.text}   {by}", why, _TAKES))
+    if problems:
+        headline = "which arrays are matrices cannot be read from the model"
+        raise parameter_error(headline, problems, right_type=right_type)
+    return found
 
-    Attributes:
-        about: by the path of what it is about.
-        problems: what cannot be read.
-        right_type: whether no value is of a wrong type.
-    """
 
-    about: dict[Keys, _Statement] = field(default_factory=dict)
-    problems: list[Problem] = field(default_factory=list)
-    right_type: bool = True
-
-    def hear(self, keys: Keys, node: Tree) -> None:
-        """Note what a module says about arrays that no module around it has spoken of."""
-        said = own_matrices(node)
+def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:
+    """What the modules of a model say, by the path of what it is about; what cannot be read; and
+    whether no value is of a wrong type."""
+    about: dict[Keys, _Statement] = {}
+    problems: list[Problem] = []
+    right_type = True
+    for keys, node, kind in walk(model, in_model=True):
+        said = None if kind in LEAVES else own_matrices(node)
         if said is None:
-            return
+            continue
         method = f"{type(node).__name__}.__matrix_dimensions__"
         if not isinstance(said, Mapping):
-            self._wrong(Path(keys), method, f"returns {shown(said)}, {_RETURNS}", is_type=False)
-            return
+            problems.append(Problem(Path(keys), None, method, f"returns {shown(said)}", _RETURNS))
+            right_type = False
+            continue
         for name, value in said.items():
-            by = f"{method} of {name!r}"
-            below, why = _place(node, name)
-            path = Path((*keys, *below))
-            if why is None:
-                why = _misread(value)
-            if why is not None:
-                self._wrong(path, by, why, is_type=_is_pair(value))
-            elif first_beginning(path, self.about) is None:
-                self.about[path] = _Statement(by, _read(value))
-
-    def of_leaf(self, leaf: Leaf, at: Path) -> MuonDimensionNumbers | None:
-        """The dimensions of an array, by the statement at a path; a layer of a stack has to have
-        them."""
-        by, dimensions = self.about[at]
-        if dimensions is None:
-            return None
-        # In a trace of an optimizer for single layers, stacks have no dimensions.
-        stacked = len(stack_sizes(leaf))
-        has = len(leaf.shape) - stacked
-        needed = max(-one for group in dimensions for one in _group(group))
-        if needed > has:
-            why = f"{_text(dimensions)} needs {count(needed, 'dimension')}, and it has {has}"
-            if stacked:
-                why += ", without those of its stack"
-            self._wrong(leaf.path, f"{leaf.text}   {by}", why, is_type=True)
-        return dimensions
-
-    def _wrong(self, path: Path, what: str, why: str, *, is_type: bool) -> None:
-        self.problems.append(Problem(path, None, what, why, f"say {_TAKES}"))
-        self.right_type = self.right_type and is_type
-
-    def check(self) -> None:
-        """Raise FunctreeError for all that is wrong."""
-        if self.problems:
-            headline = "which arrays are matrices cannot be read from the model"
-            raise parameter_error(headline, self.problems, right_type=self.right_type)
+            by, path = f"{method} of {name!r}", Path(keys)
+            try:
+                path = Path((*keys, *_place(node, name)))
+                statement = _Statement(by, _read(value))
+            except (TypeError, ValueError) as error:
+                problems.append(Problem(path, None, by, str(error), _TAKES))
+                right_type = right_type and isinstance(error, ValueError)
+                continue
+            # Modules come before those inside them, and the outermost decides.
+            if first_beginning(path, about) is None:
+                about[path] = statement
+    return about, problems, right_type
 
 
-_RETURNS = "and should return a mapping from names of fields"
 _TAKES = (
-    "by the name of a field, or by a path below the module, which dimensions are summed over and "
-    "which are those of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
+    "say by the name of a field, or by a path below the module, which dimensions are summed over "
+    "and which are those of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
     "`MuonDimensionNumbers`, or None for no matrix"
 )
+_RETURNS = "return a mapping from names of fields: " + _TAKES
 
 
-def _place(node: Tree, name: object) -> tuple[Keys, str | None]:
-    """The keys from a module to what a name is for, and why there is none."""
+def _place(node: Tree, name: object) -> Keys:
+    """The keys from a module to what a name is for. Raises TypeError or ValueError if there is
+    none."""
     if not isinstance(name, str):
-        return (), f"{shown(name)} is not the name of a field"
-    try:
-        keys = Path.parse(name)
-    except RuleError as error:
-        return (), str(error)
-    for depth, key in enumerate(keys):
+        raise TypeError(f"{shown(name)} is not the name of a field")
+    keys = Path.parse(name)
+    for key in keys:
         below = dict(children(node) or ())
         if key not in below:
-            return keys[:depth], f"there is no {key!r}{did_you_mean(key, below)}"
+            raise ValueError(f"there is no {key!r}{did_you_mean(key, below)}")
         node = below[key]
-    return keys, None
+    return keys
 
 
-def _is_pair(value: Any) -> bool:
-    """Whether a value has the form of two groups of dimensions, or is None."""
+def _read(value: Any) -> MuonDimensionNumbers | None:
+    """What a module says, in the form of optax. Raises TypeError or ValueError for anything else
+    than what `_TAKES` speaks of."""
     if value is None:
-        return True
-    if not isinstance(value, tuple | list) or len(value) != 2:
-        return False
-    return all(_is_integer(one) for group in value for one in _group(group))
+        return None
+    is_pair = isinstance(value, tuple | list) and len(value) == 2
+    if not is_pair or not all(map(_is_integer, (*_group(value[0]), *_group(value[1])))):
+        raise TypeError(f"{shown(value)} is not a pair of dimensions")
+    summed, given = map(_group, value)
+    if not summed or not given:
+        raise ValueError(f"{shown(value)}: both need a dimension")
+    if max(*summed, *given) >= 0:
+        why = "dimensions are counted from the end, so they are negative"
+        raise ValueError(f"{shown(value)}: {why}")
+    if len({*summed, *given}) < len(summed) + len(given):
+        raise ValueError(f"{shown(value)}: a dimension is named twice")
+    return MuonDimensionNumbers(*map(_as_axes, value))
 
 
 def _is_integer(value: object) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _misread(value: Any) -> str | None:
-    """Why a value is not one of those that `_TAKES` speaks of; None if it is one."""
-    if value is None:
-        return None
-    if not _is_pair(value):
-        return f"{shown(value)} is not a pair of dimensions"
-    summed, given = map(_group, value)
-    if not summed or not given:
-        return f"{shown(value)}: both need a dimension"
-    if max(*summed, *given) >= 0:
-        return f"{shown(value)}: dimensions are counted from the end, so they are negative"
-    if len({*summed, *given}) < len(summed) + len(given):
-        return f"{shown(value)}: a dimension is named twice"
-    return None
-
-
-def _read(value: Any) -> MuonDimensionNumbers | None:
-    """What a module says, in the form of optax."""
-    if value is None:
-        return None
-    summed, given = value
-    return MuonDimensionNumbers(_as_axes(summed), _as_axes(given))
 
 
 def _group(dimensions: Any) -> tuple[Any, ...]:
@@ -268,5 +221,14 @@ def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
     return int(dimensions)
 
 
-def _text(dimensions: MuonDimensionNumbers) -> str:
-    return f"({dimensions.reduction_axis}, {dimensions.output_axis})"
+def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
+    """Why an array, or a layer of a stack, does not have some dimensions; empty if it has."""
+    # In a trace of an optimizer for single layers, stacks have no dimensions.
+    stacked = len(stack_sizes(leaf))
+    has = len(leaf.shape) - stacked
+    needed = max(-one for group in dimensions for one in _group(group))
+    if needed <= has:
+        return ""
+    text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"
+    without = ", without those of its stack" if stacked else ""
+    return f"{text} needs {count(needed, 'dimension')}, and it has {has}{without}"

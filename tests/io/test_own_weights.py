@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 import functree as ft
 from functree.io.weights.blocks import TensorForm, joined_as
 from functree.io.weights.files import Tensor
-from functree.io.weights.tensor_names import TensorName
+from functree.io.weights.table import TensorName
 from tests.lib.checks import raises, warns
 from tests.lib.meshes import MESH, assert_lies
 
@@ -67,6 +67,22 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
     "or none": ({"a": 0, "x": {"a": 0}}, {"**.a": "**.a"}, {("a",): "a", ("x", "a"): "x.a"}),
     "a key with dots": ({"l.0.a": 0, "l.1.b": 0}, {"*": "*"}, {("l.0.a",): "l.0.a", ("l.1.b",): "l.1.b"}),
     "an array by itself": (0, {"": "a"}, {(): "a"}),
+    "a number": ({"a": [0, 0]}, {"a.{i}": "l.{i}.a"}, {("a", 0): "l.0.a", ("a", 1): "l.1.a"}),
+    "index arithmetic": (
+        [[0, 0], [0, 0]], {"{i}.{j}": "n.{2*i+j}"},
+        {(0, 0): "n.0", (0, 1): "n.1", (1, 0): "n.2", (1, 1): "n.3"},
+    ),
+    "a remainder, and a text": (
+        {"x": [{"a": 0}, {"b": 0}, {"a": 0}]}, {"*.{i}.*": "*.{i//2}.{i % 2}.*"},
+        {("x", 0, "a"): "x.0.0.a", ("x", 1, "b"): "x.0.1.b", ("x", 2, "a"): "x.1.0.a"},
+    ),
+    "layers of a number": ({"a": [0, 0]}, {"a.{i}": "n.{2 * i - i}"}, {("a", 0): "n.0", ("a", 1): "n.1"}),
+    "a number is none of a text": (
+        {"a": [0], "b": {"c": 0}}, {"*.{i}": "l.{i}.*", "b.*": "b.*"}, {("a", 0): "l.0.a", ("b", "c"): "b.c"}
+    ),
+    "a function": (
+        {"a": [0, 0]}, {"*.{i}": lambda name, i: f"l.{1 - i}.{name}"}, {("a", 0): "l.1.a", ("a", 1): "l.0.a"}
+    ),
     "one tensor for two": ({"a": 0, "b": 0}, {"a": "l.0.a", "b": "l.0.a"}, {("a",): "l.0.a", ("b",): "l.0.a"}),
 }  # fmt: skip
 
@@ -75,7 +91,8 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
 def test_names(case: str, tmp_path: Path) -> None:
     tree, table, wanted = NAMES[case]
     given = tensors(
-        a=(8,), x__a=(8,), l__0__a=(8,), l__0__b=(8,), l__1__a=(8,), l__1__b=(8,)
+        a=(8,), x__a=(8,), l__0__a=(8,), l__0__b=(8,), l__1__a=(8,), l__1__b=(8,),
+        n__0=(8,), n__1=(8,), n__2=(8,), n__3=(8,), x__0__0__a=(8,), x__0__1__b=(8,), x__1__0__a=(8,), b__c=(8,),
     )  # fmt: skip
     left_out = [name for name in given if name not in wanted.values()]
     like = jax.tree.map(lambda _: S((8,), np.float32), tree)
@@ -138,6 +155,25 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "numbers of layers": (
         {"l__0": (), "l__1": ()}, (2,), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
     ),
+    "another order": ({"w": (4, 2, 8)}, (8, 4, 2), "w.transpose(2, 0, 1)", lambda t: t["w"].transpose(2, 0, 1)),
+    "the heads of another order": (
+        {"w": (16, 8, 3)}, (8, 3, 4, 4), "w.transpose(1, 2, 0)",
+        lambda t: t["w"].transpose(1, 2, 0).reshape(8, 3, 4, 4),
+    ),
+    "a half of another order": (
+        {"w": (4, 2, 16)}, (8, 4, 2), "w[1/2].transpose(2, 0, 1)", lambda t: t["w"][:, :, 8:].transpose(2, 0, 1)
+    ),
+    "a one that is dropped": ({"w": (8, 1, 4)}, (4, 8), "w.T", lambda t: t["w"][:, 0].T),
+    "ones that are dropped": ({"w": (1, 8, 1)}, (8,), "w", lambda t: t["w"].reshape(8)),
+    "a number of one": ({"w": (1,)}, (), "w", lambda t: t["w"].reshape(())),
+    "ones of a number": ({"w": ()}, (1, 1), "w", lambda t: t["w"].reshape(1, 1)),
+    "every other layer": (
+        {"l__1": (8, 4), "l__3": (8, 4)}, (2, 8, 4), "l.{2*layer+1}", lambda t: np.stack([t["l.1"], t["l.3"]])
+    ),
+    "a part of the layers": (
+        {"l__4": (8, 4), "l__5": (8, 4)}, (2, 8, 4), "l.{2 * (1 + 1) + layer}",
+        lambda t: np.stack([t["l.4"], t["l.5"]]),
+    ),
     "experts of layers": (
         {"l__0__e__0": (4, 8), "l__0__e__1": (4, 8)}, (1, 2, 8, 4), "l.{layer}.e.{expert}.T",
         lambda t: np.stack([t["l.0.e.0"].T, t["l.0.e.1"].T])[None],
@@ -165,15 +201,15 @@ def test_shapes(case: str, tmp_path: Path) -> None:
     ("shape", "stored", "joined"),
     [
         ((), (), ()),
-        ((1,), (), None),
-        ((), (1,), None),
+        ((1,), (), ()),
+        ((), (1,), (0,)),
         ((2, 3), (6,), (2,)),
         ((2, 3, 4), (6, 4), (2, 1)),
         ((2, 3, 4), (2, 12), (1, 2)),
         ((2, 3, 4), (3, 8), None),
         ((2, 3, 4), (2, 3), None),
         ((2, 1, 3), (2, 3), (1, 2)),
-        ((2, 3), (2, 1, 3), None),
+        ((2, 3), (2, 1, 3), (1, 0, 1)),
         ((1, 1), (1, 1), (1, 1)),
         ((1, 1, 1), (1,), (3,)),
         ((4, 0), (4, 0), (1, 1)),
@@ -185,7 +221,7 @@ def test_joined_as(shape: Any, stored: Any, joined: Any) -> None:
 
 def test_the_form_of_a_part_is_that_of_the_tensor() -> None:
     form = TensorForm.fitting((16, 8, 4), (96, 16), TensorName.parse("w[1/3].T"), 0)
-    assert form is not None and form.stored == (96, 16)
+    assert form is not None and (form.joined, form.order, form.cut) == ((1, 2), (1, 0), 0)
     assert TensorForm.fitting((2, 4), (8, 4), TensorName.parse("w[0/3]"), 0) is None
 
 
@@ -441,10 +477,10 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
-            "  x.1   f32[8, 4]", "      no pattern of `names` matches it",
+            "  x.1   f32[8, 4]", "      no pattern of `table` matches it",
             "  l.1.w", "      no array is read from it",
             'Try: add a row, such as "x.*": "l.*.w"',
-            '     give `names` rows for them, or leave them out: left_out=["l.1.w"]',
+            '     give `table` rows for them, or leave them out: left_out=["l.1.w"]',
         ],
     ),
     "unread": (
@@ -453,7 +489,33 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
             "  big", "      no array is read from it",
             "  l.0.t", "      no array is read from it, nor from 1 tensor like it",
             "  qkv", "      no array is read from it",
-            'Try: give `names` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]',
+            'Try: give `table` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]',
+        ],
+    ),
+    "a number that the pattern lacks": (
+        {"x.{i}": "l.{2*j}.w"}, ALL,
+        [
+            '  "x.{i}": "l.{2*j}.w"', "      `{2*j}` is no number of the pattern, `{layer}` or `{expert}`",
+            'Try: name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
+        ],
+    ),
+    "functions of nothing": (
+        {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
+        [
+            '  "x.0": <lambda>', "      returns 3, and not a name",
+            '  "x.{i}": <lambda>',
+            "      of 3 parts there are 0 to 2, and none is asked for",
+            "      `{j}` is no number of the pattern, `{layer}` or `{expert}`",
+            "Try: `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
+            '     name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
+        ],
+    ),
+    "an order of other dimensions": (
+        {"x.*": "l.*.t.transpose(0, 2, 1)"}, ALL,
+        [
+            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t.transpose(0, 2, 1)` as f32[4, 8]",
+            "Try: it has as many elements, in an order that no row says: load an array in the order of the files, "
+            "and transpose it in a function of `ft.jit`",
         ],
     ),
     "patterns for nothing": (
@@ -582,3 +644,13 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
     assert len(str(caught.value).splitlines()) < 20
     assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 201
+
+
+def test_stacks_in_a_list(tmp_path: Path) -> None:
+    """A name computes with a number of the path and with that of a layer."""
+    given = tensors(l__0=(4, 8), l__1=(4, 8), l__2=(4, 8), l__3=(4, 8))
+    like, table = [S((2, 8, 4), np.float32)] * 2, {"{i}": "l.{2*i + layer}.T"}
+    loaded = ft.load_tensors(saved(tmp_path, given), like, table, P(), MESH)
+    for i, array in enumerate(loaded):
+        wanted = np.stack([given[f"l.{2 * i}"].T, given[f"l.{2 * i + 1}"].T])
+        np.testing.assert_array_equal(array, wanted)

@@ -21,9 +21,11 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 import functree as ft
-from functree.io.weights import repeated, save
+from functree.io.weights import load as loader
+from functree.io.weights import save
 from functree.io.weights.blocks import TensorForm
 from functree.io.weights.files import Tensor, open_tensors
+from functree.io.weights.table import TensorName
 from tests.lib.checks import raises
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -235,10 +237,11 @@ BLOCKS: list[tuple[tuple[int, ...], tuple[str, ...], bool, tuple[int, ...]]] = [
 def test_a_block_is_that_of_the_whole(
     shape: tuple[int, ...], axes: tuple[str, ...], transposed: bool, stored: tuple[int, ...]
 ) -> None:
-    form = TensorForm.of(shape, axes, transposed)
-    assert form.stored == stored
     own = np.arange(math.prod(shape), dtype=np.float32).reshape(shape)
-    file = form.to_file(own)
+    name = TensorName.parse("w.T" if transposed else "w")
+    file = save.as_published(own, axes, name)
+    form = TensorForm.fitting(shape, stored, name)
+    assert form is not None
     assert file.shape == stored and file.flags.c_contiguous
     tensor = Tensor(stored, file.dtype, file)
     for index in np.ndindex(*(2,) * len(shape)):
@@ -345,19 +348,28 @@ def changed(folder: Path, **changes: Any) -> None:
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "missing": ({GATE: None}, [f"blocks.layer.mlp.gate   {GATE}", "the files do not have it"]),
+    "missing": (
+        {GATE: None},
+        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"],
+    ),
     "extra": (
         {"model.extra": np.ones(3)},
-        ["model.extra\n", "no part of the model is read from it"],
+        ["model.extra\n", "no array is read from it"],
     ),
     "a bias": (
         {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
-        ["model.layers.0.self_attn.q_proj.bias", "no part of the model is read from it"],
+        ["model.layers.0.self_attn.q_proj.bias", "no array is read from it"],
     ),
-    "another shape": ({GATE: np.ones((32, 48), "f")}, ["has the shape (32, 48), and not (48, 32)"]),
+    "another shape": (
+        {GATE: np.ones((32, 48), "f")},
+        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"],
+    ),
     "another dtype": (
         {GATE: np.ones((48, 32), "float16")},
-        ["its layers have several dtypes: float16, float32"],
+        [
+            f"the files have `{GATE}` as f16[48, 32]",
+            "say which dtype all its layers get, as `param_dtype=`",
+        ],
     ),
     "integers": (
         {GATE: np.ones((48, 32), "int8")},
@@ -366,9 +378,9 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several": (
         {GATE: None, "model.norm.weight": np.ones(3, "f"), "more": np.ones(1, "f")},
         [
-            "3 weights that cannot be loaded",
-            "norm.scale   model.norm.weight",
-            "(3,), and not (32,)",
+            f"the files have no `{GATE}`",
+            "norm.scale   f32[32]",
+            "the files have `model.norm.weight` as f32[3]",
             "more\n",
         ],
     ),
@@ -386,7 +398,7 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
     for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
         changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
         with raises(
-            "1 weight that cannot be loaded",
+            "no weights are loaded",
             names[1],
             "it has other frequencies than the config says",
             error=ft.FunctreeError,
@@ -408,7 +420,7 @@ def test_a_config_is_refused_before_a_weight_is_read(
 def test_the_table_of_the_logits_beside_a_tied_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeated, "_ROWS", 7)
+    monkeypatch.setattr(loader, "_ROWS", 7)
     shutil.copytree(MODELS / "llama_tied", tmp_path / "model")
     folder = tmp_path / "model"
     table = tensors(folder)["model.embed_tokens.weight"]
@@ -465,7 +477,7 @@ def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
     given = json.loads((copied / "config.json").read_text())
     given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
     (copied / "config.json").write_text(json.dumps(given))
-    with raises("that cannot be loaded", error=ft.FunctreeError):
+    with raises("no weights are loaded", "the files have", "`model.", error=ft.FunctreeError):
         load(copied, 1, 1)
 
 

@@ -398,7 +398,7 @@ USES: dict[str, Use] = {
     "load_tensors": (
         ft.load_tensors,
         {
-            "files": "tensors.safetensors", "like": {"w": jnp.zeros(3)}, "names": {"w": "w"}, "layout": ft.P(),
+            "files": "tensors.safetensors", "like": {"w": jnp.zeros(3)}, "table": {"w": "w"}, "layout": ft.P(),
             "mesh": MESH, "left_out": [], "cast": False,
         },
     ),
@@ -436,16 +436,6 @@ USES: dict[str, Use] = {
     "Exported.call": (lambda arrays: ft.export(ft.jit(lambda x: x), jnp.ones(3)).call(arrays), {"arrays": jnp.ones(3)}),
     "Exported.deserialize": (ft.Exported.deserialize, {"data": SERIALIZED}),
     "save_weights": (ft.save_weights, {"folder": "weights", "model": TRANSFORMER}),
-    "nn.WeightMap": (
-        ft.nn.WeightMap,
-        {"fields": {"n": ft.nn.WeightMap.only(1)}, "weights": {"embed.weight": "w"}, "options": {"qk_norm": True}, "others": {}},
-    ),
-    "nn.WeightMap.sets": (
-        lambda absent, **given: ft.nn.WeightMap.sets(**given, embed=absent),
-        {"field": "embed", "text": "a number", "fits": bool, "absent": 8},
-    ),
-    "nn.WeightMap.only": (lambda values: ft.nn.WeightMap.only(values), {"values": 1}),
-    "nn.WeightMap.ignored": (ft.nn.WeightMap.ignored, {"text": "a number", "fits": bool}),
     "nn.Transformer.logits": (TRANSFORMER.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Embedding.logits": (TRANSFORMER.embed.logits, {"x": jnp.zeros((1, 4, 8))}),
     "nn.Block.create": (ft.nn.Block.create, {"config": CONFIG, "init": jax.nn.initializers.normal(), "key": KEY}),

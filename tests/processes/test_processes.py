@@ -293,7 +293,7 @@ DIFFERENCES: dict[str, list[str]] = {
     "loaded_otherwise": [
         "no weights are loaded",
         "(`ft.load_weights`)",
-        "plan",
+        "arrays",
         "embed.weight: f32[96, 32] P(None, None)",
         "embed.weight: f32[96, 32] P('data', None)",
     ],
@@ -388,7 +388,7 @@ ROWS: dict[str, dict[str, list[str]]] = {
     },
     "`ft.load_weights`": {
         "the config": ["loaded_with_another_config"],
-        "the plan": ["loaded_otherwise"],
+        "the arrays and their shardings": ["loaded_otherwise"],
         "how each tensor begins": ["other_weights_without_copies"],
         "values of copies": ["other_weights"],
     },

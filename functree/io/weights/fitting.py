@@ -6,15 +6,16 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+import numpy as np
+from jax.sharding import Sharding
 
 from functree.errors import MAX_PATHS, Problem, count, did_you_mean, listed, nearest
 from functree.io.weights.blocks import TensorForm, Weight
 from functree.io.weights.files import Tensor
-from functree.io.weights.table import Named, row_text
-from functree.io.weights.tensor_names import WHOLE, Part, TensorName
+from functree.io.weights.table import WHOLE, Named, TensorName, row_text
 from functree.labels.leaf import Leaf
 from functree.tree.arrays import array_text, dtype_text, is_key
 from functree.tree.paths import Path, part_text
@@ -36,62 +37,74 @@ class Fault(NamedTuple):
     missing: str = ""
 
 
-_KEY = Fault(
-    "is a random key, which is read from no tensor",
-    "is a random key, which is read from no tensor",
-    "load the parts of the tree that have weights",
-)
-
-
-class Fitting(NamedTuple):
-    """How arrays are read.
+class Terms(NamedTuple):
+    """On which terms arrays are loaded; they differ between the functions that load.
 
     Attributes:
-        weights: how each is read that can be.
-        problems: why the others cannot be.
-        asked: the names of all tensors that they are to be read from.
+        dtypes: whether an array has the dtype in `like`, which the files have too or from which
+            they are cast, or the dtype of the files.
+        dtype: what to do about a tensor of another dtype.
+        unread: what to do about tensors that nothing is read from, before the list of their names;
+            may be empty.
+        lost: what to do about values that a dtype does not hold.
     """
 
-    weights: Sequence[Weight]
-    problems: Sequence[Problem]
-    asked: Collection[str]
+    dtypes: Literal["like", "cast", "files"]
+    dtype: str
+    unread: str
+    lost: str
 
 
 def fitted(
-    leaves: Sequence[Leaf], named: Mapping[Path, Named], tensors: Mapping[str, Tensor], cast: bool
-) -> Fitting:
-    """How each array is read, or why it cannot be.
+    leaves: Sequence[Leaf],
+    shardings: Sequence[Sharding | None],
+    named: Mapping[Path, Named],
+    tensors: Mapping[str, Tensor],
+    terms: Terms,
+) -> tuple[list[Weight], list[Problem], set[str]]:
+    """How each array is read that can be; why the others cannot be; and the names of all tensors
+    that they are to be read from.
 
     Args:
         leaves: the arrays.
+        shardings: where each is created.
         named: the name of each that has one.
         tensors: all tensors in the files.
-        cast: whether they may have other dtypes.
+        terms: what is cast, and what messages say to do.
     """
     weights: list[Weight] = []
+    problems: list[Problem] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
     faults: dict[str, dict[Path, list[Fault]]] = defaultdict(dict)  # by the pattern of the row
-    for leaf in leaves:
+    for leaf, sharding in zip(leaves, shardings, strict=True):
+        if is_key(leaf.value.dtype):
+            why = "is a random key, which is read from no tensor"
+            problems.append(leaf.problem(why, "load the parts of the tree that have weights"))
+            continue
         if leaf.path not in named:
             nameless.append(leaf)
             continue
-        one = named[leaf.path]
-        fault = _not_named(leaf, one.name)
-        found = [] if fault is None else [fault]
-        if fault is None:
-            names, stacked = one.name.of_layers(leaf.shape)
-            asked.update(names)
-            weight, found = _weight(leaf, one, names, stacked, tensors, cast)
-            weights += [] if weight is None else [weight]
-        faults[one.pattern][leaf.path] = found
+        row, name = named[leaf.path], named[leaf.path].name
+        stacked = len(name.places)
+        if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
+            why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
+            problems.append(leaf.problem(why, ""))
+            continue
+        wanted = _Wanted(leaf, row, name, name.tensors(leaf.shape), tensors)
+        asked.update(wanted.names)
+        dtype = wanted.dtype(terms)
+        found = faults[row.pattern][leaf.path] = list(wanted.faults(dtype, terms))
+        if not found and (form := wanted.form()) is not None:
+            parts = wanted.names, stacked, form
+            weights.append(Weight(leaf.path, leaf.shape, dtype, sharding, *parts))
     unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    problems = [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
-    return Fitting(weights, problems, asked)
+    problems += [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
+    return weights, problems, asked
 
 
 def unread_problems(
-    tensors: Iterable[str], read: Collection[str], left_out: Collection[str]
+    tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
     """The problems of tensors that nothing is read from, unless a pattern leaves them out; and
     those of patterns that leave none out.
@@ -100,6 +113,7 @@ def unread_problems(
         tensors: the names of all tensors in the files.
         read: the names of those that something is read from.
         left_out: patterns of names.
+        advice: what to do about the others, before the list of their names; may be empty.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
@@ -116,7 +130,7 @@ def unread_problems(
         if not any(fnmatchcase(name, pattern) for pattern in left_out):
             alike[_of_any_number(name)].append(name)
     whats = [key if names[1:] else names[0] for key, names in alike.items()]
-    remedy = f"give `names` rows for them, or leave them out: left_out={json.dumps(whats)}"
+    remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
         others = f", nor from {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
         yield Problem(None, None, names[0], f"no array is read from it{others}", remedy)
@@ -134,98 +148,92 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")
 
 
-def _not_named(leaf: Leaf, name: TensorName) -> Fault | None:
-    """Why an array is in no tensors of such a name; None if it may be."""
-    if is_key(leaf.value.dtype):
-        return _KEY
-    if name.stacked > len(leaf.shape) or 0 in leaf.shape[: name.stacked]:
-        why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
-        return Fault(why, why)
-    return None
+class _Wanted(NamedTuple):
+    """An array that is to be read, and what it is to be read from.
 
-
-def _weight(
-    leaf: Leaf,
-    named: Named,
-    names: list[str],
-    stacked: int,
-    tensors: Mapping[str, Tensor],
-    cast: bool,
-) -> tuple[Weight | None, list[Fault]]:
-    """How an array is read, or why it cannot be.
-
-    Args:
+    Attributes:
         leaf: the array.
-        named: its name.
-        names: those of all tensors that have it.
-        stacked: how many of its dimensions these are over.
+        row: the row of the table that names it.
+        name: what this says.
+        names: the names of all tensors that have it.
         tensors: all tensors in the files.
-        cast: whether it may have another dtype.
     """
-    if missing := [one for one in names if one not in tensors]:
-        return None, [_missing(missing, named, whole=len(missing) == len(names))]
-    shape, axes = leaf.shape[stacked:], leaf.axes[stacked:]
-    # In front of a matrix may be dimensions of layers or experts, which `.T` leaves there.
-    kept = max(leaf.stacked - stacked, 0)
-    kept += int(axes[kept : kept + 1] == ("experts",))
-    form = TensorForm.fitting(shape, tensors[names[0]].shape, named.name, kept)
-    faults: list[Fault] = []
-    for (stored, dtype), own in _by_type(names, tensors).items():
-        fits = form is not None and form.stored == stored
-        if fits and (cast or dtype == str(leaf.value.dtype)):
-            continue
-        remedy = f"to have it as {dtype_text(leaf.value.dtype)}: cast=True"
-        if not fits:
-            remedy = _transposed(named, shape, stored, kept) or _other_order(
-                named.name.part, shape, stored
-            )
-        all_of_them = len(own) == len(names)
-        where = (named.text, named.row) if all_of_them else (listed(own), listed(own))
-        found = array_text(tensors[own[0]])
-        found += "" if named.name.part == WHOLE else ", of which a part is asked for"
-        why, of_row = (f"the files have `{one}` as {found}" for one in where)
-        faults.append(Fault(why, of_row, remedy))
-    if faults or form is None:
-        return None, faults
-    return Weight(leaf.path, leaf.shape, names, stacked, form), []
 
+    leaf: Leaf
+    row: Named
+    name: TensorName
+    names: list[str]
+    tensors: Mapping[str, Tensor]
 
-def _by_type(
-    names: Sequence[str], tensors: Mapping[str, Tensor]
-) -> dict[tuple[tuple[int, ...], str], list[str]]:
-    """Names of tensors by their shape and dtype: layers may differ."""
-    found: dict[tuple[tuple[int, ...], str], list[str]] = defaultdict(list)
-    for name in names:
-        found[tensors[name].shape, str(tensors[name].dtype)].append(name)
-    return found
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape without the dimensions that have a tensor for each of their elements."""
+        return self.leaf.shape[len(self.name.places) :]
 
+    def dtype(self, terms: Terms) -> np.dtype:
+        """The dtype that it gets."""
+        if terms.dtypes == "files" and self.names[0] in self.tensors:
+            return self.tensors[self.names[0]].dtype
+        return np.dtype(self.leaf.value.dtype)
 
-def _transposed(named: Named, shape: Sequence[int], stored: Sequence[int], kept: int) -> str:
-    """What to write if a tensor has the transpose; empty if it does not."""
-    name = named.name
-    other = name._replace(transposed=not name.transposed)
-    if TensorForm.fitting(shape, stored, other, kept) is None:
-        return ""
-    row = named.row.removesuffix(".T") if name.transposed else f"{named.row}.T"
-    return f"transposed? write {row_text(named.pattern, row)}"
+    def form(
+        self, stored: Sequence[int] | None = None, name: TensorName | None = None
+    ) -> TensorForm | None:
+        """How a tensor has it, by default the first one; None if it does not."""
+        stacked = len(self.name.places)
+        # `.T` leaves dimensions of layers and of experts in front.
+        kept = max(self.leaf.stacked - stacked, 0)
+        kept += int(self.leaf.axes[stacked + kept :][:1] == ("experts",))
+        if stored is None:
+            stored = self.tensors[self.names[0]].shape
+        return TensorForm.fitting(self.shape, stored, name or self.name, kept)
 
+    def faults(self, dtype: np.dtype, terms: Terms) -> Iterator[Fault]:
+        """Why it cannot be read, as an array of a dtype."""
+        if missing := [one for one in self.names if one not in self.tensors]:
+            name = row = listed(missing)
+            if len(missing) == len(self.names):
+                name, row = self.name.name, TensorName.parse(self.row.row).name
+            why, of_row = (f"the files have no `{one}`" for one in (name, row))
+            yield Fault(why, of_row, missing=missing[0])
+            return
+        by_type: dict[tuple[tuple[int, ...], np.dtype], list[str]] = defaultdict(list)
+        for one in self.names:
+            by_type[self.tensors[one].shape, self.tensors[one].dtype].append(one)
+        form = self.form()
+        for (stored, other), own in by_type.items():
+            fits = form is not None and stored == self.tensors[self.names[0]].shape
+            if fits and (terms.dtypes == "cast" or other == dtype):
+                continue
+            remedy = terms.dtype.format(dtype=dtype_text(dtype))
+            if not fits:
+                remedy = self._transposed(stored) or self._other_order(stored)
+            name = row = listed(own)
+            if len(own) == len(self.names):
+                name, row = self.row.text, self.row.row
+            found = array_text(self.tensors[own[0]])
+            found += "" if self.name.part == WHOLE else ", of which a part is asked for"
+            why, of_row = (f"the files have `{one}` as {found}" for one in (name, row))
+            yield Fault(why, of_row, remedy)
 
-def _other_order(part: Part, shape: Sequence[int], stored: Sequence[int]) -> str:
-    """What to do with a tensor that has the elements of an array in another order; empty if it has
-    others."""
-    if math.prod(shape) * part.of != math.prod(stored) * (part.stop - part.first):
-        return ""
-    return (
-        "it has as many elements, in an order that no row says: load an array in the order of the "
-        "files, and transpose it in a function of `ft.jit`"
-    )
+    def _transposed(self, stored: Sequence[int]) -> str:
+        """What to write if a tensor has the transpose; empty if it does not."""
+        is_plain = self.name.order is None
+        other = self.name._replace(order=() if is_plain else None)
+        if self.name.order or self.form(stored, other) is None:
+            return ""
+        row = f"{self.row.row}.T" if is_plain else self.row.row.removesuffix(".T")
+        return f"transposed? write {row_text(self.row.pattern, row)}"
 
-
-def _missing(missing: Sequence[str], named: Named, *, whole: bool) -> Fault:
-    """That tensors are not in the files."""
-    where = named.name.name if whole else listed(missing)
-    row = TensorName.parse(named.row).name if whole else where
-    return Fault(f"the files have no `{where}`", f"the files have no `{row}`", missing=missing[0])
+    def _other_order(self, stored: Sequence[int]) -> str:
+        """What to do with a tensor that has the elements in another order; empty if it does not."""
+        part = self.name.part
+        if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
+            return ""
+        return (
+            "it has as many elements, in an order that no row says: load an array in the order of "
+            "the files, and transpose it in a function of `ft.jit`"
+        )
 
 
 def _faulty(
@@ -253,14 +261,11 @@ def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[
     """The problems of arrays without a name, with the nearest name of a tensor that would fit."""
     known: dict[str, str] = {}  # by the path in any layer
     for leaf in leaves:
-        if is_key(leaf.value.dtype):
-            yield leaf.problem(_KEY.why, _KEY.remedy)
-            continue
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
         # As many as a message shows: each looks at all names.
         if path not in known and len(known) < MAX_PATHS:
             known[path] = _row_for(leaf, path, unread)
-        yield leaf.problem("no pattern of `names` matches it", known.get(path, ""))
+        yield leaf.problem("no pattern of `table` matches it", known.get(path, ""))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
@@ -268,7 +273,7 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
     fitting: dict[str, str] = {}
     for name, tensor in unread.items():
         for text in (name, f"{name}.T"):
-            if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text), 0) is not None:
+            if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
                 fitting.setdefault(name, text)
     # Also one that is far: these have the shape, and nothing else is read from them.
     near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)

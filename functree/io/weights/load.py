@@ -1,33 +1,310 @@
-"""The files of a published model ─► a `Transformer`, whose arrays are born as a layout says."""
+"""Files of tensors, and their names ─► a tree of the user's own, or a published model, whose arrays
+are born as a layout says."""
 
 import dataclasses
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
-from jax.sharding import Mesh
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, Sharding
 from jax.typing import DTypeLike
 
-from functree.argument_checks import FLOATING, LOCAL_FOLDER, check
-from functree.errors import FunctreeError, Problem, ShardingError, count
+from functree.argument_checks import (
+    FLAG,
+    FLOATING,
+    LOCAL_FILE,
+    LOCAL_FOLDER,
+    MAPPING,
+    TEXTS,
+    Takes,
+    check,
+    check_tree,
+)
+from functree.devices.meshes import MeshLike
+from functree.devices.placement import sharding_text
+from functree.errors import (
+    FunctreeError,
+    FunctreeValueError,
+    Problem,
+    ShardingError,
+    count,
+    path_text,
+)
+from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
-from functree.io.weights.arrays import Created, beginnings, read_arrays
-from functree.io.weights.blocks import Weight, weights_of
-from functree.io.weights.files import Tensor, files_of, open_tensors
-from functree.io.weights.repeated import why_not_repeated
-from functree.labels.leaves import read
+from functree.io.laid_out import laid_out, misplaced
+from functree.io.weights.blocks import Weight
+from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
+from functree.io.weights.fitting import Terms, fitted, unread_problems, untied
+from functree.io.weights.table import Named, Table, TensorName, names_of
+from functree.labels.leaf import meeting
+from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
-from functree.layout.plan.make_plan import plan
-from functree.layout.plan.plan import Plan
-from functree.nn.published_config import config_from_json, family_of, read_config
+from functree.nn.config import TransformerConfig
+from functree.nn.families import PublishedConfig, read_config
+from functree.nn.rope import frequencies_of
 from functree.nn.transformer import Transformer
-from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement, Facts
-from functree.processes.check_processes import facts_of
+from functree.processes.check_processes import checksum, facts_of
+from functree.processes.digest import digests_of
 from functree.report.json_text import value_text
 from functree.transforms.init import abstract
+from functree.tree.arrays import array_text
+from functree.tree.paths import Path
+
+T = TypeVar("T")
+
+_File = str | os.PathLike[str]
+_FILES = Takes(
+    f"{LOCAL_FILE.text}; or of a folder, or a list of files",
+    lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
+    lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
+)
+_TABLE = Takes(
+    "a mapping from paths to names, or to functions that return one",
+    lambda table: (
+        MAPPING.fits(table)
+        and all(isinstance(path, str) for path in table)
+        and all(isinstance(name, str) or callable(name) for name in table.values())
+    ),
+)
+# On which terms `load_tensors` and `load_weights` load
+_OF_TENSORS = Terms(
+    dtypes="like",
+    dtype="to have it as {dtype}: cast=True",
+    unread="give `table` rows for them, or leave them out: left_out=",
+    lost="give these arrays in `like` the dtype of the files",
+)
+_OF_PUBLISHED = Terms(
+    dtypes="files",
+    dtype="say which dtype all its layers get, as `param_dtype=`",
+    unread="",
+    lost="give a `param_dtype=` that holds them, such as that of the files: None",
+)
+
+
+def load_tensors(
+    files: _File | Iterable[_File],
+    like: T,
+    table: Mapping[str, str | Callable[..., str]],
+    layout: LayoutTree = None,
+    mesh: MeshLike = None,
+    *,
+    left_out: Collection[str] = (),
+    cast: bool = False,
+) -> T:
+    """A tree of your own with the values of safetensors files, by a table of names.
+
+    The arrays are created sharded, and a process reads only the slices that its devices keep. A
+    tensor that joins neighbouring dimensions of an array, such as the heads with
+    the size of one, is split as the array is. Dimensions of size one are dropped and added.
+
+    Args:
+        files: a file, several, or the folder that they are in.
+        like: a tree, abstract or with arrays: it gives the structure, shapes and dtypes, and all
+            that is static.
+        table: from globs of paths to names of tensors; the first that matches a path gives its
+            name. `*` in a name is the text that `*` of the glob stands for. `{i}` in a glob stands
+            for a number, which the name may compute with: `"blocks.{i}.{j}.w"` and
+            `"layers.{2*i+j}.w"`. `{layer}`, and `{expert}` after it, are the numbers along leading
+            dimensions of the array, of which each has a tensor. `[0/3]` after a name is the first
+            of three equal parts of the tensor, `[0:2/4]` are two of four, along the first dimension
+            that fits. After that, `.T` is the transpose, and `.transpose(2, 0, 1)` another order of
+            the dimensions. Instead of a name there may be a function, which takes the texts and
+            numbers that the glob stands for.
+        layout: the layout of the tree. By default each array is sharded as the one in `like`.
+        mesh: a mesh, or None for the current one.
+        left_out: patterns for the names of tensors that nothing is read from, with `*` for any
+            text.
+        cast: whether an array is cast if `like` has another dtype than the files. A value that this
+            dtype does not hold is a warning by path; rounded floats are none.
+
+    Raises:
+        FunctreeError: an array has no name, or one that the files do not have; a tensor has another
+            shape or dtype, or is not read; a pattern matches nothing; an array in `like` has no
+            sharding, and there is no layout. The error lists all of them, and nothing is read. Or a
+            file is not one of safetensors; the processes have other files.
+        ShardingError: the layout does not fit the tree.
+
+    Examples:
+        >>> from safetensors.numpy import save_file
+        >>> save_file({"fc.weight": np.ones((8, 16), "float32")}, folder / "fc")
+        >>> like = {"w": jax.ShapeDtypeStruct((16, 8), "float32")}
+        >>> loaded = ft.load_tensors(
+        ...     folder / "fc",
+        ...     like,
+        ...     {"w": "fc.weight.T"},
+        ...     ft.P("data"),
+        ...     ft.make_mesh(data=8),
+        ... )
+        >>> loaded["w"].shape, loaded["w"].sharding.spec
+        ((16, 8), P('data', None))
+    """
+    check_tree("load_tensors", like)
+    given = _listed(files)
+    check(
+        "no weights are loaded",
+        files=(given, _FILES),
+        table=(table, _TABLE),
+        left_out=(left_out, TEXTS),
+        cast=(cast, FLAG),
+    )
+    where = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
+    failure = f"{where}: no weights are loaded"
+    terms = _OF_TENSORS._replace(dtypes="cast") if cast else _OF_TENSORS
+    with Agreement(failure) as agreement:
+        with ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"):
+            tensors = open_tensors(_opened(given), ALL_DTYPES)
+        leaves, shardings = laid_out(like, layout, mesh)
+        loading = Loading.of(leaves, shardings, table, tensors, left_out, terms, failure)
+        agreement.compare(loading.facts)
+    return leaves.skeleton.fill(loading.read(where))
+
+
+def _listed(files: Any) -> Any:
+    """The given files as a list."""
+    if isinstance(files, str | bytes | os.PathLike):
+        return [files]
+    return list(files) if isinstance(files, Iterable) else files
+
+
+def _opened(given: Sequence[_File]) -> list[FilePath]:
+    """The files that are read: those of a folder, or the given ones."""
+    paths = list(map(FilePath, given))
+    return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
+
+
+class Loading(NamedTuple):
+    """Arrays that can be loaded, of which nothing was read but the heads of the files.
+
+    Attributes:
+        leaves: the arrays of `like`.
+        named: the name of each.
+        weights: how each is read.
+        tensors: the tensors that are read, by name.
+        terms: what is cast, and what messages say to do.
+        failure: the beginning of messages.
+    """
+
+    leaves: Leaves
+    named: Mapping[Path, Named]
+    weights: Sequence[Weight]
+    tensors: Mapping[str, Tensor]
+    terms: Terms
+    failure: str
+
+    @classmethod
+    def of(
+        cls,
+        leaves: Leaves,
+        shardings: Sequence[Sharding | None],
+        table: Table,
+        tensors: Mapping[str, Tensor],
+        left_out: Collection[str],
+        terms: Terms,
+        failure: str,
+        others: Iterable[Problem] = (),
+    ) -> "Loading":
+        """What is loaded.
+
+        Args:
+            leaves: the arrays of `like`.
+            shardings: where each is created; None for an array of numpy, and for one that is not
+                committed to a device.
+            table: the table of names.
+            tensors: all tensors in the files.
+            left_out: patterns for the tensors that nothing is read from.
+            terms: what is cast, and what messages say to do.
+            failure: the beginning of messages.
+            others: what else is wrong.
+
+        Raises:
+            FunctreeValueError: something does not fit.
+        """
+        named, problems = names_of(leaves.leaves, table, failure)
+        weights, unfit, asked = fitted(leaves.leaves, shardings, named, tensors, terms)
+        problems += unfit
+        for leaf, sharding in zip(leaves.leaves, shardings, strict=True):
+            problems += misplaced(leaf, sharding)
+        problems += untied(leaves.leaves, named)
+        problems += meeting(leaves.leaves)
+        problems += unread_problems(tensors, asked, left_out, terms.unread)
+        problems += others
+        if problems:
+            raise FunctreeValueError(failure, problems)
+        read = {name: tensors[name] for name in tensors if name in asked}
+        return cls(leaves, named, weights, read, terms, failure)
+
+    def facts(self) -> Facts:
+        """What has to be the same in all processes."""
+        arrays: list[str] = []
+        names: list[str] = []
+        for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
+            place = "on the host" if weight.sharding is None else sharding_text(weight.sharding)
+            arrays.append(f"{path_text(leaf.path)}: {array_text(weight)} {place}")
+            names.append(f"{path_text(leaf.path)}: {self.named[leaf.path].text}")
+        # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
+        # devices would be given parts of that one.
+        beginnings: list[str] = []
+        with ForeignErrors(FunctreeError, "the weights cannot be read"):
+            for name, tensor in self.tensors.items():
+                beginnings.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
+        return {"arrays": arrays, "names": names, "tensors": sorted(beginnings)}
+
+    def read(self, where: str) -> list[jax.Array | np.ndarray | np.generic]:
+        """The arrays. One array at several places of `like` is one array again. All processes call
+        this, with the same arrays.
+
+        Args:
+            where: what they are read from, for messages.
+
+        Raises:
+            FunctreeError: a file cannot be read; or the processes have read other values.
+        """
+        once: dict[object, jax.Array | np.ndarray | np.generic] = {}
+        own: list[object] = []
+        losses: list[Loss] = []
+        with (
+            Agreement(self.failure),
+            ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"),
+        ):
+            for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
+                # One array of numpy at two places is often nothing but zeros that were made once.
+                # Two arrays on one buffer could not both be donated.
+                is_one = isinstance(leaf.value, jax.Array)
+                own.append((id(leaf.value), weight.sharding) if is_one else leaf.path)
+                if own[-1] not in once:
+                    array, loss = weight.array(self.tensors)
+                    once[own[-1]] = _as_in(leaf.value, array)
+                    losses.append(loss)
+        with Agreement(self.failure):  # it is an error where the user makes warnings errors
+            warn_of_losses(where, losses, self.terms.lost)
+        # Each process has read its own files: copies of one part may have come from different ones.
+        # With one process there is nothing to compare, and the digests would read all of the model.
+        if jax.process_count() > 1:
+            paths = [str(loss.path) for loss in losses]
+            read = dict(zip(paths, once.values(), strict=True))
+            _, differ = digests_of(read, "give all processes the same files")
+            if differ:
+                raise FunctreeError(f"{where}: the processes read other weights", differ)
+        return [once[key] for key in own]
+
+
+def _as_in(value: object, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray | np.generic:
+    """An array that was read, of the kind that it has in `like`."""
+    if isinstance(array, jax.Array):
+        return array
+    if isinstance(value, jax.Array):
+        return jnp.asarray(array)
+    return array[()] if isinstance(value, np.generic) else array
+
+
+# Published models
 
 
 def load_weights(
@@ -79,137 +356,106 @@ def load_weights(
         raise ShardingError("no weights are loaded: the layout is None; write `P()` to replicate")
     failure = f"{folder}: no weights are loaded"
     with Agreement(failure) as agreement:
-        published = _PublishedModel.of(FilePath(folder), layout, mesh, param_dtype, fields)
-        agreement.compare(published.facts)
-    created: list[Created] = []
-    for weight, row in zip(published.weights, published.plan.rows, strict=True):
-        created.append(Created(weight, published.plan.sharding(row), param_dtype))
-    remedy = "give a `param_dtype=` that holds them, such as that of the files: None"
-    arrays = read_arrays(folder, created, published.tensors, remedy)
-    return read(published.model).skeleton.fill(arrays)
-
-
-class _PublishedModel(NamedTuple):
-    """A published model, of which nothing was read but its config and the heads of its files.
-
-    Attributes:
-        model: the abstract model.
-        plan: where its arrays are created.
-        weights: which tensors they are read from.
-        tensors: those in the files.
-    """
-
-    model: Transformer
-    plan: Plan
-    weights: list[Weight]
-    tensors: Mapping[str, Tensor]
-
-    @classmethod
-    def of(
-        cls,
-        folder: FilePath,
-        layout: LayoutTree,
-        mesh: Mesh | None,
-        param_dtype: DTypeLike | None,
-        fields: Mapping[str, Any],
-    ) -> "_PublishedModel":
-        """What is in a folder; the errors are those of `load_weights`."""
-        file, given = read_config(folder)
-        config, family = config_from_json(file, **fields), family_of(file, given)
+        published = read_config(folder, fields)
         with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
-            tensors = open_tensors(files_of(file.parent))
-        _check_sizes(file, given, family, tensors)
-        # By the tensors: what `config.json` says is the dtype of the training. A table that is
-        # missing is found below, with all else that is.
-        table = tensors.get(family.weights["embed.weight"])
-        if table is not None:
-            found = table.dtype if param_dtype is None else param_dtype
-            config = dataclasses.replace(config, param_dtype=found)
+            tensors = open_tensors(files_of(published.file.parent))
+        _check_sizes(published, tensors)
+        table = published.names(published.config, tensors)
+        # By the tensors: what `config.json` says is the dtype of the training.
+        config, embed = published.config, tensors.get(table.get("embed.weight", ""))
+        if param_dtype is not None:
+            config = dataclasses.replace(config, param_dtype=param_dtype)
+        elif embed is not None:
+            config = dataclasses.replace(config, param_dtype=embed.dtype)
         # Abstract, and planned and compared before a tensor is read: a layout that does not fit is
         # an error after a second, and not after the first 100 GB.
         model = abstract(Transformer.create)(config, key=jax.random.key(0))
-        planned = plan(model, layout, mesh)
-        published = cls(model, planned, list(weights_of(model, family, tensors)), tensors)
-        published.check(file.parent, family, mixed=param_dtype is not None)
-        return published
-
-    def facts(self) -> Facts:
-        """What has to be the same in all processes."""
-        return {
-            "config": facts_of(self.model.config),
-            "plan": facts_of(self.plan),
-            "tensors": beginnings(self.tensors),
-        }
-
-    def check(self, folder: FilePath, family: WeightMap, mixed: bool) -> None:
-        """Raise for weights that are missing, that have another shape, or that nobody reads.
-
-        Args:
-            folder: their folder, for the message.
-            family: the family of the model.
-            mixed: whether the layers of a weight may have several dtypes, since all become one.
-        """
-        weights, tensors, config = self.weights, self.tensors, self.model.config
-        problems: list[Problem] = []
-        unread = dict.fromkeys(tensors)
-        for weight in weights:
-            # One array has one dtype: to cast some of the layers would lose digits without a word.
-            dtypes = {str(tensors[name].dtype) for name in weight.names if name in tensors}
-            if len(dtypes) > 1 and not mixed:
-                why = f"its layers have several dtypes: {', '.join(sorted(dtypes))}"
-                problems.append(Problem(weight.path, None, "", why, "say which, as `param_dtype=`"))
-            for name in weight.names:
-                unread.pop(name, None)
-                if name not in tensors:
-                    problems.append(Problem(weight.path, None, name, "the files do not have it"))
-                elif tensors[name].shape != weight.form.stored:
-                    why = f"has the shape {tensors[name].shape}, and not {weight.form.stored}"
-                    problems.append(Problem(weight.path, None, name, why))
-        # Such as biases that our config does not have: the model would compute something else.
-        for name in unread:
-            if why_not := why_not_repeated(name, tensors, config, family):
-                problems.append(Problem(None, None, name, *why_not))
-        if problems:
-            raise FunctreeError(
-                f"{folder}: {count(len(problems), 'weight')} that cannot be loaded", problems
-            )
+        leaves, shardings = laid_out(model, layout, mesh)
+        repeated = dict(_repeated(published, tensors))
+        others = [problem for problem in repeated.values() if problem is not None]
+        terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
+        loading = Loading.of(
+            leaves, shardings, table, tensors, list(repeated), terms, failure, others
+        )
+        agreement.compare(lambda: {"config": facts_of(config), **loading.facts()})
+    return leaves.skeleton.fill(loading.read(str(folder)))
 
 
-def _check_sizes(
-    file: FilePath, given: Mapping[str, Any], family: WeightMap, tensors: Mapping[str, Tensor]
-) -> None:
+def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise for sizes of a config that nothing in the files can have.
 
     Even abstract, a model of such sizes may take for ever.
-
-    Args:
-        file: the file of the config, for the message.
-        given: what it says.
-        family: the family of the model.
-        tensors: those in the files.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     # A layer has a tensor of its own, and every other size is in the shape of one.
     most = {**dict.fromkeys(_SIZES, elements), "layers": len(tensors)}
     problems: list[Problem] = []
-    for name, value in given.items():
-        if name not in family.fields:
-            continue
-        for key, size in (family.fields[name].read(value) or {}).items():
-            if key in most and size is not None and size > most[key]:
-                why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
-                problems.append(Problem(None, None, f'"{name}": {value_text(value)}', why))
+    for field, number in most.items():
+        size = getattr(published.config, field)
+        if size is not None and size > number:
+            given = [name for name, value in published.given.items() if value == size]
+            what = "/".join(f'"{name}"' for name in given) or field
+            why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
+            problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
-        raise FunctreeError(f"{file}: sizes that the files do not have", problems)
+        failure = f"{published.file}: sizes that the files do not have"
+        raise FunctreeError(failure, dict.fromkeys(problems))  # two fields may be one size
 
 
-_SIZES = (
-    "vocab_size",
-    "embed",
-    "heads",
-    "kv_heads",
-    "head_dim",
-    "hidden",
-    "experts",
-    "expert_hidden",
-)
+_SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden".split()
+
+
+# Tensors that say again what a model has. Older files have the frequencies of the rotation, and the
+# table of the logits even where it is the table of the embedding. Readers pass over both; here they
+# have to be what the model computes with.
+
+_FREQUENCIES = ".rotary_emb.inv_freq"
+# They were kept in the dtype of the weights: bfloat16 has 8 bits.
+_TOLERANCE = 2.0**-7
+# So many rows of two tables are compared at a time: whole, they may be gigabytes.
+_ROWS = 4096
+
+
+def _repeated(
+    published: PublishedConfig, tensors: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Problem | None]]:
+    """The names of such tensors, each with its problem if it says something else."""
+    config = published.config
+    names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
+    table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
+    for name, tensor in tensors.items():
+        if name.endswith(_FREQUENCIES):
+            is_same = _are_frequencies(tensor, config)
+            why = "it has other frequencies than the config says", "correct the config"
+        elif config.tie_embedding and name == head.name and table in tensors:
+            # The table of the embedding is never transposed: (vocab, embed).
+            is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
+            why = (
+                f"the config ties it to {table}, which has other values",
+                'write "tie_word_embeddings": false if it is meant, or remove the tensor',
+            )
+        else:
+            continue
+        yield name, None if is_same else Problem(None, None, name, *why)
+
+
+def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
+    expected = np.asarray(frequencies_of(config.head_dim, config.rope_theta, config.rope_scaling))
+    if tensor.shape != expected.shape:
+        return False
+    found = tensor.read([slice(None)]).astype(np.float32)
+    return bool(np.allclose(found, expected, rtol=_TOLERANCE, atol=0))
+
+
+def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
+    """Whether a table is equal to another one, which may be (embed, vocab)."""
+    shape = other.shape[::-1] if transposed else other.shape
+    if table.shape != shape:
+        return False
+    columns = slice(None)
+    for first in range(0, shape[0], _ROWS):
+        some = slice(first, min(first + _ROWS, shape[0]))
+        found = other.read([columns, some]).T if transposed else other.read([some, columns])
+        if not np.array_equal(table.read([some, columns]), found):
+            return False
+    return True

@@ -1,11 +1,13 @@
 """A `Transformer` ─► the files of a published model: `config.json`, and `*.safetensors`."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
+from pathlib import Path as FilePath
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,30 +15,33 @@ from jax import lax
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from functree.argument_checks import LOCAL_FOLDER, Takes, check
+from functree.argument_checks import LOCAL_FOLDER, Takes, check, shown
 from functree.devices.specs import of_rank
-from functree.errors import FunctreeError, FunctreeValueError
+from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
-from functree.io.weights.blocks import Weight, weights_of
-from functree.io.weights.family import family_of_model
-from functree.io.weights.files import INDEX
+from functree.io.weights.files import DTYPES, INDEX
+from functree.io.weights.table import WHOLE, TensorName, names_of
+from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.layout.plan.make_plan import plan
+from functree.nn.config import TransformerConfig
+from functree.nn.families import LLAMA_3, SIZES, families
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
-from functree.nn.weight_map import WeightMap
 from functree.processes.agreement import Agreement
 from functree.processes.check_processes import facts_of
 from functree.processes.digest import digests_of
-from functree.tree.arrays import on_device, with_sharding
+from functree.transforms.init import abstract
+from functree.tree.arrays import is_array, on_device, with_sharding
+from functree.tree.paths import Keys, Path
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 # A larger model is split into several files, as published ones are.
 MOST_BYTES = 5 * 10**9
 
 
-def save_weights(folder: str | Path, model: Transformer) -> None:
+def save_weights(folder: str | FilePath, model: Transformer) -> None:
     """Write a model as it would be published, so that `ft.load_weights` and others read it.
 
     The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
@@ -62,7 +67,7 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         ['config.json', 'model.safetensors']
     """
     check("no weights are saved", folder=(folder, LOCAL_FOLDER), model=(model, _MODEL))
-    folder = Path(folder)
+    folder = FilePath(folder)
     failure = f"{folder}: no weights are saved"
     leaves = read(model).leaves
     # All that can be refused is, before the first file is made.
@@ -71,7 +76,8 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
         problems = [not_saveable(leaf) for leaf in leaves]
         if found := [problem for problem in problems if problem is not None]:
             raise FunctreeValueError(failure, found)
-        name = family_of_model(model)
+        family = family_of_model(model)
+        names = _names(model, leaves, family, failure)
         # Not to be overwritten: the files of a larger model that was there would stay beside these.
         with ForeignErrors(FunctreeError, failure):
             there = _weights_in(folder)
@@ -85,12 +91,10 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
             "model": facts_of(plan(model)),
         }
         agreement.compare(lambda: facts)
-    arrays = [leaf.value for leaf in leaves]
     _, differ = digests_of({str(leaf.path): leaf.value for leaf in leaves})
     if differ:
         raise FunctreeError(failure, differ)
-    weights = list(weights_of(model, WeightMap.families[name]))
-    files = _files(arrays)
+    files = _files(leaves)
 
     def write(run: Callable[[], None]) -> None:
         """Write a file in the first process; the others hear of it if that fails."""
@@ -102,15 +106,15 @@ def save_weights(folder: str | Path, model: Transformer) -> None:
     # is killed in between leaves what nobody takes for a model.
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
-        tensors = _tensors([weights[i] for i in own], [arrays[i] for i in own])
+        tensors = _tensors(own, names)
         # Hugging Face's readers refuse a file without a format.
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
-        write(lambda: _write(folder / INDEX, _index(files, weights, arrays)))
-    write(lambda: _write(folder / "config.json", _config(name, model)))
+        write(lambda: _write(folder / INDEX, _index(files, names)))
+    write(lambda: _write(folder / "config.json", _config(family, model)))
 
 
-def _weights_in(folder: Path) -> list[str]:
+def _weights_in(folder: FilePath) -> list[str]:
     """The names of the files of a model in a folder."""
     if not folder.is_dir():
         return []
@@ -120,40 +124,74 @@ def _weights_in(folder: Path) -> list[str]:
     return [name for name in names if name == "config.json" or ".safetensors" in name]
 
 
-def _files(arrays: Sequence[jax.Array]) -> dict[str, list[int]]:
-    """The files, each with the indices of its arrays.
+def _names(
+    model: Transformer, leaves: Sequence[Leaf], family: str, failure: str
+) -> dict[Path, TensorName]:
+    """The name of each array in a family, by path."""
+    table = families[family][1](model.config, ())
+    named, problems = names_of(leaves, table, failure)
+    names = {path: name.name for path, name in named.items()}
+    for leaf in leaves:
+        name = names.get(leaf.path)
+        if name is None or name.part != WHOLE or name.order:
+            why = f'the table of `ft.nn.families["{family}"]` does not say how a file has it'
+            problems.append(leaf.problem(why, "give it a name, which may end with `.T`"))
+    if problems:
+        raise FunctreeValueError(failure, problems)
+    return names
 
-    It is one file, or several of at most `MOST_BYTES` or one weight.
+
+def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
+    """The files, each with its arrays.
+
+    It is one file, or several of at most `MOST_BYTES` or one array.
     """
-    groups: list[list[int]] = [[]]
+    groups: list[list[Leaf]] = [[]]
     size = 0
-    for i, array in enumerate(arrays):
-        if groups[-1] and size + array.nbytes > MOST_BYTES:
+    for leaf in leaves:
+        if groups[-1] and size + leaf.value.nbytes > MOST_BYTES:
             groups.append([])
             size = 0
-        groups[-1].append(i)
-        size += array.nbytes
+        groups[-1].append(leaf)
+        size += leaf.value.nbytes
     if len(groups) == 1:
         return {"model.safetensors": groups[0]}
-    files: dict[str, list[int]] = {}
+    files: dict[str, list[Leaf]] = {}
     for i, group in enumerate(groups):
         files[f"model-{i + 1:05}-of-{len(groups):05}.safetensors"] = group
     return files
 
 
-def _tensors(weights: Sequence[Weight], arrays: Sequence[jax.Array]) -> dict[str, np.ndarray]:
-    """The tensors of some weights, by name: in the first process; others give it their parts."""
+def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
+    """The tensors of some arrays, by name: in the first process; others give it their parts."""
     tensors: dict[str, np.ndarray] = {}
-    for weight, array in zip(weights, arrays, strict=True):
-        parts: Iterable[jax.Array | np.ndarray] = [array]
-        for _ in range(weight.stacked):
+    for leaf in leaves:
+        name = names[leaf.path]
+        parts: Iterable[jax.Array | np.ndarray] = [leaf.value]
+        for _ in name.places:
             parts = (part for stack in parts for part in _layers(stack))
-        for name, part in zip(weight.names, parts, strict=True):
+        axes = leaf.axes[len(name.places) :]
+        for tensor, part in zip(name.tensors(leaf.shape), parts, strict=True):
             # In all processes: to gather an array is a collective.
             whole = _on_host(part)
             if jax.process_index() == 0:
-                tensors[name] = weight.form.to_file(whole)
+                tensors[tensor] = as_published(whole, axes, name)
     return tensors
+
+
+def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
+    """The tensor for an array: published models join the heads with the size of one."""
+    shape: list[int] = []
+    for size, axis in zip(array.shape, axes, strict=True):
+        # Alone it is the scale of a norm over one head, which has one dimension there too.
+        if axis == "head_dim" and shape:
+            shape[-1] *= size
+        else:
+            shape.append(size)
+    tensor = array.reshape(shape)
+    # Safetensors writes the memory of an array as it is: of a transposed view it would write the
+    # untransposed values under the transposed shape.
+    return np.ascontiguousarray(tensor if name.order is None else tensor.T)
 
 
 def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
@@ -187,57 +225,34 @@ def _layer(array: jax.Array, i: int) -> jax.Array:
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
-def _index(
-    files: Mapping[str, Sequence[int]], weights: Sequence[Weight], arrays: Sequence[jax.Array]
-) -> dict[str, Any]:
+def _index(files: Mapping[str, Sequence[Leaf]], names: Mapping[Path, TensorName]) -> dict[str, Any]:
     """The file of each tensor, as Hugging Face's readers look for it."""
     file_of: dict[str, str] = {}
-    for file, own in files.items():
-        for i in own:
-            file_of.update(dict.fromkeys(weights[i].names, file))
-    return {
-        "metadata": {"total_size": sum(array.nbytes for array in arrays)},
-        "weight_map": dict(sorted(file_of.items())),
-    }
+    size = 0
+    for file, leaves in files.items():
+        for leaf in leaves:
+            file_of.update(dict.fromkeys(names[leaf.path].tensors(leaf.shape), file))
+            size += leaf.value.nbytes
+    return {"metadata": {"total_size": size}, "weight_map": dict(sorted(file_of.items()))}
 
 
-def _write(file: Path, value: Mapping[str, Any]) -> None:
+def _write(file: FilePath, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-_ARCHITECTURES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-}
-
-
-def _config(name: str, model: Transformer) -> dict[str, Any]:
+def _config(family: str, model: Transformer) -> dict[str, Any]:
     """What `config.json` says of a model."""
     config, scaling = model.config, model.config.rope_scaling
     rope: dict[str, Any] = {"rope_type": "default"}
     if isinstance(scaling, Llama3Rope):
-        rope = {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low,
-            "high_freq_factor": scaling.high,
-            "original_max_position_embeddings": scaling.original,
-        }
+        rope = {"rope_type": "llama3"}
+        rope |= zip(LLAMA_3, dataclasses.astuple(scaling), strict=True)
     found = {
-        "architectures": [f"{_ARCHITECTURES[name]}ForCausalLM"],
-        "model_type": name,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.embed,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
+        "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
+        "model_type": family,
+        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": config.hidden,
-        "max_position_embeddings": config.max_seq,
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
@@ -248,16 +263,116 @@ def _config(name: str, model: Transformer) -> dict[str, Any]:
         # Of the arrays: `config.param_dtype` is that in which they were created.
         "dtype": str(model.embed.weight.dtype),
     }
-    if name in ("mistral", "mixtral"):
+    if family in ("mistral", "mixtral"):
         found["sliding_window"] = config.window
     hidden = config.hidden if config.expert_hidden is None else config.expert_hidden
-    if name == "mixtral":
+    if family == "mixtral":
         found |= {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k}
         found["intermediate_size"] = hidden
-    if name == "qwen3_moe":
+    if family == "qwen3_moe":
         # Readers of either age: the older ones call it "num_experts".
         found |= {"num_experts": config.experts, "num_local_experts": config.experts}
         found |= {"num_experts_per_tok": config.top_k, "moe_intermediate_size": hidden}
         found |= {"norm_topk_prob": config.normalize, "decoder_sparse_step": 1}
         found["mlp_only_layers"] = []
     return found
+
+
+# Which family computes what a model does
+
+# Fields that say nothing of what is computed, or, as a dtype of activations, are chosen by who
+# loads the weights, as the capacity of experts is. Those of the config are compared in the layers,
+# which compute with them.
+_FREE = ("config", "axes", "axis", "compute_dtype", "dispatch", "capacity")
+_HEADLINE = "no published family computes what this model does"
+_REPLACE = "put the array or the layer that the family has there, such as by `ft.select`"
+_PLAIN = (
+    "if it computes what `jax.nn.dot_product_attention` does, move the arrays into a model with "
+    '`attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
+    'model.config, attention="auto"), key=jax.random.key(0))`, and `jax.tree.unflatten('
+    "jax.tree.structure(plain), jax.tree.leaves(model))`"
+)
+
+
+def family_of_model(model: Transformer) -> str:
+    """The family whose models compute as this one does.
+
+    The files of a family have its arrays, its sizes and its numbers. So what is compared is all
+    else: the class of each layer, whether each array is there, its shape and kind of dtype, and
+    the numbers in the layers, which surgery may have changed without the config.
+
+    Raises:
+        FunctreeError: none does. The error lists all parts that differ, by path.
+    """
+    name = _by_config(model.config)
+    config = dataclasses.replace(model.config, attention="auto", dot_general=None)
+    published = abstract(Transformer.create)(config, key=jax.random.key(0))
+    if problems := list(_differences(model, published, ())):
+        raise FunctreeValueError(_HEADLINE, problems)
+    return name
+
+
+def _by_config(config: TransformerConfig) -> str:
+    """The family that has the options of a config."""
+    has_experts = config.experts is not None
+    special = {
+        "qwen3_moe": has_experts and config.qk_norm,
+        "mixtral": has_experts and not config.qk_norm,
+        "qwen3": config.qk_norm and not has_experts,
+        "qwen2": config.attention_bias,
+        "mistral": config.window is not None and not (has_experts and not config.qk_norm),
+    }
+    families = [name for name, has_it in special.items() if has_it]
+    why = ""
+    if len(families) > 1:
+        why = f"it has what only {' and only '.join(families)} has"
+    elif families == ["mixtral"] and not config.normalize:
+        why = "with experts and without norms of queries and keys all have normalize=True"
+    # Not a subclass, which may compute other frequencies of the same numbers.
+    elif config.rope_scaling is not None and type(config.rope_scaling) is not Llama3Rope:
+        why = f"no family has rope_scaling={config.rope_scaling!r}"
+    if why:
+        raise FunctreeValueError(f"{_HEADLINE}: {why}")
+    return families[0] if families else "llama"
+
+
+def _differences(given: object, published: object, keys: Keys) -> Iterator[Problem]:
+    """What in a part of a model is not as in that of a published one."""
+    if isinstance(published, eqx.Module):
+        # A subclass may compute something else, and so may another layer with the same arrays.
+        if type(given) is not type(published):
+            why = f"the family has functree's {_text(published)} there"
+            yield Problem(Path(keys), None, _text(given), why, _REPLACE)
+            return
+        for field in dataclasses.fields(published):
+            if field.name not in _FREE:
+                parts = getattr(given, field.name), getattr(published, field.name)
+                yield from _differences(*parts, (*keys, field.name))
+    elif is_array(published):
+        yield from _differences_of_array(given, published.shape, keys)
+    elif keys[-1] == "attention":
+        # By its name it is one computation, by whatever kernel.
+        if not isinstance(given, str):
+            yield Problem(Path(keys), None, _text(given), "no family has it", _PLAIN)
+    elif is_array(given) or isinstance(given, eqx.Module) or given != published:
+        why = f"the family has {_text(published)} there, by the config"
+        yield Problem(Path(keys), None, _text(given), why, _REPLACE)
+
+
+def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> Iterator[Problem]:
+    """What is wrong with that which stands in the place of an array."""
+    if not is_array(given):
+        yield Problem(Path(keys), None, _text(given), "the family has an array there", _REPLACE)
+    elif given.shape != shape:
+        why = f"the family has the shape {shape} there"
+        yield Problem(Path(keys), None, shown(given), why, _REPLACE)
+    elif str(given.dtype) not in DTYPES.values():
+        # Such as integers, which a reader would take without what they are multiplied by.
+        why = f"weights are of {', '.join(DTYPES.values())}"
+        remedy = 'convert it: `jax.tree.map(lambda x: x.astype("float32"), model)`'
+        yield Problem(Path(keys), None, shown(given), why, remedy)
+
+
+def _text(value: object) -> str:
+    """A layer by its class, another value by itself."""
+    return type(value).__name__ if isinstance(value, eqx.Module) else shown(value)

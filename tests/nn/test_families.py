@@ -198,7 +198,7 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
 def test_other_families(name: str, kind: str) -> None:
     with raises(
         f'config.json: "model_type": "{kind}" is none of llama, mistral, qwen2, qwen3',
-        "add a table to `ft.nn.WeightMap.families`",
+        "add two functions to `ft.nn.families`",
         error=ft.FunctreeError,
     ):
         ft.nn.config_from_json(MODELS / name)
@@ -236,18 +236,20 @@ def test_a_field_that_the_weights_decide() -> None:
 
 
 def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llama = ft.nn.WeightMap.families["llama"]
-    fields = {
-        **llama.fields,
-        "clip_qkv": ft.nn.WeightMap.only(None),
-        "act": ft.nn.WeightMap.ignored("any", bool),
-    }
-    own = dataclasses.replace(llama, fields=fields, options={"qk_norm": True})
-    monkeypatch.setitem(ft.nn.WeightMap.families, "mine", own)
+    llama, names = ft.nn.families["llama"]
+
+    def mine(read: Any) -> dict[str, Any]:
+        read.only("clip_qkv", None)
+        read("act", "any", bool, None)
+        return {**llama(read), "qk_norm": True}
+
+    monkeypatch.setitem(ft.nn.families, "mine", (mine, names))
     file = written(tmp_path, "llama", model_type="mine", clip_qkv=None, act="silu")
     assert ft.nn.config_from_json(file).qk_norm
     with raises('"clip_qkv": 8.0', "it is understood as null only", error=ft.FunctreeError):
         ft.nn.config_from_json(written(tmp_path, "llama", model_type="mine", clip_qkv=8.0))
+    with raises('"more": 1', "no such field is understood", error=ft.FunctreeError):
+        ft.nn.config_from_json(written(tmp_path, "llama", model_type="mine", more=1))
 
 
 @pytest.mark.parametrize(

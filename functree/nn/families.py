@@ -1,0 +1,529 @@
+"""`config.json` of a published model ─► a `TransformerConfig`, and the names of its tensors.
+
+A family is two functions: one reads the fields of `config.json`, the other makes a table of names.
+A field that no function reads is refused: a field that is passed over would load every weight, and
+compute something else.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+
+from functree.argument_checks import LOCAL_FILE, TEXT, check, is_floating, is_number, is_size
+from functree.errors import (
+    USERS_ERRORS,
+    FunctreeError,
+    FunctreeValueError,
+    Problem,
+    count,
+    did_you_mean,
+)
+from functree.nn.config import TransformerConfig
+from functree.nn.rope import Llama3Rope
+from functree.report.json_text import parsed, value_text
+
+_REQUIRED = object()
+
+
+class ConfigReader:
+    """The fields of a `config.json`, of which each that is read is recorded.
+
+    A value that is not understood is a problem, and the default stands in its place: so one error
+    lists all problems.
+
+    Args:
+        given: the fields.
+    """
+
+    def __init__(self, given: Mapping[str, Any]):
+        self.given = given
+        self.problems: list[Problem] = []
+        self._read = {"model_type"}
+
+    def __call__(
+        self, name: str, text: str, fits: Callable[[Any], bool], default: Any = _REQUIRED
+    ) -> Any:
+        """The value of a field.
+
+        Args:
+            name: the field.
+            text: the values that are understood, for messages.
+            fits: whether a value is one of them.
+            default: what an absent field means; without it the field has to be there.
+        """
+        self._read.add(name)
+        if name in self.given:
+            value = self.given[name]
+            if fits(value):
+                return value
+            self._refuse(f'"{name}": {value_text(value)}', f"it is understood as {text} only")
+        elif default is _REQUIRED:
+            self._refuse(f'"{name}"', "it is missing", f"write {text}")
+        return None if default is _REQUIRED else default
+
+    def size(self, name: str, default: Any = _REQUIRED) -> Any:
+        """The positive integer in a field; with a default of None it may be null."""
+        if default is None:
+            return self(name, "a positive integer or null", _is_size_or_none, None)
+        return self(name, "a positive integer", is_size, default)
+
+    def number(self, name: str, default: float) -> float:
+        """The positive number in a field."""
+        return self(name, "a positive number", _is_positive, default)
+
+    def flag(self, name: str, default: bool) -> bool:
+        """The flag in a field."""
+        return self(name, "true or false", lambda value: isinstance(value, bool), default)
+
+    def only(self, name: str, value: Any, *others: Any) -> None:
+        """Refuse a field that has another value than these; an absent one has the first."""
+        # As texts: `True` is 1 in Python, and in JSON it is not.
+        texts = [json.dumps(one) for one in (value, *others)]
+        self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
+
+    def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
+        """The one value that several fields give; which of them a reader follows depends on its
+        version, so they have to say the same.
+
+        Args:
+            what: what they give, for messages.
+            values: the value in each field that is there.
+            default: the value if none is.
+        """
+        first = next(iter(values), "")
+        for name, value in values.items():
+            if value != values[first]:
+                self._refuse(f'"{name}"', f'it says another {what} than "{first}"')
+        return values.get(first, default)
+
+    def unread_problems(self) -> list[Problem]:
+        """A problem for each field that was not read."""
+        problems: list[Problem] = []
+        for name, value in self.given.items():
+            if name not in self._read:
+                why = f"no such field is understood{did_you_mean(name, self._read)}"
+                what = f'"{name}": {value_text(value)}'
+                problems.append(Problem(None, None, what, why, _NEW_FIELD))
+        return problems
+
+    def _refuse(self, what: str, why: str, remedy: str = "") -> None:
+        self.problems.append(Problem(None, None, what, why, remedy))
+
+
+_NEW_FIELD = (
+    'if it changes nothing, read it in a family of your own, `ft.nn.families["..."]`, with '
+    '`read.only("...", ...)`'
+)
+
+
+def _is_size_or_none(value: Any) -> bool:
+    return value is None or is_size(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return is_number(value) and value > 0
+
+
+def _is_token(value: Any) -> bool:
+    """Whether a value is a token, several (models for chats end a text by any of two), or null."""
+    tokens = value if isinstance(value, list) else [value]
+    return value is None or all(type(token) is int for token in tokens)
+
+
+def _is_full_attention(value: Any) -> bool:
+    """Whether no layer has a window."""
+    if value is None:
+        return True
+    return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+
+
+SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "embed",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "intermediate_size": "hidden",
+    "max_position_embeddings": "max_seq",
+}
+"""The sizes that each `config.json` has, and the fields of our config that they are."""
+
+
+# Configurations. Where a field is absent, it means what Hugging Face's class takes by default, and
+# not what our own config does: `rms_norm_eps` is 1e-6.
+
+
+def _common(
+    read: ConfigReader,
+    architecture: str,
+    *,
+    kv_heads: Any = None,
+    norm_eps: float = 1e-6,
+    rope_theta: float = 1e4,
+) -> dict[str, Any]:
+    """The fields that all families have."""
+    read.only("architectures", [f"{architecture}ForCausalLM"], None)
+    read.only("hidden_act", "silu")
+    read.only("attention_dropout", 0.0, 0)
+    read.flag("use_cache", True)
+    read.number("initializer_range", 0.02)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        read(name, "tokens or null", _is_token, None)
+    for name in ("transformers_version", "_name_or_path"):
+        read(name, "a text", TEXT.fits, "")
+    # Older files call it "torch_dtype". It is the dtype of the training: `load_weights` goes by
+    # the tensors.
+    floats = "a dtype of floating-point numbers"
+    older = read("torch_dtype", floats, is_floating, jnp.float32)
+    return {
+        **{ours: read.size(theirs) for theirs, ours in SIZES.items()},
+        "kv_heads": read.size("num_key_value_heads", kv_heads),
+        "head_dim": read.size("head_dim", None),
+        "norm_eps": read.number("rms_norm_eps", norm_eps),
+        "tie_embedding": read.flag("tie_word_embeddings", False),
+        "param_dtype": read("dtype", floats, is_floating, older),
+        **_rope(read, rope_theta),
+    }
+
+
+def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
+    """The rotation, in `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    thetas: dict[str, float] = {}
+    scalings: dict[str, Llama3Rope | None] = {}
+    for name in ("rope_parameters", "rope_scaling"):
+        value = read(name, _ROPE, lambda value: value is None or _rotation(value) is not None, None)
+        if value is not None:
+            theta, scalings[name] = _rotation(value) or (None, None)
+            if theta is not None:
+                thetas[name] = theta
+    theta = read.number("rope_theta", default)
+    if read.given.get("rope_theta") == theta:
+        thetas["rope_theta"] = theta
+    return {
+        "rope_theta": read.agreed("rope_theta", thetas, default),
+        "rope_scaling": read.agreed("rope_scaling", scalings, None),
+    }
+
+
+_ROPE = 'of {"rope_type": "default"} or "llama3", with the fields of that alone'
+LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
+"""The names of the fields of a `Llama3Rope` in a `config.json`, in their order."""
+
+
+def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
+    """The base and the scaling of a rotation; None if it is not understood, such as YaRN's."""
+    if not isinstance(value, dict):
+        return None
+    given = dict(value)
+    # Some files have both names, and older ones only "type".
+    older = given.pop("type", None)
+    kind = given.pop("rope_type", older)
+    if not all(map(_is_positive, given.values())):
+        return None
+    theta = given.pop("rope_theta", None)
+    if kind in ("default", None) and not given:
+        return theta, None
+    if kind != "llama3" or given.keys() != set(LLAMA_3):
+        return None
+    factor, low, high, original = (given[name] for name in LLAMA_3)
+    if low >= high or not is_size(original):
+        return None
+    return theta, Llama3Rope(factor, low, high, original)
+
+
+def _llama(read: ConfigReader) -> dict[str, Any]:
+    fields = _common(read, "Llama")
+    read.only("attention_bias", False)
+    read.only("mlp_bias", False)
+    read.only("pretraining_tp", 1)
+    return fields
+
+
+def _mistral(read: ConfigReader) -> dict[str, Any]:
+    # It has to be there: an absent window is 4,096 to Hugging Face's class.
+    window = read("sliding_window", "a positive integer or null", _is_size_or_none)
+    return {**_common(read, "Mistral"), "window": window}
+
+
+def _qwen(read: ConfigReader, architecture: str, kv_heads: Any = None) -> dict[str, Any]:
+    # Qwen's windows are for some layers only, and off in all published models.
+    read.only("use_sliding_window", False)
+    read.only("use_mrope", False)
+    read.size("sliding_window", None)
+    read("max_window_layers", "an integer", lambda value: isinstance(value, int), 0)
+    read("layer_types", 'a list of "full_attention"', _is_full_attention, None)
+    return _common(read, architecture, kv_heads=kv_heads)
+
+
+def _qwen2(read: ConfigReader) -> dict[str, Any]:
+    return {**_qwen(read, "Qwen2"), "attention_bias": True}
+
+
+def _qwen3(read: ConfigReader) -> dict[str, Any]:
+    read.only("attention_bias", False)
+    return {**_qwen(read, "Qwen3"), "qk_norm": True}
+
+
+def _of_training(read: ConfigReader) -> None:
+    """Read the fields of experts that say nothing about what is computed."""
+    read("router_aux_loss_coef", "a number", is_number, 0)
+    read.flag("output_router_logits", False)
+
+
+def _mixtral(read: ConfigReader) -> dict[str, Any]:
+    _of_training(read)
+    read("router_jitter_noise", "a number", is_number, 0)  # noise that is for training only
+    return {
+        **_common(read, "Mixtral", kv_heads=_REQUIRED, norm_eps=1e-5, rope_theta=1e6),
+        "window": read.size("sliding_window", None),
+        "experts": read.size("num_local_experts"),
+        "top_k": read.size("num_experts_per_tok"),
+    }
+
+
+def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
+    _of_training(read)
+    read.only("attention_bias", False)
+    # Experts in each layer.
+    read.only("decoder_sparse_step", 1)
+    read.only("mlp_only_layers", [], None)
+    # Newer files have the first name.
+    names = ("num_local_experts", "num_experts")
+    experts = {name: read.size(name, 128) for name in names}
+    given = {name: number for name, number in experts.items() if read.given.get(name) == number}
+    return {
+        **_qwen(read, "Qwen3Moe", kv_heads=_REQUIRED),
+        "qk_norm": True,
+        "experts": read.agreed("experts", given, 128),
+        "top_k": read.size("num_experts_per_tok", 8),
+        "expert_hidden": read.size("moe_intermediate_size", 768),
+        "normalize": read.flag("norm_topk_prob", False),
+    }
+
+
+# Tables of names. The files have matrices as PyTorch does, (out, in): hence `.T`.
+
+
+def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
+    """The names in families without experts."""
+    layer, attention = "model.layers.{layer}", "model.layers.{layer}.self_attn"
+    names = {
+        "embed.weight": "model.embed_tokens.weight",
+        "blocks.layer.attn_norm.scale": f"{layer}.input_layernorm.weight",
+        "blocks.layer.mlp_norm.scale": f"{layer}.post_attention_layernorm.weight",
+        "norm.scale": "model.norm.weight",
+    }
+    for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
+        names[f"blocks.layer.attn.{ours}"] = f"{attention}.{theirs}_proj.weight.T"
+        if config.attention_bias and ours != "out":
+            names[f"blocks.layer.attn.{ours}_bias"] = f"{attention}.{theirs}_proj.bias"
+        if config.qk_norm and ours in ("query", "key"):
+            names[f"blocks.layer.attn.{ours}_norm.scale"] = f"{attention}.{theirs}_norm.weight"
+    if config.experts is None:
+        for part in ("gate", "up", "down"):
+            names[f"blocks.layer.mlp.{part}"] = f"{layer}.mlp.{part}_proj.weight.T"
+    if not config.tie_embedding:
+        names["unembed.weight"] = "lm_head.weight.T"
+    return names
+
+
+def _names_of_experts(
+    config: TransformerConfig, tensors: Collection[str] = (), module: str = "mlp"
+) -> dict[str, str]:
+    """The names in families with experts, of which files have a tensor for each, or one for all."""
+    first = f"model.layers.{{layer}}.{module}"
+    names = _names(config) | {"blocks.layer.mlp.router": f"{first}.gate.weight.T"}
+    if f"model.layers.0.{module}.experts.gate_up_proj" in tensors:
+        parts = {"gate": "gate_up_proj[0/2].T", "up": "gate_up_proj[1/2].T", "down": "down_proj.T"}
+    else:
+        parts = {part: f"{{expert}}.{part}_proj.weight.T" for part in ("gate", "up", "down")}
+    for part, name in parts.items():
+        names[f"blocks.layer.mlp.{part}"] = f"{first}.experts.{name}"
+    return names
+
+
+def _names_of_mixtral(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
+    """Mixtral's own names; newer files have those of the other family with experts."""
+    if "model.layers.0.mlp.gate.weight" in tensors:
+        return _names_of_experts(config, tensors)
+    names = _names_of_experts(config, tensors, "block_sparse_moe")
+    for part, name in (("gate", "w1"), ("up", "w3"), ("down", "w2")):
+        row = names[f"blocks.layer.mlp.{part}"]
+        names[f"blocks.layer.mlp.{part}"] = row.replace(f"{part}_proj", name)
+    return names
+
+
+ConfigFunction = Callable[[ConfigReader], dict[str, Any]]
+NamesFunction = Callable[[TransformerConfig, Collection[str]], dict[str, str]]
+
+families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
+    "llama": (_llama, _names),
+    "mistral": (_mistral, _names),
+    "qwen2": (_qwen2, _names),
+    "qwen3": (_qwen3, _names),
+    "mixtral": (_mixtral, _names_of_mixtral),
+    "qwen3_moe": (_qwen3_moe, _names_of_experts),
+}
+"""The families of published models that `ft.load_weights` knows, by `model_type`. Add to it for
+another model with the same layers.
+
+A family is two functions. The first takes a reader of `config.json`, and returns the fields of the
+`ft.nn.TransformerConfig`. A field that it does not read is refused, such as `clip_qkv`:
+
+- `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
+  a field. A field without a default has to be there.
+- `read.only(name, value, *others)` refuses other values; an absent field has the first.
+- `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
+  says for messages which these are.
+
+The second takes the config and the names of the tensors in the files, none if the model is to be
+saved. It returns the table from the paths of the `Transformer` to these names, as
+`ft.load_tensors` takes it.
+
+    >>> llama, names = ft.nn.families["llama"]
+    >>> def my_llama(read):
+    ...     read.only("clip_qkv", None)
+    ...     return {**llama(read), "qk_norm": read.flag("use_qk_norm", False)}
+    >>> ft.nn.families["my_llama"] = my_llama, names
+"""
+
+
+# Reading a file
+
+# The fields that one chooses when a model is loaded; the others are those of the weights.
+_CHOSEN = (
+    "compute_dtype",
+    "remat",
+    "attention",
+    "context",
+    "microbatches",
+    "max_seq",
+    "capacity",
+    "dispatch",
+    "dot_general",
+)
+
+# What families with experts have that our layers do not.
+_REFUSED = {
+    "olmoe": "norms of queries and keys over all heads together, and `clip_qkv`",
+    "deepseek": (
+        "experts that all tokens have, and dense first layers, which would be a second stack"
+    ),
+    "deepseek_v2": (
+        "latent attention, experts that all tokens have, groups of experts, "
+        "`routed_scaling_factor`, and dense first layers, which would be a second stack"
+    ),
+}
+_REFUSED["deepseek_v3"] = _REFUSED["deepseek_v2"]
+
+
+def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
+    """The config of a published model.
+
+    Args:
+        path: its `config.json`, or the folder with it.
+        **fields: other values for `compute_dtype`, `remat`, `attention`, `context`,
+            `microbatches`, `max_seq`, `capacity`, `dispatch` or `dot_general`.
+
+    Returns:
+        The config. Its `param_dtype` is the "dtype" in the file.
+
+    Raises:
+        FunctreeError: there is no such file; the family is unknown; a field is missing or not
+            understood. The error lists all of them.
+
+    Examples:
+        >>> config = ft.nn.config_from_json("no such folder")
+        Traceback (most recent call last):
+            ...
+        functree.errors.FunctreeError: no such folder/config.json: there is no
+        such file
+    """
+    check("no config can be read", path=(path, LOCAL_FILE))
+    return read_config(path, fields).config
+
+
+class PublishedConfig(NamedTuple):
+    """What a `config.json` says.
+
+    Attributes:
+        file: the file.
+        given: its fields.
+        config: what they mean.
+        names: the function of the family that makes its table of names.
+    """
+
+    file: Path
+    given: Mapping[str, Any]
+    config: TransformerConfig
+    names: NamesFunction
+
+
+def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
+    """What a `config.json` says; arguments and errors are those of `config_from_json`."""
+    file, given = _read_file(path)
+    own_config, names = _family(file, given)
+    read = ConfigReader(given)
+    for name in fields:
+        if name not in _CHOSEN:
+            why, remedy = "it is decided by the weights", f"one of {', '.join(_CHOSEN)}"
+            read.problems.append(Problem(None, None, f"{name}=", why, remedy))
+    found: dict[str, Any] = {}
+    try:
+        found = own_config(read)
+    except USERS_ERRORS:
+        # A value that is missing may be what the function cannot go on without.
+        if not read.problems:
+            raise
+    if problems := [*read.problems, *read.unread_problems()]:
+        failure = f"{file}: {count(len(problems), 'field')} not understood"
+        raise FunctreeValueError(failure, problems)
+    # What Hugging Face computes if the file does not have them, or has null.
+    if found["kv_heads"] is None:
+        found["kv_heads"] = found["heads"]
+    if found["head_dim"] is None:
+        found["head_dim"] = found["embed"] // found["heads"]
+    try:
+        config = TransformerConfig(**{**found, **fields})
+    except FunctreeError as error:
+        # Such as numbers of heads that do not fit each other: a message without the file would be
+        # about fields that nobody has written.
+        raise FunctreeValueError(
+            f"{file}: no transformer can be built with these fields", error.problems
+        ) from None
+    return PublishedConfig(file, given, config, names)
+
+
+def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
+    """A `config.json`, and its fields."""
+    file = Path(path)
+    if file.suffix != ".json":
+        file /= "config.json"
+    try:
+        if not file.is_file():
+            raise FunctreeError(f"{file}: there is no such file")
+        given = parsed(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise FunctreeError(f"{file} cannot be read: {error}") from error
+    except ValueError as error:
+        raise FunctreeValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise FunctreeValueError(f"{file}: it has to be an object, with a field for each size")
+    return file, given
+
+
+def _family(file: Path, given: Mapping[str, Any]) -> tuple[ConfigFunction, NamesFunction]:
+    """The family that a `config.json` names."""
+    name = given.get("model_type")
+    if isinstance(name, str) and name in families:
+        return families[name]
+    if isinstance(name, str) and name in _REFUSED:
+        raise FunctreeValueError(
+            f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` has no {_REFUSED[name]}'
+        )
+    raise FunctreeValueError(
+        f'{file}: "model_type": {value_text(name)} is none of {", ".join(families)}; for another '
+        "family add two functions to `ft.nn.families`"
+    )
