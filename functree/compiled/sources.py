@@ -7,7 +7,7 @@ of its innermost frame.
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -73,24 +73,8 @@ class Sources:
     def of_frame(self, frame: int) -> Lines | None:
         """The lines of a stack frame; None if the text does not have it."""
         if frame not in self._known:
-            self._known[frame] = self._read(frame)
+            self._known[frame] = lines_of(self._outwards(frame))
         return self._known[frame]
-
-    def _read(self, frame: int) -> Lines | None:
-        innermost = source = called_from = None
-        for file, number in self._outwards(frame):
-            line = f"{file}:{number}"
-            innermost = innermost or line
-            if source is None and is_model_file(file):
-                source = line
-            if is_users_file(file):
-                called_from = line
-                break
-        if innermost is None:
-            return None
-        if source is None or source == called_from:
-            return Lines(source or innermost, None)
-        return Lines(source, called_from)
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
         """File and line of a frame, and of those around it."""
@@ -117,6 +101,25 @@ class Sources:
         if start < 0:
             return ""
         return self._text[start : self._text.find("\n\n", start + 1)]
+
+
+def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
+    """The lines of source that files and lines, from the innermost outwards, come from; None if
+    there are none."""
+    innermost = source = called_from = None
+    for file, number in frames:
+        line = f"{file}:{number}"
+        innermost = innermost or line
+        if source is None and is_model_file(file):
+            source = line
+        if is_users_file(file):
+            called_from = line
+            break
+    if innermost is None:
+        return None
+    if source is None or source == called_from:
+        return Lines(source or innermost, None)
+    return Lines(source, called_from)
 
 
 def is_model_file(file: str) -> bool:
