@@ -5,6 +5,7 @@ from jax.sharding import PartitionSpec as P
 
 from functree import nn, testing
 from functree.compiled.collective import Collective, Memory
+from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import Ledger
 from functree.devices.make_mesh import make_mesh
 from functree.errors import (
@@ -70,7 +71,7 @@ from functree.transforms.accumulate.accumulate import accumulate
 from functree.transforms.grad.grad import grad, value_and_grad
 from functree.transforms.init import abstract, init, init_optimizer
 from functree.transforms.jit.jit import jit
-from functree.transforms.ledger import ledger
+from functree.transforms.ledger import layouts, ledger
 from functree.transforms.remat import offload
 from functree.transforms.shard_map import shard_map
 from functree.transforms.signature_layouts import signature_layouts
@@ -144,6 +145,8 @@ __all__ = [
     "value_and_grad",
     "accumulate",
     # Looking and testing
+    "layouts",
+    "Layouts",
     "ledger",
     "Ledger",
     "Collective",

@@ -1,6 +1,6 @@
 """A function that JAX has compiled ─► the ledger of its program."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -12,6 +12,7 @@ from jax.tree_util import tree_leaves
 
 from functree.calls.compile_events import compile_events
 from functree.compiled.diagnostics import CompilerOutput, listening
+from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import Ledger
 from functree.compiled.provenance import Shape, Shapes
 from functree.compiled.read import CompiledProgram, read_ledger
@@ -41,6 +42,7 @@ def ledger_of(
     mesh: Mesh | AbstractMesh | None,
     warnings: tuple[str, ...] | None,
     *,
+    layouts: Callable[[], Layouts] | None = None,
     of_program: bool = True,
 ) -> Ledger:
     """The ledger of a compiled function.
@@ -52,6 +54,7 @@ def ledger_of(
             argument.
         outputs: the path of each array of its result.
         mesh: the mesh that it was compiled for; None for that of its shardings.
+        layouts: makes the layouts of its lowered program.
         of_program: whether that is known; else the mesh is taken only if no sharding is on one.
         warnings: what the compiler has said; None if it is not known.
 
@@ -81,6 +84,7 @@ def ledger_of(
                 warnings,
                 described.sharded,
                 lambda *given: Shapes(*map(_global_shapes, described.shardings, given)),
+                layouts,
             )
         )
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from functree.argument_checks import shown
 from functree.errors import FunctreeValueError, did_you_mean
@@ -11,6 +11,27 @@ from functree.tree.paths import Path
 
 MOVES = ("itself", "gradient", "activation", "update")
 """What a collective may move for a parameter."""
+
+
+class Cause(NamedTuple):
+    """Why a collective is there: an operation whose operands lie otherwise than its result.
+
+    Attributes:
+        op: the operation, as StableHLO calls it.
+        source: its line, as in `Collective.source`.
+        expression: what stands there.
+        before: how its operands lie, and who has decided so: `f32[8/data, 32/model] (model by w)`.
+        after: how its result lies, likewise.
+    """
+
+    op: str
+    source: str | None
+    expression: str
+    before: tuple[str, ...]
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.expression or self.op}: {', '.join(self.before)} → {self.after}"
 
 
 @dataclass(frozen=True)
@@ -42,6 +63,9 @@ class Collective:
         called_from: the innermost line of your own code, if `source` is in an installed package or
             in functree. None otherwise, or if it is not known: JAX keeps the ten innermost frames
             (`jax_traceback_in_locations_limit`).
+        verdict: `asked`, if the layout means it or you wrote it; `compiler`, if nobody asked for
+            it; None if that cannot be told.
+        cause: the operation that it comes from; None if that is not known.
     """
 
     kind: str
@@ -56,6 +80,8 @@ class Collective:
     op: str
     moves: str | None = None
     called_from: str | None = None
+    verdict: str | None = None
+    cause: Cause | None = None
 
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.arguments):

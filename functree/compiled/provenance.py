@@ -113,7 +113,7 @@ class Provenance:
         if phase == "update":  # an optimizer may multiply matrices too
             return "update"
         if phase in _FORWARD and moved.kind == "all-gather":
-            trained = self._trained
+            trained = self.trained
             weights = [
                 len(one.parameters) > 1 and not one.computed and one.parameters <= trained
                 for one in self._uses.made_by(moved)
@@ -150,7 +150,7 @@ class Provenance:
     def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
         """Whether a parameter that is multiplied by others is a weight, and not the data that a
         computed weight is multiplied by, or a gradient is made of."""
-        trained = self._trained
+        trained = self.trained
         if parameter in trained:
             return True
         if phase not in _FORWARD and (phase is not None or trained):
@@ -325,7 +325,7 @@ class Provenance:
         return [known.get(i) for i in range(len(self._outputs))]
 
     @cached_property
-    def _trained(self) -> frozenset[int]:
+    def trained(self) -> frozenset[int]:
         """The parameters that may have a counterpart among the outputs."""
         return frozenset().union(*self._candidates)
 

@@ -4,12 +4,13 @@ import gc
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from functree.compiled.collective import BytesByPath, Collective, Memory
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
+from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import Ledger
 from functree.compiled.moved_arrays import (
     MovedArray,
@@ -19,7 +20,8 @@ from functree.compiled.moved_arrays import (
     unknown_collectives,
 )
 from functree.compiled.provenance import Provenance, Shape, Shapes
-from functree.compiled.sources import Lines, Sources
+from functree.compiled.sources import Sources
+from functree.compiled.verdicts import Moved, Verdicts, data_of
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
 
@@ -41,6 +43,7 @@ class CompiledProgram(NamedTuple):
             known.
         shapes: makes the shapes of its parameters and outputs on all devices together of those on
             one device; None if these are equal, or not known.
+        layouts: makes the layouts of the program before it was compiled; None if it is not there.
     """
 
     text: str
@@ -52,6 +55,7 @@ class CompiledProgram(NamedTuple):
     warnings: tuple[str, ...] | None
     sharded: frozenset[str] | None = None
     shapes: Callable[[Sequence[Shape], Sequence[Shape]], Shapes] | None = None
+    layouts: Callable[[], Layouts] | None = None
 
 
 def read_ledger(program: CompiledProgram) -> Ledger:
@@ -83,7 +87,12 @@ def _without_collector() -> Iterator[None]:
 
 def _read(program: CompiledProgram) -> Ledger:
     reader = _Reader(program)
-    collectives = tuple(map(reader.collective, moved_arrays(reader.flow)))
+    moved = list(moved_arrays(reader.flow))
+    if moved and program.layouts is not None:
+        # Without the passes of Shardy the ledger is as it is without verdicts.
+        with suppress(FunctreeError):
+            reader.judge_by(program.layouts())
+    collectives = tuple(map(reader.collective, moved))
     return Ledger(
         collectives,
         _memory(program, reader.flow),
@@ -125,6 +134,14 @@ class _Reader:
         # By their text: a program has thousands of collectives, over a few combinations of mesh
         # axes.
         self._groups: dict[str, _Groups] = {}
+        self._verdicts: Verdicts | None = None
+
+    def judge_by(self, layouts: Layouts) -> None:
+        """Tell by layouts whether somebody has asked for a collective."""
+        arguments = [str(argument) for argument, *_ in self._parameters]
+        if sum(row.op == "argument" for row in layouts) == len(arguments):
+            data = data_of(arguments, self._provenance.trained)
+            self._verdicts = Verdicts(layouts, data)
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""
@@ -132,11 +149,15 @@ class _Reader:
         paths: list[Path] = []
         arguments: list[str] = []
         served = self._provenance.of(moved)
-        lines = self._lines(moved)
+        source, called_from, name = self._described(moved)
         for parameter in served.parameters:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
             arguments.append(str(argument))
+        verdict = cause = None
+        if self._verdicts is not None and axes is not None:
+            known = Moved(moved.kind, axes, served.moves, source, name, served.parameters)
+            verdict, cause = self._verdicts.verdict(known), self._verdicts.cause(known)
         return Collective(
             kind=moved.kind,
             mesh_axes=axes,
@@ -146,10 +167,12 @@ class _Reader:
             paths=tuple(paths),
             arguments=tuple(arguments),
             phase=served.phase,
-            source=None if lines is None else lines.source,
+            source=source,
             op=moved.instruction.name,
             moves=served.moves,
-            called_from=None if lines is None else lines.called_from,
+            called_from=called_from,
+            verdict=verdict,
+            cause=cause,
         )
 
     def _groups_of(self, text: str) -> _Groups:
@@ -160,8 +183,9 @@ class _Reader:
             self._groups[text] = axes, max(map(len, groups), default=None)
         return self._groups[text]
 
-    def _lines(self, moved: MovedArray) -> Lines | None:
-        """The lines of source of the nearest instruction that has any."""
+    def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
+        """Where the nearest instruction that has lines of source comes from: its `source`, its
+        `called_from`, and the name that JAX gives it."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
             # The line of a combined collective is that of its first array: what is moved says more.
@@ -169,8 +193,8 @@ class _Reader:
         for one in nearest:
             lines = self._sources.of(one)
             if lines is not None:
-                return lines
-        return None
+                return lines.source, lines.called_from, one.metadata("op_name") or ""
+        return None, None, ""
 
     def with_line(self, warning: str) -> str:
         """A warning of the compiler, with the line of source that it is about."""

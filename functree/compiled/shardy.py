@@ -30,6 +30,7 @@ _PASSES = (
 # and inside of `shard_map` the parts of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
+
 class Frame(NamedTuple):
     """A place in a file: from a line and a column on to others. Lines count from 1, columns from
     0."""
@@ -100,9 +101,13 @@ def propagated(lowered: Any) -> Propagated:
             if one.name == "func.func":
                 functions[one.attributes["sym_name"].value] = one
             elif one.name == "sdy.mesh":
-                sizes |= {name: int(size) for name, size in _SIZE.findall(str(one.attributes["mesh"]))}
+                sizes |= {
+                    name: int(size) for name, size in _SIZE.findall(str(one.attributes["mesh"]))
+                }
         _inline(functions["main"], functions)
-        passmanager.PassManager.parse(f"builtin.module({_PASSES})").run(program)
+        passes = passmanager.PassManager.parse(f"builtin.module({_PASSES})")
+        passes.enable_verifier(False)  # which takes a third of the time
+        passes.run(program)
         reader = _Reader()
         reader.read(functions["main"])
         results = [
@@ -132,7 +137,10 @@ def _inside(outer: Any) -> Iterator[Any]:
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
-    """Put what functions do in the place of their calls: MLIR's pass leaves those inside of loops."""
+    """Put what functions do in the place of their calls.
+
+    MLIR's own pass leaves those that are inside of loops.
+    """
     for one in _inside(outer):
         if one.name != "func.call":
             _inline(one, functions)
@@ -185,8 +193,8 @@ class _Reader:
             self._add(value, "argument", value.location, spec, origins, ())
         self._read_inside(function)
 
-    def _read_inside(self, outer: Any) -> None:
-        for one in _inside(outer):
+    def _read_inside(self, around: Any) -> None:
+        for one in _inside(around):
             attributes = one.attributes
             if "sdy.sharding_origin_name" in attributes:
                 name = attributes["sdy.sharding_origin_name"].value
@@ -195,18 +203,19 @@ class _Reader:
                 continue
             operands = tuple(self._indices[x] for x in one.operands if x in self._indices)
             specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-            origins = _texts(
-                attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins"
+            origins = iter(
+                _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
             )
-            values = zip_longest(one.results, specs, origins, fillvalue="")
-            for value, spec, own in values:
+            is_loop = one.name in _ENTERED
+            for value, spec in zip_longest(one.results, specs, fillvalue=""):
+                # Of the scalars that a loop carries, no origins are kept.
+                own = "" if is_loop and not value.type.shape else next(origins, "")
                 self._add(value, one.name, one.location, spec, own, operands)
-            if one.name in _ENTERED:
+            if is_loop:
+                # What a loop carries is laid out as its results are.
                 for region in one.regions:
-                    # What a loop carries is laid out as its result.
-                    self._indices |= zip(
-                        region.blocks[0].arguments, map(self._indices.get, one.results)
-                    )
+                    for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
+                        self._indices[inner] = self._indices[outer]
                 self._read_inside(one)
 
     def _add(
@@ -232,7 +241,6 @@ class _Reader:
                 operands,
             )
         )
-
 
     def _frames_of(self, location: Any) -> tuple[Frame, ...]:
         """The places of a location, the innermost first."""

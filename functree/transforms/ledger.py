@@ -1,4 +1,5 @@
-"""A function, jitted or not, and its arguments ─► the `Ledger` of its compiled program."""
+"""A function, jitted or not, and its arguments ─► the `Layouts` of its lowered program, and the
+`Ledger` of its compiled one."""
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from functree.calls.callbacks import check_callbacks
 from functree.calls.function import Function
 from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import AnyFunction
+from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.ledger import Ledger
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
@@ -62,7 +64,82 @@ def ledger(
         >>> ledger.collectives[0].kind
         'all-reduce'
     """
-    check("ledger cannot compile so", fn=(fn, FUNCTION))
+    jitted = _jitted("ledger", fn, args, kwargs, in_shardings, out_shardings, mesh)
+    if isinstance(jitted.fn, Function):
+        return jitted.fn.lower(*jitted.args, **jitted.kwargs).compile().ledger()
+    return _of_others(*jitted, mesh)
+
+
+def layouts(
+    fn: Callable[..., Tree],
+    /,
+    *args: Tree,
+    in_shardings: LayoutTree = None,
+    out_shardings: LayoutTree = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    **kwargs: Tree,
+) -> Layouts:
+    """How each operation of a function will be laid out, and who has decided so. Nothing is
+    compiled.
+
+    Args:
+        fn: a function, as in `ft.ledger`.
+        *args: its arguments, which may be abstract.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
+            jitted already.
+        out_shardings: the layout of the result, likewise.
+        mesh: the mesh, likewise.
+        **kwargs: its arguments by name.
+
+    Raises:
+        FunctreeError: `fn` is not a function; it is jitted already, and a layout is given; this
+            version of JAX does not have the passes of Shardy.
+
+    Examples:
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> w = jax.ShapeDtypeStruct((64, 32), "float32")
+        >>> x = jax.ShapeDtypeStruct((16, 64), "float32")
+        >>> specs = (ft.P(None, "model"), ft.P("data"))
+        >>> layouts = ft.layouts(
+        ...     lambda w, x: x @ w, w, x, in_shardings=specs, mesh=mesh
+        ... )
+        >>> layouts.rows[-1].array, layouts.rows[-1].decided
+        ('f32[16/data, 32/model]', 'data by x, model by w')
+    """
+    jitted = _jitted("layouts", fn, args, kwargs, in_shardings, out_shardings, mesh)
+    if isinstance(jitted.fn, Function):
+        return jitted.fn.lower(*jitted.args, **jitted.kwargs).layouts()
+    return _layouts_of(_lowered(*jitted))
+
+
+def _layouts_of(lowered: Any) -> Layouts:
+    # A wrapper around JAX's stages, such as that of Flax, has them inside.
+    return layouts_of(getattr(lowered, "lowered", lowered))
+
+
+class _Jitted(NamedTuple):
+    """A call of a jitted function, which may be one of another library."""
+
+    fn: Any
+    args: Sequence[Tree]
+    kwargs: dict[str, Tree]
+
+
+def _jitted(
+    what: str,
+    fn: Any,
+    args: Sequence[Tree],
+    kwargs: dict[str, Tree],
+    in_shardings: LayoutTree,
+    out_shardings: LayoutTree,
+    mesh: Mesh | AbstractMesh | None,
+) -> _Jitted:
+    """The call of a function, which is jitted if it is not.
+
+    Raises:
+        FunctreeError: it is not a function; it is jitted, and a layout is given.
+    """
+    check(f"{what} cannot compile so", fn=(fn, FUNCTION))
     # A method that Equinox has jitted: by itself the partial is a module with fields of its own.
     while isinstance(fn, eqx.Partial) and hasattr(fn.func, "lower"):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
@@ -72,17 +149,15 @@ def ledger(
     elif in_shardings is not None or out_shardings is not None:
         name = getattr(fn, "__name__", repr(fn))
         raise FunctreeValueError(
-            f"ledger: {name} is jitted already: give the layouts where it is jitted"
+            f"{what}: {name} is jitted already: give the layouts where it is jitted"
         )
-    if isinstance(fn, Function):
-        return fn.lower(*args, **kwargs).compile().ledger()
-    return _of_others(fn, args, kwargs, mesh)
+    return _Jitted(fn, args, kwargs)
 
 
 def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike) -> Ledger:
     """The ledger of a function that another library has jitted."""
     name = getattr(fn, "__name__", repr(fn))
-    lowered = _lowered(fn, args, kwargs, name)
+    lowered = _lowered(fn, args, kwargs)
     with heard_compiling() as heard:
         wrapped = lowered.compile()
     # A wrapper around JAX's stages, such as that of Flax, has them inside.
@@ -104,10 +179,19 @@ def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: Mes
     # Flax returns its modules too, in the trees in which they came.
     outputs = [known.get(path, path) for path in (Path.of(path) for path, _ in results)]
     used = None if mesh is None else mesh_view(mesh).mesh
-    return ledger_of(compiled, name, parameters, outputs, used, heard.warnings, of_program=False)
+    return ledger_of(
+        compiled,
+        name,
+        parameters,
+        outputs,
+        used,
+        heard.warnings,
+        layouts=lambda: _layouts_of(lowered),
+        of_program=False,
+    )
 
 
-def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], name: str) -> Any:
+def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
     """What another library's jitted function lowers to, whose stages may be its own."""
     if not isinstance(fn, jax.stages.Wrapped):
         return fn.lower(*args, **kwargs)
@@ -115,7 +199,7 @@ def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], name: str) 
     # Only JAX's own has the program; that of Flax has it inside, as something of its own.
     if isinstance(traced, jax.stages.Traced):
         given = [getattr(one, "sharding", None) for one in jax.tree.leaves((args, kwargs))]
-        check_callbacks(name, traced.jaxpr, given)
+        check_callbacks(getattr(fn, "__name__", repr(fn)), traced.jaxpr, given)
     return traced.lower()
 
 

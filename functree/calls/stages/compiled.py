@@ -1,6 +1,6 @@
 """A compiled call ─► `Compiled`, which can be called with trees of modules, and looked at."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from functree.calls.program_ledger import ledger_of
 from functree.calls.runtime_checks import run_checked
 from functree.calls.signature import Args, Record
 from functree.calls.stages.stage import Stage, StagedCall
+from functree.compiled.layouts import Layouts
 from functree.compiled.ledger import Ledger
 from functree.devices.placement import is_sharded_as, refuse_deleted, sharding_text
 from functree.errors import FunctreeError, FunctreeTypeError, Problem, ShardingError, count
@@ -49,11 +50,12 @@ class Compiled(Stage[jax.stages.Compiled]):
         call: StagedCall,
         output: Output,
         warnings: tuple[str, ...] | None,
+        layouts: Callable[[], Layouts],
     ):
         super().__init__(stage, call)
         # JAX has it for a compiled function too, but not for one with ordered effects.
         self._output: Output = output
-        self._warnings = warnings
+        self._warnings, self._layouts = warnings, layouts
         # The types, shardings and commitments of the arrays that were checked last.
         self._checked: list[tuple[Any, ...]] | None = None
 
@@ -191,7 +193,15 @@ class Compiled(Stage[jax.stages.Compiled]):
         """
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
-        return ledger_of(self.jax, program.name, paths, outputs, program.mesh, self._warnings)
+        return ledger_of(
+            self.jax,
+            program.name,
+            paths,
+            outputs,
+            program.mesh,
+            self._warnings,
+            layouts=self._layouts,
+        )
 
 
 def _with_sharding(aval: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:

@@ -16,6 +16,7 @@ from functree.calls.program_ledger import heard_compiling
 from functree.calls.signature import Args, Kwargs
 from functree.calls.stages.compiled import Compiled
 from functree.calls.stages.stage import Stage, StagedCall
+from functree.compiled.layouts import Layouts, layouts_of
 from functree.devices.placement import is_placed
 from functree.errors import FunctreeError, FunctreeTypeError, did_you_mean
 from functree.tree.arrays import AnyArray
@@ -171,7 +172,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         target = self._target()
         if target is not None:
             check_fits(self._program.name, target, compiled, self._placed_by_path)
-        return Compiled(compiled, self._call, self.jax.out_info, heard.warnings)
+        return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self.layouts)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
         """A context in which a program that is too large for a target is an error with paths."""
@@ -194,6 +195,22 @@ class Lowered(Stage[jax.stages.Lowered]):
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
         """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
         return self.jax.as_text(dialect=dialect, debug_info=debug_info)
+
+    def layouts(self) -> Layouts:
+        """How each operation will be laid out, and who has decided so. Nothing is compiled.
+
+        Raises:
+            FunctreeError: this version of JAX does not have the passes of Shardy.
+
+        Examples:
+            >>> mesh = ft.make_mesh(data=8)
+            >>> scale = ft.jit(
+            ...     lambda x: 2 * x, in_shardings=ft.P("data"), mesh=mesh
+            ... )
+            >>> print(scale.lower(jnp.ones((16, 4))).layouts().rows[-1].array)
+            f32[16/data, 4]
+        """
+        return layouts_of(self.jax, self.jax.out_info.paths())
 
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of the costs, before compilation."""
