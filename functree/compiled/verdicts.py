@@ -113,7 +113,6 @@ class Verdicts:
         before = tuple(_laid_out(self._rows[i]) for i in found.operands if self._rows[i].shape)
         return Cause(found.op, found.source, found.expression, before, _laid_out(found))
 
-
     def _fit(self, row: LaidOut, moved: Moved) -> tuple[bool, bool]:
         """How well an operation fits a collective: whether an operand has its mesh axes and the
         result has not, and whether it has its whole name."""
