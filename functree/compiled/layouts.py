@@ -1,20 +1,16 @@
 """A lowered program ─► how each of its operations will be laid out, and who has decided so."""
 
 import html
-import linecache
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
 
-from jax.sharding import PartitionSpec
 from jax.stages import Lowered
 
 from functree.argument_checks import shown
-from functree.compiled.shardy import Frame, Propagated, Value, propagated
-from functree.compiled.sources import lines_of
+from functree.compiled.shardy import LaidOut, laid_out
 from functree.devices.meshes import MeshView
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, count
@@ -23,51 +19,6 @@ from functree.report.json_text import json_of, read_json
 from functree.report.page import Pictures, code, leaf_html, report_html, section_html
 from functree.report.table import INDENT, WIDTH, grouped, wrapped
 from functree.tree.paths import Path
-
-
-class LaidOut(NamedTuple):
-    """An array in a program: an argument, or what an operation makes.
-
-    Attributes:
-        op: the operation, as StableHLO calls it: `dot_general`; `argument` for an argument.
-        source: the line of a model that it comes from, `file:line`, as in a ledger; None if it is
-            not known.
-        expression: what stands there; the path of an argument.
-        shape: the shape on all devices.
-        dtype: the dtype, as StableHLO calls it: `f32`, `i1`.
-        spec: how it is sharded. Where the compiler shards by a part of a mesh axis, the entry says
-            so: `"data:(1)2"`.
-        origins: who has decided it, by mesh axis: the path of an argument or of a result
-            (`result.loss`), or the line of a constraint or of a `shard_map`.
-        name: the name that JAX gives the operation: `jit(step)/jvp()/dot_general`.
-        operands: the indices of the rows that it is made of.
-        called_from: the line of the user's own code, if `source` is in a package, as in a ledger.
-    """
-
-    op: str
-    source: str | None
-    expression: str
-    shape: tuple[int, ...]
-    dtype: str
-    spec: PartitionSpec
-    origins: Mapping[str, str]
-    name: str
-    operands: tuple[int, ...] = ()
-    called_from: str | None = None
-
-    @property
-    def array(self) -> str:
-        """The array, each size with the mesh axes that divide it: `f32[64/data, 32]`."""
-        sizes: list[str] = []
-        for size, one in zip(self.shape, self.spec.partitions, strict=True):
-            sizes.append("/".join([str(size), *mesh_axes(one)]))
-        return f"{self.dtype}[{', '.join(sizes)}]"
-
-    @property
-    def decided(self) -> str:
-        """Who else has decided how it is sharded: `data by x, model by model.up`."""
-        others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
-        return ", ".join(f"{axis} by {by}" for axis, by in others)
 
 
 @dataclass(frozen=True, repr=False)
@@ -216,63 +167,7 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
     Raises:
         FunctreeError: this version of JAX does not have Shardy's passes.
     """
-    program = propagated(lowered)
-    names = program.results
+    names = None
     if results is not None:
         names = [".".join(["result", *map(str, filter(None, [path]))]) for path in results]
-    rows: list[LaidOut] = []
-    for value in program.values:
-        lines = lines_of((frame.file, frame.line) for frame in value.frames)
-        source = called_from = None
-        expression = value.name
-        if lines is not None:
-            source, called_from = lines
-            expression = _expression(value.frames, source)
-        origins: dict[str, str] = {}
-        for axis, by in value.origins.items():
-            origins[axis] = _decided(by, value, program, names)
-        rows.append(
-            LaidOut(
-                value.op,
-                source,
-                expression,
-                value.shape,
-                value.dtype,
-                value.spec,
-                origins,
-                value.name,
-                value.operands,
-                called_from,
-            )
-        )
-    return Layouts(tuple(rows), program.sizes)
-
-
-def _decided(by: str, value: Value, program: Propagated, results: Sequence[str]) -> str:
-    """What Shardy's name for an origin stands for: `input: 2`, `constraint_1`, `mc_0_input: 1`."""
-    name, _, index = by.partition(": ")
-    if by == "self":
-        return value.name
-    if name == "input":
-        return program.values[int(index)].name
-    if name == "output":
-        return results[int(index)]
-    frames = program.frames[name.removesuffix("_input").removesuffix("_output")]
-    lines = lines_of((frame.file, frame.line) for frame in frames)
-    return by if lines is None else lines.source
-
-
-def _expression(frames: Sequence[Frame], source: str) -> str:
-    """What stands at a line of source, where the frame in it begins."""
-    frame = next(one for one in frames if f"{one.file}:{one.line}" == source)
-    texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
-    if not texts:
-        return ""  # the file is not there, or is that of an interactive session
-    # Columns count bytes.
-    texts[-1] = texts[-1].encode()[: frame.end_column].decode(errors="replace")
-    texts[0] = texts[0].encode()[frame.column :].decode(errors="replace")
-    text = " ".join(" ".join(texts).split())
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
-
-
-_LONGEST = 60
+    return Layouts(*laid_out(lowered, names))

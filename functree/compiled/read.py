@@ -21,7 +21,7 @@ from functree.compiled.moved_arrays import (
 )
 from functree.compiled.provenance import Provenance, Shape, Shapes
 from functree.compiled.sources import Sources
-from functree.compiled.verdicts import Moved, Verdicts, data_of
+from functree.compiled.verdicts import Verdicts, data_of
 from functree.errors import FunctreeError, count
 from functree.tree.paths import Path
 
@@ -154,11 +154,7 @@ class _Reader:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
             arguments.append(str(argument))
-        verdict = cause = None
-        if self._verdicts is not None and axes is not None:
-            known = Moved(moved.kind, axes, served.moves, source, name, served.parameters)
-            verdict, cause = self._verdicts.verdict(known), self._verdicts.cause(known)
-        return Collective(
+        found = Collective(
             kind=moved.kind,
             mesh_axes=axes,
             group_size=size,
@@ -171,9 +167,10 @@ class _Reader:
             op=moved.instruction.name,
             moves=served.moves,
             called_from=called_from,
-            verdict=verdict,
-            cause=cause,
         )
+        if self._verdicts is None:
+            return found
+        return self._verdicts.judged(found, name, served.parameters)
 
     def _groups_of(self, text: str) -> _Groups:
         """The mesh axes and the size of replica groups."""

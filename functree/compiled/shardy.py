@@ -8,8 +8,9 @@ Passes and their options are texts and no API: another version may have other on
 no layouts, and nothing else needs them.
 """
 
+import linecache
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from itertools import zip_longest
@@ -17,8 +18,10 @@ from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
 from jax.sharding import PartitionSpec
+from jax.stages import Lowered
 
-from functree.devices.specs import entry, of_rank
+from functree.compiled.sources import lines_of
+from functree.devices.specs import entry, mesh_axes, of_rank
 from functree.errors import FunctreeError
 
 # The last pass brings the layouts of what loops carry from the edges of the data flow to the loops.
@@ -42,52 +45,59 @@ class Frame(NamedTuple):
     end_column: int
 
 
-class Value(NamedTuple):
-    """A value of a program, with its layout.
+class LaidOut(NamedTuple):
+    """An array in a program: an argument, or what an operation makes.
 
     Attributes:
-        op: the operation that makes it, as StableHLO calls it: `dot_general`; `argument` for one
-            of the program's arguments.
-        name: the name that JAX gives it: `jit(f)/jvp()/dot_general`, or the path of an argument.
-        frames: where it is made, the innermost place first.
+        op: the operation, as StableHLO calls it: `dot_general`; `argument` for an argument.
+        source: the line of a model that it comes from, `file:line`, as in a ledger; None if it is
+            not known.
+        expression: what stands there; the path of an argument.
         shape: the shape on all devices.
-        dtype: the dtype, as StableHLO calls it: `f32`.
-        spec: the layout. An axis that shards in part has its text there: `"data:(1)2"`.
-        origins: who has set each mesh axis: `input: 2`, `output: 0`, `constraint_1`.
-        operands: the indices of the values that it is made of.
+        dtype: the dtype, as StableHLO calls it: `f32`, `i1`.
+        spec: how it is sharded. Where the compiler shards by a part of a mesh axis, the entry says
+            so: `"data:(1)2"`.
+        origins: who has decided it, by mesh axis: the path of an argument or of a result
+            (`result.loss`), or the line of a constraint or of a `shard_map`.
+        name: the name that JAX gives the operation: `jit(step)/jvp()/dot_general`.
+        operands: the indices of the rows that it is made of.
+        called_from: the line of the user's own code, if `source` is in a package, as in a ledger.
     """
 
     op: str
-    name: str
-    frames: tuple[Frame, ...]
+    source: str | None
+    expression: str
     shape: tuple[int, ...]
     dtype: str
     spec: PartitionSpec
-    origins: dict[str, str]
-    operands: tuple[int, ...]
+    origins: Mapping[str, str]
+    name: str
+    operands: tuple[int, ...] = ()
+    called_from: str | None = None
+
+    @property
+    def array(self) -> str:
+        """The array, each size with the mesh axes that divide it: `f32[64/data, 32]`."""
+        sizes: list[str] = []
+        for size, one in zip(self.shape, self.spec.partitions, strict=True):
+            sizes.append("/".join([str(size), *mesh_axes(one)]))
+        return f"{self.dtype}[{', '.join(sizes)}]"
+
+    @property
+    def decided(self) -> str:
+        """Who else has decided how it is sharded: `data by x, model by model.up`."""
+        others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
+        return ", ".join(f"{axis} by {by}" for axis, by in others)
 
 
-class Propagated(NamedTuple):
-    """A program whose values have layouts.
-
-    Attributes:
-        values: first the arguments, and then what the operations make, in the program's order.
-        frames: the places of what `origins` call `constraint_1` and `mc_0`, a `shard_map`.
-        results: the names that JAX gives the results: `result['loss']`.
-        sizes: the sizes of the mesh axes.
-    """
-
-    values: list[Value]
-    frames: dict[str, tuple[Frame, ...]]
-    results: list[str]
-    sizes: dict[str, int]
-
-
-def propagated(lowered: Any) -> Propagated:
-    """The values of a program, laid out as the compiler will do it.
+def laid_out(
+    lowered: Lowered, results: Sequence[str] | None = None
+) -> tuple[tuple[LaidOut, ...], dict[str, int]]:
+    """The arrays of a program as the compiler will lay them out, and the sizes of the mesh axes.
 
     Args:
         lowered: JAX's lowered function.
+        results: the names of its results; None for those that JAX gives them.
 
     Raises:
         FunctreeError: this version of JAX does not have the passes.
@@ -101,19 +111,16 @@ def propagated(lowered: Any) -> Propagated:
             if one.name == "func.func":
                 functions[one.attributes["sym_name"].value] = one
             elif one.name == "sdy.mesh":
-                sizes |= {
-                    name: int(size) for name, size in _SIZE.findall(str(one.attributes["mesh"]))
-                }
-        _inline(functions["main"], functions)
+                axes = _SIZE.findall(str(one.attributes["mesh"]))
+                sizes |= {name: int(size) for name, size in axes}
+        main = functions["main"]
+        _inline(main, functions)
         passes = passmanager.PassManager.parse(f"builtin.module({_PASSES})")
         passes.enable_verifier(False)  # which takes a third of the time
         passes.run(program)
-        reader = _Reader()
-        reader.read(functions["main"])
-        results = [
-            one["jax.result_info"].value for one in functions["main"].attributes["res_attrs"]
-        ]
-        return Propagated(reader.values, reader.frames, results, sizes)
+        if results is None:
+            results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
+        return _Reader().rows_of(main, results), sizes
 
 
 @contextmanager
@@ -175,30 +182,45 @@ def _replace_operands(outer: Any, known: dict[Any, Any]) -> None:
 
 
 class _Reader:
-    """The values of a program, as far as they were read."""
+    """The rows of a program, as far as they were read."""
 
     def __init__(self) -> None:
-        self.values: list[Value] = []
-        self.frames: dict[str, tuple[Frame, ...]] = {}
+        self._rows: list[LaidOut] = []
+        # What Shardy's names for origins stand for, and of each value the index of its row.
+        self._origins: dict[str, str] = {}
         self._indices: dict[Any, int] = {}
-        self._known: dict[Any, tuple[Frame, ...]] = {}
+        self._frames: dict[Any, tuple[Frame, ...]] = {}
 
-    def read(self, function: Any) -> None:
-        """Read the values of a function: its arguments, and what its operations make."""
-        for value, attributes in zip(
-            _arguments(function), function.attributes["arg_attrs"], strict=True
-        ):
+    def rows_of(self, function: Any, results: Sequence[str]) -> tuple[LaidOut, ...]:
+        """The rows of a function: its arguments, and what its operations make."""
+        arguments = _arguments(function)
+        for value, attributes in zip(arguments, function.attributes["arg_attrs"], strict=True):
             own = {one.name: str(one.attr) for one in attributes}
             spec, origins = own.get("sdy.sharding", ""), own.get("sdy.sharding_origins", "")
             self._add(value, "argument", value.location, spec, origins, ())
         self._read_inside(function)
+        for i in range(len(arguments)):
+            self._origins[f"input: {i}"] = self._rows[i].name
+        for i, name in enumerate(results):
+            self._origins[f"output: {i}"] = name
+        return tuple(row._replace(origins=self._named(row)) for row in self._rows)
+
+    def _named(self, row: LaidOut) -> dict[str, str]:
+        """The origins of a row by name: `input: 2`, `constraint_1`, `mc_0_input: 1`, `self`."""
+        found: dict[str, str] = {}
+        for axis, by in row.origins.items():
+            first, _, _ = by.partition(": ")
+            shard_map = first.removesuffix("_input").removesuffix("_output")
+            found[axis] = self._origins.get(by) or self._origins.get(shard_map) or row.name
+        return found
 
     def _read_inside(self, around: Any) -> None:
         for one in _inside(around):
             attributes = one.attributes
             if "sdy.sharding_origin_name" in attributes:
                 name = attributes["sdy.sharding_origin_name"].value
-                self.frames[name] = self._frames_of(one.location)
+                lines = lines_of(frame[:2] for frame in self._frames_of(one.location))
+                self._origins[name] = name if lines is None else lines.source
             if not one.results or one.name == "sdy.constant":
                 continue
             operands = tuple(self._indices[x] for x in one.operands if x in self._indices)
@@ -207,7 +229,8 @@ class _Reader:
                 _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
             )
             is_loop = one.name in _ENTERED
-            for value, spec in zip_longest(one.results, specs, fillvalue=""):
+            values: list[Any] = list(one.results)
+            for value, spec in zip_longest(values, specs, fillvalue=""):
                 # Of the scalars that a loop carries, no origins are kept.
                 own = "" if is_loop and not value.type.shape else next(origins, "")
                 self._add(value, one.name, one.location, spec, own, operands)
@@ -227,27 +250,36 @@ class _Reader:
         origins: str,
         operands: tuple[int, ...],
     ) -> None:
-        self._indices[value] = len(self.values)
+        self._indices[value] = len(self._rows)
+        frames, name = self._frames_of(location), _name(location)
+        lines = lines_of(frame[:2] for frame in frames)
+        source = called_from = None
+        expression = name
+        if lines is not None:
+            source, called_from = lines
+            expression = _expression(frames, source)
         shape = tuple(value.type.shape)
-        self.values.append(
-            Value(
+        self._rows.append(
+            LaidOut(
                 op.rpartition(".")[2],
-                _name(location),
-                self._frames_of(location),
+                source,
+                expression,
                 shape,
                 str(value.type.element_type),
                 _spec(spec, len(shape)),
                 dict(_ORIGIN.findall(origins)),
+                name,
                 operands,
+                called_from,
             )
         )
 
     def _frames_of(self, location: Any) -> tuple[Frame, ...]:
         """The places of a location, the innermost first."""
         # Most operations share what is around them. Of equal locations the attributes are one.
-        known = self._known.get(location.attr)
+        known = self._frames.get(location.attr)
         if known is None:
-            known = self._known[location.attr] = self._read_frames(location)
+            known = self._frames[location.attr] = self._read_frames(location)
         return known
 
     def _read_frames(self, location: Any) -> tuple[Frame, ...]:
@@ -303,3 +335,19 @@ def _name(location: Any) -> str:
     while isinstance(location, ir.CallSiteLoc):
         location = location.callee
     return location.name_str if isinstance(location, ir.NameLoc) else ""
+
+
+def _expression(frames: Sequence[Frame], source: str) -> str:
+    """What stands at a line of source, where the frame in it begins."""
+    frame = next(one for one in frames if f"{one.file}:{one.line}" == source)
+    texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
+    if not texts:
+        return ""  # the file is not there, or is that of an interactive session
+    # Columns count bytes.
+    texts[-1] = texts[-1].encode()[: frame.end_column].decode(errors="replace")
+    texts[0] = texts[0].encode()[frame.column :].decode(errors="replace")
+    text = " ".join(" ".join(texts).split())
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+_LONGEST = 60

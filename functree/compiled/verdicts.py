@@ -7,9 +7,9 @@ from shows both: how its operands lie, and how its result has to.
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
-from functree.compiled.collective import Cause
+from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import LaidOut, Layouts
 from functree.devices.specs import named_axes
 
@@ -35,26 +35,6 @@ _SHIFTS = (
 )  # fmt: skip
 
 
-class Moved(NamedTuple):
-    """What is known of a collective.
-
-    Attributes:
-        kind: as in `Collective`, and so are the next ones.
-        mesh_axes: over which it moves.
-        moves: what it moves for a parameter.
-        source: its line.
-        name: the name that JAX gives the operation: `jit(step)/jvp()/dot_general`.
-        parameters: the indices of the parameters that it serves.
-    """
-
-    kind: str
-    mesh_axes: tuple[str, ...]
-    moves: str | None
-    source: str | None
-    name: str
-    parameters: Sequence[int]
-
-
 class Verdicts:
     """The verdicts on the collectives of one program.
 
@@ -73,55 +53,62 @@ class Verdicts:
         for row in self._rows:
             self._by_place[row.source, _primitive(row.name)].append(row)
 
-    def verdict(self, moved: Moved) -> str | None:
-        """Whether somebody has asked for a collective; None if that cannot be told."""
-        primitive = _primitive(moved.name)
-        if "shard_map" in moved.name or primitive in _WRITTEN:
-            return ASKED
-        if moved.moves == "itself":
-            return self._of_parameters(moved, primitive)
-        is_shift = moved.kind == "collective-permute" and primitive.startswith(_SHIFTS)
-        if is_shift or (moved.kind in _SUMS and primitive.startswith(_REDUCTIONS)):
-            return ASKED
-        if moved.kind not in _SUMS:
-            return COMPILER
-        if moved.moves == "gradient":
-            return ASKED
-        if primitive not in _PRODUCTS:
-            return COMPILER
-        # An activation whose batch was given up is summed by the axis of the batch.
-        return COMPILER if self._batch.intersection(moved.mesh_axes) else ASKED
+    def judged(self, one: Collective, name: str, parameters: Sequence[int]) -> Collective:
+        """A collective with its verdict and its cause.
 
-    def _of_parameters(self, moved: Moved, primitive: str) -> str | None:
-        """The verdict on parameters that are moved themselves: FSDP gathers weights."""
+        Args:
+            one: the collective.
+            name: the name that JAX gives its operation: `jit(step)/jvp()/dot_general`.
+            parameters: the indices of the parameters that it serves.
+        """
+        if one.mesh_axes is None:
+            return one
+        verdict = self._verdict(one, name, parameters)
+        return replace(one, verdict=verdict, cause=self._cause(one, name))
+
+    def _verdict(self, one: Collective, name: str, parameters: Sequence[int]) -> str | None:
+        """Whether somebody has asked for a collective; None if that cannot be told."""
+        primitive, is_sum = _primitive(name), one.kind in _SUMS
+        if "shard_map" in name or primitive in _WRITTEN:
+            return ASKED
+        if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
+            return ASKED
+        if one.moves == "itself":
+            return self._of_parameters(parameters)
+        if is_sum and (one.moves == "gradient" or primitive.startswith(_REDUCTIONS)):
+            return ASKED
+        # A product's parts are summed as the layout means it; but over an axis of the batch an
+        # activation is only summed where the batch was given up.
+        if is_sum and primitive in _PRODUCTS and not self._batch.intersection(one.mesh_axes):
+            return ASKED
+        return COMPILER
+
+    def _of_parameters(self, parameters: Sequence[int]) -> str | None:
+        """The verdict on parameters that are moved themselves: FSDP gathers weights, which are
+        sharded as the batch is."""
         if self._data is None:
             return None
-        for i in moved.parameters:
-            is_shift = moved.kind == "collective-permute" and primitive.startswith(_SHIFTS)
-            if i in self._data and not is_shift:
-                return COMPILER
-            if i not in self._data and not self._batch & named_axes(self._rows[i].spec):
+        for i in parameters:
+            if i in self._data or not self._batch & named_axes(self._rows[i].spec):
                 return COMPILER
         return ASKED
 
-    def cause(self, moved: Moved) -> Cause | None:
+    def _cause(self, one: Collective, name: str) -> Cause | None:
         """The operation that a collective comes from; None if it is not found."""
-        rows = self._by_place[moved.source, _primitive(moved.name)]
-        found = max(rows, key=lambda row: self._fit(row, moved), default=None)
-        if found is None or not any(self._fit(found, moved)):
+        rows = self._by_place[one.source, _primitive(name)]
+        found = max(rows, key=lambda row: self._fit(row, one, name), default=None)
+        if found is None:
             return None
         before = tuple(_laid_out(self._rows[i]) for i in found.operands if self._rows[i].shape)
         return Cause(found.op, found.source, found.expression, before, _laid_out(found))
 
-    def _fit(self, row: LaidOut, moved: Moved) -> tuple[bool, bool]:
-        """How well an operation fits a collective: whether an operand has its mesh axes and the
-        result has not, and whether it has its whole name."""
-        axes = set(moved.mesh_axes)
-        own = named_axes(row.spec)
-        given: set[str] = set()
+    def _fit(self, row: LaidOut, one: Collective, name: str) -> tuple[bool, bool, bool]:
+        """How well an operation fits a collective: whether an operand is sharded by its mesh axes
+        and the result is not, whether either is, and whether it has the whole name."""
+        axes, own, given = set(one.mesh_axes or ()), named_axes(row.spec), set[str]()
         for i in row.operands:
             given |= named_axes(self._rows[i].spec)
-        return bool(axes & given - own), bool(axes & (given | own)) and row.name == moved.name
+        return bool(axes & given - own), bool(axes & (given | own)), row.name == name
 
 
 def _primitive(name: str) -> str:
