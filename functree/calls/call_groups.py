@@ -14,8 +14,7 @@ from functree.devices.placement import is_concrete, mesh_of
 from functree.labels.leaves import read, too_deep
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
-from functree.tree.skeleton.code import Refusal
-from functree.tree.skeleton.kinds import Form, form_of
+from functree.tree.skeleton.kinds import Form, Refusal, form_of
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue
 
