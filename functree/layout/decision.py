@@ -379,16 +379,6 @@ def _closed_axes(
     return found
 
 
-def is_clean(decision: Decision) -> bool:
-    """Whether a leaf with this decision is unsharded and without fault, whatever its sizes are."""
-    if decision.faults:
-        return False
-    return all(
-        not one.mesh_axes and one.blocked is None and one.named is not Named.MISSING
-        for one in decision.dimensions
-    )
-
-
 def leaf_problems(
     leaf: Leaf, decision: Decision, mesh: MeshView, mentioned: Collection[str] = ()
 ) -> list[Problem]:
