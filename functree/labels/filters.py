@@ -413,7 +413,7 @@ class FirstMatch:
             if literal is None:
                 expression, end = None, ""
                 if isinstance(item, Glob):
-                    expression, *last = glob_pattern(item.pattern), *list(tokens(item.pattern))[-1:]
+                    expression, last = glob_pattern(item.pattern), list(tokens(item.pattern))[-1:]
                     end = literal_text(".".join(last)) or ""
                 self._others.append((i, item, expression, end, first_name(item)))
             else:

@@ -348,24 +348,9 @@ class _Walk:
             given = (*given, pending)
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
-        axes, annotated, unnamed, spec, misfit = leaf_axes(
-            self.memory, value, place, hint, outside, stack
-        )
-        leaf = Leaf(
-            place,
-            value,
-            axes,
-            within,
-            place,
-            (),
-            len(stack),
-            annotated,
-            unnamed,
-            spec,
-            buffer,
-            misfit,
-        )
-        if not annotated and (unread is not None or hint is not NOTHING):
+        found = leaf_axes(self.memory, value, place, hint, outside, stack)
+        leaf = Leaf(place, value, *found, within, place, (), len(stack), buffer)
+        if not found.annotated and (unread is not None or hint is not NOTHING):
             leaf = leaf._replace(unread=other_structure(hint, value) or unread)
         self.leaves.append(leaf)
 
@@ -449,10 +434,8 @@ class _Walk:
                 # One layer of a stack has values without the leading dimensions of the stack.
                 unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
                 declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
-                axes, annotated, _, _, misfit = state_axes(child, place, declared)
-                self.leaves.append(
-                    Leaf(place, child, axes, within, place, (), stacked, annotated, misfit=misfit)
-                )
+                axes = state_axes(child, place, declared)
+                self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
             else:
                 self.others.append((self.size, child))
             self.size += 1

@@ -22,7 +22,7 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """The axes of one array; the attributes are those of `Leaf`."""
+    """The axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
 
     axes: Axes
     annotated: bool = False
@@ -149,17 +149,11 @@ def _different(
 
 def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
     """The axes of an array by one alternative of its annotation."""
-    if form.plain is not None:
-        names: Sequence[str | None] = form.plain
-        dims: Sequence[Dim] = form.dims
-    else:
-        dims = form.dims_for(len(value.shape) - len(stack))
-        sizes = value.shape[len(stack) :]
-        names = []
-        for dim, size in zip(dims, sizes, strict=True):
-            # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
-            is_broadcast = dim.broadcast and size == 1
-            names.append(None if is_broadcast else dim.name)
+    dims, names = form.dims_for(len(value.shape) - len(stack)), list[str | None]()
+    for dim, size in zip(dims, value.shape[len(stack) :], strict=True):
+        # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
+        is_broadcast = dim.broadcast and size == 1
+        names.append(None if is_broadcast else dim.name)
     axes = Axes(*stack, *names)
     return LeafAxes(axes, True, _unnamed(stack, names, dims), _behind(stack, form.spec))
 
