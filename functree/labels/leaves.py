@@ -290,9 +290,7 @@ class _Walk:
             self._packed(node, path, hint, context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
-            inside = Context(
-                (*context.within, type(node)), context.stack, context.given + opened, context.buffer
-            )
+            inside = _in_module(node, inside_of(context, type(node)), opened, None)
             for keys, child in kind.paths(node):
                 self.visit(child, (*path, *keys), NOTHING, inside)
         elif kind is not NONE:
