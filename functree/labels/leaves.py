@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
+from jax.tree_util import GetAttrKey, tree_leaves, tree_structure
 
 from functree.argument_checks import check_tree
 from functree.errors import (
@@ -48,7 +48,7 @@ from functree.labels.annotations.leaf_axes import (
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
-from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
+from functree.tree.interfaces import Stack, StateMapping, TrainingState
 from functree.tree.nodes import children, walk
 from functree.tree.paths import Keys, Path, first_beginning, plain_key
 from functree.tree.prefix import PrefixOf, aligned
@@ -121,7 +121,7 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     # been checked at that module, and names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
-            walk.note_unmatched(node, path, (given,))
+            walk.problems += unmatched(node, path, (given,))
     paths = [leaf.path for leaf in walk.leaves]
     skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others, paths)
     unused: list[type] = []
@@ -246,7 +246,6 @@ class _Walk:
         self.size = 0  # the number of leaves so far
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX cannot hold
-        self.packed = False  # whether the tree has a packed tree in it
         self.kinds: dict[type, Kind] = {}
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
@@ -392,7 +391,7 @@ class _Walk:
             for given in opened:
                 if given.cls is not None and (given.used or given.names.stack):
                     self.used.add(given.cls)
-            self.note_unmatched(node, path, opened)
+            self.problems += unmatched(node, path, opened)
 
     def _packed(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
@@ -402,7 +401,6 @@ class _Walk:
             if origin is type(node) and args:
                 hint = args[0]
                 break
-        self.packed = True
         places, others, first = len(self.indices), len(self.others), self.size
         self.visit(node.tree, path, hint, context)
         # The arrays are in the same order, but the static leaves of the tree are not leaves of the
@@ -437,25 +435,6 @@ class _Walk:
             else:
                 self.others.append((self.size, child))
             self.size += 1
-
-    def note_unmatched(self, node: Tree, path: Keys, given: tuple[GivenNames, ...]) -> None:
-        """Note the names that are given at a node and that match none of its leaves."""
-        if self.packed:
-            node = _unpacked(node)
-        self.problems += unmatched(node, path, given)
-
-
-def _unpacked(tree: Tree) -> Any:
-    """A tree in which each packed tree is replaced by the tree that was packed."""
-
-    def is_packed(node: Tree) -> bool:
-        return isinstance(node, PackedTree)
-
-    def unpack(node: Tree) -> Any:
-        # A packed tree may contain another one.
-        return _unpacked(node.tree) if is_packed(node) else node
-
-    return tree_map(unpack, tree, is_leaf=is_packed)
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
