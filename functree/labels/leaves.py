@@ -6,7 +6,7 @@ tree are wanted, `tree/nodes.py` has the walk. A packed tree is read as the tree
 but the skeleton is that of the packed tree.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -126,7 +126,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others, paths)
     unused: list[type] = []
     for cls, given in walk.names.items():
-        if cls not in walk.used and not _is_stock(cls, given):
+        # `ft.equinox_names` has all layers, and no tree does.
+        if cls not in walk.used and equinox_names.get(cls) != given:
             unused.append(cls)
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
 
@@ -188,12 +189,6 @@ def too_deep(tree: Tree) -> FunctreeError:
     )
 
 
-def _is_stock(cls: type, names: Names) -> bool:
-    """Whether `ft.equinox_names` has these names for a class. It has all layers, and no tree
-    does."""
-    return equinox_names.get(cls) == names
-
-
 class Context(NamedTuple):
     """What is true for all leaves below a node.
 
@@ -250,7 +245,6 @@ class _Walk:
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
-        self.unread: dict[tuple[Hint, type, int], Unread | None] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.training: dict[Path, TrainingState] = {}
         # The fields whose annotation has `ft.names`.
@@ -317,7 +311,7 @@ class _Walk:
         if hint.buffer:
             context = context._replace(buffer=True)
         if kind not in LEAVES:
-            unread = self._other_structure(hint, node)
+            unread = other_structure(hint, node)
             if unread is not None:
                 context = context._replace(unread=unread)
         if hint.names is not None and kind is not NONE:
@@ -325,14 +319,6 @@ class _Walk:
             self.fields.append((node, path, given))
             context = context._replace(pending=given)
         return hint, context
-
-    def _other_structure(self, hint: Hint, node: Tree) -> Unread | None:
-        """Why an annotation says nothing about a node of this class, computed once."""
-        # A tuple may have more elements than its annotation.
-        key = hint, type(node), len(node) if hint.elements and isinstance(node, Sized) else 0
-        if key not in self.unread:
-            self.unread[key] = other_structure(hint, node)
-        return self.unread[key]
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Note an array."""
