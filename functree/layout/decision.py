@@ -239,12 +239,12 @@ def apply_spec(
         axes = mesh_axes(written)
         if not axes:
             continue  # `None` leaves the dimension to later layouts
-        have = dimensions[i].mesh_axes
+        have, _, named, blocked = dimensions[i]
         # An earlier layout may shard the dimension over the same mesh axes.
         if have and have != axes:
             faults.append(conflict(i, leaf, have, axes, source))
         else:
-            dimensions[i] = dimensions[i]._replace(mesh_axes=axes, source=source)
+            dimensions[i] = Dimension(axes, source, named, blocked)
     applied = before._replace(dimensions=tuple(dimensions))
     if settles:
         applied = applied.settle()

@@ -127,22 +127,21 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
     known: dict[tuple[Any, ...], Row] = {}
     # Most leaves share one decision object, which is told faster than that two of them shard alike.
     # Leaves of different shapes may share one too.
-    by_decision: dict[tuple[Any, ...], Row] = {}
+    by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
         key = id(decision), shape, dtype
-        row = by_decision.get(key)
-        if row is None:
+        found = by_decision.get(key)
+        if found is None:
             alike = decision.mesh_axes, decision.specified, shape, dtype
             if alike not in known:
                 known[alike] = _row(leaf, decision, view)
-            row = by_decision[key] = known[alike]._replace(
-                reason=decision.reason,
-                memory_kind=decision.memory_kind,
-                follows=decision.follows,
-            )
-        rows.append(Row(leaf.path, shape, dtype, leaf.axes, *row[4:]))
+            found = by_decision[key] = known[alike], decision.reason
+        row, reason = found
+        sizes = row[6:10]  # from the local shape to the copies
+        own = decision.memory_kind, None, decision.follows
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, row.spec, reason, *sizes, *own))
     return rows
 
 
