@@ -350,11 +350,16 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (
         {GATE: None},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "extra": (
         {"model.extra": np.ones(3)},
-        ["model.extra\n", "no array is read from it"],
+        ["1 problem\n", "model.extra\n", "no array is read from it"],
     ),
     "a bias": (
         {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
@@ -362,12 +367,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "another shape": (
         {GATE: np.ones((32, 48), "f")},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have `{GATE}` as f32[32, 48], and not as f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "another dtype": (
         {GATE: np.ones((48, 32), "float16")},
         [
-            f"the files have `{GATE}` as f16[48, 32]",
+            "1 problem\n",
+            f"its layers have several dtypes: the files have `{GATE}` as f16[48, 32]",
+            ", and the first as f32",
             "say which dtype all its layers get, as `param_dtype=`",
         ],
     ),
@@ -378,9 +390,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several": (
         {GATE: None, "model.norm.weight": np.ones(3, "f"), "more": np.ones(1, "f")},
         [
-            f"the files have no `{GATE}`",
+            "no weights are loaded: 3 problems",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
             "norm.scale   f32[32]",
-            "the files have `model.norm.weight` as f32[3]",
+            "the files have `model.norm.weight` as f32[3], and not as f32[32]",
             "more\n",
         ],
     ),
@@ -398,7 +412,7 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
     for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
         changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
         with raises(
-            "no weights are loaded",
+            "no weights are loaded: 1 problem\n",
             names[1],
             "it has other frequencies than the config says",
             error=ft.FunctreeError,
@@ -477,7 +491,8 @@ def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
     given = json.loads((copied / "config.json").read_text())
     given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
     (copied / "config.json").write_text(json.dumps(given))
-    with raises("no weights are loaded", "the files have", "`model.", error=ft.FunctreeError):
+    said = ["problem", "the files have", "`model.", "that belong together"]
+    with raises("no weights are loaded", *said, error=ft.FunctreeError):
         load(copied, 1, 1)
 
 

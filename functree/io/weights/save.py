@@ -20,6 +20,7 @@ from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
+from functree.io.weights.blocks import with_joined_heads
 from functree.io.weights.files import DTYPES, INDEX
 from functree.io.weights.table import WHOLE, TensorName, names_of
 from functree.labels.leaf import Leaf
@@ -181,14 +182,7 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
 
 def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
     """The tensor for an array: published models join the heads with the size of one."""
-    shape: list[int] = []
-    for size, axis in zip(array.shape, axes, strict=True):
-        # Alone it is the scale of a norm over one head, which has one dimension there too.
-        if axis == "head_dim" and shape:
-            shape[-1] *= size
-        else:
-            shape.append(size)
-    tensor = array.reshape(shape)
+    tensor = array.reshape(with_joined_heads(array.shape, axes))
     # Safetensors writes the memory of an array as it is: of a transposed view it would write the
     # untransposed values under the transposed shape.
     return np.ascontiguousarray(tensor if name.order is None else tensor.T)
