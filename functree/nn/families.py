@@ -321,16 +321,39 @@ def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _olmo(read: ConfigReader, architecture: str) -> dict[str, Any]:
+    read.only("attention_bias", False)
+    return {**_common(read, architecture, norm_eps=1e-5), "qk_norm": "all"}
+
+
+def _olmo2(read: ConfigReader) -> dict[str, Any]:
+    return {**_olmo(read, "Olmo2"), "norms": "after"}
+
+
+def _olmoe(read: ConfigReader) -> dict[str, Any]:
+    _of_training(read)
+    read.only("clip_qkv", None)
+    return {
+        **_olmo(read, "Olmoe"),
+        "experts": read.size("num_experts", 64),
+        "top_k": read.size("num_experts_per_tok", 8),
+        "normalize": read.flag("norm_topk_prob", False),
+    }
+
+
 # Tables of names. The files have matrices as PyTorch does, (out, in): hence `.T`.
 
 
 def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
     """The names in families without experts."""
     layer, attention = "model.layers.{layer}", "model.layers.{layer}.self_attn"
+    norms = "input_layernorm", "post_attention_layernorm"
+    if config.norms == "after":
+        norms = "post_attention_layernorm", "post_feedforward_layernorm"
     names = {
         "embed.weight": "model.embed_tokens.weight",
-        "blocks.layer.attn_norm.scale": f"{layer}.input_layernorm.weight",
-        "blocks.layer.mlp_norm.scale": f"{layer}.post_attention_layernorm.weight",
+        "blocks.layer.attn_norm.scale": f"{layer}.{norms[0]}.weight",
+        "blocks.layer.mlp_norm.scale": f"{layer}.{norms[1]}.weight",
         "norm.scale": "model.norm.weight",
     }
     for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
@@ -383,6 +406,8 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
     "qwen3": (_qwen3, _names),
     "mixtral": (_mixtral, _names_of_mixtral),
     "qwen3_moe": (_qwen3_moe, _names_of_experts),
+    "olmo2": (_olmo2, _names),
+    "olmoe": (_olmoe, _names_of_experts),
 }
 """The families of published models that `ft.load_weights` knows, by `model_type`. Add to it for
 another model with the same layers.
@@ -425,7 +450,6 @@ CHOSEN = (
 
 # What families with experts have that our layers do not.
 _REFUSED = {
-    "olmoe": "norms of queries and keys over all heads together, and `clip_qkv`",
     "deepseek": (
         "experts that all tokens have, and dense first layers, which would be a second stack"
     ),

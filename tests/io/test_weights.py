@@ -45,6 +45,8 @@ NAMES = [
     "mixtral",
     "qwen3_moe",
     "qwen3_moe_raw",
+    "olmo2",
+    "olmoe",
 ]
 
 
@@ -97,7 +99,7 @@ EXPERT_MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw", "olmoe"])
 @pytest.mark.parametrize("where", EXPERT_MESHES)
 def test_logits_of_experts_that_are_sharded(name: str, where: str) -> None:
     sizes, rules = EXPERT_MESHES[where]

@@ -29,6 +29,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "qwen 2": {"attention_bias": True},
     "qwen 3": {"qk_norm": True, "tie_embedding": True},
     "mistral": {"window": 5},
+    "olmo 2": {"qk_norm": "all", "norms": "after"},
 }
 RANDOM = np.random.default_rng(0)
 PROMPTS = RANDOM.integers(1, 96, (2, 9)).astype(np.int32)

@@ -310,7 +310,7 @@ def load_weights(
     **fields: Any,
 ) -> Transformer:
     """A published model, from `config.json` and `*.safetensors`: llama, mistral, qwen2, qwen3,
-    mixtral and qwen3_moe.
+    mixtral, qwen3_moe, olmo2 and olmoe.
 
     The arrays are created sharded, and of each file only the slices are read that this process'
     devices keep.
@@ -320,7 +320,8 @@ def load_weights(
         layout: the layout of the model.
         mesh: the mesh; by default the ambient one.
         param_dtype: the dtype of the parameters; by default those of the files. A value that it
-            does not hold, but would be an infinity, is a warning by path.
+            does not hold, but would be an infinity, is a warning by path. Float64 is an error
+            without `jax_enable_x64`.
         **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`,
             `capacity`, `dispatch` and `dot_general` of the config.
 
