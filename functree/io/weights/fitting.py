@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -106,8 +106,8 @@ class Weight(NamedTuple):
     def array(self) -> tuple[jax.Array | np.ndarray, Loss]:
         """The array, of which each device reads its own block; and what it lost by its dtype, of
         the blocks of this process."""
-        form, dtype, whole = self.form(), self.dtype, self.leaf.shape
-        assert form is not None  # else there is a fault
+        form = cast(TensorForm, self.form())  # it has no fault
+        dtype, whole = self.dtype, self.leaf.shape
         lost: dict[str, int] = {}  # by block, of which several devices may have copies
 
         def read(name: str, index: Sequence[slice]) -> np.ndarray:
@@ -240,7 +240,7 @@ def fitted(
     problems: list[Problem] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
-    faults: dict[str, dict[Path, list[Fault]]] = defaultdict(dict)  # by the pattern of the row
+    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of a row
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
             why = "is a random key, which is read from no tensor"
@@ -257,10 +257,10 @@ def fitted(
             continue
         weight = Weight(leaf, sharding, row, name.tensors(leaf.shape), tensors, terms)
         asked.update(weight.names)
-        faults[row.pattern][leaf.path] = list(weight.faults())
+        faults[row.pattern].append((leaf, list(weight.faults())))
         weights.append(weight)
     unasked = {name: tensor for name, tensor in tensors.items() if name not in asked}
-    problems += [*_faulty(leaves, faults, tensors), *_nameless(nameless, unasked)]
+    problems += [*_faulty(faults.values(), tensors), *_nameless(nameless, unasked)]
     return weights, problems, asked
 
 
@@ -310,17 +310,14 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
 
 
 def _faulty(
-    leaves: Sequence[Leaf],
-    faults: Mapping[str, Mapping[Path, Sequence[Fault]]],
-    tensors: Iterable[str],
+    faults: Iterable[Sequence[tuple[Leaf, Sequence[Fault]]]], tensors: Iterable[str]
 ) -> Iterator[Problem]:
     """The problems of arrays that cannot be read. What is wrong with all of a row is said by the
     row, so that a message tells it once for all layers, with the remedy of the first one."""
-    by_path = {leaf.path: leaf for leaf in leaves}
     searches = MAX_PATHS  # as many as a message shows: each looks at all names
-    for of_row in faults.values():
-        alike = len({tuple((one.why, one.row) for one in own) for own in of_row.values()}) == 1
-        for number, (path, own) in enumerate(of_row.items()):
+    for of_row in faults:
+        alike = len({tuple((one.why, one.row) for one in own) for _, own in of_row}) == 1
+        for number, (leaf, own) in enumerate(of_row):
             for fault in own:
                 remedy = fault.remedy
                 if fault.missing and searches and not (alike and number):
@@ -328,7 +325,7 @@ def _faulty(
                     if near := nearest(fault.missing, tensors, 1):
                         remedy = f"`{fault.missing}`: did you mean `{near[0]}`?\n{remedy}"
                 name = fault.row if alike else fault.name
-                yield by_path[path].problem(fault.why.format(name), remedy)
+                yield leaf.problem(fault.why.format(name), remedy)
 
 
 def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
