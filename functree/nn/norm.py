@@ -173,10 +173,10 @@ def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
     """The names of the last dimensions, for a layer. Raises AxesError if they are not as many."""
     found = Axes.of(axes)
     if len(found) != number:
-        names = "one name, that of the last dimension"
+        names = 'one name, that of the last dimension, such as "embed"'
         if number > 1:
-            names = f"{number} names, those of the last dimensions"
-        raise AxesError(f'{layer}(axes="{found}"): give {names}, such as "embed"')
+            names = f'{number} names, those of the last dimensions, such as "heads head_dim"'
+        raise AxesError(f'{layer}(axes="{found}"): give {names}')
     return found
 
 

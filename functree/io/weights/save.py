@@ -47,8 +47,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
 
     The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
     with biases, `mistral` with a window, else `llama`; with experts `qwen3_moe` if it has such
-    norms, else `mixtral`; `olmo2` and `olmoe` with norms over all heads. Or one that you have added
-    to `ft.nn.families`.
+    norms, else `mixtral`; `olmo2` and `olmoe` with norms over all heads.
 
     Args:
         folder: a folder without weights; it is created.
