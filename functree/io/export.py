@@ -122,13 +122,18 @@ class Exported:
 
     def __str__(self) -> str:
         exported = self.exported
-        lines = columns(("argument", "array"), (46, 24), "bytes")
+        cells = [("argument", "array")]
         for i, value in enumerate(exported.in_avals):
             path = str(i) if self.paths is None else str(self.paths[i])
-            lines += columns((path, array_text(value)), (46, 24), _bytes(value))
+            cells.append((path, array_text(value)))
+        longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        widths = min(longest[0], 46), min(longest[1], 24)
+        lines: list[str] = []
+        for texts, number in zip(cells, ["bytes", *map(_bytes, exported.in_avals)], strict=True):
+            lines += columns(texts, widths, number)
         note = (
             f"{exported.fun_name} for {', '.join(exported.platforms)} on "
-            f"{count(exported.nr_devices, 'device')}; {len(exported.out_avals)} results"
+            f"{count(exported.nr_devices, 'device')}; {count(len(exported.out_avals), 'result')}"
         )
         return "\n".join([*(line.rstrip() for line in lines), "", note])
 

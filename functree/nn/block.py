@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 from functree.argument_checks import FUNCTION, KEY, Takes, check
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
-from functree.nn.config import TransformerConfig
+from functree.nn.config import Norms, TransformerConfig
 from functree.nn.mlp import MLP
 from functree.nn.moe.layer import MoE
 from functree.nn.moe.router import MoELosses
@@ -21,7 +21,8 @@ CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, Tr
 
 
 class Block(eqx.Module):
-    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum.
+    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum. With
+    `norms="after"`, each norm is of the result, before the sum.
 
     It takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
@@ -30,10 +31,11 @@ class Block(eqx.Module):
     feed-forward layer name values too.
 
     Args:
-        attn_norm: the norm before the attention.
+        attn_norm: the norm before the attention, or after it.
         attn: the attention.
-        mlp_norm: the norm before the feed-forward layer.
+        mlp_norm: the norm before the feed-forward layer, or after it.
         mlp: the feed-forward layer, or a mixture of experts.
+        norms: where the norms are: `"before"` or `"after"`.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -47,6 +49,7 @@ class Block(eqx.Module):
     attn: Attention
     mlp_norm: RMSNorm
     mlp: MLP | MoE
+    norms: Norms = eqx.field(static=True, default="before")
 
     @classmethod
     def create(
@@ -89,6 +92,7 @@ class Block(eqx.Module):
             ),
             mlp_norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
             mlp=_feed_forward(config, init, mlp_key),
+            norms=config.norms,
         )
 
     @overload
@@ -156,15 +160,18 @@ class Block(eqx.Module):
         # Another layer in its place need not know an order.
         order = () if in_order else (False,)
         given = positions, segments, filled, *order
-        mixed = self.attn(self.attn_norm(x), *given, cache=cache)
+        is_before = self.norms == "before"
+        mixed = self.attn(self.attn_norm(x) if is_before else x, *given, cache=cache)
         if cache is not None:
             mixed, new = mixed
+        mixed = mixed if is_before else self.attn_norm(mixed)
         # Both sums are constrained: the residual stream is what a scan carries from block to block,
         # so that it has the same sharding before and after each.
         x = activation(x + mixed, "batch seq embed")
-        fed, of_experts = self.mlp(self.mlp_norm(x)), None
+        fed, of_experts = self.mlp(self.mlp_norm(x) if is_before else x), None
         if isinstance(fed, tuple):  # also of a layer that surgery has put there
             fed, of_experts = fed
+        fed = fed if is_before else self.mlp_norm(fed)
         x = activation(x + fed, "batch seq embed")
         if losses:
             return x, of_experts

@@ -2,24 +2,31 @@
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Literal
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, check, is_size
+from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, Takes, check, is_size
 from functree.errors import Problem
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation
 from functree.nn.attention.context import CONTEXT, Context
-from functree.nn.attention.layer import context_problems, head_problems
+from functree.nn.attention.layer import QK_NORM, QKNorm, context_problems, head_problems
 from functree.nn.moe.choose import DispatchName
 from functree.nn.moe.layer import CAPACITY, DISPATCH, expert_problems
 from functree.nn.rope import SCALING, Scaling
 from functree.nn.weights import DOT_GENERAL, DotGeneral
 from functree.transforms.remat import REMAT, Remat
 
+Norms = Literal["before", "after"]
+NORMS = Takes(
+    "'before' or 'after'",
+    lambda value: isinstance(value, str),
+    lambda value: value in ("before", "after"),
+)
 _NUMBERS = ("rope_theta", "norm_eps")
 _DTYPES = ("param_dtype", "compute_dtype")
-_FLAGS = ("tie_embedding", "attention_bias", "qk_norm", "normalize")
+_FLAGS = ("tie_embedding", "attention_bias", "normalize")
 _OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden", "window", "microbatches")
 _SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
 _KINDS = {
@@ -28,6 +35,8 @@ _KINDS = {
     **dict.fromkeys(_NUMBERS, POSITIVE),
     **dict.fromkeys(_DTYPES, FLOATING),
     **dict.fromkeys(_FLAGS, FLAG),
+    "qk_norm": QK_NORM,
+    "norms": NORMS,
     "rope_scaling": SCALING,
     "attention": IMPLEMENTATION,
     "context": CONTEXT,
@@ -67,7 +76,10 @@ class TransformerConfig:
             computation. Norms, rotations and softmax are computed in float32 or wider in any case.
         norm_eps: the `eps` of the norms.
         attention_bias: whether queries, keys and values have biases, as in Qwen 2.
-        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3.
+        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3; `"all"`:
+            over all heads together, as in OLMo 2.
+        norms: where the norms of a block are: `"before"` its attention and feed-forward layer, or
+            `"after"` each, before the sum, as in OLMo 2.
         window: how many tokens a token attends to at most, itself among them, as in Mistral;
             `None`: all before it.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
@@ -120,7 +132,8 @@ class TransformerConfig:
     compute_dtype: DTypeLike = jnp.float32
     norm_eps: float = 1e-5
     attention_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: QKNorm = False
+    norms: Norms = "before"
     window: int | None = None
     rope_scaling: Scaling | None = None
     attention: Implementation = "auto"

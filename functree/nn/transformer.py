@@ -379,13 +379,17 @@ def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
     block = model.blocks.layer if isinstance(model.blocks, Stacked) else None
     if not isinstance(block, Block):
         return
+    yield "norms", block.norms
     if isinstance(block.attn, Attention):
         attn = block.attn
         same = ("window", "rope_theta", "rope_scaling", "attention", "context", "dot_general")
         for name in same:
             yield name, getattr(attn, name)
         yield "attention_bias", attn.query_bias is not None
-        yield "qk_norm", attn.query_norm is not None
+        qk_norm = attn.query_norm is not None
+        if isinstance(attn.query_norm, RMSNorm) and len(attn.query_norm.axes) > 1:
+            qk_norm = "all"
+        yield "qk_norm", qk_norm
         yield from _sizes(block.attn.query, "layers embed heads head_dim")
         yield from _sizes(block.attn.key, "layers embed kv_heads head_dim")
     if isinstance(block.mlp, MLP):

@@ -8,7 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ NAMES = [
     "mixtral",
     "qwen3_moe",
     "qwen3_moe_raw",
+    "olmo2",
+    "olmoe",
 ]
 
 
@@ -97,7 +99,7 @@ EXPERT_MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw", "olmoe"])
 @pytest.mark.parametrize("where", EXPERT_MESHES)
 def test_logits_of_experts_that_are_sharded(name: str, where: str) -> None:
     sizes, rules = EXPERT_MESHES[where]
@@ -350,11 +352,16 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (
         {GATE: None},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "extra": (
         {"model.extra": np.ones(3)},
-        ["model.extra\n", "no array is read from it"],
+        ["1 problem\n", "model.extra\n", "no array is read from it"],
     ),
     "a bias": (
         {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
@@ -362,12 +369,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "another shape": (
         {GATE: np.ones((32, 48), "f")},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have `{GATE}` as f32[32, 48], and not as f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "another dtype": (
         {GATE: np.ones((48, 32), "float16")},
         [
-            f"the files have `{GATE}` as f16[48, 32]",
+            "1 problem\n",
+            f"its layers have several dtypes: the files have `{GATE}` as f16[48, 32]",
+            ", and the first as f32",
             "say which dtype all its layers get, as `param_dtype=`",
         ],
     ),
@@ -378,9 +392,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several": (
         {GATE: None, "model.norm.weight": np.ones(3, "f"), "more": np.ones(1, "f")},
         [
-            f"the files have no `{GATE}`",
+            "no weights are loaded: 3 problems",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
             "norm.scale   f32[32]",
-            "the files have `model.norm.weight` as f32[3]",
+            "the files have `model.norm.weight` as f32[3], and not as f32[32]",
             "more\n",
         ],
     ),
@@ -398,7 +414,7 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
     for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
         changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
         with raises(
-            "no weights are loaded",
+            "no weights are loaded: 1 problem\n",
             names[1],
             "it has other frequencies than the config says",
             error=ft.FunctreeError,
@@ -461,6 +477,61 @@ def test_what_is_refused(case: str, copied: Path) -> None:
         load(copied)
 
 
+# A door, what is asked for ─► the dtype of what is loaded, or what is said.
+X64 = "jax.config.update('jax_enable_x64', True)"
+WIDE: dict[str, tuple[Callable[[Path], Any], str | list[str]]] = {
+    "a model": (
+        load,
+        ["embed.weight", ": JAX has no float64 without `jax_enable_x64`", X64, "as `param_dtype=`"],
+    ),
+    "a model as float64": (
+        lambda folder: load(folder, param_dtype="float64"),
+        ["no weights are loaded: JAX has no float64 without `jax_enable_x64`", X64],
+    ),
+    "a model as float32": (lambda folder: load(folder, param_dtype="float32"), "float32"),
+    "tensors": (lambda folder: wide(folder, "float32"), ["as f64[32]", "and not as f32", "cast=True"]),
+    "tensors that are cast": (lambda folder: wide(folder, "float32", cast=True), "float32"),
+    "tensors as float64": (lambda folder: wide(folder, "float64"), ["JAX has no float64", X64]),
+    "tensors as float64 that are cast": (
+        lambda folder: wide(folder, "float64", cast=True), ["JAX has no float64", X64]
+    ),
+    "tensors of numpy": (lambda folder: wide(folder, np.zeros(32)), "float64"),
+}  # fmt: skip
+
+
+def wide(folder: Path, like: Any, cast: bool = False) -> Any:
+    """A tensor, as an array with a layout or as one of numpy."""
+    layout = None
+    if isinstance(like, str):
+        like, layout = jax.ShapeDtypeStruct((32,), like), ft.P("data")
+    names = {"x": "model.norm.weight"}
+    return ft.load_tensors(
+        folder, {"x": like}, names, layout, mesh_of(2, 1), left_out=["*"], cast=cast
+    )
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_float64_is_never_shortened_unasked(case: str, copied: Path) -> None:
+    loaded, expected = WIDE[case]
+    changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
+    if isinstance(expected, str):
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded(copied))} == {expected}
+        return
+    with raises(*expected, error=ft.FunctreeError):
+        loaded(copied)
+
+
+def test_one_tensor_of_float64(copied: Path) -> None:
+    changed(copied, **{"model.norm.weight": np.ones(32)})
+    said = [
+        "norm.scale   f32[32]",
+        "the files have `model.norm.weight` as f64[32]: JAX has no",
+        X64,
+    ]
+    with raises("1 problem\n", *said, error=ft.FunctreeError):
+        load(copied)
+
+
 def test_several_dtypes_become_one_that_is_asked_for(copied: Path) -> None:
     changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
     gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
@@ -477,7 +548,8 @@ def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
     given = json.loads((copied / "config.json").read_text())
     given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
     (copied / "config.json").write_text(json.dumps(given))
-    with raises("no weights are loaded", "the files have", "`model.", error=ft.FunctreeError):
+    said = ["problem", "the files have", "`model.", "that belong together"]
+    with raises("no weights are loaded", *said, error=ft.FunctreeError):
         load(copied, 1, 1)
 
 
@@ -539,13 +611,25 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         "hidden": 8,
     }
     for options, said in (
-        ({"window": 4, "qk_norm": True}, "it has what only qwen3 and only mistral has"),
-        ({"experts": 2, "top_k": 1, "normalize": False}, "all have normalize=True"),
-        ({"rope_scaling": abs}, "no family has rope_scaling=<built-in function abs>"),
+        (
+            {"window": 4, "qk_norm": True},
+            ["qk_norm=True", "mistral has False", "window=4", "qwen3 has None"],
+        ),
+        (
+            {"experts": 2, "top_k": 1, "normalize": False},
+            ["normalize=False", "mixtral has True", "qk_norm=False", "qwen3_moe has True"],
+        ),
+        (
+            {"rope_scaling": abs},
+            ["rope_scaling=<built-in function abs>", "llama has None", "mistral has None"],
+        ),
     ):
         config = ft.nn.TransformerConfig(16, **sizes, **options)
         with raises(
-            "no published family computes what this model does", said, error=ft.FunctreeError
+            "no published family computes what this model does",
+            *said,
+            "give it the options of one of these, or keep it by `ft.save`",
+            error=ft.FunctreeError,
         ):
             ft.save_weights(
                 tmp_path / "new", ft.nn.Transformer.create(config, key=jax.random.key(0))
@@ -673,7 +757,8 @@ def test_a_subclass_of_the_model(tmp_path: Path) -> None:
     with raises("_Model", "the family has functree's Transformer there", error=ft.FunctreeError):
         ft.save_weights(tmp_path / "new", model)
     config = dataclasses.replace(model.config, rope_scaling=_Frequencies(8, 1, 4, 16))
-    with raises("no family has rope_scaling=_Frequencies(factor=8.0", error=ft.FunctreeError):
+    said = ["rope_scaling=_Frequencies(factor=8.0", "llama has Llama3Rope(factor=8.0"]
+    with raises(*said, error=ft.FunctreeError):
         ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
 
 

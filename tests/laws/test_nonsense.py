@@ -347,6 +347,7 @@ USES: dict[str, Use] = {
             "vocab_size": 16, "embed": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8,
             "max_seq": 8, "rope_theta": 1e4, "tie_embedding": False, "remat": None, "param_dtype": jnp.float32,
             "compute_dtype": jnp.float32, "norm_eps": 1e-5, "attention_bias": False, "qk_norm": False, "window": None,
+            "norms": "before",
             "rope_scaling": None, "attention": "auto", "context": "auto", "microbatches": None,
             "experts": None, "top_k": None, "capacity": None,
             "expert_hidden": None, "normalize": True, "dispatch": "auto", "dot_general": None,

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import equinox as eqx
 import jax
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
+from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, Takes, check
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation, inputs
 from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
@@ -40,6 +40,16 @@ LayerCache = tuple[
 """The keys and values of one layer."""
 
 
+QKNorm = bool | Literal["all"]
+"""Whether queries and keys are normalized: each head by itself, or all together."""
+
+QK_NORM = Takes(
+    "True, False or 'all'",
+    lambda value: FLAG.is_type(value) or isinstance(value, str),
+    lambda value: FLAG.is_type(value) or value == "all",
+)
+
+
 class Attention(eqx.Module):
     """Causal self-attention: each token attends to itself and to the tokens before it.
 
@@ -57,7 +67,8 @@ class Attention(eqx.Module):
         kv_heads: the number of key and value heads, a divisor of `heads`; by default `heads`.
         head_dim: the size of one head, even; by default `embed // heads`.
         use_bias: whether queries, keys and values have biases, which are initially zero.
-        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated.
+        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated;
+            `"all"`: over all heads together.
         norm_eps: the `eps` of these norms.
         window: how many tokens a token attends to at most, itself among them; by default all before
             it.
@@ -120,7 +131,7 @@ class Attention(eqx.Module):
         head_dim: int | None = None,
         *,
         use_bias: bool = False,
-        qk_norm: bool = False,
+        qk_norm: QKNorm = False,
         norm_eps: float = 1e-5,
         window: int | None = None,
         rope_theta: float = 10_000.0,
@@ -140,7 +151,7 @@ class Attention(eqx.Module):
             kv_heads=(kv_heads, SIZE.or_none()),
             head_dim=(head_dim, SIZE.or_none()),
             use_bias=(use_bias, FLAG),
-            qk_norm=(qk_norm, FLAG),
+            qk_norm=(qk_norm, QK_NORM),
             norm_eps=(norm_eps, POSITIVE),
             window=(window, SIZE.or_none()),
             rope_theta=(rope_theta, POSITIVE),
@@ -167,9 +178,13 @@ class Attention(eqx.Module):
             self.value_bias = jnp.zeros(of_kv_heads, param_dtype)
         self.query_norm = self.key_norm = None
         if qk_norm:
-            size = of_heads[1]
-            self.query_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
-            self.key_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
+            norm = functools.partial(RMSNorm, eps=norm_eps, param_dtype=param_dtype)
+            if qk_norm == "all":
+                self.query_norm = norm(of_heads, axes="heads head_dim")
+                self.key_norm = norm(of_kv_heads, axes="kv_heads head_dim")
+            else:
+                self.query_norm = norm(of_heads[1], axes="head_dim")
+                self.key_norm = norm(of_heads[1], axes="head_dim")
         self.window, self.attention, self.context = window, attention, context
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.compute_dtype = dtype_or_none(compute_dtype)
