@@ -22,7 +22,7 @@ from functree.cli.failure import Failure, UsersCode, users_error
 from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target
 from functree.errors import ShardingError, count, did_you_mean
-from functree.explorer.candidate import mesh_text
+from functree.explorer.ranking import mesh_text
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 

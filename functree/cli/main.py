@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from functree.cli.factory import (
     check_devices,
@@ -33,7 +34,7 @@ from functree.errors import (
     ShardingError,
 )
 from functree.explorer.explore import NOT_COMPILED, explore
-from functree.explorer.step import Laid, Step
+from functree.explorer.step import Step
 from functree.layout.layout import LayoutTree
 from functree.layout.plan.make_plan import plan_tree
 
@@ -103,15 +104,17 @@ def _step(factory: str) -> Step:
         raise Failure(f"{factory}: {str(error).removeprefix('explore: ')}") from error
 
 
-def _compiled(step: Step, layout: LayoutTree, mesh: Any) -> Report:
-    laid: Laid | None = None
+def _compiled(step: Step, layout: LayoutTree, mesh: Mesh | None) -> Report:
+    options: dict[str, Any] = {}
     if layout is not None:
         try:
-            laid = step.laid(layout)
+            options |= step.options(layout)
         except RuleError as error:
             raise Failure(str(error)) from error
+    if mesh is not None:
+        options["mesh"] = mesh
     with UsersCode(f"{step.name} raised", passes=_OF_LAYOUTS):
-        return step.compile(laid, None, mesh).ledger()
+        return step.compile(options).ledger()
 
 
 # About the layout, or of the compiler.
