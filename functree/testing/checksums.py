@@ -37,6 +37,27 @@ def is_inexact(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def numbers(x: Any) -> Any:
+    """The numbers of an array; of random keys, their words."""
+    return jax.random.key_data(x) if is_key(x.dtype) else x
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    """Numbers in a dtype in which their differences are exact enough."""
+    # By JAX's function: for numpy bfloat16 is no floating-point dtype.
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        return values.astype(np.complex128)
+    if is_inexact(values.dtype):
+        return values.astype(np.float64)
+    # Of the others, numpy would wrap their differences, and has none of booleans.
+    return values.astype(np.int64)
+
+
+def rounding(dtype: np.dtype) -> float:
+    """The relative error of a dtype; zero if it is exact."""
+    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "with_size"))
 def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> _Array:
     """The checksum of an array.

@@ -1,7 +1,7 @@
 """What is found out about an operation of a program ─► `Operation`, and its sentence."""
 
 import linecache
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
@@ -11,9 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.devices.specs import spec_text
-from functree.testing.argument_paths import paths_taken
 from functree.testing.scopes import Around
-from functree.testing.steps import Body, Source, Step
+from functree.testing.steps import Body, Number, Source, Step
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
@@ -88,7 +87,7 @@ def described(
 ) -> Operation:
     """An operation, without what goes wrong at it."""
     source, line = source_text(step.source)
-    taken = paths_taken(step, body, around, paths)
+    taken = _paths_taken(step, body, around, paths)
     kind = step.types[result]
     return Operation(step.name, source, line, taken, kind.shape, kind.dtype, "", None, "")
 
@@ -116,3 +115,48 @@ def layout_text(array: Any, loops: int, manual: bool) -> str:
     if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
         return ""
     return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[loops:]))}"
+
+
+def _paths_taken(
+    step: Step, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
+) -> tuple[Path, ...]:
+    """The arguments of a program that an operation takes.
+
+    Args:
+        step: the operation.
+        body: the body in which it is.
+        around: the steps around that body, from the outside.
+        paths: the paths of the program's inputs; None for those that have none.
+    """
+    inputs = paths
+    for one in around:
+        labels = _labels(one.body, inputs)
+        outer = one.body.steps[one.index]
+        inputs = _of_inner_inputs(outer, [labels.get(value) for value in outer.ins])
+    labels = _labels(body, inputs)
+    found = [labels.get(value) for value in step.ins]
+    return tuple(dict.fromkeys(path for path in found if path is not None))
+
+
+def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
+    """For each value that depends on inputs: the path of the only one; None if there are several.
+
+    What is made of one argument alone is still this argument, such as a weight that is normalized.
+    What is made of two is an activation, and has no name.
+    """
+    labels: dict[Number, Path | None] = dict(zip(body.inputs, inputs, strict=True))
+    for step in body.steps:
+        given = {labels[value] for value in step.ins if value in labels}
+        if given:
+            label = given.pop() if len(given) == 1 and not step.bodies else None
+            labels.update(dict.fromkeys(step.outs, label))
+    return labels
+
+
+def _of_inner_inputs(step: Step, given: Sequence[Path | None]) -> Sequence[Path | None]:
+    """The labels of the inputs of a body, from those of what the step takes."""
+    if step.name in ("scan", "while"):
+        constants, carry, rest = step.loop_operands(given)
+        return [*constants, *[None] * len(carry), *rest]
+    # Of a conditional, the first is which branch it is.
+    return given[1:] if step.name == "cond" else given

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
@@ -14,6 +15,20 @@ from functree.devices.specs import axes_text, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
 """For each dimension of an array: the mesh axes that cut it."""
+
+
+class Compared(NamedTuple):
+    """What is compared of a value.
+
+    Attributes:
+        whole: a number or an array for each of its tiles on one device, by the indices of the tile.
+        tolerance: how much these may differ; a number, or one for each of them.
+        parts: the same of its part on each device of the mesh, by its indices on the mesh.
+    """
+
+    whole: np.ndarray
+    tolerance: np.ndarray
+    parts: np.ndarray
 
 
 class Kind(Enum):

@@ -3,15 +3,16 @@ differ."""
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from functree.devices.specs import axes_text, mesh_axes, of_rank, spec_text
 from functree.testing.checksums import is_inexact
+from functree.testing.evidence import Checksums, Values
 from functree.testing.intermediates import manual_axes
 from functree.testing.relations import UNKNOWN, Kind, Relation, agree, relate
-from functree.testing.scopes import Records, Scope
+from functree.testing.scopes import Scope
 from functree.testing.steps import RANDOM, Number, Step
 
 _SUMS = frozenset({"psum", "psum2", "psum_invariant"})
@@ -20,31 +21,6 @@ _BY_COMPILER = (
     "both programs have this operation and agree on what it takes, so the compiler, XLA, makes the "
     "difference"
 )
-
-
-class Compared(NamedTuple):
-    """What is compared of a value.
-
-    Attributes:
-        whole: a record of each of its tiles on one device.
-        tolerance: how much these may differ.
-        parts: a record of its part on each device of the mesh.
-    """
-
-    whole: np.ndarray
-    tolerance: np.ndarray
-    parts: np.ndarray
-
-
-class Evidence(Protocol):
-    """Records of both programs."""
-
-    left: Records
-    right: Records
-
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """What is compared of a result of a pair of steps; None if nothing is recorded."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,11 +75,13 @@ class Search:
     begins at a wrong result and goes back to where values that are the same make one that is not.
 
     Args:
-        evidence: the records.
+        sums: the records.
+        values: the values of some steps themselves.
     """
 
-    def __init__(self, evidence: Evidence):
-        self._evidence = evidence
+    def __init__(self, sums: Checksums, values: Values | None = None):
+        self._left, self._right = sums.left, sums.right
+        self._compared = (values or sums).compared
 
     def first(self, scope: Scope) -> Finding | None:
         """The first difference in a body that no shard_map is around; None if there is none."""
@@ -119,7 +97,7 @@ class Search:
 
     def relation(self, scope: Scope, i: int, j: int, result: int) -> Relation:
         """How the parts of a result on the devices lie to the value on one device."""
-        compared = self._evidence.compared(scope, i, j, result)
+        compared = self._compared(scope, i, j, result)
         return UNKNOWN if compared is None else relate(*compared, scope.axes)
 
     def _differs(self, scope: Scope, i: int, j: int, result: int) -> bool:
@@ -135,14 +113,14 @@ class Search:
         kind = scope.pairs.left.steps[maker[0]].types[maker[1]]
         if kind.shape != scope.step(its[0]).types[its[1]].shape:
             return self.explained(scope, other)
-        left = self._evidence.left.get((*scope.left, *maker))
-        right = self._evidence.right.get((*scope.right, *its))
+        left = scope.left.of(self._left, *maker)
+        right = scope.right.of(self._right, *its)
         if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
             return None
-        whole, size = scope.viewed(left)
+        whole, size = left
         # How much it depends on rounding is not known, and it is not what is searched.
         margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
-        if agree(whole, scope.viewed(right), margin):
+        if agree(whole, right, margin):
             return None
         return self.explained(scope, other)
 
@@ -297,13 +275,12 @@ class Search:
         name = scope.step(j).name
         if name == "shard_map":
             return self._in_shard_map(scope, i, j, result)
-        left, right = self._evidence.left, self._evidence.right
         if name == "cond":
-            branch = scope.in_branch(i, j, left, right)
+            branch = scope.in_branch(i, j, self._left, self._right)
             return None if branch is None else self._in_body(branch)
         if _length(scope.pairs.left.steps[i]) != _length(scope.step(j)):
             return None
-        found = map(self._in_body, scope.in_iterations(i, j, left, right))
+        found = map(self._in_body, scope.in_iterations(i, j, self._left, self._right))
         return next((one for one in found if one is not None), None)
 
     def _in_body(self, scope: Scope) -> Finding | None:
@@ -347,10 +324,9 @@ class Search:
         made = body.makers.get(body.outputs[result])
         if made is None:
             return ()
-        record = self._evidence.right.get((*scope.right, j, 0, *made))
+        record = scope.right.of(self._right, j, 0, *made)
         if record is None:
             return ()
-        record = scope.viewed(record)
         sizes = step.params["mesh"].shape
         named = set(itertools.chain(*map(mesh_axes, step.params["out_specs"][result])))
         found: list[str] = []
