@@ -73,11 +73,14 @@ class Checksums:
     draws: Sequence[Records]
     right: Records
 
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """The checksums of a value; None if there are none."""
+    def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
+        """The checksums of a result of a step on the mesh; None if there are none."""
+        i = scope.pairs.left_of.get(j)
+        if i is None or (*scope.left.at, i, result) not in self.tiles:
+            return None
         left = scope.left.of(self.left, i, result)
         parts = scope.right.of(self.right, j, result)
-        if left is None or parts is None or (*scope.left.at, i, result) not in self.tiles:
+        if left is None or parts is None:
             return None
         # Without the dimensions of the one device in a shard_map.
         whole, size = left.reshape(left.shape[len(scope.axes) :])
@@ -107,12 +110,14 @@ class Values:
         self._one, self._many = fetched(on_one(one.arrays)), fetched(self.arrays)
         self._draws = [fetched(on_one(one.perturbed(seed))) for seed in _DRAWS]
 
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """The tiles of a value, or their checksums; None if there is neither."""
+    def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
+        """The tiles of a result of a step on the mesh, or their checksums; None if there is
+        neither."""
+        i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
         parts = scope.right.of(self._many, j, result)
         if parts is None or site not in self._coarse.tiles or site not in self._one:
-            return self._coarse.compared(scope, i, j, result)
+            return self._coarse.compared(scope, j, result)
         whole, noise = self._tiled(scope, site, self._one[site]), 0.0
         for draw in self._draws:
             distance = _distance(whole, self._tiled(scope, site, draw[site]))

@@ -18,14 +18,8 @@ from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree
 from functree.testing.checksums import numbers, wide
 from functree.testing.evidence import Checksums, Values, Watched
-from functree.testing.intermediates import KEPT_ITERATIONS, Site
-from functree.testing.operation import (
-    Operation,
-    described,
-    devices_text,
-    layout_text,
-    source_text,
-)
+from functree.testing.intermediates import KEPT_ITERATIONS, Site, slots
+from functree.testing.operation import Operation, described, source_text
 from functree.testing.programs import Both, Program
 from functree.testing.relations import Compared, assignments, on_devices
 from functree.testing.scopes import Pairs, Scope
@@ -185,18 +179,17 @@ def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Progr
     """The operation of a finding, with the values of its line."""
     if finding.only:
         return _only_one_has(finding, many)
+    array = compared = None
     sites = _sites_of_line(finding)
-    if sites is None:
-        return _operation(finding, many, None, None)
-    values = Values(checksums, one, many, sites)
-    if not finding.step.bodies:
-        search = Search(checksums, values)
-        finding = search.explained(finding.scope, finding.step.outs[finding.result]) or finding
-    scope, j = finding.scope, finding.index
-    array = values.arrays.get((*scope.right.at, j, finding.result))
-    if array is None:
-        return _operation(finding, many, None, None)
-    compared = values.compared(scope, scope.pairs.left_of[j], j, finding.result)
+    if sites is not None:
+        values = Values(checksums, one, many, sites)
+        if not finding.step.bodies:
+            value = finding.step.outs[finding.result]
+            finding = Search(checksums, values).explained(finding.scope, value) or finding
+        scope, j, result = finding.scope, finding.index, finding.result
+        array = values.arrays.get((*scope.right.at, j, result))
+        if array is not None:
+            compared = values.compared(scope, j, result)
     return _operation(finding, many, compared, array)
 
 
@@ -211,27 +204,24 @@ def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
             sites.append(((*scope.left.at, i, result), (*scope.right.at, j, result)))
             numbers += math.prod(getattr(kind, "shape", ()))
     for around in scope.right.around:
-        numbers *= _iterations(around.body.steps[around.index])
+        step = around.body.steps[around.index]
+        if step.name in ("scan", "while"):
+            numbers *= len(slots(step, KEPT_ITERATIONS))
     return sites if numbers <= _MOST_NUMBERS else None
-
-
-def _iterations(step: Step) -> int:
-    """How many iterations of a step are recorded."""
-    if step.name == "while":
-        return KEPT_ITERATIONS + 1
-    return step.params["length"] if step.name == "scan" else 1
 
 
 def _only_one_has(finding: Finding, many: Program) -> Operation:
     """The first operation that only one of the programs has."""
-    scope = finding.scope
-    where = "on the mesh" if finding.only == "mesh" else "on one device"
+    scope, step = finding.scope, finding.step
+    body, place, where = scope.pairs.right, scope.right, "on the mesh"
+    if finding.only == "device":
+        body, place, where = scope.pairs.left, scope.left, "on one device"
     what = f"only the program {where} has it"
     if finding.before is not None:
         what += f", and the last before it that both have is {_named(scope.step(finding.before))}"
     if finding.other is not None:
         what += f"; on one device there is {_named(scope.pairs.left.steps[finding.other])}"
-    return replace(_described(finding, many), what=what)
+    return replace(described(step, finding.result, body, place, many.paths), what=what)
 
 
 def _named(step: Step) -> str:
@@ -239,39 +229,22 @@ def _named(step: Step) -> str:
     return f"`{step.name}` at {source}, in `{line}`" if line else f"`{step.name}`"
 
 
-def _described(finding: Finding, many: Program) -> Operation:
-    scope, step = finding.scope, finding.step
-    if finding.only != "device":
-        return described(step, finding.result, scope.pairs.right, scope.right.around, many.paths)
-    # The steps around are those on the mesh: of another program the inputs are not known.
-    body = scope.pairs.left
-    paths = [None] * len(body.inputs) if scope.right.around else many.paths
-    return described(step, finding.result, body, (), paths)
-
-
 def _operation(
     finding: Finding, many: Program, compared: Compared | None, array: jax.Array | None
 ) -> Operation:
-    scope = finding.scope
-    where = scope.right.where
-    difference, what = None, "its values differ"
+    scope, relation = finding.scope, finding.relation
+    difference, bad, what = None, None, "its values differ"
     if compared is not None:
         difference, bad = _largest(compared, scope)
-        where += devices_text(bad, scope.axes)
         what = _difference_text(difference, compared)
     if finding.note:
         what += f": {finding.note}"
-    relation = finding.relation
-    layout = layout_text(array, len(scope.right.view), bool(scope.axes))
+    body, place = scope.pairs.right, scope.right
+    found = described(finding.step, finding.result, body, place, many.paths, array, bad)
+    layout = found.layout
     if scope.axes and (relation.assignment or relation.missing):
         layout += f", as {relation}"
-    return replace(
-        _described(finding, many),
-        layout=layout,
-        difference=difference,
-        what=what,
-        where=", ".join(where),
-    )
+    return replace(found, layout=layout, difference=difference, what=what)
 
 
 def _difference_text(difference: float, compared: Compared) -> str:

@@ -1,7 +1,7 @@
 """A function and its arguments ─► the first operation that makes a NaN or an infinity of finite
 values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from functree.calls.function import Function
 from functree.testing.checksums import SCALE, has_checksum, is_inexact
 from functree.testing.evidence import crossing, fetched, values_of
 from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, slots
-from functree.testing.operation import Operation, described, devices_text, layout_text
+from functree.testing.operation import Operation, described
 from functree.testing.programs import Program
 from functree.testing.scopes import Place, Records
 from functree.testing.steps import Body, Step
@@ -171,34 +171,33 @@ class _Reading:
     def _inside(self, body: Body, index: int, ins: Sequence[int], place: Place) -> _Finding | None:
         """The finding in what a step runs."""
         step = body.steps[index]
-        if step.name == "shard_map":
-            return self.body(step.bodies[0], ins, place.in_shard_map(body, index))[0]
-        if step.name == "cond":
-            for inner, branch in enumerate(step.bodies):
-                # What a branch that no device runs records is zero.
-                of_branch = place.inside(body, index, inner, f"in branch {inner}")
-                finding, _ = self.body(branch, ins[1:], of_branch)
-                if finding is not None:
-                    return finding
-            return None
-        constants, carry, rest = step.loop_operands(ins)
-        for number, slot in self._iterations(step, place, index):
-            inner = place.in_iteration(body, index, slot, f"in iteration {number}")
-            finding, outs = self.body(step.bodies[0], [*constants, *carry, *rest], inner)
+        constants, carry, rest = step.body_operands(ins)
+        for inner, of_run in self._runs(body, index, place):
+            given = [*constants, *carry, *rest]
+            finding, outs = self.body(step.bodies[inner], given, of_run)
             if finding is not None:
                 return finding
             carry = outs[: len(carry)]
         return None
 
-    def _iterations(self, step: Step, place: Place, index: int) -> list[tuple[int, int]]:
-        """The number of each iteration that is recorded, and its index in the records."""
-        ran = place.of(self._records, index, 0, RAN)
-        number = 0 if ran is None else int(ran.max())
-        found = list(enumerate(slots(step, number), 1))
-        # The last that is recorded is the first with a value that is not finite, if there is one.
-        if number > KEPT_ITERATIONS:
-            found.append((number, KEPT_ITERATIONS))
-        return found
+    def _runs(self, body: Body, index: int, place: Place) -> Iterator[tuple[int, Place]]:
+        """The index of each body that a step runs, with its place, in the order in which they
+        run."""
+        step = body.steps[index]
+        if step.name == "shard_map":
+            yield 0, place.in_shard_map(body, index)
+        elif step.name == "cond":
+            # What a branch that no device runs records is zero.
+            for inner in range(len(step.bodies)):
+                yield inner, place.inside(body, index, inner, f"in branch {inner}")
+        else:
+            ran = place.of(self._records, index, 0, RAN)
+            last = 0 if ran is None else int(ran.max())
+            for number, slot in enumerate(slots(step, last), 1):
+                yield 0, place.in_iteration(body, index, slot, f"in iteration {number}")
+            # It is the first with a value that is not finite, if there is one.
+            if last > KEPT_ITERATIONS:
+                yield 0, place.in_iteration(body, index, KEPT_ITERATIONS, f"in iteration {last}")
 
 
 def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
@@ -228,20 +227,16 @@ def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operati
 
 
 def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Array]) -> Operation:
-    place, step = finding.place, finding.body.steps[finding.index]
     what = "a NaN" if finding.badness.max() == _NAN else "an infinity"
     of = "finite values" if finding.worst == _FINITE else "infinities"
     if finding.written:
         of += ", or of a NaN that is written into the program"
-    where = place.where
-    where += devices_text(finding.badness > _FINITE, place.axes)
-    array = arrays.get((*place.at, finding.index, finding.result))
-    return replace(
-        described(step, finding.result, finding.body, place.around, program.paths),
-        layout=layout_text(array, len(place.view), bool(place.axes)),
-        what=f"it makes {what} of {of}{_share(finding, array)}",
-        where=", ".join(where),
-    )
+    body, place, result = finding.body, finding.place, finding.result
+    array = arrays.get((*place.at, finding.index, result))
+    bad = finding.badness > _FINITE
+    step = body.steps[finding.index]
+    operation = described(step, result, body, place, program.paths, array, bad)
+    return replace(operation, what=f"it makes {what} of {of}{_share(finding, array)}")
 
 
 def _share(finding: _Finding, array: jax.Array | None) -> str:

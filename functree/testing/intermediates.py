@@ -94,7 +94,7 @@ def _operation(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found
 
 
 def _scan(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
-    constants, start, xs = step.loop_operands(ins)
+    constants, start, xs = step.body_operands(ins)
     (body,) = step.bodies
 
     def iteration(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Any, Any]:
@@ -114,7 +114,7 @@ def _scan(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
 def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     of_condition = ins[: step.params["cond_nconsts"]]
-    constants, start, _ = step.loop_operands(ins)
+    constants, start, _ = step.body_operands(ins)
     (body,) = step.bodies
     goes_on = jaxpr_as_fun(step.params["cond_jaxpr"])
 

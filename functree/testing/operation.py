@@ -4,14 +4,13 @@ import linecache
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.devices.specs import spec_text
-from functree.testing.scopes import Around
+from functree.testing.scopes import Around, Place
 from functree.testing.steps import Body, Number, Source, Step
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
@@ -83,22 +82,45 @@ def source_text(source: Source | None) -> tuple[str, str]:
 
 
 def described(
-    step: Step, result: int, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
+    step: Step,
+    result: int,
+    body: Body,
+    place: Place,
+    paths: Sequence[Path | None],
+    array: jax.Array | None = None,
+    bad: np.ndarray | None = None,
 ) -> Operation:
-    """An operation, without what goes wrong at it."""
-    source, line = source_text(step.source)
-    taken = _paths_taken(step, body, around, paths)
-    kind = step.types[result]
-    return Operation(step.name, source, line, taken, kind.shape, kind.dtype, "", None, "")
-
-
-def devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """The devices where something is bad; empty if it is so on all of them.
+    """An operation, without what goes wrong at it.
 
     Args:
-        bad: whether it is, for each device by its indices on the mesh.
-        axes: the mesh axes of these indices.
+        step: the operation.
+        result: which of its results is wrong.
+        body: the body in which it is.
+        place: where that is.
+        paths: the paths of the program's inputs; None for those that have none.
+        array: the result, with a dimension for each loop around; None if it is not known.
+        bad: whether it is wrong on each device of a shard_map, by its indices on the mesh.
     """
+    source, line = source_text(step.source)
+    where = place.where
+    if bad is not None:
+        where += _devices_text(bad, place.axes)
+    return Operation(
+        name=step.name,
+        source=source,
+        line=line,
+        paths=_paths_taken(step, body, place.around, paths),
+        shape=step.types[result].shape,
+        dtype=step.types[result].dtype,
+        layout=_layout_text(array, place),
+        difference=None,
+        what="",
+        where=", ".join(where),
+    )
+
+
+def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
+    """The devices where something is bad; empty if it is so on all of them."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []
@@ -108,31 +130,25 @@ def devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
     return [f"on {len(found)} of {bad.size} devices, the first of which is ({first})"]
 
 
-def layout_text(array: Any, loops: int, manual: bool) -> str:
-    """How a value lies on the mesh, of which there is one for each iteration of some loops."""
-    if manual:
+def _layout_text(array: jax.Array | None, place: Place) -> str:
+    """How a value lies on the mesh, of which there is one for each iteration of the loops."""
+    if place.axes:
         return "on each device"
-    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+    if array is None or not isinstance(array.sharding, NamedSharding):
         return ""
-    return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[loops:]))}"
+    return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[len(place.view) :]))}"
 
 
 def _paths_taken(
     step: Step, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
 ) -> tuple[Path, ...]:
-    """The arguments of a program that an operation takes.
-
-    Args:
-        step: the operation.
-        body: the body in which it is.
-        around: the steps around that body, from the outside.
-        paths: the paths of the program's inputs; None for those that have none.
-    """
+    """The arguments of a program that an operation takes, by the steps around its body."""
     inputs = paths
     for one in around:
         labels = _labels(one.body, inputs)
         outer = one.body.steps[one.index]
-        inputs = _of_inner_inputs(outer, [labels.get(value) for value in outer.ins])
+        constants, carry, rest = outer.body_operands([labels.get(value) for value in outer.ins])
+        inputs = [*constants, *[None] * len(carry), *rest]
     labels = _labels(body, inputs)
     found = [labels.get(value) for value in step.ins]
     return tuple(dict.fromkeys(path for path in found if path is not None))
@@ -151,12 +167,3 @@ def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path |
             label = given.pop() if len(given) == 1 and not step.bodies else None
             labels.update(dict.fromkeys(step.outs, label))
     return labels
-
-
-def _of_inner_inputs(step: Step, given: Sequence[Path | None]) -> Sequence[Path | None]:
-    """The labels of the inputs of a body, from those of what the step takes."""
-    if step.name in ("scan", "while"):
-        constants, carry, rest = step.loop_operands(given)
-        return [*constants, *[None] * len(carry), *rest]
-    # Of a conditional, the first is which branch it is.
-    return given[1:] if step.name == "cond" else given

@@ -123,7 +123,6 @@ Copies = Callable[[], Sequence[Any]]
 """Makes copies of the arguments of a call, where they should be."""
 
 
-@dataclass(frozen=True, eq=False)
 class Both:
     """A function on one device, and on a mesh.
 
@@ -134,10 +133,17 @@ class Both:
         on_mesh: makes copies of its arguments, sharded.
     """
 
-    unsharded: Function[..., Any]
-    on_device: Copies
-    sharded: Function[..., Any]
-    on_mesh: Copies
+    def __init__(
+        self,
+        unsharded: Function[..., Any],
+        on_device: Copies,
+        sharded: Function[..., Any],
+        on_mesh: Copies,
+    ):
+        self.unsharded: Function[..., Any] = unsharded
+        self.on_device: Copies = on_device
+        self.sharded: Function[..., Any] = sharded
+        self.on_mesh: Copies = on_mesh
 
     @classmethod
     def of(
@@ -152,7 +158,7 @@ class Both:
         # One layout stands for all arguments, and so for the activations between them.
         rules = layouts if isinstance(layouts, Layout) else None
         sharded = fn if isinstance(fn, Function) else jit(fn, mesh=mesh, rules=rules)
-        plain = fn.__wrapped__ if isinstance(fn, Function) else fn
+        plain = sharded.__wrapped__
         plan, on_mesh = _sharded(plain, args, layouts, mesh)
         # With such layouts, as those whose axes no argument has, a test passes in any case.
         if all(row.spec is None or row.copies == mesh.size for row in plan.rows):
@@ -247,6 +253,6 @@ def _host_copy(array: AnyArray) -> jax.Array | np.ndarray:
     """
     copy = np.array(numbers(array))
     # numpy has no keys: their words are copied.
-    if is_key(array.dtype):
+    if isinstance(array, jax.Array) and is_key(array.dtype):
         return jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(array))
     return copy

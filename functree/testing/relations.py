@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from functree.devices.specs import axes_text, spec_text
+from functree.devices.specs import axes_text, entry, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
 """For each dimension of an array: the mesh axes that cut it."""
@@ -56,7 +56,7 @@ class Relation:
     over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        spec = spec_text(spec_of(self.assignment))
+        spec = spec_text(PartitionSpec(*map(entry, self.assignment)))
         if self.kind in _REDUCTIONS:
             what = _REDUCTIONS[self.kind]
             return f"{spec}, with the terms of a {what} over {axes_text(self.over)}"
@@ -73,11 +73,6 @@ _REDUCTIONS = {Kind.PARTIAL: "sum", Kind.MEAN: "mean"}
 
 UNKNOWN = Relation(Kind.UNKNOWN)
 OTHER = Relation(Kind.OTHER)
-
-
-def spec_of(assignment: Assignment) -> PartitionSpec:
-    """The spec that cuts an array so."""
-    return PartitionSpec(*[axes[0] if len(axes) == 1 else (axes or None) for axes in assignment])
 
 
 def relate(

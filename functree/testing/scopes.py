@@ -197,6 +197,8 @@ class Scope:
         one, other = (0 if count is None else int(count.min()) for count in ran)
         first = slots(self.pairs.left.steps[i], one)
         second = slots(self.step(j), other)
+        if len(first) != len(second) and self.step(j).name == "scan":
+            return
         total = max(len(first), len(second))
         for number, (slot, same) in enumerate(zip(first, second, strict=False), 1):
             if slot != same:

@@ -1,5 +1,6 @@
 """A traced function ─► a `Body`: its operations in a row, the functions that it calls inlined."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ from jax.extend.core import (
 )
 
 from functree.compiled.sources import is_model_file
-from functree.tree.jaxprs import AnyJaxpr, inner_programs, scan_sizes
+from functree.tree.jaxprs import AnyJaxpr, inner_programs, is_random, scan_sizes
 
 T = TypeVar("T")
 
@@ -39,12 +40,6 @@ _PLACING = frozenset(
     "sharding_constraint reshard mesh_cast layout_constraint device_put copy optimization_barrier "
     "pvary pcast retyped".split()
 )
-
-
-RANDOM = frozenset(
-    "random_bits random_split random_fold_in random_seed random_gamma threefry2x32".split()
-)
-"""Operations that draw random numbers, or make keys for them."""
 
 # They would only print again.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
@@ -72,9 +67,10 @@ class Step:
         outs: the values that it makes.
         types: the types of these.
         source: the innermost line of the user's model around it; None if there is none.
+        draws: whether it draws random numbers, or makes keys for them.
         bodies: what it runs: the body of a loop or of a shard_map, the branches of a conditional.
-        operands: of a loop, how many values it takes for its condition alone, for the constants of
-            its body, and to carry.
+        operands: how many of the values its bodies do not take, and a loop takes for the constants
+            of its body and to carry. The others follow.
         acts: whether it does something beside making values, such as writing to a `jax.Ref`.
         run: the operation itself, from arrays to arrays.
     """
@@ -85,6 +81,7 @@ class Step:
     outs: tuple[Number, ...]
     types: tuple[Any, ...]
     source: Source | None
+    draws: bool
     bodies: tuple["Body", ...]
     operands: tuple[int, int, int]
     acts: bool
@@ -100,9 +97,9 @@ class Step:
         """Whether it only says where an array is."""
         return self.name in _PLACING
 
-    def loop_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Something for each value that a loop takes ─► for the constants of its body, for what is
-        carried from one iteration to the next, and for what each iteration takes a part of."""
+    def body_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Something for each value that it takes ─► for the constants of its body, for what a loop
+        carries from one iteration to the next, and for what else the body takes."""
         skipped, constants, carried = self.operands
         given = list(ins)[skipped:]
         end = constants + carried
@@ -161,7 +158,7 @@ class Body:
         """
         found = set(self.inputs)
         for step in self.steps:
-            if step.name in RANDOM or not found.isdisjoint(step.ins):
+            if step.draws or not found.isdisjoint(step.ins):
                 found.update(step.outs)
         return frozenset(found)
 
@@ -197,12 +194,7 @@ class _Flat:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.constants: dict[Number, Any] = {}
-        self._count = 0
-
-    def new(self) -> Number:
-        """A number for a value."""
-        self._count += 1
-        return self._count
+        self.new: Callable[[], Number] = itertools.count().__next__  # a number for a value
 
     def inline(
         self, program: AnyJaxpr, inputs: Sequence[Number], source: Source | None
@@ -245,11 +237,11 @@ def _step(
     jaxpr: Jaxpr,
 ) -> Step:
     name, params = eqn.primitive.name, eqn.params
-    programs: list[AnyJaxpr] = []
+    programs = list(inner_programs(eqn)) if name in _WITH_BODIES else []
     operands = 0, 0, 0
-    if name in _WITH_BODIES:
-        programs += inner_programs(eqn)
-    if name == "scan":
+    if name == "cond":
+        operands = 1, 0, 0  # which branch it is
+    elif name == "scan":
         constants, carried = scan_sizes(eqn)
         operands = 0, constants, carried
     elif name == "while":
@@ -263,6 +255,7 @@ def _step(
         outs=tuple(outs),
         types=tuple(var.aval for var in eqn.outvars),
         source=source,
+        draws=is_random(eqn),
         bodies=tuple(body_of(one, source) for one in programs),
         operands=operands,
         acts=bool(eqn.effects) and name not in _PRINTS,
