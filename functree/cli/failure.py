@@ -1,10 +1,11 @@
-"""`Failure`: why a command cannot be carried out, in one line, and its exit code."""
+"""`Failure`: why a command cannot be carried out, in one line; and errors that become one."""
 
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 from functree.errors import error_text
 
@@ -18,17 +19,31 @@ class Failure(Exception):
 
     Args:
         text: one line.
-        code: the exit code.
     """
 
-    def __init__(self, text: str, code: int = UNUSABLE):
+    def __init__(self, text: str):
         line = " ".join(text.split())
         # What a terminal would obey, in the message of someone's error, is shown instead.
         super().__init__("".join(one if one.isprintable() else repr(one)[1:-1] for one in line))
-        self.code: int = code
 
 
-class UsersCode:
+@contextmanager
+def refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
+    """A context in which errors of functree become a `Failure`, in the words of the command line.
+
+    Args:
+        errors: their classes.
+        what: what is said before them.
+    """
+    try:
+        yield
+    except errors as error:
+        text = str(error).removeprefix("explore: ").replace("target=", "--target ")
+        raise Failure(f"{what}{text}") from error
+
+
+@contextmanager
+def users_code(what: str, *passes: type[Exception]) -> Iterator[None]:
     """A context in which the user's own modules and functions are imported and run: what they raise
     becomes a `Failure`, whatever its class is, and so does the end of Python that they ask for. An
     interrupt passes.
@@ -37,22 +52,12 @@ class UsersCode:
         what: what is said of them: `demo:train raised`.
         passes: the classes of errors that are not theirs.
     """
-
-    def __init__(self, what: str, passes: tuple[type[Exception], ...] = ()):
-        self._what = what
-        self._passes: tuple[type[Exception], ...] = (Failure, *passes)
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if isinstance(error, Exception | SystemExit) and not isinstance(error, self._passes):
-            raise users_error(self._what, error) from error
+    try:
+        yield
+    except (Failure, *passes):
+        raise
+    except (Exception, SystemExit) as error:
+        raise users_error(what, error) from error
 
 
 def say(text: str) -> None:
