@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from functree.argument_checks import shown
 from functree.calls.closures import closed_over, held
-from functree.cli.failure import Failure, users_code, users_error
+from functree.cli.failure import Failure, UsersCode, users_error
 from functree.devices.targets import Target
 from functree.errors import count, did_you_mean
 from functree.explorer.ranking import mesh_text
@@ -35,7 +35,7 @@ def made(text: str) -> Tree:
         Failure: there is no such function, or it raises, or returns no arrays.
     """
     factory = _found(text)
-    with users_code(f"{text} raised"):
+    with UsersCode(f"{text} raised"):
         try:
             value = _abstractly(factory)
         except jax.errors.ConcretizationTypeError as error:
@@ -121,12 +121,19 @@ def _found(text: str) -> Callable[[], Any]:
             f"{text} is {shown(value)}, not a function: write one that returns it, so that it can "
             "be run without values"
         )
-    _check_parameters(text, value)
+    try:
+        inspect.signature(value).bind()
+    except ValueError:  # in C, without a signature
+        pass
+    except TypeError as error:
+        raise Failure(
+            f"{text}{inspect.signature(value)} takes arguments, and a factory takes none: {error}"
+        ) from error
     return value
 
 
 def _imported(name: str) -> Any:
-    with users_code(f"{name} cannot be imported"):
+    with UsersCode(f"{name} cannot be imported"):
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
@@ -135,19 +142,6 @@ def _imported(name: str) -> Any:
                 raise
             here = [path.stem for path in Path.cwd().glob("*.py")]
             raise Failure(f"there is no module `{error.name}`{did_you_mean(name, here)}") from error
-
-
-def _check_parameters(text: str, factory: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # in C, without a signature
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise Failure(
-            f"{text}{signature} takes arguments, and a factory takes none: {error}"
-        ) from error
 
 
 def _abstractly(factory: Callable[[], Tree]) -> Tree:

@@ -4,10 +4,11 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from typing import Any
 
-from functree.errors import error_text
+from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 """The exit codes: all is well; the layout has problems; the command could not be carried out; an
@@ -28,22 +29,17 @@ class Failure(Exception):
 
 
 @contextmanager
-def refusing(*errors: type[Exception], what: str = "") -> Iterator[None]:
-    """A context in which errors of functree become a `Failure`, in the words of the command line.
-
-    Args:
-        errors: their classes.
-        what: what is said before them.
-    """
+def refusing(what: str = "") -> Iterator[None]:
+    """A context in which what functree does not take becomes a `Failure`, in the words of the
+    command line; `what` is said before them."""
     try:
         yield
-    except errors as error:
+    except (FunctreeTypeError, RuleError, ShardingError) as error:
         text = str(error).removeprefix("explore: ").replace("target=", "--target ")
         raise Failure(f"{what}{text}") from error
 
 
-@contextmanager
-def users_code(what: str, *passes: type[Exception]) -> Iterator[None]:
+class UsersCode(AbstractContextManager[Any]):
     """A context in which the user's own modules and functions are imported and run: what they raise
     becomes a `Failure`, whatever its class is, and so does the end of Python that they ask for. An
     interrupt passes.
@@ -52,12 +48,13 @@ def users_code(what: str, *passes: type[Exception]) -> Iterator[None]:
         what: what is said of them: `demo:train raised`.
         passes: the classes of errors that are not theirs.
     """
-    try:
-        yield
-    except (Failure, *passes):
-        raise
-    except (Exception, SystemExit) as error:
-        raise users_error(what, error) from error
+
+    def __init__(self, what: str, *passes: type[Exception]):
+        self._what, self._passes = what, (Failure, *passes)
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception | SystemExit) and not isinstance(error, self._passes):
+            raise users_error(self._what, error) from error
 
 
 def say(text: str) -> None:

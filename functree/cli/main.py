@@ -1,4 +1,28 @@
-"""The arguments of the command line ─► what is printed, and the exit code."""
+"""Look at the layout of a model before it runs: no array is allocated, and nothing
+is run.
+
+  plan      how each array is laid out on a mesh, why, and its bytes on a device
+  ledger    what the compiled program moves between devices, and keeps in memory
+  explore   compile several meshes and layouts, and rank them
+
+Each takes MODULE:FACTORY, a function without arguments in one of your modules.
+It returns the tree for `plan`, and for the others a function and its arguments:
+
+  # demo.py
+  import functree as ft, jax, jax.numpy as jnp, optax
+  from jaxtyping import Array, Int
+
+  def state():
+      config = ft.nn.TransformerConfig(32000, 512, 8, 8, 8, 64, 2048, 1024)
+      model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+      return ft.TrainState.create(model, optax.adamw(1e-4))
+
+  def train():
+      @ft.jit(donate="state")
+      def step(state, tokens: Int[Array, "batch _"]):
+          ...
+      return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
+"""
 
 import os
 import sys
@@ -20,9 +44,9 @@ from functree.cli.failure import (
     PROBLEMS,
     UNUSABLE,
     Failure,
+    UsersCode,
     refusing,
     say,
-    users_code,
 )
 from functree.cli.parser import (
     NO_LAYOUT,
@@ -35,13 +59,7 @@ from functree.cli.parser import (
 from functree.compiled.ledger import Ledger
 from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target
-from functree.errors import (
-    FunctreeError,
-    FunctreeTypeError,
-    FunctreeWarning,
-    RuleError,
-    ShardingError,
-)
+from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.ranking import Ranking
 from functree.explorer.step import Step
@@ -85,7 +103,7 @@ def plan(options: Namespace) -> Outcome:
         tree, note = tree[1][0], "planned is the first argument of the function"
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
-    with refusing(RuleError):
+    with refusing():
         found = plan_tree(tree, layout, options.mesh[0], check=False)
     return Outcome(found, PROBLEMS if found.problems else FINE, note)
 
@@ -106,15 +124,15 @@ def ledger(options: Namespace) -> Outcome:
         raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
     given: dict[str, Any] = {}
     for sizes in options.mesh:
-        with refusing(ShardingError):  # about the names of its axes, or the target's compiler
+        with refusing():  # about the names of its axes, or the target's compiler
             given["mesh"] = make_mesh(target=options.target, **sizes)
     call = made_call(options.factory)
-    with refusing(FunctreeTypeError, what=f"{options.factory}: "):
+    with refusing(f"{options.factory}: "):
         step = Step(*call)
     if layout is not None:
-        with refusing(RuleError):
+        with refusing():
             given |= step.options(layout)
-    with users_code(f"{step.name} raised", *_OF_LAYOUTS):
+    with UsersCode(f"{step.name} raised", *_OF_LAYOUTS):
         return Outcome(step.compile(given).ledger())
 
 
@@ -131,8 +149,7 @@ def explored(options: Namespace) -> Outcome:
     if options.target is not None and not options.mesh:
         meshes = [Target.read(options.target).size]
     step, args = made_call(options.factory)
-    refused = refusing(ShardingError, RuleError, FunctreeTypeError)
-    with users_code(f"{options.factory}: the function raised", *_OF_LAYOUTS), refused:
+    with UsersCode(f"{options.factory}: the function raised", *_OF_LAYOUTS), refusing():
         found = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
     if any(NOT_COMPILED in row.problems for row in found):
         return Outcome(found, INTERRUPTED, "interrupted: this is what was compiled until then")
@@ -160,7 +177,7 @@ def _prepare(options: Namespace) -> None:
         raise Failure("--devices simulates CPUs, and --target has devices of its own: give one")
     target = None
     if options.target is not None:
-        with refusing(ShardingError):
+        with refusing():
             target = Target.read(options.target)
     options.mesh = list(map(read, options.mesh or []))
     prepare(options.devices, only_compile=is_plan or target is not None)
@@ -176,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; None for those of the process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parsed(given, _version(), COMMANDS)
+    options = parsed(given, __doc__, _version(), COMMANDS)
     command = f"functree {options.command}"
     sys.path.insert(0, os.getcwd())  # modules of the current folder can be imported
     try:

@@ -21,33 +21,6 @@ from functree.layout.fsdp import FSDP
 from functree.layout.layout import Layout, LayoutTree
 from functree.layout.rules import AxisRules
 
-_DESCRIPTION = """\
-Look at the layout of a model before it runs: no array is allocated, and nothing
-is run.
-
-  plan      how each array is laid out on a mesh, why, and its bytes on a device
-  ledger    what the compiled program moves between devices, and keeps in memory
-  explore   compile several meshes and layouts, and rank them
-
-Each takes MODULE:FACTORY, a function without arguments in one of your modules.
-It returns the tree for `plan`, and for the others a function and its arguments:
-
-  # demo.py
-  import functree as ft, jax, jax.numpy as jnp, optax
-  from jaxtyping import Array, Int
-
-  def state():
-      config = ft.nn.TransformerConfig(32000, 512, 8, 8, 8, 64, 2048, 1024)
-      model = ft.nn.Transformer.create(config, key=jax.random.key(0))
-      return ft.TrainState.create(model, optax.adamw(1e-4))
-
-  def train():
-      @ft.jit(donate="state")
-      def step(state, tokens: Int[Array, "batch _"]):
-          ...
-      return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
-"""
-
 _LAYOUTS = """\
 A layout is Python, in one of your modules, a tuple of layouts (one for each
 argument), or for `explore` a dict of candidates:
@@ -90,18 +63,22 @@ class Parser(argparse.ArgumentParser):
 
 
 def parsed(
-    arguments: Sequence[str], version: str, commands: Mapping[str, Callable[..., Any]]
-) -> argparse.Namespace:
+    arguments: Sequence[str],
+    description: str | None,
+    version: str,
+    commands: Mapping[str, Callable[..., Any]],
+) -> Namespace:
     """The options of a command line. Wrong ones, and `--help`, end the process.
 
     Args:
         arguments: the arguments.
+        description: the beginning of the help.
         version: the version of functree.
         commands: the functions of the commands, by name. The docstring of each is its help.
     """
     main = Parser(
         prog="functree",
-        description=_DESCRIPTION,
+        description=description,
         epilog=f"{_LAYOUTS}\n`functree COMMAND --help` has examples.\n\n{_CODES}",
     )
     main.add_argument("--version", action="version", version=f"functree {version}")
@@ -124,9 +101,7 @@ def parsed(
     return _checked(main, by_name, arguments)
 
 
-def _checked(
-    main: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]
-) -> argparse.Namespace:
+def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> Namespace:
     # What is not known is told first: argparse tells of a misspelled option as a missing one.
     before = list(takewhile(lambda one: one.startswith("-"), arguments))
     main.check(before)
@@ -263,10 +238,10 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
     """
     parts: list[Layout] = []
     if rules is not None:
-        with refusing(RuleError, what=f"--rules {rules!r}: "):
+        with refusing(f"--rules {rules!r}: "):
             parts.append(AxisRules(map(_rule, rules.split(","))))
     if fsdp is not None:
-        with refusing(RuleError, what=f"--fsdp {fsdp!r}: "):
+        with refusing(f"--fsdp {fsdp!r}: "):
             parts.append(FSDP(fsdp.split("+")))
     if not parts:
         return None
