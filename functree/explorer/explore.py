@@ -159,7 +159,7 @@ class _Exploration:
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """The candidates, those that may fit compiled."""
-        found = [self._on_paper(one) for one in wanted]
+        found = list(map(self._on_paper, wanted))
         waiting = [i for i, one in enumerate(found) if not one.problems]
         if waiting and self._target is not None:
             target_devices(self._target)  # which says what is missing, once for all candidates

@@ -112,7 +112,9 @@ def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
         if one.mesh_axes is None or one.group_size is None:
             unknown += one.total
         elif one.group_size > 1 and one.total:
-            axes = one.mesh_axes[0] if len(one.mesh_axes) == 1 else one.mesh_axes
+            axes = one.mesh_axes
+            if len(axes) == 1:
+                (axes,) = axes
             sent = one.total * _FACTORS[one.kind](one.group_size)
             found[axes] = found.get(axes, 0) + sent
     largest = sorted(found.items(), key=lambda item: -item[1])

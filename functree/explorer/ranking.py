@@ -1,7 +1,7 @@
 """The candidates of an exploration ─► `Ranking`: best first, as a table, a page and JSON."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,8 +108,8 @@ class Ranking:
     @property
     def best(self) -> tuple[Candidate, ...]:
         """The best candidate, and those that are tied with it; empty if none can run."""
-        runs = self._runs()
-        return tuple(row for i, row in enumerate(runs) if i == 0 or row.tied)
+        runs, _ = _divided(self.rows)
+        return tuple(row for row in runs if row.tied) or tuple(runs[:1])
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
@@ -127,7 +127,7 @@ class Ranking:
         return len(self.rows)
 
     def __str__(self) -> str:
-        return _text(self._runs(), self._refused(), self._head(), _tie_text(self.best))
+        return _text(self.rows, self._head(), _tie_text(self.best))
 
     def __repr__(self) -> str:
         return f"<Ranking of {len(self.rows)} candidates for {self.target or self.kind}>"
@@ -152,15 +152,10 @@ class Ranking:
         }
         return json.dumps(data)
 
-    def _runs(self) -> list[Candidate]:
-        return [row for row in self.rows if row.score is not None]
-
-    def _refused(self) -> list[Candidate]:
-        return [row for row in self.rows if row.score is None]
-
     def _page(self, whole: bool) -> str:
         notes = notes_html([], filter(None, [*self._head(), _tie_text(self.best)]))
-        content = _runs_html(self._runs()) + _refused_html(self._refused())
+        runs, refused = _divided(self.rows)
+        content = _runs_html(runs) + _refused_html(refused)
         return report_html("functree explore", notes, content, whole)
 
     def _head(self) -> list[str]:
@@ -187,7 +182,7 @@ class Ranking:
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates in the order of their scores, with ties and the frontier marked."""
-    runs = [one for one in candidates if one.score is not None]
+    runs, refused = _divided(candidates)
     runs.sort(key=lambda one: (one.score, one.peak_bytes))
     tied = [one for one in runs if (one.score or 0) <= TIE * (runs[0].score or 0)]
     marked: list[Candidate] = []
@@ -198,7 +193,19 @@ def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if is_frontier:
             least = peak
         marked.append(replace(one, tied=len(tied) > 1 and one in tied, is_frontier=is_frontier))
-    return (*marked, *(one for one in candidates if one.score is None))
+    return (*marked, *refused)
+
+
+def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that can run, and those that cannot."""
+    runs: list[Candidate] = []
+    refused: list[Candidate] = []
+    for row in rows:
+        if row.score is None:
+            refused.append(row)
+        else:
+            runs.append(row)
+    return runs, refused
 
 
 # JSON
@@ -287,7 +294,7 @@ def _tie_text(best: Sequence[Candidate]) -> str:
     """The sentence about a tie; empty if there is none."""
     if len(best) < 2:
         return ""
-    named = listed([name_of(one) for one in best], 6)
+    named = listed(list(map(name_of, best)), 6)
     return (
         f"a tie: {named} are within 15 % of the best score, which does not tell which of them is "
         "faster: measure these"
@@ -313,13 +320,12 @@ def problem_lines(one: Candidate) -> Iterator[str]:
 _COLUMNS = (2, 22, 24, 10, 10, 10)  # of marks, layout, mesh, peak, compute and wire
 
 
-def _text(
-    runs: Sequence[Candidate], refused: Sequence[Candidate], head: Sequence[str], tie: str
-) -> str:
+def _text(rows: Sequence[Candidate], head: Sequence[str], tie: str) -> str:
     """The ranking as text, at most 100 columns wide."""
     lines = paragraphs(head)
+    runs, refused = _divided(rows)
     if runs:
-        titles = ("", "layout", "mesh", *(title.rjust(10) for title in ("peak", "compute", "wire")))
+        titles = _cells("", "layout", "mesh", "peak", "compute", "wire")
         lines += ["", *columns(titles, _COLUMNS, "score")]
         for one in runs:
             lines += _row_lines(one, runs[0])
@@ -337,13 +343,19 @@ def _row_lines(one: Candidate, first: Candidate) -> list[str]:
     mark = "=" if one.tied else ""
     if one.is_frontier:
         mark += "*"
-    numbers = (
+    cells = _cells(
+        mark,
+        one.layout_name,
+        mesh_text(one.mesh),
         bytes_text(one.peak_bytes or 0),
         seconds_text(one.compute_seconds or 0),
         seconds_text(one.wire_seconds or 0),
     )
-    cells = (mark, one.layout_name, mesh_text(one.mesh), *(text.rjust(10) for text in numbers))
     return row_lines(cells, _COLUMNS, seconds_text(one.score or 0), why_worse(one, first))
+
+
+def _cells(mark: str, layout: str, mesh: str, *numbers: str) -> tuple[str, ...]:
+    return mark, layout, mesh, *(text.rjust(10) for text in numbers)
 
 
 def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
@@ -365,9 +377,11 @@ def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
 
 def _runs_html(runs: Sequence[Candidate]) -> str:
     """The candidates that can run, with bars for score and memory; nothing if there are none."""
+    if not runs:
+        return ""
     rows: list[Sequence[str]] = []
-    longest = max((one.score or 0 for one in runs), default=0)
-    most = max((one.peak_bytes or 0 for one in runs), default=0)
+    longest = runs[-1].score or 0
+    most = max(one.peak_bytes or 0 for one in runs)
     for one in runs:
         why = [why_worse(one, runs[0])]
         if one.tied:
@@ -378,8 +392,6 @@ def _runs_html(runs: Sequence[Candidate]) -> str:
         memory = f"{bytes_text(peak)}{bar_html([Segment('peak', peak, 'p1')], most)}"
         reasons = notes_html([], filter(None, why))
         rows.append((*_names(one), _score_html(one, longest), memory, reasons))
-    if not rows:
-        return ""
     return section_html("Ranking", table_html(("layout", "mesh", "score", "peak", "why"), rows))
 
 

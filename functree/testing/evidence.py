@@ -19,15 +19,13 @@ from functree.testing.checksums import (
     wide,
 )
 from functree.testing.intermediates import Site, Watch
-from functree.testing.programs import Program
+from functree.testing.programs import Program, Sampler
 from functree.testing.relations import Compared
 from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
 from functree.tree.arrays import is_key
 
-# The draws by which it is found how much values depend on rounding.
-_DRAWS = (0, 1)
-# How many times as much as in these draws a value may differ.
+# How many times as much a value may differ as between arguments that are off by a rounding.
 _MARGIN = 8
 
 
@@ -52,7 +50,7 @@ class Watched:
         return Checksums(
             self._tiles,
             fetched(self._on_one(one.arrays)),
-            [fetched(self._on_one(one.perturbed(seed))) for seed in _DRAWS],
+            _draws(self._on_one, one),
             fetched(self._on_many(many.arrays)),
         )
 
@@ -108,7 +106,7 @@ class Values:
         on_one, on_many = one.watched(values_of(left)), many.watched(values_of(right))
         self.arrays: Mapping[Site, jax.Array] = on_many(many.arrays)
         self._one, self._many = fetched(on_one(one.arrays)), fetched(self.arrays)
-        self._draws = [fetched(on_one(one.perturbed(seed))) for seed in _DRAWS]
+        self._draws = _draws(on_one, one)
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
         """The tiles of a result of a step on the mesh, or their checksums; None if there is
@@ -196,6 +194,11 @@ def values_of(sites: Collection[Site]) -> Watch:
 def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
     """Records on the host."""
     return dict(zip(records, jax.device_get(list(records.values())), strict=True))
+
+
+def _draws(run: Sampler, program: Program) -> list[Records]:
+    """The records for arguments that are off by a rounding."""
+    return [fetched(run(program.perturbed(seed))) for seed in (0, 1)]
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:

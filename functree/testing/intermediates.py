@@ -79,14 +79,14 @@ def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Foun
     records: dict[Site, Record] = {}
     for index, step in enumerate(body.steps):
         rule = _RULES.get(step.name, _operation)
-        outs, inner = rule(step, [values[value] for value in step.ins], watch, (*at, index))
+        outs, inner = rule(step, list(map(values.get, step.ins)), watch, (*at, index))
         records.update(inner)
         for result, (value, out) in enumerate(zip(step.outs, outs, strict=True)):
             values[value] = out
             site = (*at, index, result)
             if site in watch.sites:
                 records[site] = _varying(watch.record(site, out))
-    return [values[value] for value in body.outputs], records
+    return list(map(values.get, body.outputs)), records
 
 
 def _operation(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
@@ -172,8 +172,10 @@ def _cond(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
     def padded(branch: Callable[..., _Found], *operands: Any) -> _Found:
         outs, records = branch(*operands)
-        zeros = {site: _varying(jnp.zeros(one.shape, one.dtype)) for site, one in blank.items()}
-        return outs, {**zeros, **records}
+        for site, one in blank.items():
+            if site not in records:
+                records[site] = _varying(jnp.zeros(one.shape, one.dtype))
+        return outs, records
 
     return lax.switch(which, [functools.partial(padded, one) for one in branches], *operands)
 

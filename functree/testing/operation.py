@@ -147,11 +147,11 @@ def _paths_taken(
     for one in around:
         labels = _labels(one.body, inputs)
         outer = one.body.steps[one.index]
-        constants, carry, rest = outer.body_operands([labels.get(value) for value in outer.ins])
+        constants, carry, rest = outer.body_operands(list(map(labels.get, outer.ins)))
         inputs = [*constants, *[None] * len(carry), *rest]
     labels = _labels(body, inputs)
-    found = [labels.get(value) for value in step.ins]
-    return tuple(dict.fromkeys(path for path in found if path is not None))
+    found = dict.fromkeys(map(labels.get, step.ins))
+    return tuple(path for path in found if path is not None)
 
 
 def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:

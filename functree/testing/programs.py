@@ -101,11 +101,12 @@ class Program:
     @property
     def _rounding(self) -> float:
         """The relative error of the coarsest dtype in which the function computes."""
-        found = [float(jnp.finfo(jnp.float32).eps)]
+        coarsest = rounding(np.dtype(np.float32))
         for step in self.body.all_steps():
-            dtypes = [getattr(one, "dtype", None) for one in step.types]
-            found.extend(rounding(one) for one in dtypes if one is not None)
-        return max(found)
+            for kind in step.types:
+                if has_checksum(kind):
+                    coarsest = max(coarsest, rounding(kind.dtype))
+        return coarsest
 
 
 def _perturbed(array: AnyArray, amount: float, rng: np.random.Generator) -> AnyArray:
@@ -210,9 +211,12 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
 def _is_by_functree(eqn: JaxprEqn) -> bool:
     """Whether functree has called the function of JAX that makes an equation."""
     traceback = eqn.source_info.traceback
-    files = [] if traceback is None else [frame.file_name for frame in traceback.frames]
-    callers = [file for file in files if is_own_file(file) or is_model_file(file)]
-    return bool(callers) and is_own_file(callers[0])
+    if traceback is None:
+        return False
+    for frame in traceback.frames:
+        if is_own_file(frame.file_name) or is_model_file(frame.file_name):
+            return is_own_file(frame.file_name)
+    return False
 
 
 def _sharded(

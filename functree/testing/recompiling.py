@@ -133,8 +133,7 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     for name, argument in zip(names, args, strict=False):
         arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
     # What is donated is given away for its successor, so that it is the state.
-    donated = {path[0] for path in traced.donated}
-    states = [name for name in names if name in donated]
+    states = list(dict.fromkeys(path[0] for path in traced.donated))
     result = compiled.abstract_result(traced.jax.jaxpr.out_avals)
     found: list[str] = []
     for name in states or names[:1]:

@@ -100,11 +100,10 @@ class Pairs:
     @classmethod
     def of(cls, left: Body, right: Body) -> "Pairs":
         """Pair two bodies. Steps that only say where an array is are in no pair."""
-        first = [i for i, step in enumerate(left.steps) if not step.places]
-        second = [j for j, step in enumerate(right.steps) if not step.places]
-        one, other = [_key(left.steps[i]) for i in first], [_key(right.steps[j]) for j in second]
-        pairs = tuple((first[a], second[b]) for a, b in _common(one, other))
-        return cls(left, right, pairs)
+        first, second = _keys(left), _keys(right)
+        one, other = list(first), list(second)
+        common = _common(list(first.values()), list(second.values()))
+        return cls(left, right, tuple((one[a], other[b]) for a, b in common))
 
     @cached_property
     def inner(self) -> dict[tuple[int, int], tuple["Pairs", ...]]:
@@ -137,10 +136,17 @@ class Pairs:
                 yield from inner.sites((*at, i, k), within)
 
 
-def _key(step: Step) -> Hashable:
-    """What steps of a pair have in common. Not their shapes: in a shard_map these are local."""
-    kinds = tuple((str(getattr(one, "dtype", one)), getattr(one, "ndim", 0)) for one in step.types)
-    return step.name, step.source, kinds
+def _keys(body: Body) -> dict[int, Hashable]:
+    """What the steps of a body have in common with those in their pairs, by index."""
+    found: dict[int, Hashable] = {}
+    for index, step in enumerate(body.steps):
+        if not step.places:
+            # Not their shapes: in a shard_map these are local.
+            kinds = [
+                (str(getattr(one, "dtype", one)), getattr(one, "ndim", 0)) for one in step.types
+            ]
+            found[index] = step.name, step.source, tuple(kinds)
+    return found
 
 
 def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
@@ -150,12 +156,13 @@ def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[in
     start = next((i for i in range(most) if one[i] != other[i]), most)
     rest = most - start
     end = next((i for i in range(rest) if one[-1 - i] != other[-1 - i]), rest)
-    pairs = [(i, i) for i in range(start)]
+    pairs = list(zip(range(start), range(start), strict=True))
     middle, beside = one[start : len(one) - end], other[start : len(other) - end]
     for a, b, size in SequenceMatcher(None, middle, beside, autojunk=False).get_matching_blocks():
-        pairs.extend((start + a + i, start + b + i) for i in range(size))
-    pairs.extend((len(one) - i, len(other) - i) for i in range(end, 0, -1))
-    return pairs
+        a, b = a + start, b + start
+        pairs += zip(range(a, a + size), range(b, b + size), strict=True)
+    ends = range(len(one) - end, len(one)), range(len(other) - end, len(other))
+    return [*pairs, *zip(*ends, strict=True)]
 
 
 @dataclass(frozen=True, eq=False)

@@ -265,8 +265,11 @@ class Search:
         if name == "cond":
             branch = scope.in_branch(i, j, self._left, self._right)
             return None if branch is None else self._in_body(branch)
-        found = map(self._in_body, scope.in_iterations(i, j, self._left, self._right))
-        return next((one for one in found if one is not None), None)
+        for inner in scope.in_iterations(i, j, self._left, self._right):
+            finding = self._in_body(inner)
+            if finding is not None:
+                return finding
+        return None
 
     def _in_body(self, scope: Scope) -> Finding | None:
         """The finding in a body that is run in another one."""
