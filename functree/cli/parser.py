@@ -123,7 +123,7 @@ def _add_options(command: Parser, name: str) -> None:
     add, again = command.add_argument, ""
     mesh, layout = "the sizes of the mesh axes", "the layout"
     target = "what is compiled for, without having it: tpu:v5e:4x8, cuda:h100:8"
-    add("factory", metavar="MODULE:FACTORY", help="such as demo:train")
+    example = "demo:train"
     if name == "ledger":
         layout += " of the arguments; by default that which the function has itself"
     elif name == "explore":
@@ -131,7 +131,9 @@ def _add_options(command: Parser, name: str) -> None:
         mesh += ", or a number of devices, for all ways to divide it; by default all of them"
         layout = "a layout, or a dict of them"
     else:
+        example, mesh = "demo:state", f"{mesh} (required)"
         target = "check that the mesh has as many devices as this target: tpu:v5e:4x8"
+    add("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
     add("--mesh", metavar="data=8,model=4", action="append", help=f"{mesh}{again}")
     add("--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}")
     add("--rules", metavar="batch=data,...=none", help="short rules in place of a layout")
