@@ -1,11 +1,10 @@
 """A function and its arguments ─► `Step`: the function of `ft.jit` for any layouts of these."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
 from functree.calls.function import BoundFunction
 from functree.calls.parameter_layouts import ParameterLayouts
@@ -13,7 +12,7 @@ from functree.calls.signature import Partial, Record, Signature
 from functree.calls.stages.compiled import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
-from functree.layout.layout import Layout, LayoutTree, broadcast, own_meshes
+from functree.layout.layout import LayoutTree, broadcast, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.transforms.jit.jit import jit
@@ -22,19 +21,6 @@ from functree.tree.arrays import Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
-
-
-class Laid(NamedTuple):
-    """A layout of the arguments.
-
-    Attributes:
-        written: what `in_shardings` takes.
-        rules: the layout of the first argument that has rules for activations, which are the
-            ambient rules of the body; None if there is none.
-    """
-
-    written: LayoutTree
-    rules: Layout | None
 
 
 class Step:
@@ -58,16 +44,19 @@ class Step:
         call = self._signature.bind(*partial.with_bound(self._args, {}))
         self._call: Record = with_static(call, self._jit.static)
 
-    def laid(self, layouts: LayoutTree) -> Laid:
-        """What a layout of the arguments says.
+    def options(self, layouts: LayoutTree) -> dict[str, Any]:
+        """The options of `ft.jit` for a layout of the arguments. The first part of it that has
+        rules is also the `rules`.
 
         Raises:
             RuleError: it does not have the structure of the arguments.
         """
+        options: dict[str, Any] = {"in_shardings": layouts}
         for part in broadcast(self._layouts(layouts).prefix(self._call), self._call):
             if part.layout.rules is not None:
-                return Laid(layouts, part.layout)
-        return Laid(layouts, None)
+                options["rules"] = part.layout
+                break
+        return options
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
         """The plan of the arguments, with its problems. No device is used."""
@@ -75,21 +64,8 @@ class Step:
         view = agreed_mesh(sizes, own_meshes(parts))
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
-    def compile(self, laid: Laid | None, out_shardings: LayoutTree, mesh: Mesh | None) -> Compiled:
-        """The compiled program.
-
-        Args:
-            laid: the layout of the arguments; None for that which the function has itself.
-            out_shardings: the layout of the result, which is of no use without `laid`.
-            mesh: the mesh; None for that which the function has itself.
-        """
-        options: dict[str, Any] = {}
-        if mesh is not None:
-            options["mesh"] = mesh
-        if laid is not None:
-            options |= {"in_shardings": laid.written, "out_shardings": out_shardings}
-        if laid is not None and laid.rules is not None:
-            options["rules"] = laid.rules
+    def compile(self, options: Mapping[str, Any]) -> Compiled:
+        """The compiled program, with options of `ft.jit` in place of the function's own."""
         return self._jit.changed(self._fun, **options).lower(*self._args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
