@@ -1,8 +1,9 @@
 """A function of modules ─► a `Body`: a function of arrays that JAX can trace."""
 
+import functools
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
@@ -14,31 +15,19 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
 
+@dataclass(frozen=True, eq=False)
 class Labels:
     """The keys of arrays in their parameter. Behind its name, the text of a key makes the path of
     the array.
 
-    There is one object for equal keys, so JAX compares it by identity. With an object for each
-    function, JAX would compare a new function with all those before: it hashes the arguments of
-    what it traces without such objects.
+    There is one object for equal keys, which JAX compares by identity: it compares a new function
+    with those before whose arguments are as many.
     """
 
-    __slots__ = ("__weakref__", "keys")
     keys: tuple[str, ...]
 
-    def __new__(cls, keys: Iterable[str]) -> "Labels":
-        keys = tuple(keys)
-        labels = _LABELS.get(keys)
-        if labels is None:
-            labels = _LABELS[keys] = object.__new__(cls)
-            labels.keys = keys
-        return labels
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Labels, (self.keys,)
-
-
-_LABELS: weakref.WeakValueDictionary[tuple[str, ...], Labels] = weakref.WeakValueDictionary()
+_labels = functools.lru_cache(maxsize=1024)(Labels)
 
 
 class Arrays:
@@ -109,7 +98,7 @@ class Arguments:
                 self.donated_arguments.append(len(self.names))
             self.names.append(name)
             own = list(run)
-            labels = Labels(str(paths[i]).removeprefix(paths[i][0]) for i in own)
+            labels = _labels(tuple(str(paths[i]).removeprefix(paths[i][0]) for i in own))
             self._parts.append((slice(own[0], own[-1] + 1), labels))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:

@@ -4,6 +4,7 @@ import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
@@ -48,6 +49,9 @@ class Function(Generic[_P, _T]):
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
+    # Only of a method.
+    __func__: Any
+    __self__: Any
 
     def __init__(
         self,
@@ -78,10 +82,10 @@ class Function(Generic[_P, _T]):
         before = compile_events.count
         try:
             if program.entered is None:
-                result = program(arrays)
+                result = program.run(program.jitted, arrays)
             else:
                 with around(program.entered):
-                    result = program(arrays)
+                    result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
             # To look for deleted arguments on a single device would take time in each call. After
             # any other error, donated ones may be deleted.
@@ -95,15 +99,19 @@ class Function(Generic[_P, _T]):
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
-        return self._trace((), args, kwargs)
+        with jax.disable_jit(False):  # which changes calls only
+            program, flat = self._prepare(args, kwargs)
+            names, arrays = frozenset(kwargs), flat.abstract()
+            call = StagedCall(program, self._signature, self._bind, names, arrays, self._log)
+            return Traced(program.trace(flat.arrays), call)
 
     def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """Trace and lower a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
-        return self._trace((), args, kwargs).lower()
+        return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
         """The result of a call as `jax.ShapeDtypeStruct`s."""
-        return self._trace((), args, kwargs).out_info
+        return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
         """Forget all traces and programs, and their records. Other wrappers that share them forget
@@ -121,9 +129,22 @@ class Function(Generic[_P, _T]):
     @overload
     def __get__(
         self: "Function[Concatenate[Any, _Q], _T]", instance: object, owner: type | None = None
-    ) -> "BoundFunction[_Q, _T]": ...
+    ) -> "Function[_Q, _T]": ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else BoundFunction(self, instance)
+        """The function of a class, bound to an instance. Its traces, programs and records are those
+        of the function."""
+        if instance is None:
+            return self
+        method = object.__new__(type(self))
+        vars(method).update(vars(self))
+        args = (*self._partial.args, instance)
+        method._partial = self._partial._replace(args=args)
+        method._is_bound = True
+        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
+        # instance.
+        method.__func__, method.__self__ = self, instance
+        method.__wrapped__ = MethodType(self.__wrapped__, instance)
+        return method
 
     # It is copied and pickled as what makes it: traces and programs stay where they are.
 
@@ -131,11 +152,15 @@ class Function(Generic[_P, _T]):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if hasattr(self, "__self__"):
+            return self.__func__.__get__(copy.deepcopy(self.__self__, memo))
         # Of a Python function this is the function itself, and then of its wrapper too.
         fun = copy.deepcopy(self.__wrapped__, memo)
         return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if hasattr(self, "__self__"):
+            return type(self).__get__, (self.__func__, self.__self__)
         return type(self).of, (self.__wrapped__, self._options)
 
     # For subclasses
@@ -210,53 +235,3 @@ class Function(Generic[_P, _T]):
             self._used.add(program)
             situation = Situation.of(program.group, arrays, program.mesh, program.rules)
             self._log.add(situation, shared=not compiled)
-
-    def _trace(self, instance: Args, args: Args, kwargs: Kwargs) -> Traced:
-        """Trace a call; `instance` is that of a method, or empty."""
-
-        def bind(args: Args, kwargs: Kwargs) -> Record:
-            return self._bind((*instance, *args), kwargs)
-
-        with jax.disable_jit(False):  # which changes calls only
-            program, flat = self._prepare((*instance, *args), kwargs)
-            names, arrays = frozenset(kwargs), flat.abstract()
-            call = StagedCall(program, self._signature, bind, names, arrays, self._log)
-            return Traced(program.trace(flat.arrays), call)
-
-
-class BoundFunction(Generic[_P, _T]):
-    """A `Function` in a class, bound to an instance."""
-
-    def __init__(self, function: Function[..., _T], instance: object):
-        self._function, self._instance = function, instance
-        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
-        # instance.
-        self.__func__: Function[..., _T] = function
-        self.__self__: object = instance
-        self.__name__: str = function.__name__
-        self.__doc__ = function.__doc__
-
-    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self._function(self._instance, *args, **kwargs)
-
-    @property
-    def compilations(self) -> list[Compilation]:
-        """The compilations of the function, for all instances."""
-        return self._function.compilations
-
-    def clear_cache(self) -> None:
-        """Forget all traces and programs of the function, for all instances; see
-        `Function.clear_cache`."""
-        self._function.clear_cache()
-
-    def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
-        """Trace a call without running it; see `Function.trace`."""
-        return self._function._trace((self._instance,), args, kwargs)
-
-    def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
-        """Trace and lower a call without running it; see `Function.lower`."""
-        return self.trace(*args, **kwargs).lower()
-
-    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
-        """The result of a call as `jax.ShapeDtypeStruct`s; see `Function.eval_shape`."""
-        return self.trace(*args, **kwargs).out_info

@@ -75,12 +75,12 @@ class Program:
         the mesh."""
         return self.donates or self.missing is not None
 
-    def __call__(self, arrays: Sequence[AnyArray]) -> Tree:
+    def run(self, jitted: ArrayFunction, arrays: Sequence[AnyArray]) -> Tree:
+        """The result for the arrays of a call, by `jitted` or what JAX has compiled of it."""
         arguments = self.body.arguments.split(arrays)
         if self.has_checks:
-            return run_checked(self.jitted, arguments, self.name).built()
-        output: Output = self.jitted(*arguments)
-        return output.built()
+            return run_checked(jitted, arguments, self.name).built()
+        return jitted(*arguments).built()
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
         """Trace the program for a call's arrays, abstract ones too."""

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 from jax.sharding import Mesh
 
-from functree.calls.function import BoundFunction
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Partial, Record, Signature
 from functree.calls.stages.compiled import Compiled
@@ -47,8 +46,9 @@ class Step:
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
         arguments = tuple(args)
-        if isinstance(fn, BoundFunction):
-            fn, arguments = fn.__func__, (fn.__self__, *arguments)
+        fun, bound, names = Partial.of(fn)
+        if isinstance(fun, Jit) and not names:  # such as a method
+            fn, arguments = fun, (*bound, *arguments)
         # Its options are kept, such as what it donates; its layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__

@@ -7,18 +7,18 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Sharding
 
-from functree.calls.call_groups import CallGroup
+from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.checks import check_call
 from functree.calls.compilations import Difference, Situation, differences
-from functree.calls.donation import check_donated, twice_by_identity
+from functree.calls.donation import check_donated
 from functree.calls.output import Output
 from functree.calls.program import Program
 from functree.calls.program_ledger import ledger_of
-from functree.calls.runtime_checks import run_checked
 from functree.calls.signature import Args, Record
 from functree.calls.stages.stage import Stage, StagedCall
 from functree.compiled.ledger import Ledger
-from functree.devices.placement import is_sharded_as, refuse_deleted, sharding_text
-from functree.errors import FunctreeError, FunctreeTypeError, Problem, ShardingError, count
+from functree.devices.placement import is_sharded_as, sharding_text
+from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
@@ -66,28 +66,23 @@ class Compiled(Stage[jax.stages.Compiled]):
                 the paths. Or the program was compiled for devices that are not there.
         """
         program, call = self._program, self._call.bind(args, kwargs)
-        if program.missing is not None:
-            raise ShardingError(f"{program.name} cannot run: {program.missing}")
         arrays = program.group.take(call)
         if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
             raise self._other(call)
-        self._check(arrays)
-        arguments = program.body.arguments
-        if arguments.donated and twice_by_identity(arrays, arguments):
-            check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
-        if any(isinstance(x, jax.Array) and x.is_deleted() for x in arrays):
-            raise refuse_deleted(program.name, program.group.paths, arrays)
-        if program.has_checks:
-            return run_checked(self.jax, arguments.split(arrays), program.name).built()
-        return self.jax(*arguments.split(arrays)).built()
+        # By class, because this runs in every call; and before the others, because a tracer has no
+        # commitment.
+        kinds = set(map(type, arrays))
+        if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
+            raise self._without_value(arrays)
+        concrete = all(issubclass(kind, jax.Array) for kind in kinds)
+        if program.missing is None:  # otherwise it cannot run in any case
+            self._check(arrays)
+        check_call(program, FlatCall(call, program.group, arrays, concrete))
+        return program.run(self.jax, arrays)
 
     def _check(self, arrays: Sequence[AnyArray]) -> None:
         """Raise FunctreeError if arrays are not as they were when the program was compiled."""
         program = self._program
-        # By class first, because this runs in every call; and first of all, because a tracer has no
-        # commitment.
-        if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in set(map(type, arrays))):
-            raise self._without_value(arrays)
         # Arrays with the same type, sharding and commitment as in the last call need no check. The
         # commitment counts, since JAX moves uncommitted arrays to the devices of the program, but
         # not committed ones.
