@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, Sharding
 from functree.calls.static_arguments import check_static
 from functree.devices.placement import is_concrete, mesh_of
 from functree.labels.leaves import read, too_deep
-from functree.tree.arrays import AnyArray, Tree, is_array
+from functree.tree.arrays import AnyArray, Tree, abstract, is_array
 from functree.tree.paths import Path
 from functree.tree.skeleton.code import Refusal
 from functree.tree.skeleton.kinds import Form, form_of
@@ -137,7 +137,8 @@ class FlatCall(NamedTuple):
 
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arrays without their values, with their shardings as far as they are known."""
-        return tuple(map(_abstract, self.arrays))
+        # An array of numpy has no sharding, and that of a traced one is not known.
+        return tuple([abstract(jax.typeof(x), getattr(x, "sharding", None)) for x in self.arrays])
 
     def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
         """Whether each array is committed; empty if all are, because they are on a mesh."""
@@ -160,13 +161,6 @@ def _kind(array: AnyArray) -> tuple[Hashable, ...]:
     if is_concrete(array):
         return jax.typeof(array), (array.sharding, array.committed)
     return jax.typeof(array), None
-
-
-def _abstract(array: AnyArray) -> jax.ShapeDtypeStruct:
-    kind = jax.typeof(array)
-    # An array of numpy has no sharding, and that of a traced one is not known.
-    sharding = getattr(array, "sharding", None)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 class CallGroups:

@@ -17,7 +17,7 @@ from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, abstract
 from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
@@ -107,8 +107,4 @@ def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 def _abstract(tree: T) -> T:
     """A tree whose arrays are nowhere yet."""
     skeleton, arrays = Skeleton.apart(tree)
-    abstract: list[jax.ShapeDtypeStruct] = []
-    for array in arrays:
-        kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
-        abstract.append(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type))
-    return skeleton.fill(abstract)
+    return skeleton.fill([abstract(jax.typeof(array)) for array in arrays])

@@ -215,10 +215,7 @@ class ManualMesh(NamedTuple):
 
 
 def is_untyped(value: Any) -> bool:
-    """Whether the type of an array has no sharding: the array is uncommitted, abstract, or
-    NumPy's."""
-    if not isinstance(value, jax.Array) or (is_concrete(value) and not value.committed):
-        return True
+    """Whether the type of an array has no sharding: the array is on one device, or NumPy's."""
     return jax.typeof(value).sharding.mesh.empty
 
 

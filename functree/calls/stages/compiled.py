@@ -20,7 +20,7 @@ from functree.compiled.ledger import Ledger
 from functree.devices.placement import is_sharded_as, sharding_text
 from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
 from functree.labels.leaf import array_problem
-from functree.tree.arrays import AnyArray, Tree, is_array
+from functree.tree.arrays import AnyArray, Tree, abstract, is_array
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -142,7 +142,9 @@ class Compiled(Stage[jax.stages.Compiled]):
         shardings."""
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
-        return self._call.arguments(list(map(_with_sharding, types, shardings)))
+        # With the weak types too: a step that returns a Python number where it took an array is
+        # compiled again.
+        return self._call.arguments(list(map(abstract, types, shardings)))
 
     def abstract_result(self, types: Sequence[Any]) -> Tree:
         """The result as `jax.ShapeDtypeStruct`s, with its shardings.
@@ -152,7 +154,7 @@ class Compiled(Stage[jax.stages.Compiled]):
                 be weak.
         """
         shardings: Output = self.jax.output_shardings
-        return self._output.like(list(map(_with_sharding, types, shardings.values)))
+        return self._output.like(list(map(abstract, types, shardings.values)))
 
     @property
     def input_shardings(self) -> tuple[Args, dict[str, Tree]]:
@@ -187,13 +189,6 @@ class Compiled(Stage[jax.stages.Compiled]):
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
         return ledger_of(self.jax, program.name, paths, outputs, program.mesh, self._warnings)
-
-
-def _with_sharding(aval: Any, sharding: Sharding | None) -> jax.ShapeDtypeStruct:
-    """A type of JAX with a sharding."""
-    # The weak type too: a step that returns a Python number where it took an array is compiled
-    # again.
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding, weak_type=aval.weak_type)
 
 
 # What the check of a call depends on, as far as it is an attribute of an array.

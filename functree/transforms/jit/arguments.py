@@ -40,7 +40,7 @@ from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.rules import forgotten_axes, forgotten_text
 from functree.layout.state_sharding import for_arrays
 from functree.placing.shard import moved_once
-from functree.tree.arrays import AnyArray, array_text
+from functree.tree.arrays import AnyArray, abstract, array_text
 from functree.tree.paths import Path
 
 
@@ -72,10 +72,7 @@ class Placement:
             elif self.can_run:
                 moving[i] = array
             elif isinstance(sharding.mesh, Mesh):
-                kind = jax.typeof(array)
-                new[i] = jax.ShapeDtypeStruct(
-                    kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type
-                )
+                new[i] = abstract(jax.typeof(array), sharding)
         if traced:
             for i, array in self._constrain(traced).items():
                 new[i] = array
