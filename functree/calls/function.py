@@ -11,17 +11,15 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from functree.calls.call_groups import FlatCall
+from functree.calls.call_groups import FlatCall, Traces
 from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.runtime_checks import raise_failed
 from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
-from functree.calls.stages.lowered import Lowered, Traced
-from functree.calls.stages.stage import StagedCall
+from functree.calls.stages import Lowered, StagedCall, Traced
 from functree.calls.static_arguments import check_identity, check_wrapped, with_static
-from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.layout.layout import Layout

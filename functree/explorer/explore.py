@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, TEXT, Takes, check
-from functree.calls.stages.compiled import Compiled
+from functree.calls.stages import Compiled
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target, target_devices

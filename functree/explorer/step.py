@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Partial, Record, Signature
-from functree.calls.stages.compiled import Compiled
+from functree.calls.stages import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
 from functree.layout.layout import Layout, LayoutTree, broadcast, own_meshes

@@ -11,13 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.call_groups import CallGroup, FlatCall, Traces, traces_of
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
 from functree.calls.signature import Partial, Signature
-from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,

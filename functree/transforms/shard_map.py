@@ -11,14 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.call_groups import CallGroup, FlatCall, Traces, traces_of
 from functree.calls.closures import closed_over, held_at_any_depth, kept_by
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
 from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
-from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,

@@ -13,16 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
-from functree.calls.call_groups import CallGroup, FlatCall
-from functree.calls.checks import check_mesh, warn_constants
-from functree.calls.donation import check_donated
+from functree.calls.call_groups import CallGroup, FlatCall, Traces, traces_of
+from functree.calls.checks import check_donated, check_mesh, warn_constants
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
 from functree.calls.signature import Partial, Signature
 from functree.calls.static_arguments import opened
-from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
     first_mesh,
@@ -36,22 +34,20 @@ from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
 from functree.surgery.pack import Packed, pack
-from functree.transforms.jit.arguments import (
+from functree.transforms.jit.layouts import (
+    Donated,
     Placement,
+    StateForm,
     by_in_shardings,
     by_rules,
+    check_known,
     check_rules,
+    closed,
     is_unplaced,
     is_worth_telling,
+    resolve_out_shardings,
     warn_placed,
     warn_unplaced,
-)
-from functree.transforms.jit.results import (
-    Donated,
-    StateForm,
-    check_known,
-    closed,
-    resolve_out_shardings,
 )
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
