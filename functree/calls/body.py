@@ -8,6 +8,7 @@ from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
 
+from functree.calls.call_groups import Traces
 from functree.calls.derivative_rules import MakeContext
 from functree.calls.output import Output
 from functree.calls.signature import AnyFunction
@@ -121,8 +122,7 @@ class Body:
     Args:
         compute: a function from the arrays of a call to the output.
         arguments: how the arrays are passed.
-        fun: returns the user's function. JAX shows its file and line.
-        name: the name of that function, for messages.
+        traces: the user's function, whose file and line JAX shows, and its name, for messages.
         context: the context in which the user's function runs; None if it needs none.
     """
 
@@ -130,15 +130,14 @@ class Body:
         self,
         compute: Callable[[Sequence[AnyArray]], Output],
         arguments: Arguments,
-        fun: Callable[[], AnyFunction],
-        name: str,
+        traces: Traces,
         context: MakeContext | None = None,
     ):
-        self._compute, self._fun = compute, fun
-        self.name: str = name
+        self._compute, self._fun = compute, traces.fun
+        self.name: str = traces.signature.name
         self.context: MakeContext | None = context
         self.arguments: Arguments = arguments
-        self.__name__: str = name.rpartition(".")[2]
+        self.__name__: str = self.name.rpartition(".")[2]
         self.__qualname__: str = self.__name__
         # By this JAX names the arguments, in errors and in the compiled text.
         parameters = [

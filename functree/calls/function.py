@@ -11,13 +11,13 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from functree.calls.call_groups import FlatCall, Traces
+from functree.calls.call_groups import FlatCall, Traces, traces_of
 from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.runtime_checks import raise_failed
-from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
+from functree.calls.signature import Args, Kwargs, Partial, Record, Signature, wrapper_updates
 from functree.calls.stages import Lowered, StagedCall, Traced
 from functree.calls.static_arguments import check_identity, check_wrapped, with_static
 from functree.devices.meshes import tracing
@@ -41,9 +41,7 @@ class Function(Generic[_P, _T]):
     """
 
     compilations: list[Compilation]
-    # A named tuple of a class for each wrapper, with which another one is made for a copy.
-    _options: Any
-    _places: ClassVar[bool] = False  # whether it places arguments that nobody has placed
+    _door: ClassVar[str]  # the name of the public function that makes it
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
@@ -56,13 +54,16 @@ class Function(Generic[_P, _T]):
         fun: Callable[_P, _T],
         partial: Partial,
         traces: Traces,
-        static: frozenset[str] = frozenset(),
+        options: Any,
     ):
-        check_wrapped(type(self).__name__.lower(), fun)
+        check_wrapped(self._door, fun)
         # A partial and a module have no names of their own.
         self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
-        self._partial, self._traces, self._static = partial, traces, static
+        self._partial, self._traces = partial, traces
+        # A named tuple of a class for each door, with which another one is made for a copy.
+        self._options: Any = options
+        self._static: frozenset[str] = getattr(options, "static", frozenset())
         self._is_bound = bool(partial.args or partial.kwargs)
         # Copied, because each attribute of an attribute takes time in every call.
         self._signature, self._groups = traces.signature, traces.groups
@@ -161,12 +162,22 @@ class Function(Generic[_P, _T]):
             return type(self).__get__, (self.__func__, self.__self__)
         return type(self).of, (self.__wrapped__, self._options)
 
-    # For subclasses
-
     @classmethod
-    @abstractmethod
     def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
         """The wrapper of a function with some options."""
+        return cls.made(fun, *Signature.of(fun), options)
+
+    @classmethod
+    def made(
+        cls, fun: Callable[_P, _T], signature: Signature, partial: Partial, options: Any
+    ) -> Self:
+        """The same, for a function whose signature is known."""
+        return cls(fun, partial, traces_of(partial, signature, options), options)
+
+    def __repr__(self) -> str:
+        return f"<ft.{self._door} of {self._signature.name}>"
+
+    # For subclasses
 
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
@@ -201,8 +212,7 @@ class Function(Generic[_P, _T]):
             # The program runs without being traced, and is not kept.
             return self._program(flat), flat
         rules = self._rules()
-        if self._places:
-            flat = self._placed(flat, rules)
+        flat = self._placed(flat, rules)
         group, key = flat.group, self._key(flat, rules)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
         # because most of their elements are the same objects.

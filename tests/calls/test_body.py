@@ -10,7 +10,9 @@ import pytest
 
 import functree as ft
 from functree.calls.body import Arguments, Arrays, Body, donated_indices
+from functree.calls.call_groups import Traces
 from functree.calls.output import Output
+from functree.calls.signature import Signature
 
 PATHS = [
     ft.Path(keys)
@@ -66,9 +68,8 @@ def test_what_jax_traces():
     def compute(arrays: Sequence[jax.Array]) -> Output:
         return Output.of({"sum": sum(arrays[1:], arrays[0]), "first": arrays[0]}, "f")
 
-    body = Body(
-        compute, Arguments(PATHS, donated_indices(PATHS, {"x"})), lambda: step, "Model.step"
-    )
+    traces = Traces(step, Signature(step))
+    body = Body(compute, Arguments(PATHS, donated_indices(PATHS, {"x"})), traces)
     assert body.__name__ == body.__qualname__ == "step" and body.__wrapped__ is step
     assert list(inspect.signature(body).parameters) == ["state", "x", "more"]
     result = jax.jit(body)(*body.arguments.split([jnp.float32(i) for i in range(1, 6)]))
