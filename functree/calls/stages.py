@@ -1,6 +1,6 @@
 """A call of a function ─► its stages, traced, lowered and compiled, for trees of modules."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -322,8 +322,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         # JAX has it for a compiled function too, but not for one with ordered effects.
         self._output: Output = output
         self._warnings = warnings
-        # The types, shardings and commitments of the arrays that were checked last.
-        self._checked: list[tuple[Any, ...]] | None = None
+        self._checked: Hashable = None  # the kinds of the arrays that were checked last
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Tree:
         """Run the compiled program.
@@ -343,18 +342,19 @@ class Compiled(Stage[jax.stages.Compiled]):
         if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
             raise self._without_value(arrays)
         concrete = all(issubclass(kind, jax.Array) for kind in kinds)
+        flat = FlatCall(call, program.group, arrays, concrete)
         if program.missing is None:  # otherwise it cannot run in any case
-            self._check(arrays)
-        check_call(program, FlatCall(call, program.group, arrays, concrete))
+            self._check(flat)
+        check_call(program, flat)
         return program.run(self.jax, arrays)
 
-    def _check(self, arrays: Sequence[AnyArray]) -> None:
+    def _check(self, flat: FlatCall) -> None:
         """Raise FunctreeError if arrays are not as they were when the program was compiled."""
-        program = self._program
+        program, arrays = self._program, flat.arrays
         # Arrays with the same type, sharding and commitment as in the last call need no check. The
         # commitment counts, since JAX moves uncommitted arrays to the devices of the program, but
         # not committed ones.
-        now = [tuple(getattr(x, name, None) for name in _CHECKED) for x in arrays]
+        now = flat.kinds()
         if now == self._checked:
             return
         found = self._differences(arrays)
@@ -364,8 +364,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         # Their buffers are compared only here, as in the first call of a function.
         if arguments.donated:
             check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=True)
-        # An array of numpy has none of the three: it is checked in each call.
-        self._checked = now if all(isinstance(x, jax.Array) for x in arrays) else None
+        self._checked = now
 
     def _differences(self, arrays: Sequence[AnyArray]) -> list[Difference]:
         """The differences from the arrays that the program was compiled for."""
@@ -457,10 +456,6 @@ class Compiled(Stage[jax.stages.Compiled]):
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
         return ledger_of(self.jax, program.name, paths, outputs, program.mesh, self._warnings)
-
-
-# What the check of a call depends on, as far as it is an attribute of an array.
-_CHECKED = ("aval", "sharding", "committed")
 
 
 def _is_taken(array: jax.Array, sharding: Sharding | None) -> bool:

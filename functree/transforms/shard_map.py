@@ -164,8 +164,7 @@ class ManualMesh(NamedTuple):
 
     def refuse(self, name: str, problems: Sequence[Problem]) -> ShardingError:
         """The error that lists all problems of a call."""
-        error = refuse(problems, mesh_view(self.mesh))
-        return ShardingError(f"{name}: {str(error).splitlines()[0]}", problems)
+        return refuse(problems, mesh_view(self.mesh), f"{name}: ")
 
     # Problems that a plan does not find
 
