@@ -98,17 +98,16 @@ def check_mesh(
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
     """Check that arguments without a mesh are not on different devices."""
     # JAX checks it too, but its message has no paths.
-    committed: dict[Path, jax.Array] = {}
-    for path, array in zip(paths, arrays, strict=True):
-        if is_concrete(array) and array.committed:
-            committed[path] = array
-    if not committed:
-        return
-    first_path, first = next(iter(committed.items()))
+    first: tuple[Path, jax.Array] | None = None
     problems: list[Problem] = []
-    for path, array in committed.items():
-        if array.sharding.device_set != first.sharding.device_set:
-            devices, others = _devices_text(array), _devices_text(first)
+    for path, array in zip(paths, arrays, strict=True):
+        if not is_concrete(array) or not array.committed:
+            continue
+        if first is None:
+            first = path, array
+        first_path, other = first
+        if array.sharding.device_set != other.sharding.device_set:
+            devices, others = _devices_text(array), _devices_text(other)
             why = f"is committed to {devices}, but `{first_path}` to {others}"
             remedy = "move them to one device, or all to one mesh (`ft.shard`)"
             problems.append(array_problem(path, array, why, remedy))

@@ -120,7 +120,7 @@ class Init(Function[_P, _T]):
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings
         # of the result.
-        return (self._mesh_now(), rules, flat.placement(), *map(_kind, flat.arrays))
+        return (self._mesh_now(), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
         group, mesh = flat.group, self._mesh_now()
@@ -201,11 +201,6 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
         return output.distinct()
 
     return Body(compute, Arguments(group.paths, ()), traces)
-
-
-def _kind(array: Any) -> Any:
-    """The part of an argument that the shapes of the result depend on."""
-    return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
 
 
 def _init(
