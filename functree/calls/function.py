@@ -42,6 +42,7 @@ class Function(Generic[_P, _T]):
 
     compilations: list[Compilation]
     _door: ClassVar[str]  # the name of the public function that makes it
+    _places: ClassVar[bool] = False  # whether it places arguments that nobody has placed
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
@@ -212,7 +213,8 @@ class Function(Generic[_P, _T]):
             # The program runs without being traced, and is not kept.
             return self._program(flat), flat
         rules = self._rules()
-        flat = self._placed(flat, rules)
+        if self._places:
+            flat = self._placed(flat, rules)
         group, key = flat.group, self._key(flat, rules)
         # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
         # because most of their elements are the same objects.

@@ -86,6 +86,7 @@ class Jit(Function[_P, _T]):
 
     _options: JitOptions
     _door = "jit"
+    _places = True
 
     def __init__(
         self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
