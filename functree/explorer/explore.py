@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, TEXT, Takes, check
 from functree.calls.out_of_memory import SMALLER
-from functree.calls.stages.compiled import Compiled
+from functree.calls.stages import Compiled
 from functree.compiled.collective import Memory
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh

@@ -6,10 +6,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from functree.calls.function import BoundFunction
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Partial, Record, Signature
-from functree.calls.stages.compiled import Compiled
+from functree.calls.stages import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
 from functree.layout.layout import LayoutTree, broadcast, own_meshes
@@ -17,7 +16,7 @@ from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, abstract
 from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
@@ -33,8 +32,9 @@ class Step:
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
         arguments = tuple(args)
-        if isinstance(fn, BoundFunction):
-            fn, arguments = fn.__func__, (fn.__self__, *arguments)
+        fun, bound, names = Partial.of(fn)
+        if isinstance(fun, Jit) and not names:  # such as a method
+            fn, arguments = fun, (*bound, *arguments)
         # Its options are kept, such as what it donates; its layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__
@@ -83,8 +83,4 @@ def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 def _abstract(tree: T) -> T:
     """A tree whose arrays are nowhere yet."""
     skeleton, arrays = Skeleton.apart(tree)
-    abstract: list[jax.ShapeDtypeStruct] = []
-    for array in arrays:
-        kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
-        abstract.append(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type))
-    return skeleton.fill(abstract)
+    return skeleton.fill([abstract(jax.typeof(array)) for array in arrays])

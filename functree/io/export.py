@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from functree.argument_checks import TEXTS, Takes, check, shown
-from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.devices.placement import is_deleted, refuse_deleted
@@ -247,10 +246,7 @@ def export(
         (5, 8)
     """
     name = getattr(f, "__name__", None) or shown(f)
-    function = f
-    if isinstance(f, BoundFunction):  # a method of an instance
-        function = f.__func__
-    if not isinstance(function, Jit):
+    if not isinstance(f, Jit):
         raise FunctreeTypeError(
             f"export takes a function of `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
         )
