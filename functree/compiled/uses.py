@@ -19,7 +19,6 @@ from functree.compiled.data_flow import (
     HloValue,
     bits_of,
     is_combined,
-    is_in_pieces,
 )
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
