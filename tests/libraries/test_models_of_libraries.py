@@ -215,6 +215,26 @@ def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
         found = run(model, lay(images, "data"))
     expected = np.stack([timm_logits(weights, image) for image in images])
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+@pytest.mark.usefixtures("compiles_anew")
+def test_the_ledger_has_the_lines_of_equimo_and_the_call():
+    layout = ft.AxisRules(TABLE, names=VISION_NAMES) | FSDP
+
+    def loss(model: VisionTransformer, images: Array) -> Array:
+        return (jax.vmap(model)(images) ** 2).mean()
+
+    model = ft.abstract(vision_transformer)(jax.random.key(0))
+    images = jax.ShapeDtypeStruct((8, 3, 8, 8), "float32")
+    gradient = ft.value_and_grad(loss, layout=layout)
+    ledger = ft.ledger(gradient, model, images, in_shardings=(layout, P("data")), mesh=MESH)
+    backward = [one for one in ledger.collectives if one.phase == "backward" and one.paths]
+    for one in backward:
+        assert "site-packages/" in (one.source or "")
+        assert "test_models_of_libraries.py:" in (one.called_from or "")
+    tokens = [one.source or "" for one in backward if str(one.path) == "cls_token"]
+    assert tokens and all("equimo/layers/posemb.py:" in source for source in tokens)
+    for text in (str(ledger), ledger.html()):
+        assert "layers/posemb.py:" in text
+        assert "called from libraries/test_models_of_libraries.py:" in text
 
 
 # The protein model of esm2quinox. Its layers are made by `eqx.filter_vmap`, and their class is not
