@@ -24,7 +24,8 @@ from functree.argument_checks import (
 )
 from functree.errors import Problem
 from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
-from functree.nn.cache import Cache
+from functree.nn.cache import Cache, LayersCache
+from functree.nn.config import sizes_of
 from functree.nn.prompts import read_prompts, without_padding
 from functree.nn.transformer import Transformer
 from functree.nn.weights import as_int32
@@ -126,11 +127,11 @@ def generate(
         stop=(stop, _STOP.or_none()),
         pad=(pad, POSITION),
     )
-    seq = prompts.shape[1]
+    seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
     # As Python's integers, of which no one wraps.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
-    problems = _prompt_problems(model, prompts, length, lengths)
-    problems += _option_problems(model, key, temperature, top_k, top_p, stops, pad)
+    problems = _prompt_problems(model, vocab, prompts, length, lengths)
+    problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
         raise parameter_error(
@@ -139,7 +140,7 @@ def generate(
     sampling = Sampling(
         None if temperature == 0 else key,
         np.float32(np.clip(float(temperature), _LEAST_TEMPERATURE, np.finfo(np.float32).max)),
-        None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
+        None if top_k is None else np.int32(min(top_k, vocab)),
         None if top_p is None else np.float32(top_p),
     )
     padded: Any = prompts
@@ -148,9 +149,9 @@ def generate(
     # Of lengths whose values are not known, one that is too large would count the padding.
     if _is_known(ends):
         # Not so long that no room is left for the new tokens.
-        padded = _padded(prompts, min(_bucket(seq), model.config.max_seq - length))
+        padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
-    padding: Any = np.asarray(pad, _dtype(prompts, model.config.vocab_size, pad))
+    padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))
     tokens = generation(model, padded, ends, sampling, stop_tokens, padding, range(length))
     return _first_columns(tokens, seq + length)
 
@@ -159,13 +160,13 @@ def generate(
 
 
 def _prompt_problems(
-    model: Transformer, prompts: IntArray, length: int, lengths: IntArray | None
+    model: Transformer, vocab: int, prompts: IntArray, length: int, lengths: IntArray | None
 ) -> list[Problem]:
     """What is wrong with prompts and lengths."""
     found: list[Problem] = []
     batch, seq = prompts.shape
-    if seq + length > model.config.max_seq:
-        why = f"with prompts of {seq} it is more than the model's max_seq={model.config.max_seq}"
+    if seq + length > model.max_seq:
+        why = f"with prompts of {seq} it is more than the model's max_seq={model.max_seq}"
         remedy = "shorten them, or build the model with a larger max_seq"
         found.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
@@ -176,7 +177,6 @@ def _prompt_problems(
         if not all(0 < one <= seq for one in np.asarray(lengths)):
             why = f"a prompt has from 1 to {seq} tokens"
             found.append(Problem(None, None, f"lengths={lengths}", why))
-    vocab = model.config.vocab_size
     # Of prompts whose values are not known, a token that the model does not have gives NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
         why = f"the model has {vocab} tokens, and some are not among them: {_first_few(unknown)}"
@@ -185,7 +185,7 @@ def _prompt_problems(
 
 
 def _option_problems(
-    model: Transformer,
+    vocab: int,
     key: PRNGKeyArray | None,
     temperature: float,
     top_k: int | None,
@@ -195,7 +195,6 @@ def _option_problems(
 ) -> list[Problem]:
     """What is wrong with the options."""
     found: list[Problem] = []
-    vocab = model.config.vocab_size
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
         found.append(Problem(None, None, what, f"the model has {vocab} tokens"))
@@ -319,7 +318,7 @@ def generation(
 def _continued(
     model: Transformer,
     last: Float[Array, "batch 1 embed"],
-    new: Any,
+    new: LayersCache,
     lengths: Int[Array, "batch"],
     sampling: Sampling,
     stops: tuple[Int[Array, ""], ...],
@@ -356,7 +355,7 @@ def _continued(
     def step(carry: _Carry) -> _Carry:
         i, token, cache, tokens, ended = carry
         # Padding need not be a token.
-        logits, cache = model(jnp.where(ended, 0, token)[:, None], cache=cache)
+        logits, cache = model.decode(jnp.where(ended, 0, token)[:, None], cache)
         # A row has ended after the stop itself, which is a part of the result.
         for stop in stops:
             ended |= token == stop

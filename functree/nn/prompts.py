@@ -1,7 +1,5 @@
 """Prompts ─► their last vectors, and the keys and values of all of their tokens."""
 
-from typing import Any
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -15,7 +13,7 @@ from functree.nn.activations import (
     sequence_by_rules,
     unsharded_sequence,
 )
-from functree.nn.cache import Cache
+from functree.nn.cache import Cache, LayersCache
 from functree.nn.transformer import Transformer
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import axis_shards
@@ -44,7 +42,7 @@ def _zeroed(
 
 def read_prompts(
     model: Transformer, prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
-) -> tuple[Float[Array, "batch 1 embed"], Any]:
+) -> tuple[Float[Array, "batch 1 embed"], LayersCache]:
     """The vector of the last token of each prompt, and the keys and values of all tokens.
 
     Args:
@@ -70,7 +68,7 @@ def read_prompts(
     # All prompts at once, behind a cache without slots. In parts where the rules shard a sequence
     # while heads are mixed, unless the prompts have no equal parts.
     if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
-        features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
         # A sum over parts, of which all others are zeros: the vectors themselves stay where they
         # are. No row is at -1, so that the sum over such a row is 0 as well, and no token.
         index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
@@ -79,7 +77,7 @@ def read_prompts(
         last = jnp.where(is_last.any(1, keepdims=True), last, jnp.nan)
         return activation(last, "batch _ embed"), new
     with unsharded_sequence():
-        features, new = model.run(prompts, cache=Cache.create(model, batch, 0))
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
         return on_shards(_last, [features, lengths], ["batch _ _", "batch"]), new
 
 

@@ -351,10 +351,6 @@ def test_messages() -> None:
         small()(x, in_order=False)
     with raises("in_order=False", "gets no positions"):
         small(attention=own_attention)(x, jnp.arange(8), in_order=False)
-    model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
-    cache = ft.nn.Cache.create(model, 4, 8)
-    with raises("in_order=False", "cache are in order"):
-        model(TEXT[:, :4], jnp.arange(4), cache=cache, in_order=False)
     rules = ft.AxisRules({"seq": "context", ...: None})
     with jax.set_mesh(ft.make_mesh(context=8)), ft.axis_rules(rules):
         with raises('context="heads"', "8 parts", "4 query heads", '"gather"'):

@@ -394,7 +394,7 @@ def of_model(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
 
 @jax.jit
 def with_losses(model: nn.Transformer, tokens: jax.Array) -> Any:
-    return model(tokens, losses=True)
+    return model.with_losses(tokens)
 
 
 def test_a_model_with_experts() -> None:
@@ -420,8 +420,8 @@ def test_losses_of_tokens_in_another_order() -> None:
     model = nn.Transformer.create(CONFIG, key=KEY)
     tokens = TOKENS[:2, :8]
     moved, positions = nn.zigzag(tokens, 2)
-    logits, losses = model(tokens, losses=True)
-    found, of_moved = model(moved, positions, losses=True, in_order=False)
+    logits, losses = model.with_losses(tokens)
+    found, of_moved = model.with_losses(moved, positions, in_order=False)
     assert_close(found, nn.zigzag(logits, 2)[0], 1e-5)
     assert_close(of_moved.balance, losses.balance, 1e-5)
     targets = nn.zigzag(TOKENS[:2, 1:9], 2)[0]
@@ -438,7 +438,7 @@ def test_losses_of_a_pipeline_are_refused() -> None:
     rules = ft.AxisRules({"batch": "data", "layers": "pipe", ...: None})
     with jax.set_mesh(ft.make_mesh(pipe=2, data=4)), ft.axis_rules(rules):
         for call in (
-            lambda: model(TOKENS, losses=True),
+            lambda: model.with_losses(TOKENS),
             lambda: nn.cross_entropy(model, TOKENS, TOKENS, router_z=0.1),
         ):
             with raises("runs layers that return `x` alone", "the losses of experts"):
@@ -448,7 +448,7 @@ def test_losses_of_a_pipeline_are_refused() -> None:
 def test_losses_that_are_not_there() -> None:
     dense = nn.Transformer.create(nn.TransformerConfig(32, 8, 2, 4, 2, 2, 16), key=KEY)
     for call in (
-        lambda: dense(TOKENS, losses=True),
+        lambda: dense.with_losses(TOKENS),
         lambda: nn.cross_entropy(dense, TOKENS, TOKENS, balance=0.1),
     ):
         with raises("no losses of experts", "the config has no experts", error=ft.FunctreeError):

@@ -260,8 +260,7 @@ def _config(family: str, model: Transformer) -> dict[str, Any]:
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if scaling else None,
         "tie_word_embeddings": config.tie_embedding,
-        # Of the arrays: `config.param_dtype` is that in which they were created.
-        "dtype": str(model.embed.weight.dtype),
+        "dtype": str(config.param_dtype),
     }
     if family in ("mistral", "mixtral"):
         found["sliding_window"] = config.window
@@ -281,9 +280,8 @@ def _config(family: str, model: Transformer) -> dict[str, Any]:
 # Which family computes what a model does
 
 # Fields that say nothing of what is computed, or, as a dtype of activations, are chosen by who
-# loads the weights, as the capacity of experts is. Those of the config are compared in the layers,
-# which compute with them.
-_FREE = ("config", "axes", "axis", "compute_dtype", "dispatch", "capacity")
+# loads the weights, as the capacity of experts is.
+_FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
 _HEADLINE = "no published family computes what this model does"
 _REPLACE = "put the array or the layer that the family has there, such as by `ft.select`"
 _PLAIN = (
@@ -306,6 +304,9 @@ def family_of_model(model: Transformer) -> str:
     """
     name = _by_config(model.config)
     config = dataclasses.replace(model.config, attention="auto", dot_general=None)
+    # Not a subclass, which may compute other frequencies of the same numbers.
+    if type(config.rope_scaling) is not Llama3Rope:
+        config = dataclasses.replace(config, rope_scaling=None)
     published = abstract(Transformer.create)(config, key=jax.random.key(0))
     if problems := list(_differences(model, published, ())):
         raise FunctreeValueError(_HEADLINE, problems)
@@ -328,9 +329,6 @@ def _by_config(config: TransformerConfig) -> str:
         why = f"it has what only {' and only '.join(families)} has"
     elif families == ["mixtral"] and not config.normalize:
         why = "with experts and without norms of queries and keys all have normalize=True"
-    # Not a subclass, which may compute other frequencies of the same numbers.
-    elif config.rope_scaling is not None and type(config.rope_scaling) is not Llama3Rope:
-        why = f"no family has rope_scaling={config.rope_scaling!r}"
     if why:
         raise FunctreeValueError(f"{_HEADLINE}: {why}")
     return families[0] if families else "llama"
