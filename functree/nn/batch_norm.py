@@ -23,7 +23,7 @@ from functree.errors import FunctreeValueError
 from functree.nn.norm import affine, one_axis
 from functree.nn.weights import accumulator, broadcast_like
 from functree.state.refs import StateRef
-from functree.state.state import State
+from functree.state.state import STATE, State
 from functree.tree.axes import Axes, Names, names
 
 AXIS_NAME = Takes(
@@ -130,8 +130,10 @@ class BatchNorm(eqx.Module):
             inference: in place of the field of this name; `None`: the field.
 
         Raises:
-            FunctreeError: there is neither a batch dimension nor `axis_name`.
+            FunctreeError: there is neither a batch dimension nor `axis_name`; `state` is not an
+                `ft.State`.
         """
+        check("BatchNorm cannot be called", state=(state, STATE))
         wide = x.astype(accumulator(x.dtype))
         if inference is None:
             inference = self.inference
