@@ -3,54 +3,46 @@ those of a model that exists, read from its layers."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar, get_type_hints
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, check, is_floating, is_size
+from functree.argument_checks import (
+    Flag,
+    FloatingDtype,
+    Positive,
+    Size,
+    check,
+    is_floating,
+    is_size,
+    kinds_of,
+)
 from functree.errors import FunctreeValueError, Problem
 from functree.labels.leaves import read
-from functree.nn.attention.attend import IMPLEMENTATION, Implementation
-from functree.nn.attention.context import CONTEXT, Context
+from functree.nn.attention.attend import Implementation
+from functree.nn.attention.context import Context
 from functree.nn.attention.layer import Attention, context_problems, head_problems
 from functree.nn.embedding import Embedding
 from functree.nn.moe.choose import DispatchName
-from functree.nn.moe.layer import CAPACITY, DISPATCH, MoE, expert_problems
+from functree.nn.moe.layer import MoE, expert_problems
 from functree.nn.norm import RMSNorm
-from functree.nn.rope import SCALING, Scaling
-from functree.nn.weights import DOT_GENERAL, DotGeneral
+from functree.nn.rope import Scaling
+from functree.nn.weights import DotGeneral
 from functree.transforms.remat import REMAT, Remat
 from functree.tree.arrays import Tree, is_array
 from functree.tree.nodes import outermost
 
-_NUMBERS = ("rope_theta", "norm_eps")
-_DTYPES = ("param_dtype", "compute_dtype")
-_FLAGS = ("tie_embedding", "attention_bias", "qk_norm", "normalize")
-_OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden", "window", "microbatches")
-_SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
-_KINDS = {
-    **dict.fromkeys(_SIZES, SIZE),
-    **dict.fromkeys(_OPTIONAL_SIZES, SIZE.or_none()),
-    **dict.fromkeys(_NUMBERS, POSITIVE),
-    **dict.fromkeys(_DTYPES, FLOATING),
-    **dict.fromkeys(_FLAGS, FLAG),
-    "rope_scaling": SCALING,
-    "attention": IMPLEMENTATION,
-    "context": CONTEXT,
-    "remat": REMAT,
-    "capacity": CAPACITY,
-    "dispatch": DISPATCH,
-    "dot_general": DOT_GENERAL,
-}
-
-
+# One spelling of each value: equal dtypes such as `jnp.float32` and `"float32"` have unequal
+# hashes, and the numbers of NumPy have no JSON.
 _SPELLINGS = {
-    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), int),
-    **dict.fromkeys((*_NUMBERS, "capacity"), float),
-    **dict.fromkeys(_DTYPES, jnp.dtype),
+    int: int,
+    int | None: int,
+    float: float,
+    float | None: float,
+    DTypeLike: jnp.dtype,
 }
 
 
@@ -114,32 +106,32 @@ class TransformerConfig:
         fields...
     """
 
-    vocab_size: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    max_seq: int = 2048
-    rope_theta: float = 10_000.0
-    tie_embedding: bool = False
-    remat: Remat = None
-    param_dtype: DTypeLike = jnp.float32
-    compute_dtype: DTypeLike = jnp.float32
-    norm_eps: float = 1e-5
-    attention_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
+    vocab_size: Size
+    embed: Size
+    layers: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    hidden: Size
+    max_seq: Size = 2048
+    rope_theta: Positive = 10_000.0
+    tie_embedding: Flag = False
+    remat: Annotated[Remat, REMAT] = None
+    param_dtype: FloatingDtype = jnp.float32
+    compute_dtype: FloatingDtype = jnp.float32
+    norm_eps: Positive = 1e-5
+    attention_bias: Flag = False
+    qk_norm: Flag = False
+    window: Size | None = None
     rope_scaling: Scaling | None = None
     attention: Implementation = "auto"
     context: Context = "auto"
-    microbatches: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    capacity: float | None = None
-    expert_hidden: int | None = None
-    normalize: bool = True
+    microbatches: Size | None = None
+    experts: Size | None = None
+    top_k: Size | None = None
+    capacity: Positive | None = None
+    expert_hidden: Size | None = None
+    normalize: Flag = True
     dispatch: DispatchName = "auto"
     dot_general: DotGeneral | None = None
 
@@ -148,12 +140,13 @@ class TransformerConfig:
         problems = [*_head_problems(self), *_expert_problems(self)]
         problems += context_problems(self.attention, self.context)
         check("no transformer can be built with these fields", *problems, **kinds)
-        # One spelling: equal dtypes such as `jnp.float32` and `"float32"` have unequal hashes, and
-        # the numbers of NumPy have no JSON.
-        for name, spelled in _SPELLINGS.items():
+        for name, hint in _HINTS.items():
             value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, spelled(value))
+            if value is not None and hint in _SPELLINGS:
+                object.__setattr__(self, name, _SPELLINGS[hint](value))
+
+
+_KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:

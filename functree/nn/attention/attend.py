@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,19 @@ from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM, TILE, Kern
 from functree.nn.attention.mask import Mask
 from functree.nn.weights import as_int32
 
-NAMES = ("auto", "xla", "chunked", "splash", "cudnn")
-Implementation = Literal["auto", "xla", "chunked", "splash", "cudnn"] | Callable[..., Array]
+_Name = Literal["auto", "xla", "chunked", "splash", "cudnn"]
+_NAMES = get_args(_Name)
+Implementation = Annotated[
+    _Name | Callable[..., Array],
+    Takes(
+        f"one of {', '.join(map(repr, _NAMES))}, or a function of the arguments of "
+        "`jax.nn.dot_product_attention`",
+        lambda value: callable(value) or isinstance(value, str),
+        lambda value: callable(value) or value in _NAMES,
+    ),
+]
 """What computes attention, by its name; or a function of the arguments of
 `jax.nn.dot_product_attention`."""
-
-IMPLEMENTATION = Takes(
-    f"one of {', '.join(map(repr, NAMES))}, or a function of the arguments of "
-    "`jax.nn.dot_product_attention`",
-    lambda value: callable(value) or isinstance(value, str),
-    lambda value: callable(value) or value in NAMES,
-)
 
 # Up to so many queries at a time are computed with an array of their weights of all cached keys.
 # A step of generation has one; the first step of a prompt may have thousands.

@@ -9,25 +9,19 @@ round (`ring.py`).
 
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int, Shaped
 
-from functree.argument_checks import Takes
+from functree.argument_checks import one_of
 from functree.errors import FunctreeValueError
 from functree.nn.attention.ring import ring
 
-CONTEXTS = ("auto", "gather", "heads", "ring")
-Context = Literal["auto", "gather", "heads", "ring"]
+ContextName = Literal["auto", "gather", "heads", "ring"]
+Context = Annotated[ContextName, one_of(get_args(ContextName))]
 """How a part of a sequence attends to the others, by its name."""
-
-CONTEXT = Takes(
-    f"one of {', '.join(map(repr, CONTEXTS))}",
-    lambda value: isinstance(value, str),
-    lambda value: value in CONTEXTS,
-)
 
 Axes = tuple[str, ...]
 

@@ -12,15 +12,23 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
+from functree.argument_checks import (
+    SIZE,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
+    check,
+    checked,
+)
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
-from functree.nn.attention.context import CONTEXT, Context
+from functree.nn.attention.attend import Implementation, attend, attend_cached
+from functree.nn.attention.context import Context
 from functree.nn.norm import RMSNorm
-from functree.nn.rope import SCALING, Scaling, rope
+from functree.nn.rope import Scaling, rope
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     broadcast_like,
@@ -111,48 +119,29 @@ class Attention(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("Attention cannot be built")
     def __init__(
         self,
-        embed: int,
-        heads: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
+        embed: Size,
+        heads: Size,
+        kv_heads: Size | None = None,
+        head_dim: Size | None = None,
         *,
-        use_bias: bool = False,
-        qk_norm: bool = False,
-        norm_eps: float = 1e-5,
-        window: int | None = None,
-        rope_theta: float = 10_000.0,
+        use_bias: Flag = False,
+        qk_norm: Flag = False,
+        norm_eps: Positive = 1e-5,
+        window: Size | None = None,
+        rope_theta: Positive = 10_000.0,
         rope_scaling: Scaling | None = None,
         attention: Implementation = "auto",
         context: Context = "auto",
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check(
-            "Attention cannot be built",
-            *context_problems(attention, context),
-            embed=(embed, SIZE),
-            heads=(heads, SIZE),
-            kv_heads=(kv_heads, SIZE.or_none()),
-            head_dim=(head_dim, SIZE.or_none()),
-            use_bias=(use_bias, FLAG),
-            qk_norm=(qk_norm, FLAG),
-            norm_eps=(norm_eps, POSITIVE),
-            window=(window, SIZE.or_none()),
-            rope_theta=(rope_theta, POSITIVE),
-            rope_scaling=(rope_scaling, SCALING),
-            attention=(attention, IMPLEMENTATION),
-            context=(context, CONTEXT),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
+        check("Attention cannot be built", *context_problems(attention, context))
         of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
         keys = jax.random.split(key, 4)
         self.query = _matrix(init, keys[0], (embed,), of_heads, param_dtype)

@@ -1,13 +1,14 @@
 """The sizes of a layer and how it is sharded ─► how its tokens come to its experts."""
 
-from typing import Literal
+from typing import Annotated, Literal, get_args
 
+from functree.argument_checks import one_of
 from functree.devices.meshes import platform
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.moe.sharding import Shards
 
-DispatchName = Literal["auto", "gather", "exchange", "ragged"]
-NAMES = ("auto", "gather", "exchange", "ragged")
+_Name = Literal["auto", "gather", "exchange", "ragged"]
+DispatchName = Annotated[_Name, one_of(get_args(_Name))]
 
 
 def chosen_dispatch(

@@ -8,19 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.argument_checks import (
-    FLAG,
-    FLOATING,
-    FUNCTION,
-    KEY,
-    POSITIVE,
-    SIZE,
-    TEXT,
-    Takes,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
     check,
+    checked,
     is_size,
 )
 from functree.devices.meshes import devices_along
@@ -28,7 +25,7 @@ from functree.devices.varying import without_varying
 from functree.errors import Problem
 from functree.nn.activations import activation, entries_of, explicit_mesh, resharded
 from functree.nn.moe.assignment import Sorted, capacity_of
-from functree.nn.moe.choose import NAMES, DispatchName, chosen_dispatch
+from functree.nn.moe.choose import DispatchName, chosen_dispatch
 from functree.nn.moe.dispatch import (
     Tokens,
     by_exchange,
@@ -39,7 +36,6 @@ from functree.nn.moe.experts import Experts
 from functree.nn.moe.router import MoELosses, route
 from functree.nn.moe.sharding import Shards, shards_of, weight_specs
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     cast,
@@ -47,9 +43,6 @@ from functree.nn.weights import (
     fan_in,
 )
 from functree.tree.interfaces import Matrices
-
-DISPATCH = Takes(f"one of {', '.join(NAMES)}", TEXT.fits, lambda value: value in NAMES)
-CAPACITY = POSITIVE.or_none()
 
 
 class MoE(eqx.Module):
@@ -115,38 +108,24 @@ class MoE(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("MoE cannot be built")
     def __init__(
         self,
-        embed: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
+        embed: Size,
+        hidden: Size,
+        experts: Size,
+        top_k: Size,
         *,
-        capacity: float | None = None,
+        capacity: Positive | None = None,
         dispatch: DispatchName = "auto",
-        normalize: bool = True,
+        normalize: Flag = True,
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check(
-            "MoE cannot be built",
-            *expert_problems(experts, top_k, capacity, dot_general),
-            embed=(embed, SIZE),
-            hidden=(hidden, SIZE),
-            experts=(experts, SIZE),
-            top_k=(top_k, SIZE),
-            capacity=(capacity, CAPACITY),
-            dispatch=(dispatch, DISPATCH),
-            normalize=(normalize, FLAG),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
+        check("MoE cannot be built", *expert_problems(experts, top_k, capacity, dot_general))
         keys = jax.random.split(key, 4)
 
         def of_each(key: PRNGKeyArray, rows: int, columns: int) -> Array:
