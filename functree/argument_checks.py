@@ -7,7 +7,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
 from types import UnionType
 from typing import (
@@ -142,13 +142,6 @@ KEY = Takes(
 )
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", _is_dtype, is_floating)
 TEXT = Takes("a text", lambda value: isinstance(value, str))
-
-
-def one_of(names: Sequence[str]) -> Takes:
-    """The texts that a parameter takes, of which it has only these."""
-    return Takes(
-        f"one of {', '.join(map(repr, names))}", TEXT.is_type, lambda value: value in names
-    )
 
 
 def _is_path(value: object) -> bool:

@@ -26,8 +26,8 @@ from functree.nn.attention.attend import Implementation
 from functree.nn.attention.context import Context
 from functree.nn.attention.layer import Attention, context_problems, head_problems
 from functree.nn.embedding import Embedding
-from functree.nn.moe.choose import DispatchName
 from functree.nn.moe.layer import MoE, expert_problems
+from functree.nn.moe.sharding import DispatchName
 from functree.nn.norm import RMSNorm
 from functree.nn.rope import Scaling
 from functree.nn.weights import DotGeneral

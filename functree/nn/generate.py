@@ -22,13 +22,24 @@ from functree.argument_checks import (
     parameter_error,
     shown,
 )
+from functree.devices.meshes import devices_along
+from functree.devices.specs import mesh_axes
 from functree.errors import Problem
-from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
+from functree.nn.activations import (
+    HEADS,
+    activation,
+    gather_last,
+    on_one_device,
+    on_shards,
+    sequence_by_rules,
+    unsharded_sequence,
+)
 from functree.nn.cache import Cache, LayersCache
 from functree.nn.config import sizes_of
-from functree.nn.prompts import read_prompts, without_padding
 from functree.nn.transformer import Transformer
 from functree.nn.weights import as_int32
+from functree.placing.ambient import has_axis_rules
+from functree.placing.constrain import axis_shards
 from functree.transforms.jit.jit import jit
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -305,14 +316,66 @@ def generation(
         lengths = lengths + 0 * prompts[:, 0]  # sharded as the prompts are, on Explicit axes too
     # A length that is not known here, and is none, gives a row without new tokens.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
-    prompts = without_padding(prompts, lengths)
-    last, new = read_prompts(model, prompts, given)
+    prompts = on_shards(_zeroed, [prompts, lengths], ["batch _", "batch"])
+    last, new = _read_prompts(model, prompts, given)
     with unsharded_sequence():
         tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
     # To an unsigned dtype -1 is cast as its largest number.
     return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
         dtype
     )
+
+
+def _zeroed(
+    prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
+) -> Int[Array, "batch seq"]:
+    """The prompts, with tokens in the place of their padding, which may be anything."""
+    # Of a number that is no token the vector is NaN, and so are the sums over all vectors of which
+    # its weight is 0.
+    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
+
+
+def _read_prompts(
+    model: Transformer, prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
+) -> tuple[Float[Array, "batch 1 embed"], LayersCache]:
+    """The vector of the last token of each prompt, and the keys and values of all tokens.
+
+    Args:
+        model: the model.
+        prompts: the prompts, padded at their right with tokens.
+        lengths: the length of each; the vector of a row that has no such token is NaN.
+    """
+    batch, seq = prompts.shape
+    # All prompts at once, behind a cache without slots. In parts where the rules shard a sequence
+    # while heads are mixed, unless the prompts have no equal parts.
+    if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
+        # A sum over parts, of which all others are zeros: the vectors themselves stay where they
+        # are. No row is at -1, so that the sum over such a row is 0 as well, and no token.
+        index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
+        is_last = (index == lengths[:, None] - 1)[..., None]
+        last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
+        last = jnp.where(is_last.any(1, keepdims=True), last, jnp.nan)
+        return activation(last, "batch _ embed"), new
+    with unsharded_sequence():
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
+        return on_shards(_last, [features, lengths], ["batch _ _", "batch"]), new
+
+
+def _context_parts() -> int:
+    """In how many parts a sequence is while heads are mixed, by the ambient rules."""
+    if not has_axis_rules() or on_one_device():
+        return 1
+    return devices_along(mesh_axes(sequence_by_rules(HEADS)))
+
+
+def _last(
+    x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
+) -> Float[Array, "batch 1 embed"]:
+    """The vector of the last token of each row; NaN if the row does not have so many tokens."""
+    # Beyond the last row JAX gives NaN too, but takes -1 for one from the end.
+    index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
+    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
 
 def _continued(

@@ -14,9 +14,8 @@ import pytest
 import functree as ft
 from functree import nn
 from functree.nn.moe import dispatch, experts
-from functree.nn.moe.assignment import capacity_of
-from functree.nn.moe.choose import chosen_dispatch
-from functree.nn.moe.sharding import Shards
+from functree.nn.moe.dispatch import capacity_of
+from functree.nn.moe.sharding import Shards, chosen_dispatch
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
 from tests.nn.moe_oracle import Result, mixture
@@ -280,7 +279,7 @@ def test_the_ragged_exchange_on_an_emulated_collective(
     capacity: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "ragged_all_to_all", emulated)
-    monkeypatch.setattr("functree.nn.moe.choose.platform", lambda: "tpu")
+    monkeypatch.setattr("functree.nn.moe.sharding.platform", lambda: "tpu")
     moe = layer("skewed", capacity=capacity, dispatch="ragged")
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     with jax.default_matmul_precision("highest"):

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from functree.argument_checks import one_of
+from functree.argument_checks import TEXT, Takes
 from functree.errors import FunctreeValueError
 from functree.nn.attention.chunked import (
     Kept,
@@ -34,8 +34,12 @@ from functree.nn.weights import accumulator
 
 T = TypeVar("T")
 
-ContextName = Literal["auto", "gather", "heads", "ring"]
-Context = Annotated[ContextName, one_of(get_args(ContextName))]
+_Name = Literal["auto", "gather", "heads", "ring"]
+_NAMES = get_args(_Name)
+Context = Annotated[
+    _Name,
+    Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
+]
 """How a part of a sequence attends to the others, by its name."""
 
 

@@ -1,6 +1,6 @@
 """Vectors ─► vectors, each by a few of many feed-forward layers, which a router chooses: `MoE`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -24,17 +24,16 @@ from functree.devices.meshes import devices_along
 from functree.devices.varying import without_varying
 from functree.errors import Problem
 from functree.nn.activations import activation, entries_of, explicit_mesh, resharded
-from functree.nn.moe.assignment import Sorted, capacity_of
-from functree.nn.moe.choose import DispatchName, chosen_dispatch
 from functree.nn.moe.dispatch import (
     Tokens,
     by_exchange,
     by_ragged_exchange,
+    capacity_of,
     on_own_experts,
 )
-from functree.nn.moe.experts import Experts
+from functree.nn.moe.experts import Experts, Sorted
 from functree.nn.moe.router import MoELosses, route
-from functree.nn.moe.sharding import Shards, shards_of, weight_specs
+from functree.nn.moe.sharding import DispatchName, Shards, chosen_dispatch, shards_of, weight_specs
 from functree.nn.weights import (
     DotGeneral,
     Initializer,
@@ -166,7 +165,7 @@ class MoE(eqx.Module):
         x = activation(x, "batch seq embed")
         shards = shards_of(x, weights[0])
         if shards is None:
-            return self._of_shard(x, self.router, weights, "gather", Shards((), (), (), ()))
+            return self._of_shard(x, self.router, weights, "gather", Shards(()))
         name, shards = chosen_dispatch(self.dispatch, shards, x.shape, self.top_k, self.capacity)
 
         def of_shard(x: Array, router: Array, *weights: Array) -> tuple[Array, MoELosses]:
@@ -217,31 +216,23 @@ class MoE(eqx.Module):
         if over:
             given = jax.tree.map(lambda one: jax.lax.all_gather(one, over, tiled=True), given)
         # (tokens, embed), in float32 or wider, and narrow again before they are moved.
-        computed = self._dispatched(name, given, experts, capacity, shards, devices_along(over))
-        y = computed.astype(x.dtype)
+        rows = Tokens(given[0], given[1], given[2], devices_along(over))
+        y = _DISPATCHED[name](rows, experts, capacity, shards.experts).astype(x.dtype)
         if over:
             y = jax.lax.psum_scatter(y, over, tiled=True)
         if others := tuple(axis for axis in summed if axis not in over):
             y = jax.lax.psum(y, others)
         return y.reshape(x.shape), routing.losses(dropped, shards.tokens)
 
-    def _dispatched(
-        self,
-        name: DispatchName,
-        given: tuple[Array, Array, Array],
-        experts: Experts,
-        capacity: int | None,
-        shards: Shards,
-        parts: int,
-    ) -> Array:
-        tokens = Tokens(*given, parts)
-        match name:
-            case "exchange":
-                return by_exchange(tokens, experts, capacity, shards.experts)
-            case "ragged":
-                return by_ragged_exchange(tokens, experts, capacity, shards.experts)
-            case _:
-                return on_own_experts(tokens, experts, capacity, shards.experts)
+
+_Dispatch = Callable[[Tokens, Experts, int | None, tuple[str, ...]], Array]
+
+_DISPATCHED: dict[str, _Dispatch] = {
+    "gather": on_own_experts,
+    "exchange": by_exchange,
+    "ragged": by_ragged_exchange,
+}
+"""What computes the experts of tokens, by how these come to them."""
 
 
 def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:
