@@ -1,27 +1,40 @@
 """Vectors ─► normalized vectors, scaled and shifted."""
 
+from typing import Annotated
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, Takes, check
+from functree.argument_checks import (
+    SIZE,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
+    Takes,
+    checked,
+)
 from functree.errors import AxesError
 from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none
 from functree.tree.axes import Axes, Names, names
 
 
-def _sizes(size: int | tuple[int, ...]) -> tuple[int, ...]:
+def _as_tuple(size: int | tuple[int, ...]) -> tuple[int, ...]:
     return size if isinstance(size, tuple) else (size,)
 
 
-_SIZES = Takes(
-    "a positive integer, or a tuple of them",
-    lambda size: all(map(SIZE.is_type, _sizes(size))),
-    lambda size: len(_sizes(size)) > 0 and all(map(SIZE.is_value, _sizes(size))),
-)
+Sizes = Annotated[
+    int | tuple[int, ...],
+    Takes(
+        "a positive integer, or a tuple of them",
+        lambda size: all(map(SIZE.is_type, _as_tuple(size))),
+        lambda size: len(_as_tuple(size)) > 0 and all(map(SIZE.is_value, _as_tuple(size))),
+    ),
+]
 
 
 class RMSNorm(eqx.Module):
@@ -55,28 +68,20 @@ class RMSNorm(eqx.Module):
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
+    @checked("RMSNorm cannot be built")
     def __init__(
         self,
-        size: int | tuple[int, ...],
-        eps: float = 1e-5,
+        size: Sizes,
+        eps: Positive = 1e-5,
         *,
         init: Initializer = jax.nn.initializers.ones,
         axes: str | Axes = "embed",
-        key: PRNGKeyArray | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
     ):
-        self.axes = named_axes("RMSNorm", axes, len(_sizes(size)))
-        check(
-            "RMSNorm cannot be built",
-            size=(size, _SIZES),
-            eps=(eps, POSITIVE),
-            init=(init, FUNCTION),
-            key=(key, KEY.or_none()),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-        )
-        self.scale = init(key, _sizes(size), param_dtype)
+        self.axes = named_axes("RMSNorm", axes, len(_as_tuple(size)))
+        self.scale = init(key, _as_tuple(size), param_dtype)
         self.eps = eps
         self.compute_dtype = dtype_or_none(compute_dtype)
 
@@ -125,27 +130,19 @@ class LayerNorm(eqx.Module):
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
+    @checked("LayerNorm cannot be built")
     def __init__(
         self,
-        size: int,
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
+        size: Size,
+        eps: Positive = 1e-5,
+        use_weight: Flag = True,
+        use_bias: Flag = True,
         *,
         axes: str | Axes = "embed",
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
     ):
         self.axes = one_axis("LayerNorm", axes)
-        check(
-            "LayerNorm cannot be built",
-            size=(size, SIZE),
-            eps=(eps, POSITIVE),
-            use_weight=(use_weight, FLAG),
-            use_bias=(use_bias, FLAG),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-        )
         self.weight = jnp.ones((size,), param_dtype) if use_weight else None
         self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)

@@ -709,15 +709,6 @@ UNPUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
         lambda x: jnp.zeros((3, 4, 8)),
         ["blocks.layer.attn.query_bias   float32[3, 4, 8]", "the family has None there"],
     ),
-    "other numbers": (
-        "blocks.layer.attn",
-        lambda x: _another(x, type(x), rope_theta=7.0, window=3),
-        [
-            "blocks.layer.attn.window   3\n",
-            "blocks.layer.attn.rope_theta   7.0\n",
-            "the family has 50000.0 there, by the config",
-        ],
-    ),
     "another eps": (
         "blocks.layer.attn_norm",
         lambda x: _another(x, type(x), eps=0.5),
@@ -750,6 +741,18 @@ def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
         ft.save_weights(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
     assert all(str(problem.path).startswith(path) for problem in error.value.problems)
+
+
+def test_surgery_that_another_family_computes(tmp_path: Path) -> None:
+    """The config is read from the layers, so what surgery has put there is saved as it is."""
+    model = load(MODELS / "llama")
+    attn = _another(model.blocks.layer.attn, ft.nn.Attention, rope_theta=7.0, window=3)
+    model = eqx.tree_at(lambda model: model.blocks.layer.attn, model, attn)
+    ft.save_weights(tmp_path, model)
+    again = load(tmp_path)
+    assert again.config == model.config
+    assert (again.config.rope_theta, again.config.window) == (7.0, 3)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mistral"
 
 
 def test_a_subclass_of_the_model(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The functions and their parameters are found by enumeration, so that a new one i
 being remembered.
 """
 
+import dataclasses
 import inspect
 import shutil
 from collections.abc import Callable
@@ -59,6 +60,7 @@ COUNTS, PIECES = ft.make_state(Counts(ft.StateRef(jnp.zeros(3))))
 CONFIG = ft.nn.TransformerConfig(16, 8, 2, 2, 2, 4, 8)
 LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
 TRANSFORMER = ft.nn.Transformer.create(CONFIG, key=KEY)
+EXPERTS = ft.nn.Transformer.create(dataclasses.replace(CONFIG, experts=2, top_k=1), key=KEY)
 
 NONSENSE: dict[str, Any] = {
     "a class": ft.nn.MLP, "a mesh": MESH, "a jitted function": ft.jit(lambda x: x), "None": None, "a float": 1.5,
@@ -365,12 +367,13 @@ USES: dict[str, Use] = {
         TRANSFORMER.features,
         {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "in_order": True},
     ),
-    "nn.Transformer.run": (
-        TRANSFORMER.run,
-        {
-            "tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None, "in_order": True,
-            "losses": False,
-        },
+    "nn.Transformer.with_losses": (
+        EXPERTS.with_losses,
+        {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "in_order": True},
+    ),
+    "nn.Transformer.decode": (
+        TRANSFORMER.decode,
+        {"tokens": jnp.zeros((1, 2), int), "cache": ft.nn.Cache.create(TRANSFORMER, 1, 8), "positions": None},
     ),
     "nn.Cache.create": (ft.nn.Cache.create, {"model": TRANSFORMER, "batch": 1, "length": 8}),
     "nn.generate": (

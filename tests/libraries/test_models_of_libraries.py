@@ -215,6 +215,8 @@ def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
         found = run(model, lay(images, "data"))
     expected = np.stack([timm_logits(weights, image) for image in images])
     np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
 @pytest.mark.usefixtures("compiles_anew")
 def test_the_ledger_has_the_lines_of_equimo_and_the_call():
     layout = ft.AxisRules(TABLE, names=VISION_NAMES) | FSDP

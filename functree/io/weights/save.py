@@ -112,8 +112,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, names)))
-    dtype = model.embed.weight.dtype
-    write(lambda: _write(folder / "config.json", _config(family, model.config, dtype)))
+    write(lambda: _write(folder / "config.json", _config(family, model.config)))
 
 
 def _weights_in(folder: FilePath) -> list[str]:
@@ -235,15 +234,9 @@ def _write(file: FilePath, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(family: str, config: TransformerConfig, dtype: object) -> dict[str, Any]:
+def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
     """What `config.json` says of a model: of all fields that a family may have, those that this one
-    reads.
-
-    Args:
-        family: the family.
-        config: the config of the model.
-        dtype: that of its arrays: `config.param_dtype` is that in which they were created.
-    """
+    reads."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if isinstance(config.rope_scaling, Llama3Rope):
         numbers = dataclasses.astuple(config.rope_scaling)
@@ -258,7 +251,7 @@ def _config(family: str, config: TransformerConfig, dtype: object) -> dict[str, 
         # Where older readers look, which would take the neutral value and compute something else.
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if config.rope_scaling else None,
-        "dtype": str(dtype),
+        "dtype": str(config.param_dtype),
         "moe_intermediate_size": hidden,
         # Readers of either age: the older ones call it "num_experts".
         "num_experts": config.experts,
@@ -276,9 +269,8 @@ def _config(family: str, config: TransformerConfig, dtype: object) -> dict[str, 
 # Which family computes what a model does
 
 # Fields of layers that say nothing of what is computed, or are chosen by who loads the weights, as
-# the dtype of activations and the capacity of experts are. Those of the config are compared in the
-# layers, which compute with them.
-_FREE = ("config", "axes", "axis", "compute_dtype", "dispatch", "capacity")
+# the dtype of activations and the capacity of experts are.
+_FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
 # Fields of the config that are so, and those that each family can have.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "no published family computes what this model does"
@@ -297,7 +289,7 @@ def family_of_model(model: Transformer) -> str:
 
     The files of a family have its arrays, its sizes and its numbers. So what is compared is all
     else: the class of each layer, whether each array is there, its shape and kind of dtype, and
-    the numbers in the layers, which surgery may have changed without the config.
+    the numbers in the layers.
 
     Raises:
         FunctreeError: none does. The error lists all parts that differ, by path.
@@ -313,11 +305,9 @@ def family_of_model(model: Transformer) -> str:
 def _by_config(config: TransformerConfig) -> str:
     """The first family that has the options of a config: what is written of it is read as the same
     config again."""
-    if config.experts is None:
-        config = dataclasses.replace(config, normalize=True)  # it is of experts
     differ: list[list[Problem]] = []  # of each family
     for family in families:
-        read, found = understood(family, _config(family, config, "float32"))
+        read, found = understood(family, _config(family, config))
         if read.problems:  # such as that there is no number of experts
             continue
         own: list[Problem] = []
