@@ -195,8 +195,13 @@ L = TypeVar("L")
 _UNKNOWN = "the sizes and options of a model cannot be read from its layers"
 
 
-def config_of(model: Any) -> TransformerConfig:
-    """The config of a `Transformer`, read from its layers; errors are those of `model.config`."""
+def config_of(model: Any, norms: Norms) -> TransformerConfig:
+    """The config of a `Transformer`, read from its layers; errors are those of `model.config`.
+
+    Args:
+        model: the model.
+        norms: where the norms of its blocks are, which stand above this module.
+    """
     names = ["embed", "heads", "kv_heads", "head_dim", "hidden"]
     sizes = dict(zip(names, sizes_of(model.blocks, names), strict=True))
     attn = layer_of(model.blocks, Attention)
@@ -221,7 +226,7 @@ def config_of(model: Any) -> TransformerConfig:
             bias is not None for bias in (attn.query_bias, attn.key_bias, attn.value_bias)
         ),
         qk_norm=_qk_norm(attn),
-        norms=getattr(model.blocks.layer, "norms", "before"),
+        norms=norms,
         **sizes,
         **options,
     )

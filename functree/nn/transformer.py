@@ -26,7 +26,7 @@ from functree.nn.attention.attend import next_positions
 from functree.nn.attention.layer import Positions, Segments, check_order
 from functree.nn.block import CONFIG, Block
 from functree.nn.cache import Cache, LayersCache
-from functree.nn.config import TransformerConfig, config_of
+from functree.nn.config import TransformerConfig, config_of, first_layer
 from functree.nn.embedding import Embedding
 from functree.nn.linear import Linear
 from functree.nn.moe.router import MoELosses
@@ -123,7 +123,8 @@ class Transformer(eqx.Module, ShownByPlan):
                 `ft.nn.Embedding`; no array has an axis that the config gives the size of, as in a
                 part of a model.
         """
-        return config_of(self)
+        block = first_layer(self.blocks, Block)
+        return config_of(self, "before" if block is None else block.norms)
 
     def __matrix_dimensions__(self) -> Matrices:
         """That what computes the logits is no matrix, for `ft.nn.matrix_dimensions`, whatever class
