@@ -610,22 +610,28 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         "head_dim": 4,
         "hidden": 8,
     }
-    for options, said in (
+    other_options = "give it the options of one of these, or keep it by `ft.save`"
+    other_layer = "put the array or the layer that the family has there"
+    for options, *said in (
         (
             {"window": 4, "qk_norm": True},
-            ["qk_norm=True", "mistral has False", "window=4", "qwen3 has None"],
+            *("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options),
         ),
         (
             {"experts": 2, "top_k": 1, "normalize": False},
-            ["normalize=False", "mixtral has True", "qk_norm=False", "qwen3_moe has True"],
+            *("normalize=False", "mixtral has True", "qk_norm=False", "qwen3_moe has True"),
+            other_options,
         ),
-        ({"rope_scaling": abs}, ["blocks.layer.attn.rope_scaling   <built-in function abs>"]),
+        (
+            {"rope_scaling": abs},
+            "blocks.layer.attn.rope_scaling   <built-in function abs>",
+            other_layer,
+        ),
     ):
         config = ft.nn.TransformerConfig(16, **sizes, **options)
         with raises(
             "no published family computes what this model does",
             *said,
-            "give it the options of one of these, or keep it by `ft.save`",
             error=ft.FunctreeError,
         ):
             ft.save_weights(
