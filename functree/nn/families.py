@@ -46,7 +46,7 @@ class ConfigReader:
     def __init__(self, given: Mapping[str, Any]):
         self.given = given
         self.problems: list[Problem] = []
-        self.names = {"model_type"}
+        self.names: set[str] = {"model_type"}
 
     def __call__(
         self, name: str, text: str, fits: Callable[[Any], bool], default: Any = _REQUIRED

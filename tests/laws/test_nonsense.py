@@ -476,7 +476,9 @@ FILES = {("load_weights", "folder"), ("load_tensors", "files"), ("nn.config_from
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
     "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "Plan.page",
-    "nn.Block",
+    # What a transformer calls of its parts, and what generation and the loss call of a transformer.
+    "nn.Block", "nn.Block.decode", "nn.Block.with_losses", "nn.Attention.decode",
+    "nn.Transformer.features_with_cache", "nn.Transformer.features_with_losses",
     "nn.Cache", "nn.Cache.extended", "nn.Cache.fits", "nn.Cache.most_tokens",
 }  # fmt: skip
 # What users do not construct: these are results, and errors.

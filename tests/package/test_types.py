@@ -159,7 +159,7 @@ MORE = {
     "donating": "Jit[(x: Array), Array]",
     "mapped(x)": "Array",
     "mapped.lower": "(x: Array) -> Lowered",
-    "model.step": "BoundFunction[(x: Array), list[Array]]",
+    "model.step": "Function[(x: Array), list[Array]]",
     "model.step(x)": "list[Array]",
     "model.step.compilations": "list[Compilation]",
     "checked": "(x: Array) -> Array",
