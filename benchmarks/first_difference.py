@@ -21,9 +21,9 @@ os.environ["XLA_FLAGS"] = (
 import jax
 
 import functree as ft
-from functree.testing.both import Both
 from functree.testing.evidence import Values, Watched
-from functree.testing.pairs import Pairs
+from functree.testing.programs import Both
+from functree.testing.scopes import Pairs
 
 
 def seconds(run: Callable[[], Any]) -> tuple[float, Any]:
@@ -62,7 +62,7 @@ def main() -> None:
 
     with_sums, checksums = seconds(sums)
     half = len(one.body.steps) // 2, len(many.body.steps) // 2
-    line = seconds(lambda: Values(checksums, one, many, [((half[0], 0), (half[1], 0))]).right)[0]
+    line = seconds(lambda: Values(checksums, one, many, [((half[0], 0), (half[1], 0))]).arrays)[0]
     finite = seconds(lambda: ft.testing.first_nonfinite(step, *on_mesh))[0]
     alone = seconds(lambda: (both.sharded.clear_cache(), both.sharded(*on_mesh)))[0]
     print(f"trace, compile and run, on one device and on the mesh   {plain:6.2f} s")

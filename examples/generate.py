@@ -130,7 +130,7 @@ def show_generation(model: ft.nn.Transformer) -> list[str]:
 def step(
     model: ft.nn.Transformer, tokens: Int[Array, "batch _"], cache: ft.nn.Cache
 ) -> tuple[Array, ft.nn.Cache]:
-    logits, cache = model(tokens, cache=cache)
+    logits, cache = model.decode(tokens, cache)
     return logits[:, -1].argmax(-1).astype(tokens.dtype), cache
 
 

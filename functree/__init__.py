@@ -18,10 +18,9 @@ from functree.errors import (
     ShardingError,
     StateError,
 )
-from functree.explorer.candidate import Candidate
 from functree.explorer.explore import explore
 from functree.explorer.hardware import Hardware
-from functree.explorer.ranking import Ranking
+from functree.explorer.ranking import Candidate, Ranking
 from functree.io.checkpoints.checkpoints import Checkpoints
 from functree.io.checkpoints.inspect import Checkpoint, inspect
 from functree.io.checkpoints.manifest import SavedArray

@@ -1,6 +1,7 @@
 """What a user passes for a parameter ─► one error that names each wrong value, and what belongs in
 its place."""
 
+import functools
 import inspect
 import math
 import os
@@ -8,14 +9,31 @@ import re
 import reprlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from numbers import Real
-from typing import Any, NamedTuple, TypeGuard
+from types import UnionType
+from typing import (
+    Annotated,
+    Any,
+    NamedTuple,
+    ParamSpec,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.tree_util import all_leaves
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
 
 from functree.errors import FunctreeError, FunctreeTypeError, FunctreeValueError, Problem, RuleError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Takes(NamedTuple):
@@ -185,6 +203,17 @@ TEXTS = Takes(
 )
 
 
+# In annotations, for `checked`.
+Flag = Annotated[bool, FLAG]
+Size = Annotated[int, SIZE]
+Positive = Annotated[float, POSITIVE]
+Fraction = Annotated[float, FRACTION]
+Decay = Annotated[float, DECAY]
+Room = Annotated[float, ROOM]
+Key = Annotated[PRNGKeyArray, KEY]
+FloatingDtype = Annotated[DTypeLike, FLOATING]
+
+
 def shown(value: object) -> str:
     """A value in messages: shortened, and an array by its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
@@ -226,6 +255,60 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
     if found := [*problems(**given), *others]:
         right_type = all(takes.is_type(value) for value, takes in given.values())
         raise parameter_error(headline, found, right_type=right_type)
+
+
+def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
+    """What the parameters of a function, or the fields of a class, take: the `Takes` in their
+    annotations, which may be in a union with None.
+
+    Examples:
+        >>> from functree.argument_checks import Size, kinds_of
+        >>> def make(size: Size, depth: Size | None, name: str): ...
+        >>> kinds = kinds_of(make)
+        >>> kinds["size"].text, kinds["depth"].text, len(kinds)
+        ('a positive integer', 'a positive integer, or None', 2)
+    """
+    found: dict[str, Takes] = {}
+    for name, hint in get_type_hints(annotated, include_extras=True).items():
+        options = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+        for option in options:
+            for extra in getattr(option, "__metadata__", ()):
+                if isinstance(extra, Takes):
+                    found[name] = extra.or_none() if type(None) in options else extra
+    return found
+
+
+def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator that checks the arguments of a function by the `Takes` in its annotations.
+
+    The function raises the errors of `check`, with this headline. What is not given is not checked.
+
+    Examples:
+        >>> from functree.argument_checks import Size, checked
+        >>> @checked("no square has this size")
+        ... def square(size: Size) -> int:
+        ...     return size * size
+        >>> square(0)
+        Traceback (most recent call last):
+            ...
+        functree.errors.FunctreeValueError: no square has this size
+        <BLANKLINE>
+          size=0
+              it must be a positive integer
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        kinds, names = kinds_of(function), list(inspect.signature(function).parameters)
+
+        @functools.wraps(function)
+        def with_check(*args: P.args, **kwargs: P.kwargs) -> R:
+            given = dict(zip(names, args, strict=False)) | kwargs
+            check(headline, **{name: (given[name], kinds[name]) for name in kinds if name in given})
+            return function(*args, **kwargs)
+
+        return with_check
+
+    return decorate
 
 
 def parameter_error(

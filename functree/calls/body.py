@@ -1,12 +1,14 @@
 """A function of modules ─► a `Body`: a function of arrays that JAX can trace."""
 
+import functools
 import inspect
-import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from jax.tree_util import register_pytree_with_keys
 
+from functree.calls.call_groups import Traces
 from functree.calls.derivative_rules import MakeContext
 from functree.calls.output import Output
 from functree.calls.signature import AnyFunction
@@ -14,31 +16,19 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
 
+@dataclass(frozen=True, eq=False)
 class Labels:
     """The keys of arrays in their parameter. Behind its name, the text of a key makes the path of
     the array.
 
-    There is one object for equal keys, so JAX compares it by identity. With an object for each
-    function, JAX would compare a new function with all those before: it hashes the arguments of
-    what it traces without such objects.
+    There is one object for equal keys, which JAX compares by identity: it compares a new function
+    with those before whose arguments are as many.
     """
 
-    __slots__ = ("__weakref__", "keys")
     keys: tuple[str, ...]
 
-    def __new__(cls, keys: Iterable[str]) -> "Labels":
-        keys = tuple(keys)
-        labels = _LABELS.get(keys)
-        if labels is None:
-            labels = _LABELS[keys] = object.__new__(cls)
-            labels.keys = keys
-        return labels
 
-    def __reduce__(self) -> tuple[object, ...]:
-        return Labels, (self.keys,)
-
-
-_LABELS: weakref.WeakValueDictionary[tuple[str, ...], Labels] = weakref.WeakValueDictionary()
+_labels = functools.lru_cache(maxsize=1024)(Labels)
 
 
 class Arrays:
@@ -109,7 +99,7 @@ class Arguments:
                 self.donated_arguments.append(len(self.names))
             self.names.append(name)
             own = list(run)
-            labels = Labels(str(paths[i]).removeprefix(paths[i][0]) for i in own)
+            labels = _labels(tuple(str(paths[i]).removeprefix(paths[i][0]) for i in own))
             self._parts.append((slice(own[0], own[-1] + 1), labels))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:
@@ -132,8 +122,7 @@ class Body:
     Args:
         compute: a function from the arrays of a call to the output.
         arguments: how the arrays are passed.
-        fun: returns the user's function. JAX shows its file and line.
-        name: the name of that function, for messages.
+        traces: the user's function, whose file and line JAX shows, and its name, for messages.
         context: the context in which the user's function runs; None if it needs none.
     """
 
@@ -141,15 +130,14 @@ class Body:
         self,
         compute: Callable[[Sequence[AnyArray]], Output],
         arguments: Arguments,
-        fun: Callable[[], AnyFunction],
-        name: str,
+        traces: Traces,
         context: MakeContext | None = None,
     ):
-        self._compute, self._fun = compute, fun
-        self.name: str = name
+        self._compute, self._fun = compute, traces.fun
+        self.name: str = traces.signature.name
         self.context: MakeContext | None = context
         self.arguments: Arguments = arguments
-        self.__name__: str = name.rpartition(".")[2]
+        self.__name__: str = self.name.rpartition(".")[2]
         self.__qualname__: str = self.__name__
         # By this JAX names the arguments, in errors and in the compiled text.
         parameters = [

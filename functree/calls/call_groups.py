@@ -1,6 +1,8 @@
-"""A call ─► its arrays, and its group: all calls with the same structure and static values."""
+"""A call of a function ─► its arrays, and its group: all calls with the same structure and static
+values. The groups of a function with some options are its `Traces`."""
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+import weakref
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -9,13 +11,14 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import NamedSharding, Sharding
 
+from functree.calls.signature import AnyFunction, Partial, Signature
 from functree.calls.static_arguments import check_static
 from functree.devices.placement import is_concrete, mesh_of
+from functree.errors import FunctreeError
 from functree.labels.leaves import read, too_deep
-from functree.tree.arrays import AnyArray, Tree, is_array
+from functree.tree.arrays import AnyArray, Tree, abstract, is_array
 from functree.tree.paths import Path
-from functree.tree.skeleton.code import Refusal
-from functree.tree.skeleton.kinds import Form, form_of
+from functree.tree.skeleton.kinds import Form, Refusal, form_of
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import StaticValue
 
@@ -137,7 +140,8 @@ class FlatCall(NamedTuple):
 
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The arrays without their values, with their shardings as far as they are known."""
-        return tuple(map(_abstract, self.arrays))
+        # An array of numpy has no sharding, and that of a traced one is not known.
+        return tuple([abstract(jax.typeof(x), getattr(x, "sharding", None)) for x in self.arrays])
 
     def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
         """Whether each array is committed; empty if all are, because they are on a mesh."""
@@ -160,13 +164,6 @@ def _kind(array: AnyArray) -> tuple[Hashable, ...]:
     if is_concrete(array):
         return jax.typeof(array), (array.sharding, array.committed)
     return jax.typeof(array), None
-
-
-def _abstract(array: AnyArray) -> jax.ShapeDtypeStruct:
-    kind = jax.typeof(array)
-    # An array of numpy has no sharding, and that of a traced one is not known.
-    sharding = getattr(array, "sharding", None)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 class CallGroups:
@@ -263,3 +260,73 @@ class CallGroups:
         if concrete:
             self._concrete |= kinds
         return FlatCall(call, group, arrays, concrete)
+
+
+# What wrappers share
+
+
+class Traces:
+    """The traces and programs of a function, shared by all wrappers of it that have equal options.
+
+    Attributes:
+        signature: the signature of the function.
+        groups: the groups of its calls, with their traces and programs.
+        fun: returns the function. The reference is weak.
+    """
+
+    def __init__(self, fun: AnyFunction, signature: Signature):
+        self.signature: Signature = signature
+        self.groups: CallGroups = CallGroups()
+        self.fun: Callable[[], AnyFunction] = _reference(fun)
+
+
+def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
+    """A weak reference to a function, or a strong one if it has no weak references."""
+    try:
+        weak = weakref.ref(fun)
+    except TypeError:  # some functions that are written in C
+        return lambda: fun
+    # It does not return None while it is used: a wrapper that is called holds its function.
+    reference: Any = weak
+    return reference
+
+
+# By the identity of a function, because equal callables may differ (`F(1)` and `F(True)`), and then
+# by options. The values do not hold the function.
+_SHARED: dict[int, dict[Hashable, Traces]] = {}
+
+
+def _shared(fun: AnyFunction) -> dict[Hashable, Traces]:
+    """The traces of a function by options, deleted together with it. TypeError if it has no hash or
+    weak references."""
+    hash(fun)  # an object without a hash may be changed between two wrappers
+    found = _SHARED.get(id(fun))
+    if found is None:
+        weakref.finalize(fun, _SHARED.pop, id(fun), None)
+        found = _SHARED[id(fun)] = {}
+    return found
+
+
+def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
+    """The traces of a function with some options. The same function with equal options has the same
+    object.
+
+    Args:
+        partial: the function and the arguments bound to it.
+        signature: the signature of the function.
+        options: a tree of hashable values, which may contain prefix trees of layouts. If they
+            cannot be hashed, the traces are not shared.
+    """
+    # The options are compared as a skeleton, so that 1 and True are different and trees of layouts
+    # are compared by their structure and leaves.
+    try:
+        skeleton, _ = Skeleton.apart(options)
+        skeleton.check_hashable()
+        shared = _shared(partial.fun)
+    except (TypeError, ValueError, FunctreeError):
+        return Traces(partial.fun, signature)
+    key = (skeleton, len(partial.args), frozenset(partial.kwargs))
+    found = shared.get(key)
+    if found is None:
+        found = shared[key] = Traces(partial.fun, signature)
+    return found

@@ -1,21 +1,29 @@
 """A call and its program ─► an error or a warning, before the call is passed to JAX."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from operator import methodcaller
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Traced
 
+from functree.calls.body import Arguments
 from functree.calls.call_groups import FlatCall
 from functree.calls.closures import closed_over, held, used_globals
-from functree.calls.donation import check_donated, twice_by_identity
 from functree.calls.program import Program
 from functree.calls.signature import AnyFunction
 from functree.devices.meshes import current_mesh, mesh_view, tracing
 from functree.devices.placement import first_mesh, is_concrete, is_deleted, mesh_of, refuse_deleted
-from functree.errors import FunctreeTypeError, Problem, ShardingError, count, warn
+from functree.errors import (
+    FunctreeTypeError,
+    FunctreeValueError,
+    Problem,
+    ShardingError,
+    count,
+    warn,
+)
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
@@ -90,17 +98,16 @@ def check_mesh(
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
     """Check that arguments without a mesh are not on different devices."""
     # JAX checks it too, but its message has no paths.
-    committed: dict[Path, jax.Array] = {}
-    for path, array in zip(paths, arrays, strict=True):
-        if is_concrete(array) and array.committed:
-            committed[path] = array
-    if not committed:
-        return
-    first_path, first = next(iter(committed.items()))
+    first: tuple[Path, jax.Array] | None = None
     problems: list[Problem] = []
-    for path, array in committed.items():
-        if array.sharding.device_set != first.sharding.device_set:
-            devices, others = _devices_text(array), _devices_text(first)
+    for path, array in zip(paths, arrays, strict=True):
+        if not is_concrete(array) or not array.committed:
+            continue
+        if first is None:
+            first = path, array
+        first_path, other = first
+        if array.sharding.device_set != other.sharding.device_set:
+            devices, others = _devices_text(array), _devices_text(other)
             why = f"is committed to {devices}, but `{first_path}` to {others}"
             remedy = "move them to one device, or all to one mesh (`ft.shard`)"
             problems.append(array_problem(path, array, why, remedy))
@@ -190,3 +197,87 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant "
             "of the compiled program, on every device; pass it as an argument",
         )
+
+
+# Donation
+#
+# If an array on several devices is donated twice, JAX 0.10 aborts the process. Later versions raise
+# an error of XLA, which has no paths.
+
+
+def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
+    """Whether an array is donated twice, or donated and also passed without donation. Fast enough
+    for each call."""
+    # Most calls have no array twice at all, donated or not, which is seen faster.
+    if len(set(map(id, arrays))) == len(arrays):
+        return False
+    donated = {id(arrays[i]) for i in arguments.donated}
+    if len(donated) < len(arguments.donated):
+        return True
+    return any(id(arrays[i]) in donated for i in arguments.kept)
+
+
+def check_donated(
+    name: str,
+    paths: Sequence[Path],
+    arrays: Sequence[AnyArray],
+    arguments: Arguments,
+    by_buffer: bool,
+) -> None:
+    """Raise FunctreeError if an array is donated twice, or donated and also passed without
+    donation.
+
+    Args:
+        name: the name of the function.
+        paths: the paths of the arrays.
+        arrays: the arrays of a call.
+        arguments: which of them are donated.
+        by_buffer: whether to find different arrays with one buffer too, as `jax.device_put` makes
+            them.
+
+    Raises:
+        FunctreeError: such an array has two paths, which the error lists; or an array is deleted.
+    """
+    donated = set(arguments.donated)
+    # The buffers of a deleted array cannot be read.
+    if by_buffer and any(map(is_deleted, arrays)):
+        raise refuse_deleted(name, paths, arrays)
+    owners: dict[Hashable, int] = {}  # the index of the first array with an identity
+    problems: list[Problem] = []
+    # The donated arrays first: a kept array is a problem only if a donated one has the same buffer.
+    for i in (*arguments.donated, *arguments.kept):
+        for identity in _identities(arrays[i], by_buffer):
+            owner = owners.setdefault(identity, i)
+            if owner == i or owner not in donated:
+                continue
+            what = "buffer" if by_buffer else "array"
+            how = "both are donated" if i in donated else "that one is donated"
+            why = f"is the same {what} as `{paths[owner]}`, and {how}"
+            # An untied copy, since the two may be in one argument.
+            copy = f"`ft.copy({paths[i][0]}, untie=True)`"
+            remedy = f"donate it once, or pass {copy}, where each place has an array of its own"
+            problems.append(array_problem(paths[i], arrays[i], why, remedy))
+            break
+    if problems:
+        verb = "is" if len(problems) == 1 else "are"
+        raise FunctreeValueError(
+            f"{name}: {count(len(problems), 'array')} {verb} donated twice", problems
+        )
+
+
+def _identities(array: AnyArray, by_buffer: bool) -> Sequence[Hashable]:
+    """What identifies an array: its id, or its buffers."""
+    if not by_buffer:
+        return [id(array)]
+    # A traced array has no buffer, and neither has an array of keys by JAX's public functions.
+    if not is_concrete(array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
+        return []
+    # Nothing of an empty shard is overwritten, so two arrays may share it.
+    shards = [shard for shard in array.addressable_shards if shard.data.size]
+    buffers = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
+    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX does not overwrite
+    # such foreign memory, so two arrays may be over it. It is known by shards of one array that
+    # share it: JAX's own is of one device.
+    if len({pointer for _, pointer in buffers}) < len(buffers):
+        return []
+    return buffers

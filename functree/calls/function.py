@@ -4,23 +4,22 @@ import copy
 import functools
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Sequence
+from types import MethodType
 from typing import Any, ClassVar, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
 import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
-from functree.calls.call_groups import FlatCall
+from functree.calls.call_groups import FlatCall, Traces, traces_of
 from functree.calls.checks import check_call
 from functree.calls.compilations import Compilation, Log, Situation
 from functree.calls.compile_events import compile_events
 from functree.calls.program import Program, around, without_jit
 from functree.calls.runtime_checks import raise_failed
-from functree.calls.signature import Args, Kwargs, Partial, Record, wrapper_updates
-from functree.calls.stages.lowered import Lowered, Traced
-from functree.calls.stages.stage import StagedCall
+from functree.calls.signature import Args, Kwargs, Partial, Record, Signature, wrapper_updates
+from functree.calls.stages import Lowered, StagedCall, Traced
 from functree.calls.static_arguments import check_identity, check_wrapped, with_static
-from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.devices.placement import is_deleted, refuse_deleted
 from functree.layout.layout import Layout
@@ -42,25 +41,30 @@ class Function(Generic[_P, _T]):
     """
 
     compilations: list[Compilation]
-    # A named tuple of a class for each wrapper, with which another one is made for a copy.
-    _options: Any
+    _door: ClassVar[str]  # the name of the public function that makes it
     _places: ClassVar[bool] = False  # whether it places arguments that nobody has placed
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
+    # Only of a method.
+    __func__: Any
+    __self__: Any
 
     def __init__(
         self,
         fun: Callable[_P, _T],
         partial: Partial,
         traces: Traces,
-        static: frozenset[str] = frozenset(),
+        options: Any,
     ):
-        check_wrapped(type(self).__name__.lower(), fun)
+        check_wrapped(self._door, fun)
         # A partial and a module have no names of their own.
         self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
-        self._partial, self._traces, self._static = partial, traces, static
+        self._partial, self._traces = partial, traces
+        # A named tuple of a class for each door, with which another one is made for a copy.
+        self._options: Any = options
+        self._static: frozenset[str] = getattr(options, "static", frozenset())
         self._is_bound = bool(partial.args or partial.kwargs)
         # Copied, because each attribute of an attribute takes time in every call.
         self._signature, self._groups = traces.signature, traces.groups
@@ -78,10 +82,10 @@ class Function(Generic[_P, _T]):
         before = compile_events.count
         try:
             if program.entered is None:
-                result = program(arrays)
+                result = program.run(program.jitted, arrays)
             else:
                 with around(program.entered):
-                    result = program(arrays)
+                    result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
             # To look for deleted arguments on a single device would take time in each call. After
             # any other error, donated ones may be deleted.
@@ -95,15 +99,19 @@ class Function(Generic[_P, _T]):
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
         """Trace a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
-        return self._trace((), args, kwargs)
+        with jax.disable_jit(False):  # which changes calls only
+            program, flat = self._prepare(args, kwargs)
+            names, arrays = frozenset(kwargs), flat.abstract()
+            call = StagedCall(program, self._signature, self._bind, names, arrays, self._log)
+            return Traced(program.trace(flat.arrays), call)
 
     def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
         """Trace and lower a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
-        return self._trace((), args, kwargs).lower()
+        return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
         """The result of a call as `jax.ShapeDtypeStruct`s."""
-        return self._trace((), args, kwargs).out_info
+        return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
         """Forget all traces and programs, and their records. Other wrappers that share them forget
@@ -121,9 +129,22 @@ class Function(Generic[_P, _T]):
     @overload
     def __get__(
         self: "Function[Concatenate[Any, _Q], _T]", instance: object, owner: type | None = None
-    ) -> "BoundFunction[_Q, _T]": ...
+    ) -> "Function[_Q, _T]": ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else BoundFunction(self, instance)
+        """The function of a class, bound to an instance. Its traces, programs and records are those
+        of the function."""
+        if instance is None:
+            return self
+        method = object.__new__(type(self))
+        vars(method).update(vars(self))
+        args = (*self._partial.args, instance)
+        method._partial = self._partial._replace(args=args)
+        method._is_bound = True
+        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
+        # instance.
+        method.__func__, method.__self__ = self, instance
+        method.__wrapped__ = MethodType(self.__wrapped__, instance)
+        return method
 
     # It is copied and pickled as what makes it: traces and programs stay where they are.
 
@@ -131,19 +152,33 @@ class Function(Generic[_P, _T]):
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if hasattr(self, "__self__"):
+            return self.__func__.__get__(copy.deepcopy(self.__self__, memo))
         # Of a Python function this is the function itself, and then of its wrapper too.
         fun = copy.deepcopy(self.__wrapped__, memo)
         return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if hasattr(self, "__self__"):
+            return type(self).__get__, (self.__func__, self.__self__)
         return type(self).of, (self.__wrapped__, self._options)
 
-    # For subclasses
-
     @classmethod
-    @abstractmethod
     def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
         """The wrapper of a function with some options."""
+        return cls.made(fun, *Signature.of(fun), options)
+
+    @classmethod
+    def made(
+        cls, fun: Callable[_P, _T], signature: Signature, partial: Partial, options: Any
+    ) -> Self:
+        """The same, for a function whose signature is known."""
+        return cls(fun, partial, traces_of(partial, signature, options), options)
+
+    def __repr__(self) -> str:
+        return f"<ft.{self._door} of {self._signature.name}>"
+
+    # For subclasses
 
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
@@ -210,53 +245,3 @@ class Function(Generic[_P, _T]):
             self._used.add(program)
             situation = Situation.of(program.group, arrays, program.mesh, program.rules)
             self._log.add(situation, shared=not compiled)
-
-    def _trace(self, instance: Args, args: Args, kwargs: Kwargs) -> Traced:
-        """Trace a call; `instance` is that of a method, or empty."""
-
-        def bind(args: Args, kwargs: Kwargs) -> Record:
-            return self._bind((*instance, *args), kwargs)
-
-        with jax.disable_jit(False):  # which changes calls only
-            program, flat = self._prepare((*instance, *args), kwargs)
-            names, arrays = frozenset(kwargs), flat.abstract()
-            call = StagedCall(program, self._signature, bind, names, arrays, self._log)
-            return Traced(program.trace(flat.arrays), call)
-
-
-class BoundFunction(Generic[_P, _T]):
-    """A `Function` in a class, bound to an instance."""
-
-    def __init__(self, function: Function[..., _T], instance: object):
-        self._function, self._instance = function, instance
-        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
-        # instance.
-        self.__func__: Function[..., _T] = function
-        self.__self__: object = instance
-        self.__name__: str = function.__name__
-        self.__doc__ = function.__doc__
-
-    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        return self._function(self._instance, *args, **kwargs)
-
-    @property
-    def compilations(self) -> list[Compilation]:
-        """The compilations of the function, for all instances."""
-        return self._function.compilations
-
-    def clear_cache(self) -> None:
-        """Forget all traces and programs of the function, for all instances; see
-        `Function.clear_cache`."""
-        self._function.clear_cache()
-
-    def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
-        """Trace a call without running it; see `Function.trace`."""
-        return self._function._trace((self._instance,), args, kwargs)
-
-    def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
-        """Trace and lower a call without running it; see `Function.lower`."""
-        return self.trace(*args, **kwargs).lower()
-
-    def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
-        """The result of a call as `jax.ShapeDtypeStruct`s; see `Function.eval_shape`."""
-        return self.trace(*args, **kwargs).out_info

@@ -33,10 +33,10 @@ class ParameterLayouts:
     ):
         self.signature: Signature = signature
         self.otherwise: LayoutTree = otherwise
+        # None if one layout is for all parameters.
         self.by_name: dict[str, LayoutTree] | None = None
-        self.all: LayoutTree = None
         if is_layout(written):
-            self.all = written
+            self.otherwise = written
         elif isinstance(written, dict):
             self.by_name = dict(written)
             lost = [name for name in written if name not in signature.parameters]
@@ -77,13 +77,11 @@ class ParameterLayouts:
 
     def prefix(self, call: Any) -> LayoutTree:
         """The layouts of a call, as a named tuple like the call."""
-        given = dict.fromkeys(call._fields, self.all)
-        if self.by_name is not None:
-            given = {name: self.by_name.get(name, self.otherwise) for name in call._fields}
+        own = self.by_name or {}
+        given = {name: own.get(name, self.otherwise) for name in call._fields}
         by_name, many = self.signature.by_name, self.signature.many
         # Each argument in `**kwargs` and `*args` is one by itself.
         if by_name is not None and is_layout(given[by_name]):
-            own = self.by_name or {}
             names = call[call._fields.index(by_name)]
             given[by_name] = {name: own.get(name, given[by_name]) for name in names}
         if many is not None and is_layout(given[many]):

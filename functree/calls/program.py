@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Traced, Wrapped
 
@@ -20,8 +19,9 @@ from functree.calls.output import Output
 from functree.calls.runtime_checks import has_checks, run_checked
 from functree.devices.constraint import with_constraint
 from functree.devices.meshes import tracing, without_devices
+from functree.devices.placement import is_concrete
 from functree.layout.layout import Layout
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, abstract
 
 ArrayFunction = Callable[..., Output]
 """A body, or a function with a body in it, of `Arrays` for each parameter."""
@@ -75,12 +75,12 @@ class Program:
         the mesh."""
         return self.donates or self.missing is not None
 
-    def __call__(self, arrays: Sequence[AnyArray]) -> Tree:
+    def run(self, jitted: ArrayFunction, arrays: Sequence[AnyArray]) -> Tree:
+        """The result for the arrays of a call, by `jitted` or what JAX has compiled of it."""
         arguments = self.body.arguments.split(arrays)
         if self.has_checks:
-            return run_checked(self.jitted, arguments, self.name).built()
-        output: Output = self.jitted(*arguments)
-        return output.built()
+            return run_checked(jitted, arguments, self.name).built()
+        return jitted(*arguments).built()
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
         """Trace the program for a call's arrays, abstract ones too."""
@@ -216,15 +216,11 @@ def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> 
     """
     if not isinstance(mesh, Mesh) or without_devices(mesh) is None:
         return arrays
-    return list(map(_abstract, arrays))
-
-
-def _abstract(array: AnyArray) -> AnyArray:
-    """An array with values as an abstract one."""
-    if isinstance(array, Tracer) or not isinstance(array, jax.Array | np.ndarray):
-        return array
-    kind = jax.typeof(array)
-    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type)
+    given: list[AnyArray] = []
+    for array in arrays:
+        has_value = isinstance(array, np.ndarray) or is_concrete(array)
+        given.append(abstract(jax.typeof(array)) if has_value else array)
+    return given
 
 
 _CONFIG: Any = jax.config  # its options are attributes that type checkers do not know

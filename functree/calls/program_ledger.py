@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import NamedTuple
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
@@ -72,83 +71,64 @@ def ledger_of(
             raise FunctreeError(
                 f"{name}: the compiler for {platform} gives no text of the program to read"
             )
-        described = _described(compiled, parameters, mesh, of_program)
+        used, inputs = _used(compiled, parameters)
+        results: list[Sharding] = tree_leaves(compiled.output_shardings)
+        shardings = [*results, *inputs]
+        devices = list(shardings[0].device_set) if shardings else jax.devices()[:1]
+        if mesh is None or not of_program:
+            mesh = _mesh_of(shardings, mesh, len(devices))
+        sizes = {} if mesh is None else dict(mesh.shape)
         return read_ledger(
             CompiledProgram(
                 text,
                 memory.result,
-                described.parameters,
+                used,
                 outputs,
-                described.sizes,
-                described.backend,
+                sizes,
+                backend_text(devices[0]),
                 warnings,
-                described.sharded,
-                lambda *given: Shapes(*map(_global_shapes, described.shardings, given)),
+                _sharded(shardings, sizes),
+                lambda *given: Shapes(*map(_global_shapes, (inputs, results), given)),
                 layouts,
             )
         )
 
 
-class _Described(NamedTuple):
-    """What JAX knows of a compiled program.
-
-    Attributes:
-        parameters: the paths of the arrays that it uses.
-        sizes: the sizes of the mesh axes.
-        backend: the name of what it is compiled for.
-        sharded: the mesh axes that shard an argument or a result; None if that is not known.
-    """
-
-    parameters: list[Path]
-    sizes: dict[str, int]
-    backend: str
-    sharded: frozenset[str] | None
-    shardings: tuple[list[Sharding], list[Sharding]]
-
-
-def _described(
-    compiled: Compiled,
-    parameters: Sequence[Path],
-    mesh: Mesh | AbstractMesh | None,
-    of_program: bool,
-) -> _Described:
+def _used(compiled: Compiled, parameters: Sequence[Path]) -> tuple[list[Path], list[Sharding]]:
+    """The paths and the shardings of the arrays that a program uses."""
     used: list[Path] = []
-    shardings: list[Sharding] = tree_leaves(compiled.output_shardings)
+    shardings: list[Sharding] = []
     given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
     for path, sharding in zip(parameters, given, strict=True):
         # An array that the program does not use has no sharding, and is none of its parameters.
         if sharding is not None:
             used.append(path)
             shardings.append(sharding)
-    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
-    devices = shardings[0].device_set if shardings else jax.devices()[:1]
-    if mesh is None or (meshes and not of_program):
-        mesh = _mesh_of(meshes, mesh)
-    if mesh is not None and not of_program and mesh.size != len(devices):
-        raise FunctreeValueError(
-            f"ledger: the program was compiled for {count(len(devices), 'device')}, and `mesh=` "
-            f"has {mesh.size}: give its arguments shardings on the mesh"
-        )
-    sizes = {} if mesh is None else dict(mesh.shape)
-    backend = backend_text(next(iter(devices)))
-    results = len(shardings) - len(used)
-    by_array = (shardings[results:], shardings[:results])
-    return _Described(used, sizes, backend, _sharded(shardings, sizes), by_array)
+    return used, shardings
 
 
 def _mesh_of(
-    meshes: Sequence[Mesh | AbstractMesh], given: Mesh | AbstractMesh | None
+    shardings: Sequence[Sharding], given: Mesh | AbstractMesh | None, devices: int
 ) -> Mesh | AbstractMesh | None:
-    """The mesh of a program whose arrays are on some meshes.
+    """The mesh of a program for a number of devices, by its shardings.
 
     It is the largest, since a part of the arrays may be on a mesh of some of the devices. If there
-    are several of its size with other axes, the one that is given decides.
+    are several of its size with other axes, or none, the one that is given decides.
+
+    Raises:
+        FunctreeError: the one that is given has another number of devices.
     """
-    largest = max(meshes, key=lambda one: one.size, default=given)
-    if given is None or largest is None:
-        return largest
-    axes = {tuple(one.shape.items()) for one in meshes if one.size == largest.size}
-    return given if len(axes) > 1 and given.size == largest.size else largest
+    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
+    mesh = max(meshes, key=lambda one: one.size, default=given)
+    axes = {tuple(one.shape.items()) for one in meshes if mesh and one.size == mesh.size}
+    if given is not None and mesh is not None and len(axes) > 1 and given.size == mesh.size:
+        mesh = given
+    if given is not None and mesh is not None and mesh.size != devices:
+        raise FunctreeValueError(
+            f"ledger: the program was compiled for {count(devices, 'device')}, and `mesh=` "
+            f"has {mesh.size}: give its arguments shardings on the mesh"
+        )
+    return mesh
 
 
 def _global_shapes(shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> list[Shape]:

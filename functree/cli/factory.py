@@ -6,23 +6,19 @@ import inspect
 import math
 import os
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh
 
 from functree.argument_checks import shown
 from functree.calls.closures import closed_over, held
 from functree.cli.failure import Failure, UsersCode, users_error
-from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target
-from functree.errors import ShardingError, count, did_you_mean
-from functree.explorer.candidate import mesh_text
+from functree.errors import count, did_you_mean
+from functree.explorer.ranking import mesh_text
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -125,7 +121,14 @@ def _found(text: str) -> Callable[[], Any]:
             f"{text} is {shown(value)}, not a function: write one that returns it, so that it can "
             "be run without values"
         )
-    _check_parameters(text, value)
+    try:
+        inspect.signature(value).bind()
+    except ValueError:  # in C, without a signature
+        pass
+    except TypeError as error:
+        raise Failure(
+            f"{text}{inspect.signature(value)} takes arguments, and a factory takes none: {error}"
+        ) from error
     return value
 
 
@@ -141,49 +144,22 @@ def _imported(name: str) -> Any:
             raise Failure(f"there is no module `{error.name}`{did_you_mean(name, here)}") from error
 
 
-def _check_parameters(text: str, factory: Callable[..., Any]) -> None:
-    try:
-        signature = inspect.signature(factory)
-    except (TypeError, ValueError):  # in C, without a signature
-        return
-    try:
-        signature.bind()
-    except TypeError as error:
-        raise Failure(
-            f"{text}{signature} takes arguments, and a factory takes none: {error}"
-        ) from error
-
-
 def _abstractly(factory: Callable[[], Tree]) -> Tree:
     """What a function returns, of which nothing is computed."""
-    found: list[tuple[Skeleton, dict[int, AnyArray]]] = []
+    found: list[tuple[Skeleton, list[AnyArray]]] = []
 
-    def run() -> dict[int, AnyArray]:
+    def run() -> list[Any]:
         skeleton, arrays = Skeleton.apart(factory())
+        found.append((skeleton, arrays))
         # What is abstract already is no value of a trace.
-        given: dict[int, AnyArray] = {}
-        computed: dict[int, AnyArray] = {}
-        for i, array in enumerate(arrays):
-            kept = given if isinstance(array, jax.ShapeDtypeStruct) else computed
-            kept[i] = array
-        found.append((skeleton, given))
-        return computed
+        return [None if isinstance(array, jax.ShapeDtypeStruct) else array for array in arrays]
 
     computed = jax.eval_shape(run)
-    skeleton, given = found[-1]
-    both = {**given, **computed}
-    return skeleton.fill(both[i] for i in range(len(both)))
-
-
-@contextmanager
-def importing_from_here() -> Iterator[None]:
-    """A context in which modules of the current folder can be imported."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
+    skeleton, arrays = found[-1]
+    abstract: list[AnyArray] = []
+    for array, traced in zip(arrays, computed, strict=True):
+        abstract.append(array if traced is None else traced)
+    return skeleton.fill(abstract)
 
 
 _FLAG = "--xla_force_host_platform_device_count"
@@ -214,25 +190,6 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
         jax.config.update("jax_platforms", "cpu")
 
 
-def mesh_of(sizes: Mapping[str, int], target: str | None, devices: int | None) -> Mesh:
-    """The mesh of these sizes.
-
-    Args:
-        sizes: the sizes of the mesh axes.
-        target: `--target`.
-        devices: `--devices`.
-
-    Raises:
-        Failure: it does not fit the target, or there are too few devices.
-    """
-    named: dict[str, Any] = dict(sizes)
-    check_devices(sizes, None if target is None else Target.read(target), devices)
-    try:
-        return make_mesh(target=target, **named)
-    except ShardingError as error:  # about the names of its axes, or the compiler of the target
-        raise Failure(str(error).replace("target=", "--target ")) from error
-
-
 def check_devices(
     mesh: Mapping[str, int] | int, target: Target | None, devices: int | None
 ) -> None:
@@ -252,5 +209,6 @@ def check_devices(
         return
     if devices is not None:
         raise Failure(f"{asked}, and --devices {devices}: write `--devices {needed}`")
+    there = "there is 1" if have == 1 else f"there are {have}"
     add = f"add `--devices {needed}` to simulate them, or `--target tpu:v5e:2x4`"
-    raise Failure(f"{asked}, and there {'is' if have == 1 else 'are'} {have}: {add}")
+    raise Failure(f"{asked}, and {there}: {add}")

@@ -1,12 +1,14 @@
-"""`Failure`: why a command cannot be carried out, in one line, and its exit code."""
+"""`Failure`: why a command cannot be carried out, in one line; and errors that become one."""
 
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
-from functree.errors import error_text
+from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
 """The exit codes: all is well; the layout has problems; the command could not be carried out; an
@@ -18,17 +20,26 @@ class Failure(Exception):
 
     Args:
         text: one line.
-        code: the exit code.
     """
 
-    def __init__(self, text: str, code: int = UNUSABLE):
+    def __init__(self, text: str):
         line = " ".join(text.split())
         # What a terminal would obey, in the message of someone's error, is shown instead.
         super().__init__("".join(one if one.isprintable() else repr(one)[1:-1] for one in line))
-        self.code: int = code
 
 
-class UsersCode:
+@contextmanager
+def refusing(what: str = "") -> Iterator[None]:
+    """A context in which what functree does not take becomes a `Failure`, in the words of the
+    command line; `what` is said before them."""
+    try:
+        yield
+    except (FunctreeTypeError, RuleError, ShardingError) as error:
+        text = str(error).removeprefix("explore: ").replace("target=", "--target ")
+        raise Failure(f"{what}{text}") from error
+
+
+class UsersCode(AbstractContextManager[Any]):
     """A context in which the user's own modules and functions are imported and run: what they raise
     becomes a `Failure`, whatever its class is, and so does the end of Python that they ask for. An
     interrupt passes.
@@ -38,19 +49,10 @@ class UsersCode:
         passes: the classes of errors that are not theirs.
     """
 
-    def __init__(self, what: str, passes: tuple[type[Exception], ...] = ()):
-        self._what = what
-        self._passes: tuple[type[Exception], ...] = (Failure, *passes)
+    def __init__(self, what: str, *passes: type[Exception]):
+        self._what, self._passes = what, (Failure, *passes)
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception | SystemExit) and not isinstance(error, self._passes):
             raise users_error(self._what, error) from error
 

@@ -1,48 +1,73 @@
-"""The arguments of the command line ─► what is printed, and the exit code."""
+"""Look at the layout of a model before it runs: no array is allocated, and nothing
+is run.
+
+  plan      how each array is laid out on a mesh, why, and its bytes on a device
+  ledger    what the compiled program moves between devices, and keeps in memory
+  explore   compile several meshes and layouts, and rank them
+
+Each takes MODULE:FACTORY, a function without arguments in one of your modules.
+It returns the tree for `plan`, and for the others a function and its arguments:
+
+  # demo.py
+  import functree as ft, jax, jax.numpy as jnp, optax
+  from jaxtyping import Array, Int
+
+  def state():
+      config = ft.nn.TransformerConfig(32000, 512, 8, 8, 8, 64, 2048, 1024)
+      model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+      return ft.TrainState.create(model, optax.adamw(1e-4))
+
+  def train():
+      @ft.jit(donate="state")
+      def step(state, tokens: Int[Array, "batch _"]):
+          ...
+      return step, (state(), jax.ShapeDtypeStruct((64, 1025), jnp.int32))
+"""
 
 import os
 import sys
 import traceback
 import warnings
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 
-from functree.cli.factory import (
-    check_devices,
-    importing_from_here,
-    is_call,
-    made,
-    made_call,
-    mesh_of,
-    prepare,
+from functree.cli.factory import check_devices, is_call, made, made_call, prepare
+from functree.cli.failure import (
+    FINE,
+    INTERRUPTED,
+    PROBLEMS,
+    UNUSABLE,
+    Failure,
+    UsersCode,
+    refusing,
+    say,
 )
-from functree.cli.failure import FINE, INTERRUPTED, PROBLEMS, UNUSABLE, Failure, UsersCode, say
-from functree.cli.parser import given_layout, given_layouts, mesh_or_devices, mesh_sizes, parsed
+from functree.cli.parser import (
+    NO_LAYOUT,
+    given_layout,
+    given_layouts,
+    mesh_or_devices,
+    mesh_sizes,
+    parsed,
+)
+from functree.compiled.ledger import Ledger
+from functree.devices.make_mesh import make_mesh
 from functree.devices.targets import Target
-from functree.errors import (
-    FunctreeError,
-    FunctreeTypeError,
-    FunctreeWarning,
-    RuleError,
-    ShardingError,
-)
+from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.explore import NOT_COMPILED, explore
-from functree.explorer.step import Laid, Step
-from functree.layout.layout import LayoutTree
+from functree.explorer.ranking import Ranking
+from functree.explorer.step import Step
 from functree.layout.plan.make_plan import plan_tree
+from functree.layout.plan.plan import Plan
 
-
-class Report(Protocol):
-    """What a command shows: a plan, a ledger, a ranking."""
-
-    def html(self) -> str: ...
-    def to_json(self) -> str: ...
+# About the layout, or of the compiler.
+_OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
 
 
 class Outcome(NamedTuple):
@@ -54,89 +79,78 @@ class Outcome(NamedTuple):
         note: what is said beside it, on the standard error.
     """
 
-    report: Report
+    report: Plan | Ledger | Ranking
     code: int = FINE
     note: str = ""
 
 
+# The docstring of a command is its help.
+
+
 def plan(options: Namespace) -> Outcome:
-    """`functree plan`."""
-    sizes = mesh_sizes(_only("--mesh", options.mesh))
-    target = _target(options.target)
-    if target is not None:
-        check_devices(sizes, target, None)
-    prepare(None, only_compile=True)
+    """How each array is laid out.
+
+    examples:
+      functree plan demo:state --mesh data=8,model=4 --layout demo:layout
+      functree plan demo:state --mesh data=8,model=4 \\
+          --rules batch=data,hidden=model,...=none --html plan.html
+    """
     layout = given_layout(options)
     if layout is None:
-        raise Failure("give a layout: `--layout module:name`, or `--rules batch=data,...=none`")
+        raise Failure(NO_LAYOUT)
     tree, note = made(options.factory), ""
     if is_call(tree):
         tree, note = tree[1][0], "planned is the first argument of the function"
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
-    try:
-        found = plan_tree(tree, layout, sizes, check=False)
-    except RuleError as error:
-        raise Failure(str(error)) from error
+    with refusing():
+        found = plan_tree(tree, layout, options.mesh[0], check=False)
     return Outcome(found, PROBLEMS if found.problems else FINE, note)
 
 
 def ledger(options: Namespace) -> Outcome:
-    """`functree ledger`."""
-    _check_devices(options)
-    sizes = None if options.mesh is None else mesh_sizes(_only("--mesh", options.mesh))
-    target = _target(options.target)
-    laid_out = any(one is not None for one in (options.layout, options.rules, options.fsdp))
-    if sizes is None and (laid_out or target is not None):
-        raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
-    prepare(options.devices, only_compile=target is not None)
+    """What a compiled program moves and keeps.
+
+    examples:
+      functree ledger demo:train --mesh data=2,model=4 --layout demo:layout \\
+          --devices 8
+      functree ledger demo:train --mesh data=8,model=4 --layout demo:layout \\
+          --target tpu:v5e:4x8
+      functree ledger demo:train --mesh data=8,model=1 --layout demo:layout \\
+          --target cuda:h100:8 --json
+    """
     layout = given_layout(options)
-    mesh = None if sizes is None else mesh_of(sizes, options.target, options.devices)
-    return Outcome(_compiled(_step(options.factory), layout, mesh))
-
-
-def _step(factory: str) -> Step:
-    step, args = made_call(factory)
-    try:
-        return Step(step, args)
-    except FunctreeTypeError as error:
-        raise Failure(f"{factory}: {str(error).removeprefix('explore: ')}") from error
-
-
-def _compiled(step: Step, layout: LayoutTree, mesh: Any) -> Report:
-    laid: Laid | None = None
+    if not options.mesh and (layout is not None or options.target is not None):
+        raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
+    given: dict[str, Any] = {}
+    for sizes in options.mesh:
+        with refusing():  # about the names of its axes, or the target's compiler
+            given["mesh"] = make_mesh(target=options.target, **sizes)
+    call = made_call(options.factory)
+    with refusing(f"{options.factory}: "):
+        step = Step(*call)
     if layout is not None:
-        try:
-            laid = step.laid(layout)
-        except RuleError as error:
-            raise Failure(str(error)) from error
-    with UsersCode(f"{step.name} raised", passes=_OF_LAYOUTS):
-        return step.compile(laid, None, mesh).ledger()
-
-
-# About the layout, or of the compiler.
-_OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
+        with refusing():
+            given |= step.options(layout)
+    with UsersCode(f"{step.name} raised", *_OF_LAYOUTS):
+        return Outcome(step.compile(given).ledger())
 
 
 def explored(options: Namespace) -> Outcome:
-    """`functree explore`."""
-    _check_devices(options)
-    target = _target(options.target)
-    meshes: list[Mapping[str, int] | int] = list(map(mesh_or_devices, options.mesh or []))
-    prepare(options.devices, only_compile=target is not None)
+    """Meshes and layouts, ranked.
+
+    examples:
+      functree explore demo:train --layout demo:layouts --target tpu:v6e:4x8
+      functree explore demo:train --layout demo:layouts --devices 8 \\
+          --mesh data=8,model=1 --mesh data=4,model=2
+    """
     layouts = given_layouts(options)
-    if not meshes and target is not None:
-        meshes = [target.size]
-    elif not meshes:
-        meshes = [options.devices or len(jax.devices())]
-    for one in meshes:
-        check_devices(one, target, options.devices)
+    meshes = options.mesh or [options.devices or len(jax.devices())]
+    if options.target is not None and not options.mesh:
+        meshes = [Target.read(options.target).size]
     step, args = made_call(options.factory)
-    with UsersCode(f"{options.factory}: the function raised", passes=_OF_LAYOUTS):
-        try:
-            found = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
-        except (ShardingError, RuleError, FunctreeTypeError) as error:
-            raise Failure(str(error).removeprefix("explore: ")) from error
+    with UsersCode(f"{options.factory}: the function raised", *_OF_LAYOUTS), refusing():
+        found = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
     if any(NOT_COMPILED in row.problems for row in found):
         return Outcome(found, INTERRUPTED, "interrupted: this is what was compiled until then")
     return Outcome(found, FINE if found.best else PROBLEMS)
@@ -146,24 +160,30 @@ COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored}
 """The commands by name."""
 
 
-def _only(option: str, given: Sequence[str]) -> str:
-    if len(given) > 1:
-        raise Failure(f"{option} is given {len(given)} times: only `explore` takes several")
-    return given[0]
+def _prepare(options: Namespace) -> None:
+    """Read the meshes of a command in place of their texts, and have the devices for them.
 
-
-def _check_devices(options: Namespace) -> None:
+    Raises:
+        Failure: a text cannot be read, a command that takes one is given several, or there are too
+            few devices.
+    """
+    is_plan, read = options.command == "plan", mesh_or_devices
+    if options.command != "explore":
+        read = mesh_sizes
+        for option, given in (("--mesh", options.mesh), ("--layout", options.layout)):
+            if given is not None and len(given) > 1:
+                raise Failure(f"{option} is given {len(given)} times: only `explore` takes several")
     if options.devices is not None and options.target is not None:
         raise Failure("--devices simulates CPUs, and --target has devices of its own: give one")
-
-
-def _target(text: str | None) -> Target | None:
-    if text is None:
-        return None
-    try:
-        return Target.read(text)
-    except ShardingError as error:
-        raise Failure(str(error).replace("target=", "--target ")) from error
+    target = None
+    if options.target is not None:
+        with refusing():
+            target = Target.read(options.target)
+    options.mesh = list(map(read, options.mesh or []))
+    prepare(options.devices, only_compile=is_plan or target is not None)
+    for one in options.mesh:
+        if target is not None or not is_plan:  # for a plan the sizes are enough
+            check_devices(one, target, options.devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -173,23 +193,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: the arguments; None for those of the process.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
-    options = parsed(given, _version())
+    options = parsed(given, __doc__, _version(), COMMANDS)
     command = f"functree {options.command}"
+    sys.path.insert(0, os.getcwd())  # modules of the current folder can be imported
     try:
         if options.html is not None:
             _check_page(options.html)
-        with importing_from_here(), _short_warnings(command), redirect_stdout(sys.stderr):
-            # What the user's own functions print is not what was asked for.
+        # What the user's own functions print is not what was asked for.
+        with _short_warnings(command), redirect_stdout(sys.stderr):
+            _prepare(options)
             outcome = COMMANDS[options.command](options)
         _show(outcome, options.json, options.html)
         return outcome.code
-    except Failure as failure:
-        return _failed(command, failure, failure.code, options.traceback)
-    except FunctreeError as error:
+    except (Failure, *_OF_LAYOUTS) as error:
+        if options.traceback:
+            traceback.print_exception(error)
+        if isinstance(error, Failure):
+            say(f"{command}: error: {error}")
+            return UNUSABLE
         # It lists what is wrong with the layout, a paragraph for each kind.
-        return _failed(command, error, PROBLEMS, options.traceback)
-    except jax.errors.JaxRuntimeError as error:
-        return _failed(command, error, PROBLEMS, options.traceback)
+        say(f"{command}: {error}")
+        return PROBLEMS
     except KeyboardInterrupt:
         say(f"{command}: interrupted")
         return INTERRUPTED
@@ -235,16 +259,6 @@ def _print(text: str) -> None:
         # As `| head` ends it.
         if not isinstance(error, BrokenPipeError):
             raise Failure(f"the output cannot be written: {error.strerror}") from error
-
-
-def _failed(command: str, error: Exception, code: int, with_traceback: bool) -> int:
-    if with_traceback:
-        traceback.print_exception(error)
-    if code == UNUSABLE:
-        say(f"{command}: error: {error}")
-    else:
-        say(f"{command}: {error}")
-    return code
 
 
 @contextmanager

@@ -148,6 +148,8 @@ class Memory:
         peak: the most bytes at one time in the main memory, as the compiler says. The one for
             CPUs leaves out temporaries, so there it is the sum; the one for TPUs adds what is in
             their fast memory and in that of the host, so there it is at most the sum without these.
+            It may be less than `arguments` or `temporaries`: it counts the buffers that are in use
+            at one time, and the others count what is allocated, in the memory of the host too.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

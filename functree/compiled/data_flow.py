@@ -466,33 +466,35 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
     """The number of iterations of a `while`; None if it depends on data, or is not understood.
 
     The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is
-    read from the loop, if its condition compares i with a constant, and its body adds one to i.
+    read from the loop, if its condition compares a counter with a constant, and its body adds a
+    constant to the counter. XLA brings loops to this form: it writes a constant as the second
+    operand, and a subtraction as the addition of a negative number.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:
         return int(known[1])
     roots = flow.hlo.roots
-    test = flow.source(HloValue(roots[loop.called("condition")]))
-    if test.instruction.opcode != "compare":
+    test = flow.source(HloValue(roots[loop.called("condition")])).instruction
+    if test.opcode != "compare":
         return None
-    direction = test.instruction.attribute("direction") or ""
-    counter, limit = flow.operands(test.instruction)
-    if flow.source(counter).instruction.opcode != "parameter":  # `N > i`
-        counter, limit, direction = limit, counter, _SWAPPED.get(direction, "")
-    counter, end = flow.source(counter), _number(flow, limit)
-    if counter.instruction.opcode != "parameter":
-        return None
+    counter, end = flow.operands(test)
+    counter = flow.source(counter)
     # The counter is a part of the state of the loop: its start is that part of the operand.
     state = flow.operands(loop)[0]
-    start = _number(flow, HloValue(state.instruction, state.part + counter.part))
-    step = _step(flow, HloValue(roots[loop.called("body")], counter.part))
-    if start is None or end is None or step is None:
+    start = HloValue(state.instruction, state.part + counter.part)
+    following = flow.source(HloValue(roots[loop.called("body")], counter.part)).instruction
+    if following.opcode != "add":
         return None
-    return _iterations(start, end, step, direction)
-
-
-# The direction of a comparison whose operands change places.
-_SWAPPED = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}
+    old, step = flow.operands(following)
+    old = flow.source(old)
+    if counter.instruction.opcode != "parameter" or old.instruction.opcode != "parameter":
+        return None
+    if old.part != counter.part:  # another part of the state
+        return None
+    first, last, each = _number(flow, start), _number(flow, end), _number(flow, step)
+    if first is None or last is None or each is None:
+        return None
+    return _iterations(first, last, each, test.attribute("direction") or "")
 
 
 def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
@@ -510,30 +512,6 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
         return None
     # Rounded up, and not by a float, which has fewer digits than a counter of 64 bits.
     return -(-(end - start) // step)
-
-
-def _step(flow: DataFlow, following: HloValue) -> int | None:
-    """What the body of a loop adds to a part of its state; None if it is no constant."""
-    added = flow.source(following).instruction
-    if added.opcode == "subtract":
-        old, new = flow.operands(added)
-        step = _number(flow, new)
-        return -step if step is not None and _is_old(flow, old, following) else None
-    if added.opcode != "add":
-        return None
-    # `i + 1` or `1 + i`.
-    first, second = flow.operands(added)
-    for old, new in ((first, second), (second, first)):
-        step = _number(flow, new)
-        if step is not None and _is_old(flow, old, following):
-            return step
-    return None
-
-
-def _is_old(flow: DataFlow, value: HloValue, following: HloValue) -> bool:
-    """Whether a value is what a part of the state of a loop was before."""
-    before = flow.source(value)
-    return before.instruction.opcode == "parameter" and before.part == following.part
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:

@@ -18,6 +18,7 @@ from functree.compiled.table import (
     idle_text,
     ledger_text,
     moves_text,
+    peak_notes,
     rows_of_parameters,
     summary_text,
     warning_lines,
@@ -412,7 +413,7 @@ class _Page(NamedTuple):
             "Memory of each device",
             bar_html(whole, max(total, memory.peak)),
             key_html(whole),
-            notes_html([], [", ".join(texts)]),
+            notes_html([], [", ".join(texts), *peak_notes(memory)]),
             tree,
         )
 

@@ -89,10 +89,9 @@ class Provenance:
     def _ways(self, moved: MovedArray, phase: str | None) -> Iterator[tuple[str, Collection[int]]]:
         """What an array may be of parameters, the surest first, with those that are found so."""
         yield "itself", self._uses.weights(moved)
-        # Before gradients: matrices that are moved at once reach some outputs element by element,
-        # and others by products alone.
         if phase == "update":
             yield "update", self._updated_by(moved)
+            # Matrices of several parameters that are moved at once.
             yield "update", self._gradient_of(moved)
         elif phase not in _FORWARD:  # what the forward pass adds to an argument is no gradient
             yield "gradient", self._gradient_of(moved)
@@ -229,20 +228,17 @@ class Provenance:
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """The parameters that an optimizer computes the new values of with the moved array.
 
-        Empty if it cannot be told that it is of each of them: the norm of one gradient may be a
-        part of that of all gradients.
+        Empty if there are several: the norm of one gradient may be a part of that of all gradients.
         """
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
         weights = [one for one in replaced if one in self._uses.in_model]
-        if math.prod(moved.type.shape) == 1 and len(weights) > 1:
+        if len(weights) != 1:
             return ()
-        # The others are their state, such as statistics by which gradients are preconditioned.
-        outputs = [replaced[one] for one in weights]
-        if not self._uses.are_updated_with(outputs, replaced.keys() - weights):
-            return ()
-        return weights if len(weights) == 1 or self._is_of_each(moved, weights) else ()
+        # The others are its state, such as statistics by which gradients are preconditioned.
+        state = replaced.keys() - weights
+        return weights if self._uses.is_updated_with(replaced[weights[0]], state) else ()
 
     def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
         """Of some outputs the parameters of which they are new values, each with its output."""
@@ -256,26 +252,13 @@ class Provenance:
                     known[parameter] = output
         return known
 
-    def _is_of_each(self, moved: MovedArray, parameters: Collection[int]) -> bool:
-        """Whether a moved array is made of the state of each of some parameters, such as their
-        moments, that were joined to be moved at once."""
-        of = self._uses.updated_with(moved)
-        # Not counts and coefficients, which all parameters share.
-        ranks = {len(self._shapes.parameters[one]) for one in parameters}
-        state: list[int] = []
-        for i, one in enumerate(self._replaced):
-            if one in of and len(self._shapes.outputs[i]) in ranks:
-                state.append(i)
-        return len(self._families(state)) >= len(parameters)
-
     def _new_values(self, moved: MovedArray) -> list[HloValue]:
         """The new values of parameters that an optimizer makes of the moved array.
 
         Empty if anything else is made of it.
         """
         outputs = self._uses.updates(moved)
-        others = any(self._replaced[output] is None for output in outputs)
-        if not outputs or others or self._uses.is_differentiated(moved):
+        if any(self._replaced[output] is None for output in outputs):
             return []
         results = self._flow.results  # which are looked up each time
         return [results[output][0] for output in outputs]

@@ -269,7 +269,7 @@ def summary_text(
         lines.append(f"{INDENT}{unattributed_text(attributed)}")
     if idle:
         lines.append(idle_text(idle))
-    return lines_text([*lines, memory_text(memory)])
+    return lines_text([*lines, memory_text(memory), *peak_notes(memory)])
 
 
 def idle_text(idle: Sequence[str]) -> str:
@@ -294,6 +294,16 @@ def memory_text(memory: Memory) -> str:
         parts[-1] += f" ({bytes_text(memory.aliases)} of them in donated arguments)"
     parts += [f"temporaries {bytes_text(memory.temporaries)}", f"peak {bytes_text(memory.peak)}"]
     return f"memory of each device: {', '.join(parts)}"
+
+
+def peak_notes(memory: Memory) -> list[str]:
+    """Why the peak is less than a part of the memory; empty if it is not."""
+    if memory.peak >= max(sum(memory.arguments.values()), memory.outputs, memory.temporaries):
+        return []
+    return [
+        "the peak is less than one of these: it counts the buffers that are in use at one time in "
+        "the main memory, and the others count what is allocated, in other memories too"
+    ]
 
 
 MOST = 4

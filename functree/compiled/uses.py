@@ -19,7 +19,6 @@ from functree.compiled.data_flow import (
     HloValue,
     bits_of,
     is_combined,
-    is_in_pieces,
 )
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
@@ -265,49 +264,17 @@ class ParameterUses:
         """
         return _outputs_of(self._updated, moved)
 
-    def updated_with(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters of the program that an optimizer makes the moved array of."""
-        start = moved.results if is_in_pieces(moved.instruction) else [moved.operand]
-        origins, _ = self._in_optimizer(start)
-        return self._parameters_among(origins)
-
-    def are_updated_with(self, outputs: Iterable[int], parameters: Iterable[int]) -> bool:
-        """Whether an optimizer makes some outputs of each of some parameters."""
-        wanted = sum(1 << output for output in set(outputs))
+    def is_updated_with(self, output: int, parameters: Iterable[int]) -> bool:
+        """Whether an optimizer makes an output of each of some parameters."""
         values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
-        return all(self._updated.get(value, 0) & wanted for value in values)
-
-    def is_differentiated(self, moved: MovedArray) -> bool:
-        """Whether what is differentiated, or a gradient, is made of the moved array."""
-        # What is made of constants alone is the part of a sum that a device does not have. What it
-        # is added to says what it is for, and no walk from all that is differentiated is needed.
-        origins, _ = self._in_optimizer([moved.operand])
-        if {one.instruction.opcode for one in origins} == {"constant"}:
-            return False
-        return not self._differentiated.isdisjoint(moved.results)
-
-    @cached_property
-    def _differentiated(self) -> frozenset[HloValue]:
-        """The values that what is differentiated is made of."""
-        operands: set[HloValue] = set()
-        for one in self._flow.differentiated:
-            if not is_combined(one):
-                operands.update(self._flow.operands(one))
-        _, passed = self._in_optimizer(operands)
-        return passed
+        return all(self._updated.get(value, 0) & 1 << output for value in values)
 
     @cached_property
     def _updated(self) -> Mapping[HloValue, int]:
         """The outputs that an optimizer makes of each value, as bits."""
         results = [result for result, _ in self._flow.results]
-        return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
-
-    def _in_optimizer(
-        self, values: Iterable[HloValue]
-    ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
-        """Where some values come from, up to what is differentiated, and all values in between."""
         # An optimizer may ask whether a norm is zero, by a norm that is computed for that alone.
-        return self._flow.history(values, _is_outside_of_gradients, conditions=True)
+        return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
 
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """The parameters that the moved array is multiplied by, or looked up in, afterwards.

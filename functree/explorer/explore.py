@@ -1,30 +1,33 @@
 """A function, meshes and layouts ─► the layouts ranked by their programs: `explore`."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, PartitionSpec
 
 from functree.argument_checks import FLAG, FUNCTION, MAPPING, TEXT, Takes, check
-from functree.calls.stages.compiled import Compiled
+from functree.calls.out_of_memory import SMALLER
+from functree.calls.stages import Compiled
+from functree.compiled.collective import Memory
 from functree.compiled.flops import count_flops
 from functree.devices.make_mesh import make_mesh
+from functree.devices.specs import mesh_axes, spec_text
 from functree.devices.targets import Target, target_devices
-from functree.errors import USERS_ERRORS, FunctreeError, Problem
-from functree.explorer.candidate import Candidate, mesh_text
+from functree.errors import USERS_ERRORS, FunctreeError, Problem, error_text
 from functree.explorer.hardware import Hardware, Kind, MeshAxes, kind_of
-from functree.explorer.links import bandwidth, check_links
-from functree.explorer.memory import device_bytes, may_not_fit, problems_of, too_high, too_large
+from functree.explorer.links import bandwidth, check_links, wire_bytes
 from functree.explorer.meshes_to_try import Trial, trials
-from functree.explorer.progress import Progress
-from functree.explorer.ranking import GIVEN, Ranking, ranked
+from functree.explorer.ranking import GIVEN, Candidate, Ranking, name_of, ranked
 from functree.explorer.step import Step
-from functree.explorer.wire_bytes import wire_bytes
 from functree.layout.layout import LayoutTree
+from functree.layout.plan.plan import Plan
 from functree.report.table import bytes_text
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, array_text
 
 _HARDWARE = Takes("an `ft.Hardware`", lambda value: isinstance(value, Hardware))
 _ARGS = Takes("the arguments as a tuple", lambda value: isinstance(value, tuple | list))
@@ -65,7 +68,8 @@ def explore(
             note, and no reason to refuse.
         out_shardings: the layout of the result, as in `ft.jit`; or a dict that has one for each
             name in `layouts`. Donated arguments keep their shardings without it.
-        progress: whether to say on the standard error how far it is, if it takes long.
+        progress: whether to show on the standard error how far it is: on a terminal in a line that
+            changes, in a log with a line for each candidate, if it takes long.
 
     Raises:
         FunctreeError: an argument is not one of these.
@@ -155,24 +159,23 @@ class _Exploration:
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """The candidates, those that may fit compiled."""
-        found = [self._on_paper(one) for one in wanted]
+        found = list(map(self._on_paper, wanted))
         waiting = [i for i, one in enumerate(found) if not one.problems]
         if waiting and self._target is not None:
             target_devices(self._target)  # which says what is missing, once for all candidates
         errors: list[BaseException] = []
-        with Progress(len(waiting), progress) as told:
+        with _progress(len(waiting), progress) as show:
             for done, i in enumerate(waiting):
-                one = found[i]
-                told.step(done, f"{one.layout_name} on {mesh_text(one.mesh)}")
+                show(done, name_of(found[i]))
                 try:
-                    found[i] = self._compiled(one)
+                    found[i] = self._compiled(found[i])
                 except KeyboardInterrupt:
                     for rest in waiting[done:]:
                         found[rest] = replace(found[rest], problems=(NOT_COMPILED,))
                     break
                 except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS) as error:
                     errors.append(error)
-                    found[i] = replace(one, problems=problems_of(error))
+                    found[i] = replace(found[i], problems=_problems_of(error))
         _raise_if_all_alike(errors, len(waiting))
         return found
 
@@ -183,11 +186,12 @@ class _Exploration:
         try:
             plan = self._step.plan(layouts, trial.sizes)
         except FunctreeError as error:
-            return replace(one, problems=problems_of(error))
+            return replace(one, problems=_problems_of(error))
+        there = f"a {self._kind.name} has" if self._is_assumed else "there are"
         return replace(
             one,
-            problems=plan.problems or too_large(plan, self.hardware.memory, self._there()),
-            bytes_per_device=device_bytes(plan),
+            problems=plan.problems or _too_large(plan, self.hardware.memory, there),
+            bytes_per_device=sum(row.bytes_per_device for row in plan.rows if not row.memory_kind),
         )
 
     def _compiled(self, one: Candidate) -> Candidate:
@@ -196,8 +200,8 @@ class _Exploration:
         sizes: dict[str, Any] = dict(one.mesh)
         mesh = make_mesh(target=target, **sizes)
         out = self._out[one.layout_name] if self._out_by_name else self._out
-        laid = self._step.laid(self._layouts[one.layout_name])
-        compiled = self._step.compile(laid, out, mesh)
+        options = self._step.options(one.layout)
+        compiled = self._step.compile({**options, "out_shardings": out, "mesh": mesh})
         return self._scored(one, compiled, mesh)
 
     def _scored(self, one: Candidate, compiled: Compiled, mesh: Mesh) -> Candidate:
@@ -210,11 +214,12 @@ class _Exploration:
         compute = flops.total / (self.hardware.flops * self.hardware.efficiency)
         wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
         problems: tuple[Problem, ...] = ()
-        # Otherwise the compiler of the target has refused what does not fit in its memory.
-        if self._is_given:
-            problems = too_high(ledger.memory, self.hardware.memory)
-        elif self._is_assumed:
-            notes.append(may_not_fit(ledger.memory, self.hardware.memory, self._kind.name))
+        if ledger.memory.peak > self.hardware.memory:
+            # The compiler of a target has refused what does not fit in its memory.
+            if self._is_given:
+                problems = (_too_high(ledger.memory, self.hardware.memory),)
+            elif self._is_assumed:
+                notes.append(_may_not_fit(ledger.memory, self._kind))
         return replace(
             one,
             problems=problems,
@@ -225,22 +230,53 @@ class _Exploration:
             wire_seconds=wire,
             # What does not fit has no place among those that run.
             score=None if problems else compute + wire,
-            notes=tuple(
-                f"{one.layout_name} on {mesh_text(one.mesh)}: {note}" for note in notes if note
-            ),
+            notes=tuple(f"{name_of(one)}: {note}" for note in notes),
             ledger=ledger,
         )
 
-    def _there(self) -> str:
-        return f"a {self._kind.name} has" if self._is_assumed else "there are"
-
     def _bandwidth(self, axes: MeshAxes, mesh: Mesh) -> float:
-        together = (axes,) if isinstance(axes, str) else axes
-        return bandwidth(together, mesh, self._target, self.hardware, self._kind)
+        return bandwidth(mesh_axes(axes), mesh, self._target, self.hardware, self._kind)
 
 
 NOT_COMPILED = Problem(None, None, "", "it was not compiled: the exploration was interrupted")
 """The problem of a candidate after an interrupt."""
+
+
+PATIENCE = 5.0
+"""The seconds after which something is said in a log."""
+
+
+@contextmanager
+def _progress(total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
+    """A context in which the standard error says how far an exploration is. It gives the function
+    to call before each candidate, with the number of those before it and its name."""
+    # Rich takes long to import, and only an exploration needs it.
+    from rich.console import Console
+    from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.table import Column
+
+    console = Console(stderr=True, force_jupyter=False)
+    text = "explore: {task.completed} of {task.total} compiled; now {task.description}"
+    bar = Progress(
+        TextColumn(text, markup=False, table_column=Column()),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        speed_estimate_period=math.inf,  # a single program may take minutes
+        disable=not (wanted and console.is_interactive),
+    )
+    task = bar.add_task("", total=total)
+
+    def show(done: int, name: str) -> None:
+        bar.update(task, completed=done, description=name)
+        # In a log a line cannot be overwritten, so it says nothing of what is quick.
+        is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
+        if wanted and is_long and not console.is_interactive:
+            console.print(bar.get_renderable())
+
+    with bar:
+        yield show
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
@@ -253,3 +289,63 @@ def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
         return
     if len({(type(error), str(error)) for error in errors}) == 1:
         raise first
+
+
+# Why a candidate cannot run
+
+LARGEST = 3
+"""The number of arrays that are named."""
+
+
+def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
+    """The problems of arguments that take more than the memory; empty if they may fit.
+
+    An array without a spec is left out: the compiler may shard it.
+
+    Args:
+        plan: their plan.
+        memory: the bytes of memory.
+        there: the words before the memory: `there are`, `a TPU v5e has`.
+    """
+    rows = [row for row in plan.rows if row.memory_kind is None and row.spec is not None]
+    needed = sum(row.bytes_per_device for row in rows)
+    if needed <= memory:
+        return ()
+    why = f"its arguments are {bytes_text(needed)} on each device, and {there} "
+    why += bytes_text(round(memory))
+    problems = [Problem(None, None, "", why, SMALLER)]
+    rows.sort(key=lambda row: -row.bytes_per_device)
+    for row in rows[:LARGEST]:
+        spec = spec_text(row.spec or PartitionSpec())
+        each = f"{bytes_text(row.bytes_per_device)} on each device, {spec}"
+        problems.append(Problem(row.path, row.shape, array_text(row), each))
+    return tuple(problems)
+
+
+def _may_not_fit(program: Memory, kind: Kind) -> str:
+    """That a program for this machine has a higher peak than the memory of an accelerator. It is no
+    problem, since the accelerator's own program has another peak."""
+    peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
+    return (
+        f"may not fit: this machine's program needs {peak} of memory, and a {kind.name} has "
+        f"{there}; give a target to know"
+    )
+
+
+def _too_high(program: Memory, memory: float) -> Problem:
+    """The problem of a program whose peak is more than the memory."""
+    arguments = sum(program.arguments.values())
+    why = (
+        f"the program needs {bytes_text(program.peak)} of memory, and there are "
+        f"{bytes_text(round(memory))}; its arguments are {bytes_text(arguments)} on each device"
+    )
+    return Problem(None, None, "", why, SMALLER)
+
+
+def _problems_of(error: BaseException) -> tuple[Problem, ...]:
+    """The problems of an error: its first lines, and what it lists."""
+    if not isinstance(error, FunctreeError):
+        return (Problem(None, None, "", error_text(error)),)
+    headline = re.split(r"\n\s*\n", str(error).strip(), maxsplit=1)[0]
+    listed = [problem for problem in error.problems if problem.why != str(error)]
+    return (Problem(None, None, "", headline), *listed)

@@ -1,4 +1,5 @@
-"""Some mesh axes of a target ─► the bytes that a device sends along them in a second."""
+"""The links between devices: a ledger ─► the bytes that a device sends along each mesh axis, and a
+mesh axis ─► those that it can send in a second."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from functree.compiled.ledger import Ledger
 from functree.devices.meshes import Device
 from functree.devices.targets import Target
 from functree.errors import FunctreeValueError, did_you_mean
@@ -26,7 +28,8 @@ def bandwidth(
         kind: the kind of accelerator.
     """
     if isinstance(hardware.links, Mapping):
-        return _given(axes, hardware.links)
+        slowest = min(hardware.links.get(axis, math.inf) for axis in axes)
+        return hardware.links.get(axes, slowest)
     if target is None:
         return hardware.links
     group = _group(axes, mesh)
@@ -46,12 +49,6 @@ def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
                 f"hardware: `links` has no bandwidth for the mesh axis `{axis}`"
                 f"{did_you_mean(axis, map(str, links))}"
             )
-
-
-def _given(axes: tuple[str, ...], links: Mapping[MeshAxes, float]) -> float:
-    if axes in links:
-        return links[axes]
-    return min(links[axis] for axis in axes)
 
 
 def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
@@ -92,3 +89,33 @@ def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
+
+
+# A ledger has the bytes of the result on one device. Of a group of n devices, each sends so many
+# times as much, by the algorithms on rings:
+_FACTORS = {
+    "all-reduce": lambda n: 2 * (n - 1) / n,  # a reduce-scatter, and then an all-gather
+    "all-gather": lambda n: (n - 1) / n,
+    "reduce-scatter": lambda n: n - 1,  # of which the result is one shard
+    "all-to-all": lambda n: (n - 1) / n,
+    "ragged-all-to-all": lambda n: (n - 1) / n,
+    "collective-permute": lambda n: 1,
+}
+
+
+def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
+    """The bytes by mesh axis, largest first; those of collectives over several are under their
+    tuple. And the bytes of collectives of which the mesh axes are not known."""
+    found: dict[MeshAxes, float] = {}
+    unknown = 0
+    for one in ledger.collectives:
+        if one.mesh_axes is None or one.group_size is None:
+            unknown += one.total
+        elif one.group_size > 1 and one.total:
+            axes = one.mesh_axes
+            if len(axes) == 1:
+                (axes,) = axes
+            sent = one.total * _FACTORS[one.kind](one.group_size)
+            found[axes] = found.get(axes, 0) + sent
+    largest = sorted(found.items(), key=lambda item: -item[1])
+    return {axes: round(size) for axes, size in largest}, unknown

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
@@ -83,7 +84,7 @@ def _factored(
     """All meshes of a number of devices, each with the layouts that use all of its mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
     # A body may name a mesh axis that only another layout uses, so each mesh has all of them.
-    names = list(dict.fromkeys(axis for axes in used.values() for axis in axes))
+    names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
             f"explore: {count(devices, 'device')} cannot be divided: the layouts name no mesh axes "

@@ -1,21 +1,88 @@
-"""`Ranking`: the candidates of an exploration, best first."""
+"""The candidates of an exploration ─► `Ranking`: best first, as a table, a page and JSON."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from functree.errors import Problem, path_text
-from functree.explorer.candidate import Candidate
-from functree.explorer.hardware import Hardware
-from functree.explorer.page import ranking_html
-from functree.explorer.text import ranking_text
+from functree.compiled.ledger import Ledger
+from functree.errors import Problem, count, listed, path_text, problem_groups
+from functree.explorer.hardware import Hardware, MeshAxes
+from functree.layout.layout import LayoutTree
+from functree.report.page import (
+    Segment,
+    bar_html,
+    code,
+    notes_html,
+    report_html,
+    section_html,
+    table_html,
+)
+from functree.report.table import (
+    INDENT,
+    WIDTH,
+    bytes_text,
+    columns,
+    lines_text,
+    paragraphs,
+    row_lines,
+    wrapped,
+)
 
 TIE = 1.15
 """Scores that are so many times the best one are no worse: the score tells no more than that."""
 
 GIVEN = "the hardware that was given"
 """What accelerators are called whose figures the caller gives."""
+
+MOST = 3
+"""The number of problems of a candidate that are printed."""
+
+
+@dataclass(frozen=True, repr=False)
+class Candidate:
+    """A mesh and a layout, and what is known of the program on them: a row of a `Ranking`.
+
+    All figures are those of one device. What was not found out is None.
+
+    Attributes:
+        mesh: the sizes of the mesh axes.
+        layout_name: the name of the layout.
+        problems: why it cannot run; empty if it can.
+        bytes_per_device: the bytes of the arguments, by the plan.
+        peak_bytes: the most bytes at one time, as the compiler says.
+        flops: the products and sums of the program, with what is computed again.
+        wire_bytes: the bytes that are sent, by mesh axis, largest first; those of collectives over
+            several mesh axes are under their tuple.
+        compute_seconds: what the flops take.
+        wire_seconds: what the bytes take, one mesh axis after the other.
+        score: the sum of both: a score to compare layouts by, and no forecast.
+        tied: whether it is within 15 % of the best, and another one is too. Between these the score
+            does not tell which is faster.
+        is_frontier: whether no other candidate has both a lower score and a lower peak.
+        notes: what is not a part of the figures, a sentence for each thing.
+        ledger: what the program moves, and keeps in memory.
+        layout: the layout as it was given. Its text can be pasted into a program.
+    """
+
+    mesh: Mapping[str, int] = field(hash=False)  # a dict has no hash
+    layout_name: str
+    problems: tuple[Problem, ...] = ()
+    bytes_per_device: int | None = None
+    peak_bytes: int | None = None
+    flops: int | None = None
+    wire_bytes: Mapping[MeshAxes, int] = field(default_factory=dict, hash=False)
+    compute_seconds: float | None = None
+    wire_seconds: float | None = None
+    score: float | None = None
+    tied: bool = False
+    is_frontier: bool = False
+    notes: tuple[str, ...] = ()
+    ledger: Ledger | None = None
+    layout: LayoutTree = field(default=None, hash=False)  # a tree of layouts may have no hash
+
+    def __repr__(self) -> str:
+        return f"<Candidate {name_of(self)}>"
 
 
 @dataclass(frozen=True, repr=False)
@@ -41,8 +108,8 @@ class Ranking:
     @property
     def best(self) -> tuple[Candidate, ...]:
         """The best candidate, and those that are tied with it; empty if none can run."""
-        runs = [row for row in self.rows if row.score is not None]
-        return tuple(row for i, row in enumerate(runs) if i == 0 or row.tied)
+        runs, _ = _divided(self.rows)
+        return tuple(row for row in runs if row.tied) or tuple(runs[:1])
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
@@ -60,17 +127,17 @@ class Ranking:
         return len(self.rows)
 
     def __str__(self) -> str:
-        return ranking_text(self.rows, self.best, self._head())
+        return _text(self.rows, self._head(), _tie_text(self.best))
 
     def __repr__(self) -> str:
         return f"<Ranking of {len(self.rows)} candidates for {self.target or self.kind}>"
 
     def html(self) -> str:
         """The ranking as a HTML page, with a bar for the score of each candidate."""
-        return ranking_html(self.rows, self.best, self._head(), page=True)
+        return self._page(whole=True)
 
     def _repr_html_(self) -> str:
-        return ranking_html(self.rows, self.best, self._head(), page=False)
+        return self._page(whole=False)
 
     def to_json(self) -> str:
         """The ranking as JSON. It has no ledgers, and no layouts."""
@@ -79,22 +146,26 @@ class Ranking:
             "format": 1,
             "target": self.target,
             "kind": self.kind,
-            "hardware": _hardware(self.hardware),
-            "notes": list(self.notes),
-            "rows": list(map(_row, self.rows)),
+            "hardware": {**vars(self.hardware), "links": _by_text(self.hardware.links)},
+            "notes": self.notes,
+            "rows": list(map(_data, self.rows)),
         }
         return json.dumps(data)
+
+    def _page(self, whole: bool) -> str:
+        notes = notes_html([], filter(None, [*self._head(), _tie_text(self.best)]))
+        runs, refused = _divided(self.rows)
+        content = _runs_html(runs) + _refused_html(refused)
+        return report_html("functree explore", notes, content, whole)
 
     def _head(self) -> list[str]:
         """The lines above the table."""
         hardware = self.hardware
         if isinstance(hardware.links, Mapping):
-            links = ", ".join(
-                f"{axes if isinstance(axes, str) else '+'.join(axes)} {one / 1e9:g} GB/s"
-                for axes, one in hardware.links.items()
-            )
+            each = [f"{axes_text(axes, '+')} {_rate(one)}" for axes, one in hardware.links.items()]
+            links = ", ".join(each)
         else:
-            links = f"{hardware.links / 1e9:g} GB/s for each link"
+            links = f"{_rate(hardware.links)} for each link"
         score = (
             f"score = flops / ({hardware.flops / 1e12:g} TF/s × {hardware.efficiency:g})"
             f" + bytes sent / ({links}): it compares layouts, and is no forecast of a time"
@@ -111,7 +182,7 @@ class Ranking:
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Candidates in the order of their scores, with ties and the frontier marked."""
-    runs = [one for one in candidates if one.score is not None]
+    runs, refused = _divided(candidates)
     runs.sort(key=lambda one: (one.score, one.peak_bytes))
     tied = [one for one in runs if (one.score or 0) <= TIE * (runs[0].score or 0)]
     marked: list[Candidate] = []
@@ -122,47 +193,229 @@ def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         if is_frontier:
             least = peak
         marked.append(replace(one, tied=len(tied) > 1 and one in tied, is_frontier=is_frontier))
-    return (*marked, *(one for one in candidates if one.score is None))
+    return (*marked, *refused)
 
 
-def _hardware(hardware: Hardware) -> dict[str, Any]:
-    links: Any = hardware.links
-    if isinstance(links, Mapping):
-        links = {_axes(axes): size for axes, size in links.items()}
-    return {
-        "flops": hardware.flops,
-        "memory": hardware.memory,
-        "links": links,
-        "efficiency": hardware.efficiency,
-    }
+def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
+    """The candidates that can run, and those that cannot."""
+    runs: list[Candidate] = []
+    refused: list[Candidate] = []
+    for row in rows:
+        if row.score is None:
+            refused.append(row)
+        else:
+            runs.append(row)
+    return runs, refused
 
 
-def _axes(axes: str | tuple[str, ...]) -> str:
-    return axes if isinstance(axes, str) else ",".join(axes)
+# JSON
 
 
-def _row(one: Candidate) -> dict[str, Any]:
-    return {
-        "mesh": dict(one.mesh),
-        "layout_name": one.layout_name,
-        "problems": list(map(_problem, one.problems)),
-        "bytes_per_device": one.bytes_per_device,
-        "peak_bytes": one.peak_bytes,
-        "flops": one.flops,
-        "wire_bytes": {_axes(axes): size for axes, size in one.wire_bytes.items()},
-        "compute_seconds": one.compute_seconds,
-        "wire_seconds": one.wire_seconds,
-        "score": one.score,
-        "tied": one.tied,
-        "is_frontier": one.is_frontier,
-        "notes": list(one.notes),
-    }
+def _data(one: Candidate) -> dict[str, Any]:
+    """A candidate as JSON has it: its fields, but for what has no JSON."""
+    data = dict(vars(one), mesh=dict(one.mesh), wire_bytes=_by_text(one.wire_bytes))
+    del data["ledger"], data["layout"]
+    data["problems"] = []
+    for problem in one.problems:
+        fields = problem._asdict()
+        del fields["shape"]
+        data["problems"].append({**fields, "path": path_text(problem.path)})
+    return data
 
 
-def _problem(problem: Problem) -> dict[str, str]:
-    return {
-        "path": path_text(problem.path),
-        "what": problem.what,
-        "why": problem.why,
-        "remedy": problem.remedy,
-    }
+def _by_text(values: Any) -> Any:
+    """A dict by mesh axes as JSON has it; a single number as it is."""
+    if not isinstance(values, Mapping):
+        return values
+    return {axes_text(axes, ","): value for axes, value in values.items()}
+
+
+# In words
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+    """The sizes of a mesh as the command line takes them: `data=8,model=4`."""
+    return ",".join(f"{name}={size}" for name, size in sizes.items())
+
+
+def name_of(one: Candidate) -> str:
+    """What a candidate is called in sentences: `fsdp on data=8`."""
+    return f"{one.layout_name} on {mesh_text(one.mesh)}"
+
+
+def axes_text(axes: MeshAxes, between: str = " and ") -> str:
+    """A mesh axis, or several, as text: `data`, `data and model`."""
+    if isinstance(axes, str):
+        return axes
+    return between.join(axes)
+
+
+def _rate(bandwidth: float) -> str:
+    return f"{bandwidth / 1e9:g} GB/s"
+
+
+def seconds_text(seconds: float) -> str:
+    """A part of a score as text, with two digits.
+
+    >>> seconds_text(2.345), seconds_text(0.0123), seconds_text(0.0000456)
+    ('2.3 s', '12 ms', '46 µs')
+    """
+    number, unit = seconds, "s"
+    if seconds < 1e-3:
+        number, unit = seconds * 1e6, "µs"
+    elif seconds < 1:
+        number, unit = seconds * 1e3, "ms"
+    if number >= 10:
+        return f"{number:.0f} {unit}"
+    return f"{number:.1f} {unit}"
+
+
+def why_worse(one: Candidate, best: Candidate) -> str:
+    """Why a candidate has a worse score than the best one; empty for the best one."""
+    if not one.score or not best.score or one is best:
+        return ""
+    compute = (one.compute_seconds or 0) - (best.compute_seconds or 0)
+    wire = (one.wire_seconds or 0) - (best.wire_seconds or 0)
+    parts: list[str] = []
+    # What is less than a hundredth of the score explains nothing.
+    if compute > one.score / 100:
+        parts.append(f"{seconds_text(compute)} more to compute")
+    if wire > one.score / 100:
+        most = next(iter(one.wire_bytes), None)
+        over = "" if most is None else f", most over {axes_text(most)}"
+        parts.append(f"{seconds_text(wire)} more on the links{over}")
+    text = f"{one.score / best.score:.2f} × the best"
+    if parts:
+        text += f": {' and '.join(parts)}"
+    return text
+
+
+def _tie_text(best: Sequence[Candidate]) -> str:
+    """The sentence about a tie; empty if there is none."""
+    if len(best) < 2:
+        return ""
+    named = listed(list(map(name_of, best)), 6)
+    return (
+        f"a tie: {named} are within 15 % of the best score, which does not tell which of them is "
+        "faster: measure these"
+    )
+
+
+def problem_lines(one: Candidate) -> Iterator[str]:
+    """Why a candidate cannot run: a line for each problem and all arrays that have it; of many the
+    first few."""
+    groups = problem_groups(one.problems)
+    for group in groups[:MOST]:
+        text = "; ".join(group.whys)
+        if group.subject:
+            text = f"{group.subject}: {text}"
+        yield " ".join(text.split())
+    more = len(groups) - MOST
+    if more > 0:
+        yield f"and {count(more, 'more problem')} (`row.problems`)"
+
+
+# The table
+
+_COLUMNS = (2, 22, 24, 10, 10, 10)  # of marks, layout, mesh, peak, compute and wire
+
+
+def _text(rows: Sequence[Candidate], head: Sequence[str], tie: str) -> str:
+    """The ranking as text, at most 100 columns wide."""
+    lines = paragraphs(head)
+    runs, refused = _divided(rows)
+    if runs:
+        titles = _cells("", "layout", "mesh", "peak", "compute", "wire")
+        lines += ["", *columns(titles, _COLUMNS, "score")]
+        for one in runs:
+            lines += _row_lines(one, runs[0])
+        lines += ["", *paragraphs(_notes(runs, tie))]
+    if refused:
+        lines += ["", "cannot run:"]
+    for one in refused:
+        lines.append(f"{INDENT}{name_of(one)}")
+        for text in problem_lines(one):
+            lines += [2 * INDENT + part for part in wrapped(text, WIDTH - 2 * len(INDENT))]
+    return lines_text(lines)
+
+
+def _row_lines(one: Candidate, first: Candidate) -> list[str]:
+    mark = "=" if one.tied else ""
+    if one.is_frontier:
+        mark += "*"
+    cells = _cells(
+        mark,
+        one.layout_name,
+        mesh_text(one.mesh),
+        bytes_text(one.peak_bytes or 0),
+        seconds_text(one.compute_seconds or 0),
+        seconds_text(one.wire_seconds or 0),
+    )
+    return row_lines(cells, _COLUMNS, seconds_text(one.score or 0), why_worse(one, first))
+
+
+def _cells(mark: str, layout: str, mesh: str, *numbers: str) -> tuple[str, ...]:
+    return mark, layout, mesh, *(text.rjust(10) for text in numbers)
+
+
+def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
+    """The lines below the table."""
+    if tie:
+        yield f"= {tie}"
+    yield "* no other has both a better score and a lower peak of memory"
+    sent = [f"{axes_text(axes)} {bytes_text(size)}" for axes, size in runs[0].wire_bytes.items()]
+    if sent:
+        yield f"sent by each device for the first, over {', over '.join(sent)}"
+    told: dict[str, None] = {}
+    for one in runs:
+        told |= dict.fromkeys(one.notes)
+    yield from told
+
+
+# The page
+
+
+def _runs_html(runs: Sequence[Candidate]) -> str:
+    """The candidates that can run, with bars for score and memory; nothing if there are none."""
+    if not runs:
+        return ""
+    rows: list[Sequence[str]] = []
+    longest = runs[-1].score or 0
+    most = max(one.peak_bytes or 0 for one in runs)
+    for one in runs:
+        why = [why_worse(one, runs[0])]
+        if one.tied:
+            why.append("tied with the best")
+        if one.is_frontier:
+            why.append("no other is better in score and memory")
+        peak = one.peak_bytes or 0
+        memory = f"{bytes_text(peak)}{bar_html([Segment('peak', peak, 'p1')], most)}"
+        reasons = notes_html([], filter(None, why))
+        rows.append((*_names(one), _score_html(one, longest), memory, reasons))
+    return section_html("Ranking", table_html(("layout", "mesh", "score", "peak", "why"), rows))
+
+
+def _names(one: Candidate) -> tuple[str, str]:
+    return code(one.layout_name), code(mesh_text(one.mesh))
+
+
+def _score_html(one: Candidate, longest: float) -> str:
+    """The score, and a bar of its two parts."""
+    segments: list[Segment] = []
+    for name, seconds, kind in (
+        ("compute", one.compute_seconds or 0, "p0"),
+        ("wire", one.wire_seconds or 0, "p2"),
+    ):
+        # In nanoseconds, since bars are drawn of whole numbers.
+        text = seconds_text(seconds)
+        segments.append(Segment(f"{name} {text}", round(1e9 * seconds), kind, text))
+    key = " ".join(one.name for one in segments)
+    bar = bar_html(segments, round(1e9 * longest))
+    return f'{seconds_text(one.score or 0)}{bar}<div class="why">{key}</div>'
+
+
+def _refused_html(refused: Sequence[Candidate]) -> str:
+    if not refused:
+        return ""
+    rows = [(*_names(one), notes_html(problem_lines(one), [])) for one in refused]
+    return section_html("What cannot run", table_html(("layout", "mesh", "why"), rows))

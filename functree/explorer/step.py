@@ -1,40 +1,25 @@
 """A function and its arguments ─► `Step`: the function of `ft.jit` for any layouts of these."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
-from jax.sharding import Mesh
 
-from functree.calls.function import BoundFunction
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.signature import Partial, Record, Signature
-from functree.calls.stages.compiled import Compiled
+from functree.calls.stages import Compiled
 from functree.calls.static_arguments import with_static
 from functree.devices.meshes import agreed_mesh
-from functree.layout.layout import Layout, LayoutTree, broadcast, own_meshes
+from functree.layout.layout import LayoutTree, broadcast, own_meshes
 from functree.layout.plan.make_plan import plan_leaves
 from functree.layout.plan.plan import Plan
 from functree.transforms.jit.jit import jit
 from functree.transforms.jit.jitted import Jit
-from functree.tree.arrays import Tree
+from functree.tree.arrays import Tree, abstract
 from functree.tree.skeleton.skeleton import Skeleton
 
 T = TypeVar("T")
-
-
-class Laid(NamedTuple):
-    """A layout of the arguments.
-
-    Attributes:
-        written: what `in_shardings` takes.
-        rules: the layout of the first argument that has rules for activations, which are the
-            ambient rules of the body; None if there is none.
-    """
-
-    written: LayoutTree
-    rules: Layout | None
 
 
 class Step:
@@ -47,8 +32,9 @@ class Step:
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
         arguments = tuple(args)
-        if isinstance(fn, BoundFunction):
-            fn, arguments = fn.__func__, (fn.__self__, *arguments)
+        fun, bound, names = Partial.of(fn)
+        if isinstance(fun, Jit) and not names:  # such as a method
+            fn, arguments = fun, (*bound, *arguments)
         # Its options are kept, such as what it donates; its layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__
@@ -58,16 +44,19 @@ class Step:
         call = self._signature.bind(*partial.with_bound(self._args, {}))
         self._call: Record = with_static(call, self._jit.static)
 
-    def laid(self, layouts: LayoutTree) -> Laid:
-        """What a layout of the arguments says.
+    def options(self, layouts: LayoutTree) -> dict[str, Any]:
+        """The options of `ft.jit` for a layout of the arguments. The first part of it that has
+        rules is also the `rules`.
 
         Raises:
             RuleError: it does not have the structure of the arguments.
         """
+        options: dict[str, Any] = {"in_shardings": layouts}
         for part in broadcast(self._layouts(layouts).prefix(self._call), self._call):
             if part.layout.rules is not None:
-                return Laid(layouts, part.layout)
-        return Laid(layouts, None)
+                options["rules"] = part.layout
+                break
+        return options
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
         """The plan of the arguments, with its problems. No device is used."""
@@ -75,21 +64,8 @@ class Step:
         view = agreed_mesh(sizes, own_meshes(parts))
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
-    def compile(self, laid: Laid | None, out_shardings: LayoutTree, mesh: Mesh | None) -> Compiled:
-        """The compiled program.
-
-        Args:
-            laid: the layout of the arguments; None for that which the function has itself.
-            out_shardings: the layout of the result, which is of no use without `laid`.
-            mesh: the mesh; None for that which the function has itself.
-        """
-        options: dict[str, Any] = {}
-        if mesh is not None:
-            options["mesh"] = mesh
-        if laid is not None:
-            options |= {"in_shardings": laid.written, "out_shardings": out_shardings}
-        if laid is not None and laid.rules is not None:
-            options["rules"] = laid.rules
+    def compile(self, options: Mapping[str, Any]) -> Compiled:
+        """The compiled program, with options of `ft.jit` in place of the function's own."""
         return self._jit.changed(self._fun, **options).lower(*self._args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
@@ -107,8 +83,4 @@ def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 def _abstract(tree: T) -> T:
     """A tree whose arrays are nowhere yet."""
     skeleton, arrays = Skeleton.apart(tree)
-    abstract: list[jax.ShapeDtypeStruct] = []
-    for array in arrays:
-        kind = array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
-        abstract.append(jax.ShapeDtypeStruct(kind.shape, kind.dtype, weak_type=kind.weak_type))
-    return skeleton.fill(abstract)
+    return skeleton.fill([abstract(jax.typeof(array)) for array in arrays])

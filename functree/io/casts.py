@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from functree.errors import count, listed, warn
-from functree.tree.arrays import on_device, with_sharding
+from functree.tree.arrays import on_device
 from functree.tree.paths import Path
 
 # What is computed with in place of an array: arrays of numpy and of JAX have the same functions.
@@ -58,11 +58,10 @@ def cast_on_devices(
     array: jax.Array, dtype: np.dtype, sharding: Sharding
 ) -> tuple[jax.Array, int | jax.Array]:
     """An array with a dtype and a sharding, and how many of its values are others there."""
-    if not _can_lose(array.dtype, dtype):
-        return with_sharding(_caster(dtype), sharding, on_device(array)), 0
-    if sharding.memory_kind in (None, "device"):
-        return _counting_caster(dtype, sharding)(on_device(array))
-    cast, lost = _counting_caster(dtype, sharding.with_memory_kind("device"))(on_device(array))
+    where = sharding
+    if sharding.memory_kind not in (None, "device"):
+        where = sharding.with_memory_kind("device")
+    cast, lost = _caster(dtype, where)(on_device(array))
     return jax.device_put(cast, sharding), lost
 
 
@@ -103,20 +102,17 @@ def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
 
 
 # Remembered, since a new function would be compiled again for each array.
-@functools.cache
-def _caster(dtype: np.dtype) -> Callable[[jax.Array], jax.Array]:
-    return lambda array: _cast(array, dtype)
-
-
 @functools.lru_cache(maxsize=256)
-def _counting_caster(
+def _caster(
     dtype: np.dtype, sharding: Sharding
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """As `_caster`, with the number of the values that are lost: by the same program, which has
-    them at hand."""
+    """What casts an array, and counts the values that are lost: one program, which has them at
+    hand."""
 
     def cast_and_count(array: jax.Array) -> tuple[jax.Array, jax.Array]:
         cast = _cast(array, dtype)
+        if not _can_lose(array.dtype, dtype):
+            return cast, jnp.uint32(0)
         return cast, _lost(array, cast, dtype, jnp).sum(dtype=jnp.uint32)
 
     whole = None

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from functree.argument_checks import TEXTS, Takes, check, shown
-from functree.calls.function import BoundFunction
 from functree.calls.program import around
 from functree.calls.signature import Signature
 from functree.devices.placement import is_deleted, refuse_deleted
@@ -122,13 +121,18 @@ class Exported:
 
     def __str__(self) -> str:
         exported = self.exported
-        lines = columns(("argument", "array"), (46, 24), "bytes")
+        cells = [("argument", "array")]
         for i, value in enumerate(exported.in_avals):
             path = str(i) if self.paths is None else str(self.paths[i])
-            lines += columns((path, array_text(value)), (46, 24), _bytes(value))
+            cells.append((path, array_text(value)))
+        longest = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        widths = min(longest[0], 46), min(longest[1], 24)
+        lines: list[str] = []
+        for texts, number in zip(cells, ["bytes", *map(_bytes, exported.in_avals)], strict=True):
+            lines += columns(texts, widths, number)
         note = (
             f"{exported.fun_name} for {', '.join(exported.platforms)} on "
-            f"{count(exported.nr_devices, 'device')}; {len(exported.out_avals)} results"
+            f"{count(exported.nr_devices, 'device')}; {count(len(exported.out_avals), 'result')}"
         )
         return "\n".join([*(line.rstrip() for line in lines), "", note])
 
@@ -242,10 +246,7 @@ def export(
         (5, 8)
     """
     name = getattr(f, "__name__", None) or shown(f)
-    function = f
-    if isinstance(f, BoundFunction):  # a method of an instance
-        function = f.__func__
-    if not isinstance(function, Jit):
+    if not isinstance(f, Jit):
         raise FunctreeTypeError(
             f"export takes a function of `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
         )

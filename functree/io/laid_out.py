@@ -71,8 +71,7 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     elif (where := partly(sharding)) is not None:
         yield leaf.problem(where, "give a layout on a mesh of all devices")
     elif not is_enabled(value.dtype):
-        how = "enable it: `jax.config.update('jax_enable_x64', True)`"
-        yield leaf.problem(f"JAX has no {value.dtype} without `jax_enable_x64`", how)
+        yield leaf.problem(not_enabled(value.dtype), ENABLE)
 
 
 def partly(value: object) -> str | None:
@@ -89,3 +88,11 @@ def partly(value: object) -> str | None:
 def is_enabled(dtype: Any) -> bool:
     """Whether JAX has a dtype as it is configured: those of 8 bytes are off by default."""
     return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def not_enabled(dtype: Any) -> str:
+    """What is wrong with a dtype that JAX does not have as it is configured."""
+    return f"JAX has no {np.dtype(dtype)} without `jax_enable_x64`"
+
+
+ENABLE = "enable it: `jax.config.update('jax_enable_x64', True)`"

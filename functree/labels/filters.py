@@ -14,7 +14,7 @@ from functree.argument_checks import check_callback, shown
 from functree.errors import USERS_ERRORS, RuleError, did_you_mean, error_text
 from functree.labels.leaf import Leaf
 from functree.tree.globs import glob_pattern, literal_text, match_text, meant_glob
-from functree.tree.paths import Path, tokens
+from functree.tree.paths import Keys, Path, tokens
 
 
 class Filter:
@@ -413,47 +413,36 @@ class FirstMatch:
             if literal is None:
                 expression, end = None, ""
                 if isinstance(item, Glob):
-                    expression, *last = glob_pattern(item.pattern), *list(tokens(item.pattern))[-1:]
+                    expression, last = glob_pattern(item.pattern), list(tokens(item.pattern))[-1:]
                     end = literal_text(".".join(last)) or ""
                 self._others.append((i, item, expression, end, first_name(item)))
             else:
                 self._literals.setdefault(literal, i)  # of two equal globs, the first one decides
 
     def __call__(self, leaf: Leaf) -> int | None:
-        if leaf.seen is None or leaf.roots:
-            return self._by_names(leaf)
-        text = match_text(leaf.seen)
-        least = self._literals.get(text)
-        for i, item, expression, end, _ in self._others:
-            if least is not None and i > least:
-                break
-            # This runs for each leaf and filter, and most globs are refused by their last key.
-            if expression is None:
-                fits = item(leaf)
-            else:
-                fits = text.endswith(end) and expression.fullmatch(text)
-            if fits:
-                return i
-        return least
-
-    def _by_names(self, leaf: Leaf) -> int | None:
-        """The same for a leaf with names above it, or without a path."""
-        text = None if leaf.seen is None else match_text(leaf.seen)
-        texts = [match_text(root.path) for root in leaf.roots]
-        if text is not None and not leaf.named(leaf.seen[:1] if leaf.seen else ()):
-            texts.append(text)
-        least = min(
-            [self._literals[text] for text in texts if text in self._literals], default=None
-        )
+        seen = None if leaf.seen is None else match_text(leaf.seen)
+        least = None if seen is None else self._literals.get(seen)
+        # The path from each name above the leaf. Most leaves have no such names.
+        named: dict[Keys, str] = {}
+        if leaf.roots:
+            for root in leaf.roots:
+                named.setdefault(root.path[:1], match_text(root.path))
+            texts = list(named.values())
+            if seen is not None and leaf.named((leaf.seen or ())[:1]) is None:
+                texts.append(seen)
+            found = [self._literals[text] for text in texts if text in self._literals]
+            least = min(found, default=None)
         for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
-            if text is None:
-                fits = isinstance(item, Everything) or (names(item, leaf) and item(leaf))
-            elif expression is not None and (not first or leaf.named(first) is None):
-                fits = text.endswith(end) and expression.fullmatch(text)
-            else:
+            # This runs for each leaf and filter, and most globs are refused by their last key.
+            if expression is not None:
+                text = named.get(first, seen)
+                fits = text is not None and text.endswith(end) and expression.fullmatch(text)
+            elif seen is not None or isinstance(item, Everything):
                 fits = item(leaf)
+            else:
+                fits = names(item, leaf) and item(leaf)
             if fits:
                 return i
         return least

@@ -60,18 +60,18 @@ class Leaf(NamedTuple):
         path: from the root of the tree.
         value: the array; it may be traced or abstract.
         axes: the names of its dimensions.
+        annotated: whether its axes are named, by an annotation or from outside.
+        unnamed: for each dimension, the token of its annotation if that token is not a name, or an
+            empty text. Empty if all dimensions are named.
+        spec: the `PartitionSpec` in its annotation, or None.
+        misfit: why its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters see. A layout's filters see the path from the root of the tree
             that the layout is for; in a training state, the path in the model. None if the leaf has
             no such path: only patterns that name it match it, and `...`.
         roots: the names above the leaf with which patterns may begin.
         stacked: the number of leading dimensions that belong to stacks of layers.
-        annotated: whether its axes are named, by an annotation or from outside.
-        unnamed: for each dimension, the token of its annotation if that token is not a name, or an
-            empty text. Empty if all dimensions are named.
-        spec: the `PartitionSpec` in its annotation, or None.
         buffer: whether it is marked as not trained.
-        misfit: why its axes cannot be determined, or None.
         follows: the leaf whose decision it takes; None for a leaf that layouts decide about.
         unread: why an annotation does not name its axes although there is one, and the remedy; None
             if there is none.
@@ -80,15 +80,15 @@ class Leaf(NamedTuple):
     path: Path
     value: Any
     axes: Axes
+    annotated: bool = False
+    unnamed: tuple[str, ...] = ()
+    spec: PartitionSpec | None = None
+    misfit: Problem | None = None
     within: tuple[type, ...] = ()
     seen: Path | None = None
     roots: tuple[Root, ...] = ()
     stacked: int = 0
-    annotated: bool = False
-    unnamed: tuple[str, ...] = ()
-    spec: PartitionSpec | None = None
     buffer: bool = False
-    misfit: Problem | None = None
     follows: FollowedLeaf | None = None
     unread: tuple[str, str] | None = None
 

@@ -6,13 +6,13 @@ tree are wanted, `tree/nodes.py` has the walk. A packed tree is read as the tree
 but the skeleton is that of the packed tree.
 """
 
-from collections.abc import Iterable, Mapping, Sized
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, tree_leaves, tree_map, tree_structure
+from jax.tree_util import GetAttrKey, tree_leaves, tree_structure
 
 from functree.argument_checks import check_tree
 from functree.errors import (
@@ -48,7 +48,7 @@ from functree.labels.annotations.leaf_axes import (
 from functree.labels.leaf import Leaf, unheld_problem
 from functree.tree.arrays import AnyArray, Tree, is_array, is_unheld_number
 from functree.tree.axes import Axes, Names
-from functree.tree.interfaces import PackedTree, Stack, StateMapping, TrainingState
+from functree.tree.interfaces import Stack, StateMapping, TrainingState
 from functree.tree.nodes import children, walk
 from functree.tree.paths import Keys, Path, first_beginning, plain_key
 from functree.tree.prefix import PrefixOf, aligned
@@ -121,12 +121,13 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     # been checked at that module, and names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
-            walk.note_unmatched(node, path, (given,))
+            walk.problems += unmatched(node, path, (given,))
     paths = [leaf.path for leaf in walk.leaves]
     skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others, paths)
     unused: list[type] = []
     for cls, given in walk.names.items():
-        if cls not in walk.used and not _is_stock(cls, given):
+        # `ft.equinox_names` has all layers, and no tree does.
+        if cls not in walk.used and equinox_names.get(cls) != given:
             unused.append(cls)
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
 
@@ -188,12 +189,6 @@ def too_deep(tree: Tree) -> FunctreeError:
     )
 
 
-def _is_stock(cls: type, names: Names) -> bool:
-    """Whether `ft.equinox_names` has these names for a class. It has all layers, and no tree
-    does."""
-    return equinox_names.get(cls) == names
-
-
 class Context(NamedTuple):
     """What is true for all leaves below a node.
 
@@ -246,12 +241,10 @@ class _Walk:
         self.size = 0  # the number of leaves so far
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX cannot hold
-        self.packed = False  # whether the tree has a packed tree in it
         self.kinds: dict[type, Kind] = {}
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
-        self.unread: dict[tuple[Hint, type, int], Unread | None] = {}
         self.used: set[type] = set()  # the classes in `names` that have named a leaf
         self.training: dict[Path, TrainingState] = {}
         # The fields whose annotation has `ft.names`.
@@ -290,9 +283,7 @@ class _Walk:
             self._packed(node, path, hint, context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
-            inside = Context(
-                (*context.within, type(node)), context.stack, context.given + opened, context.buffer
-            )
+            inside = _in_module(node, inside_of(context, type(node)), opened, None)
             for keys, child in kind.paths(node):
                 self.visit(child, (*path, *keys), NOTHING, inside)
         elif kind is not NONE:
@@ -320,7 +311,7 @@ class _Walk:
         if hint.buffer:
             context = context._replace(buffer=True)
         if kind not in LEAVES:
-            unread = self._other_structure(hint, node)
+            unread = other_structure(hint, node)
             if unread is not None:
                 context = context._replace(unread=unread)
         if hint.names is not None and kind is not NONE:
@@ -328,14 +319,6 @@ class _Walk:
             self.fields.append((node, path, given))
             context = context._replace(pending=given)
         return hint, context
-
-    def _other_structure(self, hint: Hint, node: Tree) -> Unread | None:
-        """Why an annotation says nothing about a node of this class, computed once."""
-        # A tuple may have more elements than its annotation.
-        key = hint, type(node), len(node) if hint.elements and isinstance(node, Sized) else 0
-        if key not in self.unread:
-            self.unread[key] = other_structure(hint, node)
-        return self.unread[key]
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Note an array."""
@@ -348,24 +331,9 @@ class _Walk:
             given = (*given, pending)
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
-        axes, annotated, unnamed, spec, misfit = leaf_axes(
-            self.memory, value, place, hint, outside, stack
-        )
-        leaf = Leaf(
-            place,
-            value,
-            axes,
-            within,
-            place,
-            (),
-            len(stack),
-            annotated,
-            unnamed,
-            spec,
-            buffer,
-            misfit,
-        )
-        if not annotated and (unread is not None or hint is not NOTHING):
+        found = leaf_axes(self.memory, value, place, hint, outside, stack)
+        leaf = Leaf(place, value, *found, within, place, (), len(stack), buffer)
+        if not found.annotated and (unread is not None or hint is not NOTHING):
             leaf = leaf._replace(unread=other_structure(hint, value) or unread)
         self.leaves.append(leaf)
 
@@ -409,7 +377,7 @@ class _Walk:
             for given in opened:
                 if given.cls is not None and (given.used or given.names.stack):
                     self.used.add(given.cls)
-            self.note_unmatched(node, path, opened)
+            self.problems += unmatched(node, path, opened)
 
     def _packed(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
         """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
@@ -419,7 +387,6 @@ class _Walk:
             if origin is type(node) and args:
                 hint = args[0]
                 break
-        self.packed = True
         places, others, first = len(self.indices), len(self.others), self.size
         self.visit(node.tree, path, hint, context)
         # The arrays are in the same order, but the static leaves of the tree are not leaves of the
@@ -449,32 +416,11 @@ class _Walk:
                 # One layer of a stack has values without the leading dimensions of the stack.
                 unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
                 declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
-                axes, annotated, _, _, misfit = state_axes(child, place, declared)
-                self.leaves.append(
-                    Leaf(place, child, axes, within, place, (), stacked, annotated, misfit=misfit)
-                )
+                axes = state_axes(child, place, declared)
+                self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
             else:
                 self.others.append((self.size, child))
             self.size += 1
-
-    def note_unmatched(self, node: Tree, path: Keys, given: tuple[GivenNames, ...]) -> None:
-        """Note the names that are given at a node and that match none of its leaves."""
-        if self.packed:
-            node = _unpacked(node)
-        self.problems += unmatched(node, path, given)
-
-
-def _unpacked(tree: Tree) -> Any:
-    """A tree in which each packed tree is replaced by the tree that was packed."""
-
-    def is_packed(node: Tree) -> bool:
-        return isinstance(node, PackedTree)
-
-    def unpack(node: Tree) -> Any:
-        # A packed tree may contain another one.
-        return _unpacked(node.tree) if is_packed(node) else node
-
-    return tree_map(unpack, tree, is_leaf=is_packed)
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:

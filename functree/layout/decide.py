@@ -5,20 +5,19 @@ leaves that follow nothing, and the others take these decisions.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, starmap
 from typing import NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import PartitionSpec
 
 from functree.devices.meshes import MeshView
 from functree.devices.specs import spec_text
 from functree.errors import Problem, warn
 from functree.labels.filters import Filter, first_name
-from functree.labels.leaf import FollowedLeaf, Leaf, is_in_module
+from functree.labels.leaf import FollowedLeaf, Leaf, is_bare, is_in_module
 from functree.labels.leaves import Leaves
 from functree.labels.training_state import label_paths, names_field
 from functree.layout.decision import (
@@ -77,7 +76,7 @@ class Group:
     part: Part
     leaves: Sequence[Leaf]
     has_training_state: bool
-    decisions: Sequence[Decision] = ()
+    decisions: Sequence[Decision]
 
     @cached_property
     def reached(self) -> Sequence[Layout]:
@@ -90,10 +89,6 @@ class Group:
     def mentioned(self) -> Collection[str]:
         """The axes that the rules of the layout name."""
         return mentioned_axes(self.reached)
-
-    def decided(self, view: MeshView) -> "Group":
-        """The same group with decisions."""
-        return replace(self, decisions=decide(self.part, self.leaves, view))
 
 
 UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
@@ -116,7 +111,7 @@ def decide_parts(
         same: for each abstract leaf, a number that is the same for leaves that are the same array.
         allow_unspecified: whether it is no problem if no layout was given for an array (`None`).
     """
-    groups = [group.decided(view) for group in grouped(leaves, parts)]
+    groups = list(grouped(leaves, parts, view))
     known = [leaf for group in groups for leaf in group.leaves]
     decisions = [decision for group in groups for decision in group.decisions]
     problems = [*leaves.problems, *_layout_problems(groups, view)]
@@ -157,9 +152,9 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
         if leaf.follows is not None and not layout.claims(leaf):
             followers.append(i)
             continue
-        # An argument that is one array; counts of a training state have no path either.
-        alone = leaf.seen is None and leaf.follows is None
-        deciding = arrays if arrays is not None and alone else layout
+        deciding = layout
+        if arrays is not None and is_bare(leaf):
+            deciding = arrays
         # The layers of a large model are alike, and share one decision.
         key = deciding is layout, leaf.kind, deciding.asks(leaf) if asking else None
         if key not in known:
@@ -183,7 +178,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
     return list(starmap(_of_parts, problems.items()))
 
 
-def _by_layout(groups: Sequence[Group]) -> Iterable[list[Group]]:
+def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
     """The groups of each layout. Arguments may share one, of which a filter may be for any."""
     joined: dict[tuple[int, bool], list[Group]] = {}
     for i, group in enumerate(groups):
@@ -203,7 +198,7 @@ def _problems_of_one(groups: Sequence[Group], view: MeshView) -> Iterator[Proble
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
     """The problems of filters that decide about no leaf, whatever the mesh is."""
-    groups = [group.decided(MeshView({})) for group in grouped(leaves, parts)]
+    groups = grouped(leaves, parts, MeshView({}))
     return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
 
 
@@ -312,9 +307,9 @@ UNKNOWN = (
 )
 
 
-def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[Group]:
+def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
     """The arrays that each layout is for, labelled with the paths that filters see and with what
-    they follow."""
+    they follow, and the decisions about them."""
     start = 0
     for part in parts:
         # The leaves below the path of a part are next to each other, in the order of the parts.
@@ -327,7 +322,7 @@ def grouped(leaves: Leaves, parts: Sequence[Part]) -> Iterator[Group]:
             if path[:depth] == part.path:
                 states[path] = state
         labelled = label_paths(leaves.leaves[start:end], states, part.scope)
-        yield Group(part, labelled, bool(states))
+        yield Group(part, labelled, bool(states), decide(part, labelled, view))
         start = end
 
 
@@ -338,10 +333,6 @@ def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
     if shared or problem.path is not None or not parts[0].path:
         return problem
     return problem._replace(what=f"{problem.what}, for `{parts[0].path}`")
-
-
-Sharded = tuple[PartitionSpec, str | None]
-"""A spec and a memory kind."""
 
 
 def _conflicting(
@@ -363,21 +354,17 @@ def _conflicting(
         # Tied weights that are alike share one decision object, whose spec need not be compared.
         if other is leaf or there is decision:
             continue
-        here, its = _sharded(decision), _sharded(there)
+        here, its = _sharded_text(decision), _sharded_text(there)
         if here != its:
-            differs = f"is laid out {_text(here)} here and {_text(its)} there"
+            differs = f"is laid out {here} here and {its} there"
             why = f"is the same array as `{other.path}`, and {differs}"
             found.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
     return found
 
 
-def _sharded(decision: Decision) -> Sharded:
-    return decision.spec, decision.memory_kind
-
-
-def _text(sharded: Sharded) -> str:
+def _sharded_text(decision: Decision) -> str:
     """A spec and a memory kind, for messages."""
-    spec, memory_kind = sharded
-    if memory_kind is None:
-        return spec_text(spec)
-    return f"{spec_text(spec)} in {memory_kind}"
+    text = spec_text(decision.spec)
+    if decision.memory_kind is not None:
+        text += f" in {decision.memory_kind}"
+    return text

@@ -4,7 +4,7 @@ This module also has the problems of a leaf, and the error that lists the proble
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -180,14 +180,10 @@ class Decision(NamedTuple):
         before, after = self.dimensions[:dim], self.dimensions[dim + 1 :]
         return self._replace(dimensions=(*before, dimension, *after))
 
-    def each(self, change: Callable[[int, Dimension], Dimension]) -> "Decision":
-        """The same decision with each dimension changed."""
-        dimensions = [change(i, one) for i, one in enumerate(self.dimensions)]
-        return self._replace(dimensions=tuple(dimensions))
-
     def settle(self) -> "Decision":
         """The same decision, in which no later layout has to mention the names of dimensions."""
-        return self.each(lambda i, one: one._replace(named=Named.DECIDED, blocked=None))
+        settled = [one._replace(named=Named.DECIDED, blocked=None) for one in self.dimensions]
+        return self._replace(dimensions=tuple(settled))
 
 
 def whole(leaf: Leaf) -> Decision:
@@ -203,7 +199,9 @@ def undecided(leaf: Leaf) -> Decision:
     return apply_spec(leaf, leaf.spec, start, "its annotation")
 
 
-def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, *because: object) -> Decision:
+def apply_spec(
+    leaf: Leaf, spec: PartitionSpec, before: Decision, because: str, *, settles: bool = True
+) -> Decision:
     """Shard the unsharded dimensions by a spec. A dimension that is already sharded in another way
     is a fault.
 
@@ -211,7 +209,9 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, *because: obje
         leaf: the leaf.
         spec: the spec.
         before: the decision of earlier layouts.
-        *because: the parts of the reason.
+        because: the reason.
+        settles: whether the spec decides about all dimensions by their index, so that their names
+            need no rule.
     """
     faults: list[Fault] = []
     if len(spec.partitions) > len(leaf.shape):
@@ -239,15 +239,16 @@ def apply_spec(leaf: Leaf, spec: PartitionSpec, before: Decision, *because: obje
         axes = mesh_axes(written)
         if not axes:
             continue  # `None` leaves the dimension to later layouts
-        have = dimensions[i].mesh_axes
+        have, _, named, blocked = dimensions[i]
         # An earlier layout may shard the dimension over the same mesh axes.
         if have and have != axes:
             faults.append(conflict(i, leaf, have, axes, source))
         else:
-            dimensions[i] = Dimension(axes, source)
-    # A spec is about all dimensions by their index, so their names need no rule.
+            dimensions[i] = Dimension(axes, source, named, blocked)
     applied = before._replace(dimensions=tuple(dimensions))
-    return applied.settle().because(*because).wrong(*faults)
+    if settles:
+        applied = applied.settle()
+    return applied.because(because).wrong(*faults)
 
 
 def conflict(
@@ -377,16 +378,6 @@ def _closed_axes(
         if not names:
             without.add(id(decision))
     return found
-
-
-def is_clean(decision: Decision) -> bool:
-    """Whether a leaf with this decision is unsharded and without fault, whatever its sizes are."""
-    if decision.faults:
-        return False
-    return all(
-        not one.mesh_axes and one.blocked is None and one.named is not Named.MISSING
-        for one in decision.dimensions
-    )
 
 
 def leaf_problems(

@@ -13,7 +13,6 @@ from functree.errors import Problem, RuleError, near_name
 from functree.labels.leaf import Leaf
 from functree.layout.decision import (
     Decision,
-    Dimension,
     Named,
     Source,
     apply_spec,
@@ -133,16 +132,10 @@ class FSDP(Layout):
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
         """The decision with the names in `axes` mentioned: they need no rule, even if they stay
         unsharded. One whose rules are all blocked stays a fault unless it is sharded."""
-        named = self.axes
-        if named is None:
-            return start
-
-        def mention(dim: int, dimension: Dimension) -> Dimension:
-            if leaf.axes[dim] in named:
-                return dimension._replace(named=max(dimension.named, Named.MENTIONED))
-            return dimension
-
-        return start.each(mention)
+        for dim, (name, dimension) in enumerate(zip(leaf.axes, start.dimensions, strict=True)):
+            if name in (self.axes or ()) and dimension.named < Named.MENTIONED:
+                start = start.with_dimension(dim, dimension._replace(named=Named.MENTIONED))
+        return start
 
     def _stays(self, leaf: Leaf, start: Decision) -> str:
         """Why a leaf stays as it is; an empty text if it does not."""
@@ -170,15 +163,8 @@ class FSDP(Layout):
         """The decision about a leaf of which the mesh axis divides no unsharded dimension."""
         if self.otherwise is not None:
             reason = f"FSDP: no dimension is divisible, otherwise {spec_text(self.otherwise)}"
-            applied = apply_spec(leaf, self.otherwise, start, reason)
-
-            def keep_faults(dim: int, dimension: Dimension) -> Dimension:
-                # A spec in a layout settles all names, but `otherwise` is about sizes: a name that
-                # no rule mentions is still a fault.
-                before = start.dimensions[dim]
-                return dimension._replace(named=before.named, blocked=before.blocked)
-
-            return applied.each(keep_faults)
+            # It is about sizes: a name that no rule mentions is still a fault.
+            return apply_spec(leaf, self.otherwise, start, reason, settles=False)
         free = self._free(leaf, start)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"

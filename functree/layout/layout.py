@@ -94,7 +94,10 @@ class Layout:
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
         """The mesh that is a part of the layout, or None."""
-        return first_own_mesh(self.inner)
+        for layout in self.inner:
+            if layout.own_mesh is not None:
+                return layout.own_mesh
+        return None
 
     def __or__(self, then: "LayoutLike") -> "Layout":
         return Composition.of(self, as_layout(then))
@@ -249,14 +252,6 @@ def walk(layout: Layout) -> Iterator[Layout]:
     yield layout
     for inner in layout.inner:
         yield from walk(inner)
-
-
-def first_own_mesh(layouts: Iterable[Layout]) -> Mesh | AbstractMesh | None:
-    """The first mesh that is a part of one of several layouts, or None."""
-    for layout in layouts:
-        if layout.own_mesh is not None:
-            return layout.own_mesh
-    return None
 
 
 def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:

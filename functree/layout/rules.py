@@ -22,7 +22,6 @@ from functree.layout.decision import (
     Source,
     absent,
     conflict,
-    is_clean,
     leaf_problems,
     missing_axes,
     near_misses,
@@ -108,13 +107,10 @@ class AxisRules(Layout):
         """
         sizes = mesh_view(mesh).sizes
         kept = [rule for rule in self.table if sizes.keys() >= set(rule.mesh_axes)]
-        named = dict(kept)
-        for name in self.mentioned:
-            # Without any rule the axis would be an error, or fall under `...: None`, where a
-            # misspelled name is looked for.
-            if name not in named:
-                kept.append(Rule(name, ()))
-        return AxisRules([*kept_pairs(kept), *self._closing()], dict(self.names), self.unnamed)
+        # Without any rule the axis would be an error, or fall under `...: None`, where a misspelled
+        # name is looked for.
+        kept += [Rule(name, ()) for name in self.mentioned if name not in dict(kept)]
+        return AxisRules(_pairs(kept, self.closed), dict(self.names), self.unnamed)
 
     def spec(
         self, axes: str | Axes, shape: Sequence[int] | None = None, mesh: MeshLike = None
@@ -216,16 +212,10 @@ class AxisRules(Layout):
         """The axes that the rules name, each once, in the order of the rules."""
         return dict(self.table).keys()  # a rule is a pair
 
-    def _closing(self) -> list[tuple[Any, None]]:
-        """The rule `...: None` as a pair, if the rules end with it."""
-        if self.closed:
-            return [(..., None)]
-        return []
-
     @property
     def pairs(self) -> list[tuple[Any, Any]]:
         """The rules as a user writes them."""
-        return [*kept_pairs(self.table), *self._closing()]
+        return _pairs(self.table, self.closed)
 
     def __repr__(self) -> str:
         texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
@@ -269,9 +259,12 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
     )
 
 
-def kept_pairs(rules: Iterable[Rule]) -> list[tuple[Any, Any]]:
-    """Rules as pairs, as a user writes them."""
-    return [(name, entry(axes)) for name, axes in rules]
+def _pairs(rules: Iterable[Rule], closed: bool) -> list[tuple[Any, Any]]:
+    """Rules as a user writes them; `closed` is whether they end with `...: None`."""
+    pairs: list[tuple[Any, Any]] = [(name, entry(axes)) for name, axes in rules]
+    if closed:
+        pairs.append((..., None))
+    return pairs
 
 
 def _reason(
@@ -442,9 +435,10 @@ def _problems(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> tuple[Decisi
     if mesh is not None:
         for one in heard:
             problems += own_problems(one, [leaf], mesh)
-    if not is_clean(decision):
-        # Without a mesh: one that has all mesh axes, of size 1.
-        problems += leaf_problems(leaf, decision, mesh or _of_ones(decision), mentioned)
+    # Without a mesh: one that has all mesh axes, of size 1.
+    problems += leaf_problems(
+        leaf, decision, mesh or MeshView(dict.fromkeys(decision.used(), 1)), mentioned
+    )
     return decision, problems
 
 
@@ -454,10 +448,6 @@ def _heard(layout: Layout) -> Iterator[Layout]:
     inner = layout.inner if isinstance(layout, Composition) else layout.inner[-1:]
     for one in inner:
         yield from _heard(one)
-
-
-def _of_ones(decision: Decision) -> MeshView:
-    return MeshView(dict.fromkeys(decision.used(), 1))
 
 
 def activation(axes: Axes, value: AnyArray) -> Leaf:

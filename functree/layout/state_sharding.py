@@ -118,7 +118,10 @@ class StateSharding(Layout):
             unused=unused,
             _filters=filters,
             _key=object(),
-            _naming=tuple([pair for pair in enumerate(filters) if _may_name(pair[1])]),
+            # A pattern that begins with a wildcard names nothing.
+            _naming=tuple(
+                (i, item) for i, item in enumerate(filters) if any(map(first_name, patterns(item)))
+            ),
             _choose=FirstMatch(filters),
             _layouts=tuple(map(as_layout, layouts)),
         )
@@ -199,11 +202,6 @@ class StateSharding(Layout):
         if self.unused == "error":
             return f"StateSharding({table})"
         return f"StateSharding({table}, unused={self.unused!r})"
-
-
-def _may_name(item: Filter) -> bool:
-    """Whether a pattern in a filter begins with a key, and not with a wildcard."""
-    return any(map(first_name, patterns(item)))
 
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'

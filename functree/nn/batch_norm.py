@@ -1,34 +1,36 @@
 """A batch of vectors ─► the same with mean 0 and variance 1 in each channel; averages are state."""
 
 from collections.abc import Sequence
+from typing import Annotated
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from functree.argument_checks import (
-    FLAG,
-    FLOATING,
-    FRACTION,
-    POSITIVE,
-    SIZE,
     TEXT,
     TEXTS,
+    Flag,
+    FloatingDtype,
+    Fraction,
+    Positive,
+    Size,
     Takes,
     check,
+    checked,
 )
 from functree.errors import FunctreeValueError
 from functree.nn.norm import affine, one_axis
 from functree.nn.weights import accumulator, broadcast_like
 from functree.state.refs import StateRef
-from functree.state.state import State
+from functree.state.state import STATE, State
 from functree.tree.axes import Axes, Names, names
 
-AXIS_NAME = Takes(
-    "a name, several, or None", lambda value: value is None or TEXT.fits(value) or TEXTS.fits(value)
-)
+AxisNames = Annotated[
+    str | Sequence[str],
+    Takes("a name or several", lambda value: TEXT.fits(value) or TEXTS.fits(value)),
+]
 
 
 class BatchNorm(eqx.Module):
@@ -77,29 +79,20 @@ class BatchNorm(eqx.Module):
     # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
     inference: bool
 
+    @checked("BatchNorm cannot be built")
     def __init__(
         self,
-        size: int,
-        axis_name: str | Sequence[str] | None = None,
-        eps: float = 1e-5,
-        channelwise_affine: bool = True,
-        momentum: float = 0.99,
-        inference: bool = False,
+        size: Size,
+        axis_name: AxisNames | None = None,
+        eps: Positive = 1e-5,
+        channelwise_affine: Flag = True,
+        momentum: Fraction = 0.99,
+        inference: Flag = False,
         *,
         axes: str | Axes = "embed",
-        param_dtype: DTypeLike = jnp.float32,
+        param_dtype: FloatingDtype = jnp.float32,
     ):
         self.axes = one_axis("BatchNorm", axes)
-        check(
-            "BatchNorm cannot be built",
-            size=(size, SIZE),
-            axis_name=(axis_name, AXIS_NAME),
-            eps=(eps, POSITIVE),
-            channelwise_affine=(channelwise_affine, FLAG),
-            momentum=(momentum, FRACTION),
-            inference=(inference, FLAG),
-            param_dtype=(param_dtype, FLOATING),
-        )
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
         # An average of bfloat16 would stand still: with a momentum of 0.99 it moves by a hundredth
@@ -130,8 +123,10 @@ class BatchNorm(eqx.Module):
             inference: in place of the field of this name; `None`: the field.
 
         Raises:
-            FunctreeError: there is neither a batch dimension nor `axis_name`.
+            FunctreeError: there is neither a batch dimension nor `axis_name`; `state` is not an
+                `ft.State`.
         """
+        check("BatchNorm cannot be called", state=(state, STATE))
         wide = x.astype(accumulator(x.dtype))
         if inference is None:
             inference = self.inference

@@ -1,16 +1,15 @@
 """A Llama-like block: attention and a feed-forward layer, each behind a norm."""
 
-from typing import Any, Literal, overload
-
 import equinox as eqx
 import jax
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import FUNCTION, KEY, Takes, check
+from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation
 from functree.nn.attention.layer import Attention, LayerCache, Positions, Segments
-from functree.nn.config import TransformerConfig
+from functree.nn.config import Norms, TransformerConfig
 from functree.nn.mlp import MLP
 from functree.nn.moe.layer import MoE
 from functree.nn.moe.router import MoELosses
@@ -21,7 +20,8 @@ CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, Tr
 
 
 class Block(eqx.Module):
-    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum.
+    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum. With
+    `norms="after"`, each norm is of the result, before the sum.
 
     It takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
@@ -30,10 +30,11 @@ class Block(eqx.Module):
     feed-forward layer name values too.
 
     Args:
-        attn_norm: the norm before the attention.
+        attn_norm: the norm before the attention, or after it.
         attn: the attention.
-        mlp_norm: the norm before the feed-forward layer.
+        mlp_norm: the norm before the feed-forward layer, or after it.
         mlp: the feed-forward layer, or a mixture of experts.
+        norms: where the norms are: `"before"` or `"after"`.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -47,6 +48,7 @@ class Block(eqx.Module):
     attn: Attention
     mlp_norm: RMSNorm
     mlp: MLP | MoE
+    norms: Norms = eqx.field(static=True, default="before")
 
     @classmethod
     def create(
@@ -89,86 +91,89 @@ class Block(eqx.Module):
             ),
             mlp_norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
             mlp=_feed_forward(config, init, mlp_key),
+            norms=config.norms,
         )
 
-    @overload
     def __call__(
         self,
         x: Float[Array, "*batch seq embed"],
         positions: Positions = None,
         segments: Segments = None,
-        filled: None = None,
         in_order: bool = True,
-        *,
-        cache: None = None,
-        losses: Literal[False] = False,
-    ) -> Float[Array, "*batch seq embed"]: ...
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        positions: Positions = None,
-        segments: Segments = None,
-        filled: None = None,
-        in_order: bool = True,
-        *,
-        cache: None = None,
-        losses: Literal[True],
-    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]: ...
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        positions: Positions,
-        segments: Segments,
-        filled: Int[Array, "batch"],
-        in_order: bool = True,
-        *,
-        cache: LayerCache,
-    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
-    def __call__(
-        self,
-        x: Any,
-        positions: Any = None,
-        segments: Any = None,
-        filled: Any = None,
-        in_order: bool = True,
-        *,
-        cache: Any = None,
-        losses: bool = False,
-    ) -> Any:
-        """The block of `x`; with a cache also the new keys and values, with `losses` also those.
+    ) -> Float[Array, "*batch seq embed"]:
+        """The block of `x`.
 
         Args:
             x: the tokens' vectors.
             positions: as in `Attention`.
             segments: as in `Attention`.
-            filled: as in `Attention`.
             in_order: as in `Attention`.
-            cache: as in `Attention`.
-            losses: whether to return the losses of the experts, without a cache.
 
         Raises:
             FunctreeError: as in `Attention` and `MoE`.
             ShardingError: the ambient rules do not fit the activations.
         """
-        x, new = checkpoint_name(x, "block_input"), None
+        return self._fed(self._attended(x, positions, segments, in_order))[0]
+
+    def with_losses(
+        self,
+        x: Float[Array, "*batch seq embed"],
+        positions: Positions = None,
+        segments: Segments = None,
+        in_order: bool = True,
+    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
+        """The block of `x`, and the losses of its experts; arguments and errors are those of a
+        call, and a block without experts is an error."""
+        y, losses = self._fed(self._attended(x, positions, segments, in_order))
+        if losses is None:
+            what, why = f"mlp={type(self.mlp).__name__}", "the config has no experts"
+            raise FunctreeValueError(
+                "Transformer has no losses of experts", [Problem(None, None, what, why)]
+            )
+        return y, losses
+
+    def decode(
+        self,
+        x: Float[Array, "batch seq embed"],
+        positions: Positions,
+        filled: Int[Array, "batch"],
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]:
+        """The block of `x`, and the new keys and values; arguments are those of
+        `Attention.decode`."""
+        x = checkpoint_name(x, "block_input")
+        given = self._given(x, self.attn_norm)
+        mixed, new = self.attn.decode(given, positions, filled, cache)
+        return self._fed(self._sum(x, mixed, self.attn_norm))[0], new
+
+    def _attended(
+        self, x: Array, positions: Positions, segments: Segments, in_order: bool
+    ) -> Float[Array, "*batch seq embed"]:
+        """The sum of `x` and the attention."""
+        x = checkpoint_name(x, "block_input")
         # Another layer in its place need not know an order.
-        order = () if in_order else (False,)
-        given = positions, segments, filled, *order
-        mixed = self.attn(self.attn_norm(x), *given, cache=cache)
-        if cache is not None:
-            mixed, new = mixed
+        order = {} if in_order else {"in_order": False}
+        mixed = self.attn(self._given(x, self.attn_norm), positions, segments, **order)
+        return self._sum(x, mixed, self.attn_norm)
+
+    def _fed(self, x: Array) -> tuple[Float[Array, "*batch seq embed"], MoELosses | None]:
+        """The sum of `x` and the feed-forward layer, and the losses if it has experts."""
+        fed, losses = self.mlp(self._given(x, self.mlp_norm)), None
+        if isinstance(fed, tuple):  # also of a layer that surgery has put there
+            fed, losses = fed
+        return self._sum(x, fed, self.mlp_norm), losses
+
+    def _given(self, x: Array, norm: RMSNorm) -> Array:
+        """What a layer is given of `x`."""
+        return norm(x) if self.norms == "before" else x
+
+    def _sum(self, x: Array, result: Array, norm: RMSNorm) -> Array:
+        """The sum of `x` and the result of a layer."""
+        if self.norms == "after":
+            result = norm(result)
         # Both sums are constrained: the residual stream is what a scan carries from block to block,
         # so that it has the same sharding before and after each.
-        x = activation(x + mixed, "batch seq embed")
-        fed, of_experts = self.mlp(self.mlp_norm(x)), None
-        if isinstance(fed, tuple):  # also of a layer that surgery has put there
-            fed, of_experts = fed
-        x = activation(x + fed, "batch seq embed")
-        if losses:
-            return x, of_experts
-        return x if cache is None else (x, new)
+        return activation(x + result, "batch seq embed")
 
 
 def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> MLP | MoE:
@@ -192,19 +197,3 @@ def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArra
         param_dtype=dtype,
         dot_general=config.dot_general,
     )
-
-
-class WithLosses(eqx.Module):
-    """A block that returns the losses of its experts too, as a layer of a scan that collects.
-
-    Args:
-        block: the block.
-    """
-
-    block: Block
-
-    def __call__(
-        self, x: Float[Array, "*batch seq embed"], *args: Any
-    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
-        """The block of `x`, and its losses."""
-        return self.block(x, *args, losses=True)

@@ -4,19 +4,28 @@ from typing import Any
 
 import equinox as eqx
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int
 
 from functree.argument_checks import EXTENT, SIZE, Takes, check
 from functree.errors import FunctreeValueError
 from functree.nn.activations import activation, on_shards
 from functree.nn.attention.attend import cached_positions
-from functree.nn.config import TransformerConfig
+from functree.nn.attention.layer import Attention
+from functree.nn.config import compute_dtype_of, first_layer, sizes_of
 from functree.nn.weights import as_int32
 
-_MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, TransformerConfig))
+# Not by its class, whose module imports this one.
+_MODEL = Takes(
+    "an `ft.nn.Transformer`",
+    lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
+)
 
 NewTokens = Float[Array, "layers batch seq kv_heads head_dim"]
 """Keys or values of new tokens, in each layer."""
+
+LayersCache = tuple[NewTokens, NewTokens]
+"""Keys and values of new tokens, in each layer."""
 
 Slots = Float[Array, "layers batch slots kv_heads head_dim"]
 """Keys or values in a cache."""
@@ -29,7 +38,7 @@ _AXES = "layers batch _ kv_heads head_dim"
 class Cache(eqx.Module):
     """The keys and values of the tokens so far, which a model does not compute again.
 
-    It is immutable: `logits, cache = model(tokens, cache=cache)`. Donate it, and it is updated in
+    It is immutable: `logits, cache = model.decode(tokens, cache)`. Donate it, and it is updated in
     place. With a window it forgets the tokens that nothing attends to any more. Without one it
     has room for `length` tokens, and the logits of those behind them are NaN.
 
@@ -46,7 +55,7 @@ class Cache(eqx.Module):
         >>> cache = ft.nn.Cache.create(model, batch=1, length=16)
         >>> cache.key.shape
         (2, 1, 16, 2, 2)
-        >>> logits, cache = model(jnp.array([[1, 2, 3]]), cache=cache)
+        >>> logits, cache = model.decode(jnp.array([[1, 2, 3]]), cache)
         >>> logits.shape, cache.filled
         ((1, 3, 100), Array([3], dtype=int32))
     """
@@ -81,40 +90,40 @@ class Cache(eqx.Module):
             ... ).key.shape  # a window of 8 tokens
             (2, 1, 8, 2, 2)
         """
-        # Not the class `Transformer`: that module imports this one.
-        config: Any = getattr(model, "config", None)
         check(
             "no cache can be created",
-            model=(config, _MODEL),
+            model=(model, _MODEL),
             batch=(batch, SIZE),
             length=(length, EXTENT),
         )
-        if length > config.max_seq:
+        if length > model.max_seq:
             raise FunctreeValueError(
-                f"a cache for {length} tokens is longer than the model's max_seq={config.max_seq}: "
+                f"a cache for {length} tokens is longer than the model's max_seq={model.max_seq}: "
                 "shorten it, or build the model with a larger max_seq"
             )
         # Nothing attends to a token that is a window or more before it: its slot is free again.
-        slots = length if config.window is None else min(length, config.window)
-        shape = (config.layers, batch, slots, config.kv_heads, config.head_dim)
-        key = activation(jnp.zeros(shape, config.compute_dtype), _AXES)
-        value = activation(jnp.zeros(shape, config.compute_dtype), _AXES)
+        slots, window = length, _window(model)
+        if window is not None:
+            slots = min(length, window)
+        layers, kv_heads, head_dim, dtype = _of_slot(model)
+        shape = (layers, batch, slots, kv_heads, head_dim)
+        key = activation(jnp.zeros(shape, dtype), _AXES)
+        value = activation(jnp.zeros(shape, dtype), _AXES)
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
 
-    def most_tokens(self, config: TransformerConfig) -> int:
-        """How many tokens a row may have in a model with this config."""
-        slots = self.key.shape[2]
+    def most_tokens(self, model: Any) -> int:
+        """How many tokens a row may have in a model."""
+        slots, window = self.key.shape[2], _window(model)
         # With a slot for each token of the window, only tokens that nothing attends to are
         # overwritten. With fewer slots than that, one too many would overwrite what is needed.
-        if config.window is not None and slots >= config.window:
-            return config.max_seq
-        return min(slots, config.max_seq)
+        if window is not None and slots >= window:
+            return model.max_seq
+        return min(slots, model.max_seq)
 
-    def fits(self, config: TransformerConfig) -> bool:
-        """Whether it is a cache for models of a config."""
+    def fits(self, model: Any) -> bool:
+        """Whether it is a cache for a model."""
         layers, _, _, kv_heads, head_dim = self.key.shape
-        own = (layers, kv_heads, head_dim, self.key.dtype)
-        return own == (config.layers, config.kv_heads, config.head_dim, config.compute_dtype)
+        return (layers, kv_heads, head_dim, self.key.dtype) == _of_slot(model)
 
     def extended(
         self, key: NewTokens, value: NewTokens, lengths: Int[Array, "batch"] | None = None
@@ -139,6 +148,17 @@ class Cache(eqx.Module):
         key = on_shards(write, (self.key, key, filled, lengths), names)
         value = on_shards(write, (self.value, value, filled, lengths), names)
         return Cache(key, value, filled + lengths)
+
+
+def _of_slot(model: Any) -> tuple[int, int, int, np.dtype]:
+    """The layers, heads, and size and dtype of a head, of which a cache of a model has a slot."""
+    kv_heads, head_dim = sizes_of(model.blocks, ["kv_heads", "head_dim"])
+    return len(model.blocks), kv_heads, head_dim, compute_dtype_of(model)
+
+
+def _window(model: Any) -> int | None:
+    attn = first_layer(model.blocks, Attention)
+    return None if attn is None else attn.window
 
 
 def _write_next(

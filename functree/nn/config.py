@@ -1,47 +1,59 @@
-"""The sizes and options of a transformer ─► `TransformerConfig`, checked when it is created."""
+"""The sizes and options of a transformer ─► `TransformerConfig`, checked when it is created; and
+those of a model that exists, read from its layers."""
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
-from functree.argument_checks import FLAG, FLOATING, POSITIVE, SIZE, check, is_size
-from functree.errors import Problem
-from functree.nn.attention.attend import IMPLEMENTATION, Implementation
-from functree.nn.attention.context import CONTEXT, Context
-from functree.nn.attention.layer import context_problems, head_problems
-from functree.nn.moe.choose import DispatchName
-from functree.nn.moe.layer import CAPACITY, DISPATCH, expert_problems
-from functree.nn.rope import SCALING, Scaling
-from functree.nn.weights import DOT_GENERAL, DotGeneral
+from functree.argument_checks import (
+    Flag,
+    FloatingDtype,
+    Positive,
+    Size,
+    Takes,
+    check,
+    is_floating,
+    is_size,
+    kinds_of,
+)
+from functree.errors import FunctreeValueError, Problem
+from functree.labels.leaves import read
+from functree.nn.attention.attend import Implementation
+from functree.nn.attention.context import Context
+from functree.nn.attention.layer import Attention, QKNorm, context_problems, head_problems
+from functree.nn.embedding import Embedding
+from functree.nn.moe.layer import MoE, expert_problems
+from functree.nn.moe.sharding import DispatchName
+from functree.nn.norm import RMSNorm
+from functree.nn.rope import Scaling
+from functree.nn.weights import DotGeneral
 from functree.transforms.remat import REMAT, Remat
+from functree.tree.arrays import Tree, is_array
+from functree.tree.nodes import outermost
 
-_NUMBERS = ("rope_theta", "norm_eps")
-_DTYPES = ("param_dtype", "compute_dtype")
-_FLAGS = ("tie_embedding", "attention_bias", "qk_norm", "normalize")
-_OPTIONAL_SIZES = ("experts", "top_k", "expert_hidden", "window", "microbatches")
-_SIZES = ("vocab_size", "embed", "layers", "heads", "kv_heads", "head_dim", "hidden", "max_seq")
-_KINDS = {
-    **dict.fromkeys(_SIZES, SIZE),
-    **dict.fromkeys(_OPTIONAL_SIZES, SIZE.or_none()),
-    **dict.fromkeys(_NUMBERS, POSITIVE),
-    **dict.fromkeys(_DTYPES, FLOATING),
-    **dict.fromkeys(_FLAGS, FLAG),
-    "rope_scaling": SCALING,
-    "attention": IMPLEMENTATION,
-    "context": CONTEXT,
-    "remat": REMAT,
-    "capacity": CAPACITY,
-    "dispatch": DISPATCH,
-    "dot_general": DOT_GENERAL,
-}
+Norms = Annotated[
+    Literal["before", "after"],
+    Takes(
+        "'before' or 'after'",
+        lambda value: isinstance(value, str),
+        lambda value: value in ("before", "after"),
+    ),
+]
+"""Where the norms of a block are: before its layers, or after each of them."""
 
-
+# One spelling of each value: equal dtypes such as `jnp.float32` and `"float32"` have unequal
+# hashes, and the numbers of NumPy have no JSON.
 _SPELLINGS = {
-    **dict.fromkeys((*_SIZES, *_OPTIONAL_SIZES), int),
-    **dict.fromkeys((*_NUMBERS, "capacity"), float),
-    **dict.fromkeys(_DTYPES, jnp.dtype),
+    int: int,
+    int | None: int,
+    float: float,
+    float | None: float,
+    DTypeLike: jnp.dtype,
 }
 
 
@@ -67,7 +79,10 @@ class TransformerConfig:
             computation. Norms, rotations and softmax are computed in float32 or wider in any case.
         norm_eps: the `eps` of the norms.
         attention_bias: whether queries, keys and values have biases, as in Qwen 2.
-        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3.
+        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3; `"all"`:
+            over all heads together, as in OLMo 2.
+        norms: where the norms of a block are: `"before"` its attention and feed-forward layer, or
+            `"after"` each, before the sum, as in OLMo 2.
         window: how many tokens a token attends to at most, itself among them, as in Mistral;
             `None`: all before it.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
@@ -105,32 +120,33 @@ class TransformerConfig:
         fields...
     """
 
-    vocab_size: int
-    embed: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    hidden: int
-    max_seq: int = 2048
-    rope_theta: float = 10_000.0
-    tie_embedding: bool = False
-    remat: Remat = None
-    param_dtype: DTypeLike = jnp.float32
-    compute_dtype: DTypeLike = jnp.float32
-    norm_eps: float = 1e-5
-    attention_bias: bool = False
-    qk_norm: bool = False
-    window: int | None = None
+    vocab_size: Size
+    embed: Size
+    layers: Size
+    heads: Size
+    kv_heads: Size
+    head_dim: Size
+    hidden: Size
+    max_seq: Size = 2048
+    rope_theta: Positive = 10_000.0
+    tie_embedding: Flag = False
+    remat: Annotated[Remat, REMAT] = None
+    param_dtype: FloatingDtype = jnp.float32
+    compute_dtype: FloatingDtype = jnp.float32
+    norm_eps: Positive = 1e-5
+    attention_bias: Flag = False
+    qk_norm: QKNorm = False
+    norms: Norms = "before"
+    window: Size | None = None
     rope_scaling: Scaling | None = None
     attention: Implementation = "auto"
     context: Context = "auto"
-    microbatches: int | None = None
-    experts: int | None = None
-    top_k: int | None = None
-    capacity: float | None = None
-    expert_hidden: int | None = None
-    normalize: bool = True
+    microbatches: Size | None = None
+    experts: Size | None = None
+    top_k: Size | None = None
+    capacity: Positive | None = None
+    expert_hidden: Size | None = None
+    normalize: Flag = True
     dispatch: DispatchName = "auto"
     dot_general: DotGeneral | None = None
 
@@ -139,12 +155,13 @@ class TransformerConfig:
         problems = [*_head_problems(self), *_expert_problems(self)]
         problems += context_problems(self.attention, self.context)
         check("no transformer can be built with these fields", *problems, **kinds)
-        # One spelling: equal dtypes such as `jnp.float32` and `"float32"` have unequal hashes, and
-        # the numbers of NumPy have no JSON.
-        for name, spelled in _SPELLINGS.items():
+        for name, hint in _HINTS.items():
             value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, spelled(value))
+            if value is not None and hint in _SPELLINGS:
+                object.__setattr__(self, name, _SPELLINGS[hint](value))
+
+
+_KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
@@ -169,3 +186,116 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
         if value is not None:
             why = "it is of experts, and there are none"
             yield Problem(None, None, f"{name}={value}", why, "give experts= too")
+
+
+# The config of a model that exists
+
+L = TypeVar("L")
+
+_UNKNOWN = "the sizes and options of a model cannot be read from its layers"
+
+
+def config_of(model: Any, norms: Norms) -> TransformerConfig:
+    """The config of a `Transformer`, read from its layers; errors are those of `model.config`.
+
+    Args:
+        model: the model.
+        norms: where the norms of its blocks are, which stand above this module.
+    """
+    names = ["embed", "heads", "kv_heads", "head_dim", "hidden"]
+    sizes = dict(zip(names, sizes_of(model.blocks, names), strict=True))
+    attn = layer_of(model.blocks, Attention)
+    options = {name: getattr(attn, name) for name in _OF_ATTENTION}
+    experts = first_layer(model.blocks, MoE)
+    if experts is not None:
+        options |= {name: getattr(experts, name) for name in _OF_EXPERTS}
+        (options["experts"],) = sizes_of(model.blocks, ["experts"])
+        if model.hidden is not None:
+            sizes["hidden"], options["expert_hidden"] = model.hidden, sizes["hidden"]
+    return TransformerConfig(
+        vocab_size=sizes_of(model.embed, ["vocab"])[0],
+        layers=len(model.blocks),
+        max_seq=model.max_seq,
+        tie_embedding=model.unembed is None,
+        remat=model.remat,
+        microbatches=model.microbatches,
+        param_dtype=_param_dtype(model),
+        compute_dtype=compute_dtype_of(model),
+        norm_eps=layer_of((model.norm, model.blocks), RMSNorm).eps,
+        attention_bias=all(
+            bias is not None for bias in (attn.query_bias, attn.key_bias, attn.value_bias)
+        ),
+        qk_norm=_qk_norm(attn),
+        norms=norms,
+        **sizes,
+        **options,
+    )
+
+
+# The options that a layer keeps under their own names.
+_OF_ATTENTION = ("rope_theta", "rope_scaling", "window", "attention", "context", "dot_general")
+_OF_EXPERTS = ("top_k", "capacity", "normalize", "dispatch")
+
+
+def first_layer(tree: Tree, kind: type[L]) -> L | None:
+    """The first layer of a class in a part of a model, however deep; None if there is none."""
+    for _, layer in outermost(tree, lambda _, node: isinstance(node, kind)):
+        return layer
+    return None
+
+
+def layer_of(tree: Tree, kind: type[L]) -> L:
+    """As `first_layer`; raises FunctreeError if there is none."""
+    layer = first_layer(tree, kind)
+    if layer is None:
+        raise FunctreeValueError(f"{_UNKNOWN}: it has no `ft.nn.{kind.__name__}`")
+    return layer
+
+
+def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
+    """The sizes of some axes in a part of a model, by the names that layers give to dimensions.
+
+    So they are also found in an adapter around a weight, and in a layer of another class.
+
+    Raises:
+        FunctreeError: no array has such an axis.
+
+    Examples:
+        >>> from functree.nn.config import sizes_of
+        >>> sizes_of(ft.nn.MLP(4, 8, key=jax.random.key(0)), ["hidden", "embed"])
+        (8, 4)
+    """
+    found: dict[str | None, int] = {}
+    for leaf in read(tree).leaves:
+        for name, size in zip(leaf.axes, leaf.shape, strict=False):
+            found.setdefault(name, size)
+    missing = [name for name in names if name not in found]
+    if missing:
+        why = "no array has an axis of this name"
+        remedy = 'name it where the layer declares its array: `Float[Array, "embed hidden"]`'
+        problems = [Problem(None, None, f'"{name}"', why, remedy) for name in missing]
+        raise FunctreeValueError(_UNKNOWN, problems)
+    return tuple(found[name] for name in names)
+
+
+def compute_dtype_of(model: Any) -> np.dtype:
+    """The dtype of a model's activations, which is that of the vectors of its tokens."""
+    embedding = layer_of(model.embed, Embedding)
+    return embedding.compute_dtype or embedding.weight.dtype
+
+
+def _qk_norm(attn: Attention) -> QKNorm:
+    """The `qk_norm` of an attention."""
+    norm = attn.query_norm
+    if norm is None:
+        return False
+    over_all_heads = isinstance(norm, RMSNorm) and len(norm.axes) > 1
+    return "all" if over_all_heads else True
+
+
+def _param_dtype(model: Any) -> np.dtype:
+    """The dtype of the first parameter that is not quantized."""
+    for leaf in jax.tree.leaves(model):
+        if is_array(leaf) and is_floating(leaf.dtype):
+            return leaf.dtype
+    return compute_dtype_of(model)

@@ -28,8 +28,7 @@ from functree.nn.activations import (
     specs_of,
 )
 from functree.nn.attention.layer import Positions, Segments
-from functree.nn.tokens import TOKENS, Tokens, check_tokens
-from functree.nn.transformer import Head, Transformer
+from functree.nn.transformer import TOKENS, Head, Tokens, Transformer, check_tokens
 from functree.nn.weights import accumulator, as_int32
 from functree.placing.ambient import has_axis_rules, spec
 from functree.transforms.compiled_once import compiled_once
@@ -116,8 +115,7 @@ def cross_entropy(
         raise parameter_error("no cross-entropy of these values", problems, right_type=right_type)
     given = {"model": model, "tokens": tokens, "targets": targets, "mask": mask}
     check_deleted("cross_entropy", given)
-    losses = bool(balance or router_z)
-    check_tokens(model.config, tokens, positions, segments, None, in_order, losses)
+    check_tokens(model.max_seq, tokens, positions, segments, in_order)
     factors = float(z_loss), float(balance), float(router_z)
     return _mean(model, given, positions, segments, in_order, int(chunk), *factors)
 
@@ -138,10 +136,10 @@ def _mean(
     tokens, targets, mask = given["tokens"], given["targets"], given["mask"]
     added = jnp.zeros((), jnp.float32)
     if balance or router_z:
-        x, of_experts = model.run(tokens, positions, segments, in_order=in_order, losses=True)
+        x, of_experts = model.features_with_losses(tokens, positions, segments, in_order)
         added = balance * of_experts.balance + router_z * of_experts.z
     else:
-        x = model.features(tokens, positions, segments, in_order=in_order)
+        x = model.features(tokens, positions, segments, in_order)
     x = _before_the_head(x)
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
     # With a negative weight the mean would be of no positions, or divided by too few.

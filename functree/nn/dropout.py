@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
-from functree.argument_checks import DECAY, FLAG, check
+from functree.argument_checks import Decay, Flag, checked
 from functree.errors import FunctreeTypeError
 
 
@@ -38,8 +38,8 @@ class Dropout(eqx.Module):
     # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
     inference: bool
 
-    def __init__(self, p: float = 0.5, inference: bool = False):
-        check("Dropout cannot be built", p=(p, DECAY), inference=(inference, FLAG))
+    @checked("Dropout cannot be built")
+    def __init__(self, p: Decay = 0.5, inference: Flag = False):
         self.p, self.inference = p, inference
 
     def __call__(

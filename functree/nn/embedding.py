@@ -5,10 +5,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Float, Int
 
-from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, Takes, check, is_integers
+from functree.argument_checks import FloatingDtype, Key, Size, Takes, check, checked, is_integers
 from functree.nn.activations import constrain_to, is_partly_manual
 from functree.nn.weights import (
     Initializer,
@@ -47,25 +46,17 @@ class Embedding(eqx.Module):
     weight: Float[Array, "vocab embed"]
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
+    @checked("Embedding cannot be built")
     def __init__(
         self,
-        vocab_size: int,
-        embed: int,
+        vocab_size: Size,
+        embed: Size,
         *,
         init: Initializer = small_normal,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
     ):
-        check(
-            "Embedding cannot be built",
-            vocab_size=(vocab_size, SIZE),
-            embed=(embed, SIZE),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-        )
         self.weight = init(key, (vocab_size, embed), param_dtype)
         self.compute_dtype = dtype_or_none(compute_dtype)
 

@@ -36,12 +36,17 @@ class ConfigReader:
 
     Args:
         given: the fields.
+
+    Attributes:
+        given: the fields.
+        names: the names of those that were read.
+        problems: what is not understood.
     """
 
     def __init__(self, given: Mapping[str, Any]):
         self.given = given
         self.problems: list[Problem] = []
-        self._read = {"model_type"}
+        self.names: set[str] = {"model_type"}
 
     def __call__(
         self, name: str, text: str, fits: Callable[[Any], bool], default: Any = _REQUIRED
@@ -54,7 +59,7 @@ class ConfigReader:
             fits: whether a value is one of them.
             default: what an absent field means; without it the field has to be there.
         """
-        self._read.add(name)
+        self.names.add(name)
         if name in self.given:
             value = self.given[name]
             if fits(value):
@@ -103,8 +108,8 @@ class ConfigReader:
         """A problem for each field that was not read."""
         problems: list[Problem] = []
         for name, value in self.given.items():
-            if name not in self._read:
-                why = f"no such field is understood{did_you_mean(name, self._read)}"
+            if name not in self.names:
+                why = f"no such field is understood{did_you_mean(name, self.names)}"
                 what = f'"{name}": {value_text(value)}'
                 problems.append(Problem(None, None, what, why, _NEW_FIELD))
         return problems
@@ -149,6 +154,19 @@ SIZES = {
     "max_position_embeddings": "max_seq",
 }
 """The sizes that each `config.json` has, and the fields of our config that they are."""
+
+FIELDS = {
+    **SIZES,
+    "num_key_value_heads": "kv_heads",
+    "head_dim": "head_dim",
+    "rms_norm_eps": "norm_eps",
+    "tie_word_embeddings": "tie_embedding",
+    "sliding_window": "window",
+    "num_local_experts": "experts",
+    "num_experts_per_tok": "top_k",
+    "norm_topk_prob": "normalize",
+}
+"""All fields that are one of our config, of which each family has some."""
 
 
 # Configurations. Where a field is absent, it means what Hugging Face's class takes by default, and
@@ -303,16 +321,39 @@ def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
     }
 
 
+def _olmo(read: ConfigReader, architecture: str) -> dict[str, Any]:
+    read.only("attention_bias", False)
+    return {**_common(read, architecture, norm_eps=1e-5), "qk_norm": "all"}
+
+
+def _olmo2(read: ConfigReader) -> dict[str, Any]:
+    return {**_olmo(read, "Olmo2"), "norms": "after"}
+
+
+def _olmoe(read: ConfigReader) -> dict[str, Any]:
+    _of_training(read)
+    read.only("clip_qkv", None)
+    return {
+        **_olmo(read, "Olmoe"),
+        "experts": read.size("num_experts", 64),
+        "top_k": read.size("num_experts_per_tok", 8),
+        "normalize": read.flag("norm_topk_prob", False),
+    }
+
+
 # Tables of names. The files have matrices as PyTorch does, (out, in): hence `.T`.
 
 
 def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
     """The names in families without experts."""
     layer, attention = "model.layers.{layer}", "model.layers.{layer}.self_attn"
+    norms = "input_layernorm", "post_attention_layernorm"
+    if config.norms == "after":
+        norms = "post_attention_layernorm", "post_feedforward_layernorm"
     names = {
         "embed.weight": "model.embed_tokens.weight",
-        "blocks.layer.attn_norm.scale": f"{layer}.input_layernorm.weight",
-        "blocks.layer.mlp_norm.scale": f"{layer}.post_attention_layernorm.weight",
+        "blocks.layer.attn_norm.scale": f"{layer}.{norms[0]}.weight",
+        "blocks.layer.mlp_norm.scale": f"{layer}.{norms[1]}.weight",
         "norm.scale": "model.norm.weight",
     }
     for ours, theirs in (("query", "q"), ("key", "k"), ("value", "v"), ("out", "o")):
@@ -365,6 +406,8 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
     "qwen3": (_qwen3, _names),
     "mixtral": (_mixtral, _names_of_mixtral),
     "qwen3_moe": (_qwen3_moe, _names_of_experts),
+    "olmo2": (_olmo2, _names),
+    "olmoe": (_olmoe, _names_of_experts),
 }
 """The families of published models that `ft.load_weights` knows, by `model_type`. Add to it for
 another model with the same layers.
@@ -393,7 +436,7 @@ saved. It returns the table from the paths of the `Transformer` to these names, 
 # Reading a file
 
 # The fields that one chooses when a model is loaded; the others are those of the weights.
-_CHOSEN = (
+CHOSEN = (
     "compute_dtype",
     "remat",
     "attention",
@@ -407,7 +450,6 @@ _CHOSEN = (
 
 # What families with experts have that our layers do not.
 _REFUSED = {
-    "olmoe": "norms of queries and keys over all heads together, and `clip_qkv`",
     "deepseek": (
         "experts that all tokens have, and dense first layers, which would be a second stack"
     ),
@@ -464,20 +506,14 @@ class PublishedConfig(NamedTuple):
 def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     """What a `config.json` says; arguments and errors are those of `config_from_json`."""
     file, given = _read_file(path)
-    own_config, names = _family(file, given)
-    read = ConfigReader(given)
+    family = _family(file, given)
+    read, found = understood(family, given)
+    problems = [*read.problems, *read.unread_problems()]
     for name in fields:
-        if name not in _CHOSEN:
-            why, remedy = "it is decided by the weights", f"one of {', '.join(_CHOSEN)}"
-            read.problems.append(Problem(None, None, f"{name}=", why, remedy))
-    found: dict[str, Any] = {}
-    try:
-        found = own_config(read)
-    except USERS_ERRORS:
-        # A value that is missing may be what the function cannot go on without.
-        if not read.problems:
-            raise
-    if problems := [*read.problems, *read.unread_problems()]:
+        if name not in CHOSEN:
+            why, remedy = "it is decided by the weights", f"one of {', '.join(CHOSEN)}"
+            problems.append(Problem(None, None, f"{name}=", why, remedy))
+    if problems:
         failure = f"{file}: {count(len(problems), 'field')} not understood"
         raise FunctreeValueError(failure, problems)
     # What Hugging Face computes if the file does not have them, or has null.
@@ -493,7 +529,19 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         raise FunctreeValueError(
             f"{file}: no transformer can be built with these fields", error.problems
         ) from None
-    return PublishedConfig(file, given, config, names)
+    return PublishedConfig(file, given, config, families[family][1])
+
+
+def understood(family: str, given: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
+    """What the function of a family has read of a `config.json`, and what it returns."""
+    read = ConfigReader(given)
+    try:
+        return read, families[family][0](read)
+    except USERS_ERRORS:
+        # A value that is missing may be what the function cannot go on without.
+        if not read.problems:
+            raise
+    return read, {}
 
 
 def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
@@ -514,11 +562,11 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     return file, given
 
 
-def _family(file: Path, given: Mapping[str, Any]) -> tuple[ConfigFunction, NamesFunction]:
+def _family(file: Path, given: Mapping[str, Any]) -> str:
     """The family that a `config.json` names."""
     name = given.get("model_type")
     if isinstance(name, str) and name in families:
-        return families[name]
+        return name
     if isinstance(name, str) and name in _REFUSED:
         raise FunctreeValueError(
             f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` has no {_REFUSED[name]}'

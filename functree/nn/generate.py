@@ -22,12 +22,24 @@ from functree.argument_checks import (
     parameter_error,
     shown,
 )
+from functree.devices.meshes import devices_along
+from functree.devices.specs import mesh_axes
 from functree.errors import Problem
-from functree.nn.activations import activation, gather_last, on_shards, unsharded_sequence
-from functree.nn.cache import Cache
-from functree.nn.prompts import read_prompts, without_padding
+from functree.nn.activations import (
+    HEADS,
+    activation,
+    gather_last,
+    on_one_device,
+    on_shards,
+    sequence_by_rules,
+    unsharded_sequence,
+)
+from functree.nn.cache import Cache, LayersCache
+from functree.nn.config import sizes_of
 from functree.nn.transformer import Transformer
 from functree.nn.weights import as_int32
+from functree.placing.ambient import has_axis_rules
+from functree.placing.constrain import axis_shards
 from functree.transforms.jit.jit import jit
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -126,11 +138,11 @@ def generate(
         stop=(stop, _STOP.or_none()),
         pad=(pad, POSITION),
     )
-    seq = prompts.shape[1]
+    seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
     # As Python's integers, of which no one wraps.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
-    problems = _prompt_problems(model, prompts, length, lengths)
-    problems += _option_problems(model, key, temperature, top_k, top_p, stops, pad)
+    problems = _prompt_problems(model, vocab, prompts, length, lengths)
+    problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
         raise parameter_error(
@@ -139,7 +151,7 @@ def generate(
     sampling = Sampling(
         None if temperature == 0 else key,
         np.float32(np.clip(float(temperature), _LEAST_TEMPERATURE, np.finfo(np.float32).max)),
-        None if top_k is None else np.int32(min(top_k, model.config.vocab_size)),
+        None if top_k is None else np.int32(min(top_k, vocab)),
         None if top_p is None else np.float32(top_p),
     )
     padded: Any = prompts
@@ -148,9 +160,9 @@ def generate(
     # Of lengths whose values are not known, one that is too large would count the padding.
     if _is_known(ends):
         # Not so long that no room is left for the new tokens.
-        padded = _padded(prompts, min(_bucket(seq), model.config.max_seq - length))
+        padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
-    padding: Any = np.asarray(pad, _dtype(prompts, model.config.vocab_size, pad))
+    padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))
     tokens = generation(model, padded, ends, sampling, stop_tokens, padding, range(length))
     return _first_columns(tokens, seq + length)
 
@@ -159,13 +171,13 @@ def generate(
 
 
 def _prompt_problems(
-    model: Transformer, prompts: IntArray, length: int, lengths: IntArray | None
+    model: Transformer, vocab: int, prompts: IntArray, length: int, lengths: IntArray | None
 ) -> list[Problem]:
     """What is wrong with prompts and lengths."""
     found: list[Problem] = []
     batch, seq = prompts.shape
-    if seq + length > model.config.max_seq:
-        why = f"with prompts of {seq} it is more than the model's max_seq={model.config.max_seq}"
+    if seq + length > model.max_seq:
+        why = f"with prompts of {seq} it is more than the model's max_seq={model.max_seq}"
         remedy = "shorten them, or build the model with a larger max_seq"
         found.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
@@ -176,7 +188,6 @@ def _prompt_problems(
         if not all(0 < one <= seq for one in np.asarray(lengths)):
             why = f"a prompt has from 1 to {seq} tokens"
             found.append(Problem(None, None, f"lengths={lengths}", why))
-    vocab = model.config.vocab_size
     # Of prompts whose values are not known, a token that the model does not have gives NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
         why = f"the model has {vocab} tokens, and some are not among them: {_first_few(unknown)}"
@@ -185,7 +196,7 @@ def _prompt_problems(
 
 
 def _option_problems(
-    model: Transformer,
+    vocab: int,
     key: PRNGKeyArray | None,
     temperature: float,
     top_k: int | None,
@@ -195,7 +206,6 @@ def _option_problems(
 ) -> list[Problem]:
     """What is wrong with the options."""
     found: list[Problem] = []
-    vocab = model.config.vocab_size
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
         found.append(Problem(None, None, what, f"the model has {vocab} tokens"))
@@ -306,8 +316,8 @@ def generation(
         lengths = lengths + 0 * prompts[:, 0]  # sharded as the prompts are, on Explicit axes too
     # A length that is not known here, and is none, gives a row without new tokens.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
-    prompts = without_padding(prompts, lengths)
-    last, new = read_prompts(model, prompts, given)
+    prompts = on_shards(_zeroed, [prompts, lengths], ["batch _", "batch"])
+    last, new = _read_prompts(model, prompts, given)
     with unsharded_sequence():
         tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
     # To an unsigned dtype -1 is cast as its largest number.
@@ -316,10 +326,62 @@ def generation(
     )
 
 
+def _zeroed(
+    prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
+) -> Int[Array, "batch seq"]:
+    """The prompts, with tokens in the place of their padding, which may be anything."""
+    # Of a number that is no token the vector is NaN, and so are the sums over all vectors of which
+    # its weight is 0.
+    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
+
+
+def _read_prompts(
+    model: Transformer, prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
+) -> tuple[Float[Array, "batch 1 embed"], LayersCache]:
+    """The vector of the last token of each prompt, and the keys and values of all tokens.
+
+    Args:
+        model: the model.
+        prompts: the prompts, padded at their right with tokens.
+        lengths: the length of each; the vector of a row that has no such token is NaN.
+    """
+    batch, seq = prompts.shape
+    # All prompts at once, behind a cache without slots. In parts where the rules shard a sequence
+    # while heads are mixed, unless the prompts have no equal parts.
+    if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
+        # A sum over parts, of which all others are zeros: the vectors themselves stay where they
+        # are. No row is at -1, so that the sum over such a row is 0 as well, and no token.
+        index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
+        is_last = (index == lengths[:, None] - 1)[..., None]
+        last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
+        last = jnp.where(is_last.any(1, keepdims=True), last, jnp.nan)
+        return activation(last, "batch _ embed"), new
+    with unsharded_sequence():
+        features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
+        return on_shards(_last, [features, lengths], ["batch _ _", "batch"]), new
+
+
+def _context_parts() -> int:
+    """In how many parts a sequence is while heads are mixed, by the ambient rules."""
+    if not has_axis_rules() or on_one_device():
+        return 1
+    return devices_along(mesh_axes(sequence_by_rules(HEADS)))
+
+
+def _last(
+    x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
+) -> Float[Array, "batch 1 embed"]:
+    """The vector of the last token of each row; NaN if the row does not have so many tokens."""
+    # Beyond the last row JAX gives NaN too, but takes -1 for one from the end.
+    index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
+    return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
+
+
 def _continued(
     model: Transformer,
     last: Float[Array, "batch 1 embed"],
-    new: Any,
+    new: LayersCache,
     lengths: Int[Array, "batch"],
     sampling: Sampling,
     stops: tuple[Int[Array, ""], ...],
@@ -356,7 +418,7 @@ def _continued(
     def step(carry: _Carry) -> _Carry:
         i, token, cache, tokens, ended = carry
         # Padding need not be a token.
-        logits, cache = model(jnp.where(ended, 0, token)[:, None], cache=cache)
+        logits, cache = model.decode(jnp.where(ended, 0, token)[:, None], cache)
         # A row has ended after the stop itself, which is a part of the result.
         for stop in stops:
             ended |= token == stop

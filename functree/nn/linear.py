@@ -3,13 +3,11 @@
 import equinox as eqx
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, SIZE, check
+from functree.argument_checks import Flag, FloatingDtype, Key, Size, checked
 from functree.errors import AxesError
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     broadcast_like,
@@ -57,17 +55,18 @@ class Linear(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("Linear cannot be built")
     def __init__(
         self,
-        in_size: int,
-        out_size: int,
+        in_size: Size,
+        out_size: Size,
         *,
         axes: str | Axes = "embed hidden",
-        use_bias: bool = True,
+        use_bias: Flag = True,
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
         self.axes = Axes.of(axes)
@@ -76,17 +75,6 @@ class Linear(eqx.Module):
                 f'Linear(axes="{self.axes}"): name both dimensions of the weight, as in '
                 '"embed hidden"'
             )
-        check(
-            "Linear cannot be built",
-            in_size=(in_size, SIZE),
-            out_size=(out_size, SIZE),
-            use_bias=(use_bias, FLAG),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
         self.weight = init(key, (in_size, out_size), param_dtype)
         self.bias = jnp.zeros((out_size,), param_dtype) if use_bias else None
         self.compute_dtype = dtype_or_none(compute_dtype)

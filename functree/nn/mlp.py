@@ -5,13 +5,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from functree.argument_checks import FLOATING, FUNCTION, KEY, SIZE, check
+from functree.argument_checks import FloatingDtype, Key, Size, checked
 from functree.nn.activations import activation, inputs
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     cast,
@@ -55,27 +53,18 @@ class MLP(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("MLP cannot be built")
     def __init__(
         self,
-        embed: int,
-        hidden: int,
+        embed: Size,
+        hidden: Size,
         *,
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check(
-            "MLP cannot be built",
-            embed=(embed, SIZE),
-            hidden=(hidden, SIZE),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
         gate_key, up_key, down_key = jax.random.split(key, 3)
         self.gate = init(gate_key, (embed, hidden), param_dtype)
         self.up = init(up_key, (embed, hidden), param_dtype)

@@ -1,37 +1,61 @@
 """Vectors ─► normalized vectors, scaled and shifted."""
 
+from typing import Annotated
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
+from functree.argument_checks import (
+    SIZE,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
+    Takes,
+    checked,
+)
 from functree.errors import AxesError
 from functree.nn.weights import Initializer, accumulator, broadcast_like, dtype_or_none
 from functree.tree.axes import Axes, Names, names
 
 
+def _as_tuple(size: int | tuple[int, ...]) -> tuple[int, ...]:
+    return size if isinstance(size, tuple) else (size,)
+
+
+Sizes = Annotated[
+    int | tuple[int, ...],
+    Takes(
+        "a positive integer, or a tuple of them",
+        lambda size: all(map(SIZE.is_type, _as_tuple(size))),
+        lambda size: len(_as_tuple(size)) > 0 and all(map(SIZE.is_value, _as_tuple(size))),
+    ),
+]
+
+
 class RMSNorm(eqx.Module):
-    """`x / sqrt(mean(x²) + eps) · scale`, over the last dimension.
+    """`x / sqrt(mean(x²) + eps) · scale`, over the last dimension, or several of them together.
 
     From Zhang & Sennrich, "Root mean square layer normalization" (2019). It is computed in float32
     or wider, whatever the dtype of `x` is.
 
     Args:
-        size: the size of the last dimension.
+        size: the size of the last dimension, or a tuple of sizes.
         eps: is added to the mean square, so that the result for zeros is finite; by default that of
             Llama 2 and 3.
         init: the initializer of the scale; by default ones.
-        axes: the name of the last dimension.
+        axes: the name of the last dimension; as many names as there are sizes.
         key: the key for the scale, if `init` needs one.
         param_dtype: the dtype of the scale.
         compute_dtype: the dtype of the result; `None`: that of `x`.
 
     Raises:
-        AxesError: `axes` is not one name.
-        FunctreeError: `size` is not a positive integer, or another argument does not fit.
+        AxesError: `axes` is not one name for each size.
+        FunctreeError: a size is not a positive integer, or another argument does not fit.
 
     Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
@@ -39,33 +63,25 @@ class RMSNorm(eqx.Module):
         1.0
     """
 
-    scale: Float[Array, "size"]
+    scale: Float[Array, "*size"]
     eps: float = eqx.field(static=True)
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
+    @checked("RMSNorm cannot be built")
     def __init__(
         self,
-        size: int,
-        eps: float = 1e-5,
+        size: Sizes,
+        eps: Positive = 1e-5,
         *,
         init: Initializer = jax.nn.initializers.ones,
         axes: str | Axes = "embed",
-        key: PRNGKeyArray | None = None,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
     ):
-        self.axes = one_axis("RMSNorm", axes)
-        check(
-            "RMSNorm cannot be built",
-            size=(size, SIZE),
-            eps=(eps, POSITIVE),
-            init=(init, FUNCTION),
-            key=(key, KEY.or_none()),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-        )
-        self.scale = init(key, (size,), param_dtype)
+        self.axes = named_axes("RMSNorm", axes, len(_as_tuple(size)))
+        self.scale = init(key, _as_tuple(size), param_dtype)
         self.eps = eps
         self.compute_dtype = dtype_or_none(compute_dtype)
 
@@ -73,12 +89,13 @@ class RMSNorm(eqx.Module):
         """The axes of this instance's leaves, which differ from instance to instance."""
         return names(scale=self.axes)
 
-    def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
+    def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """The normalized vectors, in `compute_dtype`."""
         # The squares of bfloat16 would be summed with 8 bits of precision, and those of float16 are
         # infinite from 256 on. The cast back comes after the scale, so that it is rounded once.
         wide = x.astype(accumulator(x.dtype))
-        unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=-1, keepdims=True) + self.eps)
+        last = tuple(range(-self.scale.ndim, 0))
+        unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=last, keepdims=True) + self.eps)
         scaled = unit * broadcast_like(self.scale.astype(wide.dtype), wide)
         return scaled.astype(self.compute_dtype or x.dtype)
 
@@ -113,27 +130,19 @@ class LayerNorm(eqx.Module):
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
+    @checked("LayerNorm cannot be built")
     def __init__(
         self,
-        size: int,
-        eps: float = 1e-5,
-        use_weight: bool = True,
-        use_bias: bool = True,
+        size: Size,
+        eps: Positive = 1e-5,
+        use_weight: Flag = True,
+        use_bias: Flag = True,
         *,
         axes: str | Axes = "embed",
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
     ):
         self.axes = one_axis("LayerNorm", axes)
-        check(
-            "LayerNorm cannot be built",
-            size=(size, SIZE),
-            eps=(eps, POSITIVE),
-            use_weight=(use_weight, FLAG),
-            use_bias=(use_bias, FLAG),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-        )
         self.weight = jnp.ones((size,), param_dtype) if use_weight else None
         self.bias = jnp.zeros((size,), param_dtype) if use_bias else None
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
@@ -154,11 +163,17 @@ class LayerNorm(eqx.Module):
 
 def one_axis(layer: str, axes: str | Axes) -> Axes:
     """The name of the last dimension, for a layer. Raises AxesError if `axes` is not one name."""
+    return named_axes(layer, axes, 1)
+
+
+def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
+    """The names of the last dimensions, for a layer. Raises AxesError if they are not as many."""
     found = Axes.of(axes)
-    if len(found) != 1:
-        raise AxesError(
-            f'{layer}(axes="{found}"): give one name, that of the last dimension, such as "embed"'
-        )
+    if len(found) != number:
+        names = 'one name, that of the last dimension, such as "embed"'
+        if number > 1:
+            names = f'{number} names, those of the last dimensions, such as "heads head_dim"'
+        raise AxesError(f'{layer}(axes="{found}"): give {names}')
     return found
 
 

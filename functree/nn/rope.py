@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +17,14 @@ from functree.errors import FunctreeValueError
 from functree.nn.activations import entries_of, explicit_mesh
 from functree.nn.weights import accumulator
 
-Scaling = Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]]
+Scaling = Annotated[
+    Callable[[Float[Array, "pairs"]], Float[Array, "pairs"]],
+    Takes(
+        "a hashable function of the frequencies, such as `ft.nn.Llama3Rope(...)`",
+        lambda value: callable(value) and isinstance(value, Hashable),
+    ),
+]
 """A hashable function of the frequencies, in radians per position, that returns other ones."""
-
-SCALING = Takes(
-    "a hashable function of the frequencies, such as `ft.nn.Llama3Rope(...)`",
-    lambda value: callable(value) and isinstance(value, Hashable),
-).or_none()
 
 
 @dataclass(frozen=True)

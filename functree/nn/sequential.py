@@ -13,7 +13,7 @@ from functree.errors import FunctreeTypeError
 from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.placing.ambient import has_axis_rules
 from functree.placing.constrain import constrain
-from functree.state.state import State, refs
+from functree.state.state import STATE, State, refs
 from functree.transforms.jit.jit import jit
 from functree.tree.axes import Axes
 
@@ -63,8 +63,10 @@ class Sequential(eqx.Module):
             What the last layer returns; with `state` a pair of that and the new state.
 
         Raises:
-            FunctreeError: a layer declares state, but `state` is not given.
+            FunctreeError: a layer declares state, but `state` is not given; it is not an
+                `ft.State`.
         """
+        check("Sequential cannot be called", state=(state, STATE.or_none()))
         # More than are used, if some layers take no key.
         keys = iter(()) if key is None else iter(jax.random.split(key, len(self.layers)))
         for i, layer in enumerate(self.layers):

@@ -1,38 +1,42 @@
 """Tokens ─► logits, by a Llama-like language model."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any, Literal, overload
+from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, PRNGKeyArray
+from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from functree.argument_checks import (
+    FLAG,
     FUNCTION,
     KEY,
+    SIZE,
+    Takes,
     check,
+    is_integers,
+    parameter_error,
+    shown,
 )
-from functree.errors import FunctreeValueError, Problem
+from functree.errors import FunctreeValueError, Problem, count
 from functree.layout.plan.notebook import ShownByPlan
 from functree.nn.activations import activation, inputs, unsharded_sequence
 from functree.nn.attention.attend import next_positions
-from functree.nn.attention.layer import Attention, Positions, Segments
-from functree.nn.block import CONFIG, Block, WithLosses
-from functree.nn.cache import Cache
-from functree.nn.config import TransformerConfig
+from functree.nn.attention.layer import Positions, Segments, check_order
+from functree.nn.block import CONFIG, Block
+from functree.nn.cache import Cache, LayersCache
+from functree.nn.config import TransformerConfig, config_of, first_layer
 from functree.nn.embedding import Embedding
 from functree.nn.linear import Linear
-from functree.nn.mlp import MLP
-from functree.nn.moe.layer import MoE
 from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
-from functree.nn.tokens import Tokens, check_tokens
 from functree.nn.weights import Initializer, fan_in, small_normal
-from functree.transforms.stacked import Stacked, stack
-from functree.tree.arrays import is_array
+from functree.transforms.remat import REMAT, Remat
+from functree.transforms.stacked import ScanOptions, Stacked, stack
 from functree.tree.interfaces import Matrices
+
+Tokens = Int[Array, "*batch seq"]
 
 
 class Head(eqx.Module):
@@ -58,7 +62,7 @@ class Transformer(eqx.Module, ShownByPlan):
 
     It maps tokens, `Int[Array, "*batch seq"]`, to the logits of those that follow them,
     `Float[Array, "*batch seq vocab"]` (Touvron et al., "LLaMA: open and efficient foundation
-    language models", 2023). The embedding returns vectors in `config.compute_dtype`, and every
+    language models", 2023). The embedding returns vectors in the `compute_dtype`, and every
     layer after it computes in the dtype of its input.
 
     Args:
@@ -66,11 +70,17 @@ class Transformer(eqx.Module, ShownByPlan):
         blocks: the stack of blocks.
         norm: the norm before the logits.
         unembed: computes the logits; `None`: they are computed with the table of the embedding.
-        config: the sizes and options that it was created with.
+        max_seq: the length of the longest sequence that it accepts.
+        remat: what the backward pass recomputes, as in `Stacked.scan`.
+        microbatches: the number of micro-batches that run through the blocks, as in `Stacked.scan`.
+        hidden: the `hidden` of a config whose experts have another size, which no layer has; `None`
+            otherwise.
+
+    These options are changed by `dataclasses.replace(model, remat="full")`. The layers keep all
+    others, so that `model.config` is read from them.
 
     Raises:
-        FunctreeError: the config disagrees with the layers, as after `dataclasses.replace(model,
-            config=...)`.
+        FunctreeError: an option does not fit.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -86,30 +96,35 @@ class Transformer(eqx.Module, ShownByPlan):
     blocks: Stacked[Block]
     norm: RMSNorm
     unembed: Linear | None
-    config: TransformerConfig = eqx.field(static=True)
+    max_seq: int = eqx.field(static=True)
+    remat: Remat = eqx.field(static=True, default=None)
+    microbatches: int | None = eqx.field(static=True, default=None)
+    hidden: int | None = eqx.field(static=True, default=None)
 
     def __check_init__(self) -> None:
-        """Raise for a config that disagrees with the layers.
+        check(
+            "Transformer cannot be built",
+            max_seq=(self.max_seq, SIZE),
+            remat=(self.remat, REMAT),
+            microbatches=(self.microbatches, SIZE.or_none()),
+            hidden=(self.hidden, SIZE.or_none()),
+        )
 
-        The layers have to work without a config, so they keep what they compute with. Another
-        config alone, as by `dataclasses.replace(model, config=...)`, would show other values than
-        the model computes with.
+    @property
+    def config(self) -> TransformerConfig:
+        """The sizes and options that the model computes with, read from its layers.
 
-        `param_dtype` is not compared: it is the dtype in which the parameters were created, and a
-        model whose arrays were converted or quantized is as good.
+        Layers that surgery has put in the place of others are told as they are. `param_dtype` is
+        the dtype of the first parameter of floating-point numbers. Without experts `normalize` and
+        `dispatch` are the defaults.
+
+        Raises:
+            FunctreeError: the model has no `ft.nn.Attention`, no `ft.nn.RMSNorm` or no
+                `ft.nn.Embedding`; no array has an axis that the config gives the size of, as in a
+                part of a model.
         """
-        problems: list[Problem] = []
-        for name, of_layers in _fields_of_layers(self):
-            of_config = getattr(self.config, name)
-            if of_config != of_layers:
-                why = f"its layers were made with {of_layers!r}"
-                problems.append(
-                    Problem(None, None, f"config.{name}={of_config!r}", why, _OTHER_CONFIG)
-                )
-        if problems:
-            raise FunctreeValueError(
-                "Transformer: the config disagrees with the layers", list(dict.fromkeys(problems))
-            )
+        block = first_layer(self.blocks, Block)
+        return config_of(self, "before" if block is None else block.norms)
 
     def __matrix_dimensions__(self) -> Matrices:
         """That what computes the logits is no matrix, for `ft.nn.matrix_dimensions`, whatever class
@@ -181,89 +196,94 @@ class Transformer(eqx.Module, ShownByPlan):
             ),
             norm=RMSNorm(config.embed, config.norm_eps, param_dtype=dtype),
             unembed=unembed,
-            config=config,
+            max_seq=config.max_seq,
+            remat=config.remat,
+            microbatches=config.microbatches,
+            hidden=None if config.expert_hidden is None else config.hidden,
         )
 
-    @overload
     def __call__(
         self,
         tokens: Tokens,
         positions: Positions = None,
         segments: Segments = None,
-        cache: None = None,
-        *,
         in_order: bool = True,
-        losses: Literal[False] = False,
-    ) -> Float[Array, "*batch seq vocab"]: ...
-    @overload
-    def __call__(
-        self,
-        tokens: Tokens,
-        positions: Positions = None,
-        segments: Segments = None,
-        cache: None = None,
-        *,
-        in_order: bool = True,
-        losses: Literal[True],
-    ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]: ...
-    @overload
-    def __call__(
-        self,
-        tokens: Tokens,
-        positions: Positions = None,
-        segments: Segments = None,
-        *,
-        cache: Cache,
-        in_order: bool = True,
-    ) -> tuple[Float[Array, "batch seq vocab"], Cache]: ...
-    def __call__(
-        self,
-        tokens: Any,
-        positions: Any = None,
-        segments: Any = None,
-        cache: Any = None,
-        *,
-        in_order: bool = True,
-        losses: bool = False,
-    ) -> Any:
-        """For each token, the logits of the token that follows it, in `config.compute_dtype`.
+    ) -> Float[Array, "*batch seq vocab"]:
+        """For each token, the logits of the token that follows it, in the `compute_dtype`.
 
         Args:
             tokens: the tokens.
             positions: the position of each token, by which queries and keys are rotated; by default
-                0, 1, 2, … behind those in the cache.
+                0, 1, 2, …
             segments: the segment of each token, an integer. A token attends only to those of its
                 own before it, so that several texts can be packed in one sequence. By default
                 all are in one.
-            cache: keys and values of the tokens before these. It is returned with those of these
-                tokens too.
             in_order: whether the tokens are in the order of their sequence. If not, as behind
                 `ft.nn.zigzag`, a token attends to those whose position is not after its own.
-            losses: whether to return the losses of the experts, summed over the blocks.
-
-        Returns:
-            The logits; with `losses` `(logits, losses)`, with a cache `(logits, cache)`. Those
-            after the last token that the cache has room for, or that `config.max_seq` allows, are
-            NaN.
 
         Raises:
-            FunctreeError: the sequence is empty, or longer than `config.max_seq`; positions or
-                segments have another shape; both segments and a cache are given; the cache has
-                other rows than the tokens, or is of another model; `in_order=False` without
-                positions, with a cache, or with a function as `attention`; losses of a model
-                without experts, or with a cache, are asked for.
+            FunctreeError: the sequence is empty, or longer than `max_seq`; positions or segments
+                have another shape; `in_order=False` without positions, or with a function as
+                `attention`.
             ShardingError: the ambient rules do not fit the activations.
         """
-        if losses:
-            x, of_experts = self.run(tokens, positions, segments, cache, in_order, losses=True)
-            return self.logits(x), of_experts
-        if cache is None:
-            return self.logits(self.features(tokens, positions, segments, in_order=in_order))
+        return self.logits(self.features(tokens, positions, segments, in_order))
+
+    def with_losses(
+        self,
+        tokens: Tokens,
+        positions: Positions = None,
+        segments: Segments = None,
+        in_order: bool = True,
+    ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
+        """The logits, and the losses of the experts, summed over the blocks.
+
+        Arguments and errors are those of a call. A model without experts is an error.
+
+        Examples:
+            >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+            >>> config = ft.nn.TransformerConfig(100, 8, **sizes, experts=4, top_k=2)
+            >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+            >>> logits, losses = model.with_losses(jnp.array([[1, 2, 3]]))
+            >>> logits.shape, losses.balance.shape
+            ((1, 3, 100), ())
+        """
+        x, losses = self.features_with_losses(tokens, positions, segments, in_order)
+        return self.logits(x), losses
+
+    def decode(
+        self, tokens: Int[Array, "batch seq"], cache: Cache, positions: Positions = None
+    ) -> tuple[Float[Array, "batch seq vocab"], Cache]:
+        """The logits of tokens that others in a cache precede, and the cache with these too.
+
+        Args:
+            tokens: the next tokens of each row.
+            cache: keys and values of the tokens before these.
+            positions: the position of each token; by default they go on behind those in the cache.
+
+        Returns:
+            `(logits, cache)`. Logits after the last token that the cache has room for, or that
+                `max_seq` allows, are NaN.
+
+        Raises:
+            FunctreeError: as in a call; the cache has other rows than the tokens, or is of another
+                model.
+            ShardingError: the ambient rules do not fit the activations.
+
+        Examples:
+            >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
+            >>> config = ft.nn.TransformerConfig(100, 8, **sizes)
+            >>> model = ft.nn.Transformer.create(config, key=jax.random.key(0))
+            >>> cache = ft.nn.Cache.create(model, batch=1, length=8)
+            >>> logits, cache = model.decode(jnp.array([[1, 2, 3]]), cache)
+            >>> logits.shape, cache.filled
+            ((1, 3, 100), Array([3], dtype=int32))
+        """
         with unsharded_sequence():
-            x, new = self.run(tokens, positions, segments, cache, in_order)
+            x, new = self.features_with_cache(tokens, cache, positions)
             # How many tokens a row has had is a value, and not known while this is traced. One too
             # many would overwrite an earlier one, and give logits that look right.
-            beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self.config)
+            beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self)
             x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
 
@@ -272,12 +292,11 @@ class Transformer(eqx.Module, ShownByPlan):
         tokens: Tokens,
         positions: Positions = None,
         segments: Segments = None,
-        *,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq embed"]:
         """The normalized output of the last block, from which the logits are computed.
 
-        Arguments and errors are those of a call; the vectors are in `config.compute_dtype`.
+        Arguments and errors are those of a call; the vectors are in the `compute_dtype`.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -287,62 +306,68 @@ class Transformer(eqx.Module, ShownByPlan):
             >>> x.shape, model.logits(x).shape
             ((1, 3, 8), (1, 3, 100))
         """
-        return self.run(tokens, positions, segments, in_order=in_order)[0]
+        x, given, options = self._scan_inputs(tokens, positions, segments, in_order)
+        return self.norm(self.blocks.scan(x, *given, **options))
 
-    def run(
+    def features_with_losses(
         self,
         tokens: Tokens,
         positions: Positions = None,
         segments: Segments = None,
-        cache: Cache | None = None,
         in_order: bool = True,
-        losses: bool = False,
-    ) -> tuple[Float[Array, "*batch seq embed"], Any]:
-        """The features of the tokens, and None; with a cache their keys and values in each layer.
+    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
+        """The features, and the losses of the experts; see `with_losses`."""
+        x, given, options = self._scan_inputs(tokens, positions, segments, in_order)
+        blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.with_losses)
+        x, each = blocks.scan(x, *given, collect=True, **options)
+        return self.norm(x), MoELosses(*(one.sum() for one in each))
 
-        These are the arguments of `cache.extended`. With `losses` it is the losses of the experts,
-        summed over the blocks. Args and errors are those of a call.
-        """
-        check_tokens(self.config, tokens, positions, segments, cache, in_order, losses)
+    def features_with_cache(
+        self, tokens: Int[Array, "batch seq"], cache: Cache, positions: Positions = None
+    ) -> tuple[Float[Array, "batch seq embed"], LayersCache]:
+        """The features, and the keys and values of the tokens in each layer, which are the
+        arguments of `cache.extended`; see `decode`."""
+        check_tokens(self.max_seq, tokens, positions)
+        check_cache(self, tokens, cache)
         x = activation(self.embed(tokens), "batch seq embed")
-        if cache is None:
-            x, of_experts = self._through_blocks(x, positions, segments, in_order, losses)
-            return self.norm(x), of_experts
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
         # Each layer reads its own part, and returns keys and values of the new tokens only.
-        each = {"cache": (cache.key, cache.value)}
-        of_cache = positions, None, cache.filled
-        number = self.config.microbatches
-        x, new = self.blocks.scan(x, *of_cache, each=each, collect=True, microbatches=number)
+        blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.decode)
+        x, new = blocks.scan(
+            x,
+            positions,
+            cache.filled,
+            each={"cache": (cache.key, cache.value)},
+            collect=True,
+            microbatches=self.microbatches,
+        )
         return self.norm(x), new
 
-    def _through_blocks(
-        self,
-        x: Float[Array, "*batch seq embed"],
-        positions: Positions,
-        segments: Segments,
-        in_order: bool,
-        losses: bool,
-    ) -> tuple[Float[Array, "*batch seq embed"], MoELosses | None]:
-        """The output of the last block, and the losses of the experts if they are asked for."""
-        # Layers that surgery has put there need not take more than `x`.
-        given: list[Any] = []
-        if not in_order:
-            given = [positions, segments, None, False]
-        elif positions is not None or segments is not None:
-            given = [positions, segments]
-        number, remat = self.config.microbatches, self.config.remat
-        if number is not None and positions is not None and positions.shape != x.shape[:-1]:
+    def _scan_inputs(
+        self, tokens: Tokens, positions: Positions, segments: Segments, in_order: bool
+    ) -> tuple[Float[Array, "*batch seq embed"], list[Any], ScanOptions]:
+        """The input of the first block, what each block gets besides, and the options of a scan."""
+        check_tokens(self.max_seq, tokens, positions, segments, in_order)
+        x = activation(self.embed(tokens), "batch seq embed")
+        if self.microbatches is not None and positions is not None:
             # By row, since the blocks run on micro-batches.
-            given[0] = jnp.broadcast_to(positions, x.shape[:-1])
-        by_row = tuple(i for i, one in enumerate(given[:2]) if one is not None)
-        options: Any = {"remat": remat, "microbatches": number, "divided": by_row}
-        if not losses:
-            return self.blocks.scan(x, *given, **options), None
-        blocks = dataclasses.replace(self.blocks, layer=WithLosses(self.blocks.layer))
-        x, each = blocks.scan(x, *given, collect=True, **options)
-        return x, MoELosses(*(one.sum() for one in each))
+            positions = jnp.broadcast_to(positions, x.shape[:-1])
+        given: list[Any] = []
+        if positions is not None or segments is not None:
+            given = [positions, segments]
+        by_row = tuple(i for i, one in enumerate(given) if one is not None)
+        if not in_order:
+            given.append(False)
+        return (
+            x,
+            given,
+            {
+                "remat": self.remat,
+                "microbatches": self.microbatches,
+                "divided": by_row,
+            },
+        )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
         """The logits for the output of `features`, in its dtype.
@@ -358,50 +383,69 @@ class Transformer(eqx.Module, ShownByPlan):
         return Head(self.embed if self.unembed is None else self.unembed)
 
 
-_OTHER_CONFIG = (
-    "create the model from the new config (`Transformer.create`), and move the arrays (`ft.split`, "
-    "`ft.merge`); or, if the layers are as they should be, give the model a config with their "
-    "values (`dataclasses.replace`)"
+# What a model reads
+
+TOKENS = Takes(
+    "an array of integers, with a dimension for the sequence",
+    lambda x: is_integers(x) and x.ndim > 0,
 )
+_CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache))
+_HEADLINE = "Transformer cannot read these tokens"
 
 
-def _fields_of_layers(model: Transformer) -> Iterator[tuple[str, Any]]:
-    """Fields of the config, and their values in the layers.
+def check_tokens(
+    max_seq: int,
+    tokens: Tokens,
+    positions: Positions = None,
+    segments: Segments = None,
+    in_order: bool = True,
+) -> None:
+    """Raise FunctreeError for tokens that a model cannot read, and for what does not fit them.
 
-    Of a layer of another class, which surgery has put there, nothing is known.
+    Args:
+        max_seq: the length of the longest sequence that the model accepts.
+        tokens: the tokens.
+        positions: as in a call of the model.
+        segments: as in a call of the model.
+        in_order: as in a call of the model.
     """
-    yield "tie_embedding", model.unembed is None
-    if isinstance(model.norm, RMSNorm):
-        yield "norm_eps", model.norm.eps
-    if isinstance(model.embed, Embedding):
-        yield "compute_dtype", model.embed.compute_dtype
-        yield from _sizes(model.embed.weight, "vocab_size embed")
-    block = model.blocks.layer if isinstance(model.blocks, Stacked) else None
-    if not isinstance(block, Block):
-        return
-    if isinstance(block.attn, Attention):
-        attn = block.attn
-        same = ("window", "rope_theta", "rope_scaling", "attention", "context", "dot_general")
-        for name in same:
-            yield name, getattr(attn, name)
-        yield "attention_bias", attn.query_bias is not None
-        yield "qk_norm", attn.query_norm is not None
-        yield from _sizes(block.attn.query, "layers embed heads head_dim")
-        yield from _sizes(block.attn.key, "layers embed kv_heads head_dim")
-    if isinstance(block.mlp, MLP):
-        yield "experts", None
-        yield from _sizes(block.mlp.gate, "layers embed hidden")
-    if isinstance(block.mlp, MoE):
-        for name in ("top_k", "capacity", "normalize", "dispatch"):
-            yield name, getattr(block.mlp, name)
-        hidden = "hidden" if model.config.expert_hidden is None else "expert_hidden"
-        yield from _sizes(block.mlp.gate, f"layers experts embed {hidden}")
+    check(_HEADLINE, tokens=(tokens, TOKENS), in_order=(in_order, FLAG))
+    if not in_order:
+        check_order(positions)
+    seq = tokens.shape[-1]
+    if not tokens.size:
+        raise FunctreeValueError(f"tokens of shape {tokens.shape}: there is no token to read")
+    if seq > max_seq:
+        raise FunctreeValueError(
+            f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than "
+            f"max_seq={max_seq}; shorten it, or build the model with a larger max_seq"
+        )
+    problems: list[Problem] = []
+    right_type = True
+    # Positions may be those of all rows.
+    for name, value, shapes in (
+        ("positions", positions, [tokens.shape, (seq,)]),
+        ("segments", segments, [tokens.shape]),
+    ):
+        if value is None or (is_integers(value) and value.shape in shapes):
+            continue
+        why = f"must be integers of the shape of the tokens, {tokens.shape}"
+        problems.append(Problem(None, None, f"{name}={shown(value)}", why))
+        right_type = right_type and is_integers(value)
+    if problems:
+        raise parameter_error(_HEADLINE, problems, right_type=right_type)
 
 
-def _sizes(weight: Any, fields: str) -> Iterator[tuple[str, int]]:
-    """Fields of the config, and their values in the shape of a weight."""
-    # It is none in a part of a model, such as what `ft.split` returns, and in a tree of specs.
-    if not is_array(weight):
-        return
-    # From the last dimension on: models that were stacked by vmap have more dimensions in front.
-    yield from zip(reversed(fields.split()), reversed(weight.shape), strict=False)
+def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
+    """Raise FunctreeError for a cache that does not go with a model and its next tokens."""
+    check(_HEADLINE, cache=(cache, _CACHE))
+    problems: list[Problem] = []
+    rows = cache.filled.shape[0]
+    if tokens.ndim != 2 or tokens.shape[0] != rows:
+        why = f"must be (batch, seq), and the cache has {count(rows, 'row')}"
+        problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
+    if not cache.fits(model):
+        what, remedy = f"cache.key={shown(cache.key)}", "ft.nn.Cache.create(model, ...)"
+        problems.append(Problem(None, None, what, "it is of another model", remedy))
+    if problems:
+        raise FunctreeValueError(_HEADLINE, problems)

@@ -8,7 +8,7 @@ activation uses already.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from functree.tree.skeleton.static_value import is_hashable
 # How it is initialized
 
 # The key is `Any`: JAX types it as an array, and constant initializers take `None` as well.
-Initializer = Callable[[Any, tuple[int, ...], DTypeLike], Array]
+Initializer = Annotated[Callable[[Any, tuple[int, ...], DTypeLike], Array], FUNCTION]
 """An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array."""
 
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
@@ -85,15 +85,16 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 
 # How it is multiplied
 
-DotGeneral = Callable[..., Array]
+DotGeneral = Annotated[
+    Callable[..., Array],
+    Takes(
+        "a hashable function of the arguments of `jax.lax.dot_general`",
+        FUNCTION.fits,
+        is_hashable,
+    ),
+]
 """What multiplies activations by weights, a function of the arguments of `jax.lax.dot_general`: the
 two arrays, the dimension numbers, and on Explicit mesh axes `out_sharding=`."""
-
-DOT_GENERAL = Takes(
-    "a hashable function of the arguments of `jax.lax.dot_general`",
-    FUNCTION.fits,
-    is_hashable,
-).or_none()
 
 
 def product(

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
 
 from functree.argument_checks import FUNCTION, Takes, check
 from functree.devices.meshes import agreed_mesh, mesh_view
-from functree.devices.specs import of_rank
+from functree.devices.specs import of_rank, typed_spec
 from functree.errors import (
     FunctreeTypeError,
     FunctreeValueError,
@@ -234,7 +234,8 @@ def _specs(
     if manual := getattr(mesh, "manual_axes", ()):
         raise _unknown(leaves, name, f"inside of shard_map ({', '.join(manual)})", _OUTSIDE)
     if AxisType.Auto not in mesh.axis_types:
-        return mesh, {leaf.path: _type_spec(leaf.value) for leaf in leaves.leaves}
+        specs = {leaf.path: typed_spec(leaf.value) or PartitionSpec() for leaf in leaves.leaves}
+        return mesh, specs
     if given is None:
         raise _unknown(leaves, name, f"on mesh {mesh_view(mesh)}", _GIVE_LAYOUT.format(name=name))
     view = local_view(agreed_mesh(mesh, own_meshes(parts)))
@@ -265,13 +266,6 @@ _GIVE_LAYOUT = (
     "`ft.{name}(..., layout=...)`, or update under ambient rules, as `ft.jit(rules=...)` "
     "and `ft.axis_rules` give them"
 )
-
-
-def _type_spec(array: AnyArray) -> PartitionSpec:
-    """How an array is sharded by its type; replicated if it is on no mesh."""
-    sharding = jax.typeof(array).sharding
-    spec = PartitionSpec() if sharding.mesh.empty else sharding.spec
-    return of_rank(spec, len(array.shape))
 
 
 # Checks

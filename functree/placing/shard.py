@@ -69,7 +69,7 @@ def shard(
     if local is not False:
         check("no array can be placed", local=(local, FLAG))
     if jax.process_count() > 1:
-        return _shard_across(tree, layout, mesh, axes, local)
+        return place_across(partial(_planned, tree, layout, mesh, axes), local)
     arrays, batch = Batch.of(tree, layout, mesh, axes)
     if batch is not None:
         shardings = _SHARDINGS.get(batch)
@@ -82,11 +82,6 @@ def shard(
             _SHARDINGS.clear()
         _SHARDINGS[batch] = shardings
     return leaves.skeleton.fill(moved_once(leaves.values, shardings))
-
-
-def _shard_across(tree: T, layout: LayoutTree, mesh: MeshLike, axes: AxesTree, local: bool) -> T:
-    """The same with several processes."""
-    return place_across(partial(_planned, tree, layout, mesh, axes), local)
 
 
 _SHARDINGS: dict[Batch, list[NamedSharding]] = {}

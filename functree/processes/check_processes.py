@@ -30,7 +30,7 @@ from functree.processes.agreement import Agreement
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array, is_key
 from functree.tree.nodes import walk
 from functree.tree.paths import Keys, Path
-from functree.tree.skeleton.kinds import FOUND, LEAVES, Kind, kind_of
+from functree.tree.skeleton.kinds import LEAVES
 from functree.tree.skeleton.skeleton import Skeleton
 
 
@@ -138,7 +138,7 @@ def _mesh_lines(mesh: MeshLike) -> list[str]:
 
 
 def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
-    for path, node, kind in walk(tree, _kind_at):
+    for path, node, kind in walk(tree, lambda path, node: _has_no_order(node)):
         if kind in LEAVES:
             yield _line(path, node, skip)
             continue
@@ -157,10 +157,6 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
             raise FunctreeTypeError(f"{where or 'the value'}: {error}") from None
         text = value_text(type(value))
     return f"{where}: {text}" if where else text
-
-
-def _kind_at(path: Keys, node: Tree) -> Kind:
-    return FOUND if _has_no_order(node) else kind_of(node)
 
 
 def _has_no_order(node: Tree) -> bool:

@@ -1,8 +1,10 @@
 """A named tuple or dataclass ─► JSON, and back, by the types of its fields."""
 
-import dataclasses
+import inspect
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import is_dataclass
 from functools import cache
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -64,11 +66,8 @@ def _containers(value: Any) -> list[Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen: set[str] = set()
-        for name, _ in pairs:
-            if name in seen:
-                raise ValueError(f"an object has {json.dumps(name)} twice")
-            seen.add(name)
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object has {json.dumps(name)} twice")
     return found
 
 
@@ -197,7 +196,7 @@ def _read(value: Any, hint: Any, where: str) -> Any:
     for name, default in defaults.items():
         if name in value:
             fields[name] = _read(value[name], _hints(hint)[name], _at(where, name))
-        elif default is _NONE:
+        elif default is inspect.Parameter.empty:
             raise _MisfitError(f"{f'`{where}`' if where else 'it'} has no `{name}`")
     try:
         return hint(**fields)
@@ -234,7 +233,6 @@ _NAMES = {
     list: "a list",
     dict: "an object",
 }
-_NONE = object()
 
 
 def _at(where: str, name: object) -> str:
@@ -249,16 +247,10 @@ def _hints(cls: type) -> dict[str, Any]:
 @cache
 def _defaults(cls: Any) -> dict[str, Any] | None:
     """The fields of a named tuple or dataclass with their defaults; None for another type."""
-    if dataclasses.is_dataclass(cls):
-        defaults: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            has_none = field.default is dataclasses.MISSING
-            defaults[field.name] = _NONE if has_none else field.default
-        return defaults
-    if isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields"):
-        named: Any = cls
-        return {name: named._field_defaults.get(name, _NONE) for name in named._fields}
-    return None
+    if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
+        return None
+    parameters = inspect.signature(cls).parameters
+    return {name: parameter.default for name, parameter in parameters.items()}
 
 
 def _dtype(text: str) -> Any:

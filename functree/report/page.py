@@ -8,14 +8,16 @@ import html
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from itertools import product
+from itertools import chain, product
 from typing import NamedTuple
 
+import numpy as np
+
 from functree.errors import count
-from functree.report.table import bytes_text
+from functree.report.table import bytes_text, grouped
 
 
 @cache
@@ -65,12 +67,11 @@ class Card(NamedTuple):
 
 def cards_html(cards: Iterable[Card]) -> str:
     """The figures at the head."""
-    texts = [
-        f'<div class="card"><b>{html.escape(card.value)}</b>'
-        f"<span>{html.escape(card.label)}</span></div>"
-        for card in cards
-    ]
-    return f'<div class="cards">{"".join(texts)}</div>'
+    content = ""
+    for card in cards:
+        value, label = html.escape(card.value), html.escape(card.label)
+        content += f'<div class="card"><b>{value}</b><span>{label}</span></div>'
+    return f'<div class="cards">{content}</div>'
 
 
 def section_html(title: str, *content: str) -> str:
@@ -110,12 +111,8 @@ def mesh_axes_html(axes: Sequence[str] | None, sizes: Mapping[str, int]) -> str:
     """The names of mesh axes, each in its colour."""
     if axes is None:
         return "?"
-    names = list(sizes)
-    texts: list[str] = []
-    for axis in axes:
-        index = names.index(axis) if axis in names else len(names)
-        texts.append(code(axis, f"a{colour(index)}"))
-    return " ".join(texts)
+    colours = {name: colour(index) for index, name in enumerate(sizes)}
+    return " ".join(code(axis, f"a{colours.get(axis, colour(len(sizes)))}") for axis in axes)
 
 
 class Segment(NamedTuple):
@@ -148,12 +145,12 @@ def bar_html(segments: Iterable[Segment], most: int) -> str:
 
 def key_html(segments: Iterable[Segment]) -> str:
     """What the colours of a bar are, with the bytes of each."""
-    texts = [
-        f'<span><span class="dot {one.kind}"></span>{html.escape(one.name)} '
-        f'<span class="num muted">{bytes_text(one.size)}</span></span>'
-        for one in segments
-    ]
-    return f'<div class="key">{"".join(texts)}</div>'
+    content = ""
+    for one in segments:
+        size = f'<span class="num muted">{bytes_text(one.size)}</span>'
+        name = f'<span class="dot {one.kind}"></span>{html.escape(one.name)}'
+        content += f"<span>{name} {size}</span>"
+    return f'<div class="key">{content}</div>'
 
 
 def list_html(title: str, sizes: Mapping[str, int]) -> str:
@@ -164,20 +161,20 @@ def list_html(title: str, sizes: Mapping[str, int]) -> str:
         sizes: the bytes of each entry, whose key is HTML.
     """
     most = max(sizes.values(), default=0)
-    items = [
-        f'<div class="item"><span>{name}</span><span class="num">{bytes_text(size)}</span>'
-        f"{bar_html([Segment('', size)], most)}</div>"
-        for name, size in sizes.items()
-    ]
-    return f"<div><h3>{html.escape(title)}</h3>{''.join(items)}</div>"
+    items = ""
+    for name, size in sizes.items():
+        bar = bar_html([Segment("", size)], most)
+        number = f'<span class="num">{bytes_text(size)}</span>'
+        items += f'<div class="item"><span>{name}</span>{number}{bar}</div>'
+    return f"<div><h3>{html.escape(title)}</h3>{items}</div>"
 
 
 def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A table; the cells of its rows are HTML."""
-    head = "".join(f"<th>{html.escape(title)}</th>" for title in titles)
+    head = f"<th>{'</th><th>'.join(map(html.escape, titles))}</th>"
     body = ""
     for cells in rows:
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        body += f"<tr><td>{'</td><td>'.join(cells)}</td></tr>"
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
@@ -205,35 +202,25 @@ class TreeLeaf(NamedTuple):
     copies: int = 0
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Node:
-    """A subtree: lines and other subtrees, in their order.
+    """A subtree.
 
     Attributes:
         name: the text of its keys, from those of the subtree that it is in.
         depth: the number of keys of its path.
-        inside: what is in it. A subtree has its key; a line has no key of its own.
+        leaves: all lines in it.
+        inside: the lines and subtrees that are directly in it, in their order.
     """
 
     name: str
-    depth: int = 0
-    inside: "dict[object, _Node | TreeLeaf]" = field(default_factory=dict)
-
-    def subtree(self, key: str) -> "_Node":
-        """The subtree with a key, which is made if there is none."""
-        found = self.inside.setdefault(key, _Node(key, self.depth + 1))
-        return found if isinstance(found, _Node) else self
-
-    def leaves(self) -> list[TreeLeaf]:
-        """All lines of the subtree."""
-        found: list[TreeLeaf] = []
-        for one in self.inside.values():
-            found += one.leaves() if isinstance(one, _Node) else [one]
-        return found
+    depth: int
+    leaves: Sequence[TreeLeaf]
+    inside: "Sequence[_Node | TreeLeaf]"
 
     def subtrees(self) -> list["_Node"]:
         """The subtrees that are directly in it."""
-        return [one for one in self.inside.values() if isinstance(one, _Node)]
+        return [one for one in self.inside if isinstance(one, _Node)]
 
 
 class _Look(NamedTuple):
@@ -272,33 +259,40 @@ def tree_html(
     """
     if not leaves:
         return ""
-    root = _Node(title)
-    for i, leaf in enumerate(leaves):
-        node = root
-        for part in leaf.parts[:-1] if named else leaf.parts:
-            node = node.subtree(part)
-        node.inside[i] = leaf
-    root = _merged(root)
+    root = _node(title, leaves, 0, int(named))
     most = max(leaf.size for leaf in leaves)
     levels = _levels(root) if opened else 0
     look = _Look(sum(leaf.size for leaf in leaves), most, noun, levels)
     return f'<div class="tree">{_node_html(root, 0, look)}</div>'
 
 
-def _merged(node: _Node) -> _Node:
-    """A tree without the levels that say nothing: a subtree with only one line, or that is all of
-    the one above."""
-    merged = _Node(node.name, node.depth)
-    for key, inner in node.inside.items():
-        if isinstance(inner, _Node):
-            inner = _merged(inner)
-            only, below = inner.leaves(), inner.subtrees()
-            if len(only) == 1:
-                inner = only[0]
-            elif len(below) == len(inner.inside) == 1:
-                inner = replace(below[0], name=f"{inner.name}.{below[0].name}")
-        merged.inside[key] = inner
-    return merged
+def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
+    """The subtree of some leaves, whose paths have the same keys up to a depth.
+
+    A subtree with only one line is this line, and one that is all of another is one with it.
+
+    Args:
+        name: the name of the subtree.
+        leaves: the leaves.
+        depth: the depth.
+        own: the number of keys of a path that are not those of a subtree.
+    """
+
+    def subtree(leaf: TreeLeaf) -> object:
+        if depth < len(leaf.parts) - own:
+            return leaf.parts[depth]
+        return object()  # a line is in no subtree
+
+    inside: list[_Node | TreeLeaf] = []
+    for group in grouped(leaves, subtree):
+        if len(group) == 1:
+            inside += group
+        else:
+            inside.append(_node(group[0].parts[depth], group, depth + 1, own))
+    only = inside[0]
+    if depth and len(inside) == 1 and isinstance(only, _Node):
+        return replace(only, name=f"{name}.{only.name}")
+    return _Node(name, depth, leaves, inside)
 
 
 def _levels(root: _Node) -> int:
@@ -309,21 +303,20 @@ def _levels(root: _Node) -> int:
         if shown > OPEN_LINES and levels:
             break
         levels += 1
-        level = [inner for node in level for inner in node.subtrees()]
+        level = list(chain.from_iterable(node.subtrees() for node in level))
     return levels
 
 
 def _node_html(node: _Node, level: int, look: _Look) -> str:
     opened = " open" if level < look.levels else ""
     content = ""
-    for inner in node.inside.values():
+    for inner in node.inside:
         if isinstance(inner, _Node):
             content += _node_html(inner, level + 1, look)
         else:
             content += _leaf_html(inner, node.depth, look)
-    leaves = node.leaves()
-    size = sum(leaf.size for leaf in leaves)
-    number = count(sum(leaf.number for leaf in leaves), look.noun)
+    size = sum(leaf.size for leaf in node.leaves)
+    number = count(sum(leaf.number for leaf in node.leaves), look.noun)
     bar = bar_html([Segment(node.name, size, "p5")], look.whole)
     title = f'<span>{code(node.name)} <span class="muted">{number}</span></span>'
     return (
@@ -391,32 +384,24 @@ class Pictures:
             cuts: for each dimension, the mesh axes that cut it.
         """
         rows, columns = _drawn(shape, cuts)
-        down = [axis for dim in rows for axis in cuts[dim]]
-        across = [axis for dim in columns for axis in cuts[dim]]
-        parts = _parts(down, self._sizes), _parts(across, self._sizes)
-        shown_down, shown_across = (min(number, MOST) for number in parts)
+        blocks = self._blocks([cuts[dim] for dim in rows], [cuts[dim] for dim in columns])
+        number, shown = blocks.shape[0] * blocks.shape[1], blocks[:MOST, :MOST]
         width, height = _extent([shape[dim] for dim in (*rows, *columns[:1])])
         left, top = (WIDE - width) / 2, (HIGH - height) / 2
-        wide, high = width / shown_across, height / shown_down
+        high, wide = height / shown.shape[0], width / shown.shape[1]
         gap = 1.5 if min(wide, high) > 4 else 0.5
-        content = f"<title>{html.escape(_title(math.prod(parts), cuts, self._sizes))}</title>"
-        for i, j in product(range(shown_down), range(shown_across)):
-            at = {**_position(i, down, self._sizes), **_position(j, across, self._sizes)}
-            content += (
-                f'<rect x="{left + j * wide:.4g}" y="{top + i * high:.4g}" '
-                f'width="{wide - gap:.4g}" height="{high - gap:.4g}" '
-                f'fill="{self._fill(_devices(at, self._sizes))}"/>'
-            )
+        content = f"<title>{html.escape(_title(number, cuts, self._sizes))}</title>"
+        for i, j in product(range(shown.shape[0]), range(shown.shape[1])):
+            at = _rect(left + j * wide, top + i * high, wide - gap, high - gap)
+            content += f'<rect {at} fill="{self._fill(shown[i, j])}"/>'
         return self._shared(content)
 
     def unknown(self, shape: Sequence[int]) -> str:
         """The picture of an array of which it is not known how it is cut."""
         width, height = _extent([size for size in shape if size > 1][-2:])
-        x, y = (WIDE - width) / 2, (HIGH - height) / 2
-        return self._shared(
-            f'<rect x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}" '
-            'fill="none" stroke="currentColor" stroke-dasharray="3 3" opacity=".5"/>'
-        )
+        at = _rect((WIDE - width) / 2, (HIGH - height) / 2, width, height)
+        look = 'fill="none" stroke="currentColor" stroke-dasharray="3 3" opacity=".5"'
+        return self._shared(f"<rect {at} {look}/>")
 
     def definitions(self) -> str:
         """The pictures themselves, which must be in the page once."""
@@ -436,10 +421,26 @@ class Pictures:
         # Not by `hidden`: what is not displayed cannot be used elsewhere either.
         return f'<svg class="symbols" aria-hidden="true">{content}</svg>'
 
-    def _fill(self, devices: tuple[int, ...]) -> str:
+    def _blocks(
+        self, rows: Sequence[Sequence[str]], columns: Sequence[Sequence[str]]
+    ) -> np.ndarray:
+        """The devices that have each block, by its row and column."""
+        names = list(self._sizes)
+        # Along a dimension, the last of its mesh axes varies fastest.
+        down = [axis for axis in chain.from_iterable(rows) if axis in names]
+        across = [axis for axis in chain.from_iterable(columns) if axis in names]
+        copies = [axis for axis in names if axis not in (*down, *across)]
+        devices = np.arange(math.prod(self._sizes.values())).reshape(list(self._sizes.values()))
+        devices = devices.transpose(list(map(names.index, (*down, *across, *copies))))
+        return devices.reshape(_parts(down, self._sizes), _parts(across, self._sizes), -1)
+
+    def _fill(self, devices: np.ndarray) -> str:
+        if len(devices) > MOST:
+            devices = devices[np.linspace(0, len(devices) - 1, MOST).round().astype(int)]
         if len(devices) == 1:
-            return device_colour(devices[0], self._sizes)
-        name = self._stripes.setdefault(devices, f"{self._prefix}s{len(self._stripes)}")
+            return device_colour(int(devices[0]), self._sizes)
+        key = tuple(devices.tolist())
+        name = self._stripes.setdefault(key, f"{self._prefix}s{len(self._stripes)}")
         return f"url(#{name})"
 
     def _shared(self, drawn: str) -> str:
@@ -491,28 +492,9 @@ def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
     return math.prod(sizes.get(axis, 1) for axis in axes)
 
 
-def _position(index: int, axes: Sequence[str], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The position of a block along the mesh axes that cut a dimension, of which the last varies
-    fastest."""
-    found: dict[str, int] = {}
-    for axis in reversed(axes):
-        index, found[axis] = divmod(index, sizes.get(axis, 1))
-    return found
-
-
-def _devices(at: Mapping[str, int], sizes: Mapping[str, int]) -> tuple[int, ...]:
-    """The devices that have a block; of many, `MOST` from the first to the last."""
-    ranges = [[at[axis]] if axis in at else range(size) for axis, size in sizes.items()]
-    found: list[int] = []
-    for position in product(*ranges):
-        device = 0
-        for index, size in zip(position, sizes.values(), strict=True):
-            device = device * size + index
-        found.append(device)
-    last = len(found) - 1
-    if last >= MOST:
-        found = [found[round(i * last / (MOST - 1))] for i in range(MOST)]
-    return tuple(found)
+def _rect(x: float, y: float, width: float, height: float) -> str:
+    """Where a rectangle is."""
+    return f'x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}"'
 
 
 def _title(blocks: int, cuts: Sequence[tuple[str, ...]], sizes: Mapping[str, int]) -> str:

@@ -1,11 +1,15 @@
 """`StateRef`: a module's declaration of a piece of state."""
 
+import math
 from typing import Any
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 
+from functree.argument_checks import shown
 from functree.errors import StateError
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes, Names, names
@@ -32,8 +36,8 @@ class StateRef(eqx.Module, HoldsState):
         axes: the names of its dimensions.
 
     Raises:
-        StateError: `init` is neither an array nor a number; the number of axes is not that of its
-            dimensions.
+        StateError: `init` is neither an array nor a number, or JAX has no dtype for its value; the
+            number of axes is not that of its dimensions.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -58,7 +62,16 @@ class StateRef(eqx.Module, HoldsState):
 
     def __init__(self, init: Any, axes: str | Axes = ""):
         if not is_array(init) and not isinstance(init, bool | int | float | complex):
-            raise StateError(f"StateRef({init!r}): the initial value must be an array or a number")
+            raise StateError(
+                f"StateRef({shown(init)}): the initial value must be an array or a number"
+            )
+        if not isinstance(init, jax.Array | jax.ShapeDtypeStruct):
+            dtype = jnp.result_type(init)
+            if not holds(dtype, init):
+                raise StateError(
+                    f"StateRef({shown(init)}): {dtype} has no room for this value: give an array "
+                    "of another dtype"
+                )
         if not isinstance(init, jax.ShapeDtypeStruct):
             init = strong(jnp.asarray(init))
         self.init = init
@@ -95,6 +108,29 @@ class StateRef(eqx.Module, HoldsState):
         if self.path is not None:
             where = f"at {self.path}"
         return f"<StateRef {self.dtype}{list(self.shape)} {where}>"
+
+
+def holds(dtype: DTypeLike, value: Any) -> bool:
+    """Whether a dtype has room for a Python number or the values of a NumPy array: integers do not
+    wrap, and finite numbers stay finite.
+
+    JAX raises an error of its own for some, and wraps others (int4, 64 bits of NumPy).
+    """
+    if jnp.issubdtype(dtype, jnp.integer):
+        limits = jnp.iinfo(dtype)
+        least, most = int(limits.min), int(limits.max)
+    elif jnp.issubdtype(dtype, jnp.inexact):
+        most = float(jnp.finfo(dtype).max)
+        least = -most
+    else:
+        return True
+    for part in (value.real, value.imag):
+        numbers = np.ravel(part)
+        # Neither NaN nor infinite.
+        numbers = numbers[(numbers == numbers) & (abs(numbers) != math.inf)]
+        if numbers.size and not least <= numbers.min() <= numbers.max() <= most:
+            return False
+    return True
 
 
 def strong(value: Any) -> Any:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from jax.tree_util import DictKey, register_pytree_with_keys
 from jax.typing import DTypeLike
 
-from functree.argument_checks import check_tree
+from functree.argument_checks import Takes, check_tree, shown
 from functree.errors import StateError, did_you_mean
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import read
-from functree.state.refs import StateRef, strong
+from functree.state.refs import StateRef, holds, strong
 from functree.tree.arrays import AnyArray, Tree, array_text, is_array
 from functree.tree.axes import dict_text
 from functree.tree.interfaces import Entry, PackedTree, StateMapping
@@ -86,14 +86,22 @@ class State(StateMapping):
                 the dtype if it keeps its value.
 
         Raises:
-            StateError: the ref is unknown; the value has another shape or dtype.
+            StateError: the ref is unknown; the value has another shape or dtype, or does not fit
+                the dtype.
         """
         path = self._known(ref)
         new = value
         if isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value):
+            if not holds(ref.dtype, value):
+                raise StateError(
+                    f"the state at `{path}` is {array_text(ref)}, and its dtype has no room for "
+                    f"the new value {shown(value)}"
+                )
+            if isinstance(value, int) and jnp.issubdtype(ref.dtype, jnp.inexact):
+                value = float(value)  # bfloat16 takes no integer of more than 64 bits
             new = jnp.asarray(value, ref.dtype)
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
-            text = array_text(new) if is_array(new) else repr(new)
+            text = array_text(new) if is_array(new) else shown(new)
             raise StateError(
                 f"the state at `{path}` is {array_text(ref)}, but the new value is {text}: "
                 "shape and dtype cannot change"
@@ -164,6 +172,12 @@ class State(StateMapping):
         texts = [(repr(str(path)), repr(value)) for path, value in self._values.items()]
         return f"State({dict_text(texts)})"
 
+
+STATE = Takes(
+    "an `ft.State`, from `model, state = ft.make_state(model)`",
+    lambda value: isinstance(value, State),
+)
+"""What layers with state take as `state`."""
 
 _OTHER = "is it the state of another model?"
 

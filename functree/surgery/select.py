@@ -7,6 +7,7 @@ from itertools import chain
 from types import UnionType
 from typing import Any, Generic, Literal, TypeVar, get_args, get_origin, overload
 
+import equinox as eqx
 import jax
 
 from functree.argument_checks import EXTENT, FLAG, FUNCTION, ITERABLE, check, check_callback, shown
@@ -46,15 +47,15 @@ class Selection(Generic[T]):
         0.0
     """
 
-    __slots__ = ("_asked", "_fits", "_paths", "_tree", "_within")
+    __slots__ = ("_asked", "_found_by", "_paths", "_tree")
 
-    def __init__(self, tree: T, paths: Sequence[Path], asked: str = ""):
+    def __init__(
+        self, tree: T, paths: Sequence[Path], asked: str = "", found_by: "_FoundBy | None" = None
+    ):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
         self._asked: str = asked  # what was asked for, for messages: `.under(Linear)`
-        # By which function of path and node the parts were found, and inside which parts.
-        self._fits: _Fits | None = None
-        self._within: tuple[Path, ...] = ()
+        self._found_by: _FoundBy | None = found_by
 
     # Choosing
 
@@ -117,10 +118,10 @@ class Selection(Generic[T]):
             or get_origin(what)
             or not callable(what)
         ):
-            selection = self._chosen(self._matched(as_filter(what)), f".where({as_filter(what)!r})")
+            chosen = as_filter(what)
             # Arrays have no parts inside, so the innermost are the same.
-            selection._fits, selection._within = _always, selection._paths
-            return selection
+            paths = self._matched(chosen)
+            return self._chosen(paths, f".where({chosen!r})", (lambda path, node: True, paths))
         check_callback(what, "a filter")
         return self._outermost(_telling(what), f".where({_name(what)})")
 
@@ -138,17 +139,17 @@ class Selection(Generic[T]):
             >>> ft.select(tree).under(list).innermost().paths()
             (Path('1.1'),)
         """
-        if self._fits is None:
+        if self._found_by is None:
             raise FunctreeValueError(
                 f"select({type(self._tree).__name__}){self._asked}.innermost(): there are no "
                 "innermost parts of an exact choice: write it right after `.under(cls)` or "
                 "`.where(...)`"
             )
         found: list[Path] = []
-        within = Selection(self._tree, self._within)
-        for start, part in within._parts():
+        fits, within = self._found_by
+        for start, part in Selection(self._tree, within)._parts():
             for keys, node, _ in walk(part):
-                if self._fits(Path(keys), node):
+                if fits(Path(keys), node):
                     found.append(Path((*start, *keys)))
         above = {path[:depth] for path in found for depth in range(len(path))}
         inner = [path for path in found if path not in above]
@@ -190,14 +191,9 @@ class Selection(Generic[T]):
     def partition(self) -> tuple[T, T]:
         """`(selected, rest)`: two trees with the structure of the tree. Each leaf is in one, and
         None in the other."""
-        leaves, mask = [], []
-        for path, leaf in leaves_of(self._tree):
-            leaves.append(leaf)
-            mask.append(first_beginning(path, self._paths) is not None)
-        structure = jax.tree.structure(self._tree)
-        selected = [leaf if chosen else None for leaf, chosen in zip(leaves, mask, strict=True)]
-        rest = [None if chosen else leaf for leaf, chosen in zip(leaves, mask, strict=True)]
-        return structure.unflatten(selected), structure.unflatten(rest)
+        found = [first_beginning(path, self._paths) for path, _ in leaves_of(self._tree)]
+        mask = jax.tree.structure(self._tree).unflatten(path is not None for path in found)
+        return eqx.partition(self._tree, mask)
 
     # Changing
 
@@ -284,19 +280,19 @@ class Selection(Generic[T]):
         """The paths and the selected parts."""
         return zip(self._paths, self, strict=True)
 
-    def _chosen(self, paths: Sequence[Path], asked: str) -> "Selection[T]":
+    def _chosen(
+        self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
+    ) -> "Selection[T]":
         # Raises for a path of several parts, of which one would be taken for the other.
         nodes_at(self._tree, paths)
-        return Selection(self._tree, paths, self._asked + asked)
+        return Selection(self._tree, paths, self._asked + asked, found_by)
 
     def _outermost(self, fits: "_Fits", asked: str) -> "Selection[T]":
         """The nodes for which a function is true, and nothing below such a node."""
         found: list[Path] = []
         for start, part in self._parts():
             found += [Path((*start, *path)) for path, _ in outermost(part, fits)]
-        selection = self._chosen(found, asked)
-        selection._fits, selection._within = fits, self._paths
-        return selection
+        return self._chosen(found, asked, (fits, self._paths))
 
     def _matched(self, chosen: Filter) -> list[Path]:
         """The paths of the arrays that a filter matches."""
@@ -393,9 +389,8 @@ class Selection(Generic[T]):
 _Fits = Callable[[Path, Tree], bool]
 """Whether a node at a path is to be selected."""
 
-
-def _always(path: Path, node: Tree) -> bool:
-    return True
+_FoundBy = tuple[_Fits, Sequence[Path]]
+"""By which function the parts were found, and inside which parts."""
 
 
 def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:

@@ -1,13 +1,11 @@
 """Assertions for users' own tests: layouts, what programs move, compilations, and sharded against
 unsharded results; and the first operation at which something goes wrong."""
 
-from functree.testing.budgets import assert_collectives, assert_peak_memory
-from functree.testing.closed import assert_closed
+from functree.testing.budgets import assert_collectives, assert_layout, assert_peak_memory
+from functree.testing.first_difference import assert_same_as_unsharded
 from functree.testing.first_nonfinite import first_nonfinite
-from functree.testing.golden import assert_layout
 from functree.testing.operation import Operation
-from functree.testing.recompiling import assert_no_recompile
-from functree.testing.unsharded import assert_same_as_unsharded
+from functree.testing.recompiling import assert_closed, assert_no_recompile
 
 __all__ = [
     "assert_layout",

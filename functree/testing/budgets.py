@@ -1,15 +1,22 @@
-"""A ledger ─► the assertion that its collectives, or its memory, are within a budget."""
+"""A plan, or a ledger ─► the assertion that it is as a golden file says, or within a budget."""
 
+import difflib
+import os
 from collections.abc import Collection, Mapping
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from functree.argument_checks import EXTENT, check, parameter_error, shown
+from functree.argument_checks import EXTENT, LOCAL_FILE, check, parameter_error, shown
 from functree.compiled.collective import Collective
 from functree.compiled.data_flow import KINDS
 from functree.compiled.ledger import Ledger
 from functree.compiled.table import rows_of_parameters
-from functree.errors import FunctreeTypeError, FunctreeValueError, did_you_mean
+from functree.devices.specs import spec_text
+from functree.errors import FunctreeTypeError, FunctreeValueError, count, did_you_mean
+from functree.layout.plan.plan import Plan
+from functree.layout.plan.text import groups_of
 from functree.report.table import bytes_text
+from functree.tree.arrays import array_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]
 """A kind of collective, `"all-reduce"`; or only that over these mesh axes, `("all-reduce",
@@ -17,6 +24,84 @@ Kind = str | tuple[str, str | tuple[str, ...]]
 
 SHOWN = 10
 """The number of lines that a message has of what is moved."""
+
+UPDATE = "FUNCTREE_UPDATE_GOLDEN"
+"""The environment variable that has golden files written."""
+
+
+# Layouts
+
+
+def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
+    """Assert that a plan is as a text file says, which a person can review in a pull request.
+
+    The file has a line for each leaf, in which the layers of a list are one: path, array, axes,
+    spec, bytes on each device. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write it.
+
+    Args:
+        plan: the plan.
+        file: the path of the text file.
+
+    Raises:
+        AssertionError: the plan is another one; the message has the lines that differ. Or there is
+            no such file.
+        FunctreeError: `plan` is not a plan.
+
+    Examples:
+        >>> plan = ft.plan(
+        ...     {"w": jnp.ones((8, 16))},
+        ...     ft.P(None, "model"),
+        ...     {"data": 2, "model": 4},
+        ... )
+        >>> ft.testing.assert_layout(plan, "layouts/missing.txt")
+        Traceback (most recent call last):
+            ...
+        AssertionError: there is no file layouts/missing.txt: write it with
+        FUNCTREE_UPDATE...
+    """
+    if not isinstance(plan, Plan):
+        raise FunctreeTypeError(
+            f"assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not {shown(plan)}"
+        )
+    check("assert_layout has nothing to compare with", file=(file, LOCAL_FILE))
+    path, text = Path(file), golden_text(plan)
+    # "0" is no too: so one test can compare in a run that writes the others.
+    if os.environ.get(UPDATE, "") not in ("", "0"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return
+    # Not written by itself: in CI a file that was not committed would pass for ever.
+    if not path.exists():
+        raise AssertionError(f"there is no file {path}: write it with {UPDATE}=1, and review it")
+    before = path.read_text(encoding="utf-8")
+    if before == text:
+        return
+    lines = difflib.unified_diff(
+        before.splitlines(), text.splitlines(), str(path), "the plan", lineterm="", n=1
+    )
+    raise AssertionError(
+        "\n".join([f"the layout is not that of {path} (if it is meant: {UPDATE}=1)", "", *lines])
+    )
+
+
+def golden_text(plan: Plan) -> str:
+    """The text of a golden file: no columns, so that a change of one leaf is one of one line."""
+    total = bytes_text(plan.bytes_per_device)
+    lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
+    for group in groups_of(plan.rows):
+        row = group.rows[0]
+        axes = f'  "{row.axes}"' if any(row.axes) else ""
+        spec = "-" if row.spec is None else spec_text(row.spec)
+        kind = f" {row.memory_kind}" if row.memory_kind else ""
+        size = bytes_text(group.per_device)
+        lines.append(f"{group.title}  {array_text(row)}{axes}  {spec}{kind}  {size}")
+    # A plan with `check=False` may have problems. They are a part of the layout that is reviewed.
+    for problem in plan.problems:
+        lines.append(f"PROBLEM {problem.path or problem.what}: {problem.why}")
+    return "\n".join(lines) + "\n"
+
+
+# Collectives and memory
 
 
 def assert_collectives(
@@ -65,22 +150,15 @@ def assert_collectives(
     # Both arguments are checked before one is compared, so that a misspelt kind is not hidden by
     # another failure.
     allowed, budgets = _allowed(allow, found), _budgets(at_most, found)
-    if allowed is not None:
-        others = list(found.collectives)
-        for kind in allowed:
-            others = [one for one in others if not kind.covers(one)]
-        if others:
-            raise AssertionError(
-                f"the program has collectives that are not allowed\n{_listed(others)}"
-            )
+    others = [one for one in found.collectives if not any(kind.covers(one) for kind in allowed)]
+    if others:
+        raise AssertionError(f"the program has collectives that are not allowed\n{_listed(others)}")
     for kind, most in budgets.items():
-        what, moved = "the program", list(found.collectives)
-        if kind is not None:
-            what, moved = str(kind), [one for one in moved if kind.covers(one)]
+        moved = list(filter(kind.covers, found.collectives))
         total = sum(one.total for one in moved)
         if total > most:
             raise AssertionError(
-                f"{what} moves {bytes_text(total)}, of at most {bytes_text(most)}\n{_listed(moved)}"
+                f"{kind} moves {bytes_text(total)}, of at most {bytes_text(most)}\n{_listed(moved)}"
             )
 
 
@@ -127,88 +205,83 @@ class _Kind(NamedTuple):
     """A kind of collective, as a budget names it.
 
     Attributes:
-        name: the name of the kind, `"all-reduce"`.
+        name: the name of the kind, `"all-reduce"`; empty for all of them.
         axes: the mesh axes, in any order; None for all.
     """
 
-    name: str
-    axes: tuple[str, ...] | None
-
-    @classmethod
-    def of(cls, written: object, ledger: Ledger) -> "_Kind":
-        """The kind that a user wrote.
-
-        What does not exist in the program is refused: a budget for it would always hold.
-
-        Raises:
-            FunctreeError: there is no such kind, or no such mesh axis in the program.
-        """
-        name, axes = written, None
-        if isinstance(written, tuple) and len(written) == 2:
-            name, axes = written
-        if name not in KINDS:
-            raise FunctreeValueError(
-                f"{shown(written)} is no kind of collective: {', '.join(KINDS)}"
-                f"{did_you_mean(name, KINDS)}"
-            )
-        if axes is None:
-            return cls(str(name), None)
-        if isinstance(axes, str):
-            axes = (axes,)
-        if not isinstance(axes, tuple | list) or not all(isinstance(one, str) for one in axes):
-            raise FunctreeTypeError(
-                f"{shown(written)}: mesh axes are names, such as ('all-reduce', 'model')"
-            )
-        for axis in axes:
-            if axis not in ledger.sizes:
-                known = ", ".join(ledger.sizes) or "no axes"
-                raise FunctreeValueError(
-                    f"{shown(written)}: the program has no mesh axis `{axis}`; its mesh has "
-                    f"{known}{did_you_mean(axis, ledger.sizes)}"
-                )
-        return cls(str(name), tuple(axes))
+    name: str = ""
+    axes: tuple[str, ...] | None = None
 
     def covers(self, collective: Collective) -> bool:
         """Whether a collective is of this kind."""
-        if collective.kind != self.name:
+        if self.name not in ("", collective.kind):
             return False
         return self.axes is None or set(collective.mesh_axes or ()) == set(self.axes)
 
     def __str__(self) -> str:
         if self.axes is None:
-            return self.name
+            return self.name or "the program"
         return f"{self.name} over {', '.join(self.axes)}"
 
 
-def _allowed(allow: object, ledger: Ledger) -> list[_Kind] | None:
-    """The kinds that are allowed; None for all."""
+def _kind(written: object, ledger: Ledger) -> _Kind:
+    """The kind that a user wrote.
+
+    What does not exist in the program is refused: a budget for it would always hold.
+
+    Raises:
+        FunctreeError: there is no such kind, or no such mesh axis in the program.
+    """
+    name, axes = written, None
+    if isinstance(written, tuple) and len(written) == 2:
+        name, axes = written
+    if name not in KINDS:
+        raise FunctreeValueError(
+            f"{shown(written)} is no kind of collective: {', '.join(KINDS)}"
+            f"{did_you_mean(name, KINDS)}"
+        )
+    if axes is None:
+        return _Kind(str(name))
+    if isinstance(axes, str):
+        axes = (axes,)
+    if not isinstance(axes, tuple | list) or not all(isinstance(one, str) for one in axes):
+        raise FunctreeTypeError(
+            f"{shown(written)}: mesh axes are names, such as ('all-reduce', 'model')"
+        )
+    for axis in axes:
+        if axis not in ledger.sizes:
+            known = ", ".join(ledger.sizes) or "no axes"
+            raise FunctreeValueError(
+                f"{shown(written)}: the program has no mesh axis `{axis}`; its mesh has "
+                f"{known}{did_you_mean(axis, ledger.sizes)}"
+            )
+    return _Kind(str(name), tuple(axes))
+
+
+def _allowed(allow: object, ledger: Ledger) -> list[_Kind]:
     if allow is None:
-        return None
+        return [_Kind()]
     # A text is a collection too, of its letters.
     if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
         raise FunctreeTypeError(
             f"allow={shown(allow)}: give a set of kinds, such as `{{'all-reduce'}}`"
         )
-    return [_Kind.of(kind, ledger) for kind in allow]
+    return [_kind(one, ledger) for one in allow]
 
 
-def _budgets(at_most: object, ledger: Ledger) -> dict[_Kind | None, int]:
-    """The most bytes of each kind; of None for all kinds together."""
+def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
+    """The most bytes of each kind."""
     if at_most is None:
         return {}
-    if not isinstance(at_most, Mapping):
-        _check_sizes(at_most, [at_most])
-        return {None: int(at_most)}  # pyright: ignore[reportArgumentType]
-    _check_sizes(at_most, at_most.values())
-    return {_Kind.of(kind, ledger): size for kind, size in at_most.items()}
-
-
-def _check_sizes(at_most: object, sizes: Collection[object]) -> None:
-    if not all(map(EXTENT.fits, sizes)):
+    budgets = {_Kind(): at_most}
+    if isinstance(at_most, Mapping):
+        budgets = {_kind(one, ledger): size for one, size in at_most.items()}
+    if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
             f"at_most={shown(at_most)}: give a number of bytes, or one for each kind in a dict",
-            right_type=all(map(EXTENT.is_type, sizes)),
+            right_type=all(map(EXTENT.is_type, budgets.values())),
         )
+    return budgets
 
 
 def _listed(moved: Collection[Collective]) -> str:

@@ -37,6 +37,27 @@ def is_inexact(dtype: np.dtype) -> bool:
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
+def numbers(x: Any) -> Any:
+    """The numbers of an array; of random keys, their words."""
+    return jax.random.key_data(x) if is_key(x.dtype) else x
+
+
+def wide(values: np.ndarray) -> np.ndarray:
+    """Numbers in a dtype in which their differences are exact enough."""
+    # By JAX's function: for numpy bfloat16 is no floating-point dtype.
+    if jnp.issubdtype(values.dtype, jnp.complexfloating):
+        return values.astype(np.complex128)
+    if is_inexact(values.dtype):
+        return values.astype(np.float64)
+    # Of the others, numpy would wrap their differences, and has none of booleans.
+    return values.astype(np.int64)
+
+
+def rounding(dtype: np.dtype) -> float:
+    """The relative error of a dtype; zero if it is exact."""
+    return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
+
+
 @functools.partial(jax.jit, static_argnames=("tiles", "with_size"))
 def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> _Array:
     """The checksum of an array.
@@ -62,19 +83,20 @@ def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> 
     weights = _weights(local, x.dtype)
     dims = tuple(range(x.ndim))
     if math.prod(cuts) > 1:
-        pairs = [part for pair in zip(cuts, local, strict=True) for part in pair]
-        x = x.reshape(pairs)
-        weights = weights.reshape([part for size in local for part in (1, size)])
+        # Each dimension becomes two: the tile, and the position in it.
+        x = x.reshape(np.stack([cuts, local], 1).ravel().tolist())
+        weights = jnp.expand_dims(weights, list(range(0, x.ndim, 2)))
         dims = tuple(range(1, x.ndim, 2))
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         # The two parts have different weights, so that conjugates differ.
         x = x.real + 2 * x.imag
     terms = jnp.asarray(x, weights.dtype) * weights
+    shape = () if tiles is None else cuts
+    total = _sum(terms, dims).reshape(shape)
+    if not with_size:
+        return total
     # Without their signs it is the same sum.
-    sums = [_sum(one, dims) for one in ((terms, abs(terms)) if with_size else (terms,))]
-    if tiles is not None:
-        sums = [one.reshape(cuts) for one in sums]
-    return jnp.stack(sums) if with_size else sums[0]
+    return jnp.stack([total, _sum(abs(terms), dims).reshape(shape)])
 
 
 def _sum(terms: _Array, dims: tuple[int, ...]) -> _Array:

@@ -2,25 +2,30 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 
-from functree.testing.checksums import Tiles, checksum, has_checksum, is_inexact
+from functree.testing.checksums import (
+    Tiles,
+    checksum,
+    has_checksum,
+    is_inexact,
+    numbers,
+    rounding,
+    wide,
+)
 from functree.testing.intermediates import Site, Watch
-from functree.testing.pairs import Pairs
-from functree.testing.programs import Program, rounding
-from functree.testing.scopes import Records, Scope
-from functree.testing.search import Compared
+from functree.testing.programs import Program, Sampler
+from functree.testing.relations import Compared
+from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
 from functree.tree.arrays import is_key
 
-# The draws by which it is found how much values depend on rounding.
-_DRAWS = (0, 1)
-# How many times as much as in these draws a value may differ.
+# How many times as much a value may differ as between arguments that are off by a rounding.
 _MARGIN = 8
 
 
@@ -36,63 +41,51 @@ class Watched:
 
     def __init__(self, pairs: Pairs, one: Program, many: Program):
         tiles = self._tiles = tiles_of(pairs)
-        left_sites = frozenset(site for site, _ in crossing(one.body))
-        right_sites = frozenset(site for site, _ in crossing(many.body))
-        self._on_one = one.watched(
-            Watch(
-                lambda site, x: checksum(x, tiles.get(site), True) if site in left_sites else None
-            )
-        )
-        self._on_many = many.watched(
-            Watch(lambda site, x: checksum(x) if site in right_sites else None)
-        )
+        left, right = dict(crossing(one.body)), dict(crossing(many.body))
+        self._on_one = one.watched(Watch(left, lambda site, x: checksum(x, tiles.get(site), True)))
+        self._on_many = many.watched(Watch(right, lambda site, x: checksum(x)))
 
     def checksums(self, one: Program, many: Program) -> "Checksums":
         """The checksums for the arrays of the programs, which may be others than before."""
         return Checksums(
             self._tiles,
             fetched(self._on_one(one.arrays)),
-            [fetched(self._on_one(one.perturbed(seed))) for seed in _DRAWS],
+            _draws(self._on_one, one),
             fetched(self._on_many(many.arrays)),
         )
 
 
+@dataclass(frozen=True)
 class Checksums:
     """Checksums of the values that leave their line.
 
     Attributes:
         tiles: for each value that can be compared, the tiles of it that are.
         left: those of the program on one device, with the size of the terms.
+        draws: the same for arguments that are off by a rounding.
         right: those of the program on the mesh.
     """
 
-    def __init__(
-        self,
-        tiles: Mapping[Site, Tiles | None],
-        left: Records,
-        draws: Sequence[Records],
-        right: Records,
-    ):
-        self.tiles: Mapping[Site, Tiles | None] = tiles
-        self.left: Records = left
-        self.right: Records = right
-        # For arguments that are off by a rounding.
-        self._draws = draws
+    tiles: Mapping[Site, Tiles | None]
+    left: Records
+    draws: Sequence[Records]
+    right: Records
 
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """The checksums of a value; None if there are none."""
-        site = (*scope.left, i, result)
-        recorded = site in self.left and (*scope.right, j, result) in self.right
-        if not recorded or site not in self.tiles:
+    def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
+        """The checksums of a result of a step on the mesh; None if there are none."""
+        i = scope.pairs.left_of.get(j)
+        if i is None or (*scope.left.at, i, result) not in self.tiles:
             return None
-        on_device = len(scope.axes)
-        left = scope.viewed(self.left[site])
-        whole, size = left.reshape(left.shape[on_device:])
+        left = scope.left.of(self.left, i, result)
+        parts = scope.right.of(self.right, j, result)
+        if left is None or parts is None:
+            return None
+        # Without the dimensions of the one device in a shard_map.
+        whole, size = left.reshape(left.shape[len(scope.axes) :])
         noise = np.zeros(whole.shape)
-        for draw in self._draws:
-            other = scope.viewed(draw[site]).reshape(2, *whole.shape)[0]
+        for draw in self.draws:
+            other = scope.left.viewed(draw[*scope.left.at, i, result]).reshape(2, *whole.shape)[0]
             noise = np.maximum(noise, _distance(whole, other))
-        parts = scope.viewed(self.right[*scope.right, j, result])
         kind = scope.pairs.left.steps[i].types[result]
         tolerance = _MARGIN * noise + size * _rounding_of_sum(kind, whole.size)
         return Compared(whole, tolerance, parts)
@@ -102,8 +95,6 @@ class Values:
     """The values of some steps themselves, and checksums of the others.
 
     Attributes:
-        left: the checksums of the program on one device.
-        right: those of the program on the mesh.
         arrays: the values on the mesh, as they lie.
     """
 
@@ -111,34 +102,31 @@ class Values:
         self, coarse: Checksums, one: Program, many: Program, sites: Sequence[tuple[Site, Site]]
     ):
         self._coarse = coarse
-        self.left: Records = coarse.left
-        self.right: Records = coarse.right
-        left_sites = frozenset(site for site, _ in sites)
-        right_sites = frozenset(site for _, site in sites)
-        on_one = one.watched(values_of(left_sites))
-        on_many = many.watched(values_of(right_sites))
+        left, right = zip(*sites, strict=True)
+        on_one, on_many = one.watched(values_of(left)), many.watched(values_of(right))
         self.arrays: Mapping[Site, jax.Array] = on_many(many.arrays)
         self._one, self._many = fetched(on_one(one.arrays)), fetched(self.arrays)
-        self._draws = [fetched(on_one(one.perturbed(seed))) for seed in _DRAWS]
+        self._draws = _draws(on_one, one)
 
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """The tiles of a value, or their checksums; None if there is neither."""
-        site, other = (*scope.left, i, result), (*scope.right, j, result)
-        if site not in self._coarse.tiles or site not in self._one or other not in self._many:
-            return self._coarse.compared(scope, i, j, result)
-        whole = self._tiled(scope, site, self._one[site])
-        noise = [
-            _distance(whole, self._tiled(scope, site, draw[site])).max(initial=0)
-            for draw in self._draws
-        ]
-        parts = _wide(scope.viewed(self._many[other]))
+    def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
+        """The tiles of a result of a step on the mesh, or their checksums; None if there is
+        neither."""
+        i = scope.pairs.left_of.get(j, -1)
+        site = (*scope.left.at, i, result)
+        parts = scope.right.of(self._many, j, result)
+        if parts is None or site not in self._coarse.tiles or site not in self._one:
+            return self._coarse.compared(scope, j, result)
+        whole, noise = self._tiled(scope, site, self._one[site]), 0.0
+        for draw in self._draws:
+            distance = _distance(whole, self._tiled(scope, site, draw[site]))
+            noise = max(noise, distance.max(initial=0))
         kind = scope.pairs.left.steps[i].types[result]
-        tolerance = 32 * rounding(kind.dtype) * abs(whole) + _MARGIN * max(noise)
-        return Compared(whole, np.asarray(tolerance), parts)
+        tolerance = 32 * rounding(kind.dtype) * abs(whole) + _MARGIN * noise
+        return Compared(whole, np.asarray(tolerance), wide(parts))
 
     def _tiled(self, scope: Scope, site: Site, record: np.ndarray) -> np.ndarray:
         """A value, cut into tiles: first the indices of the tile, then those in it."""
-        record = _wide(scope.viewed(record))
+        record = wide(scope.left.viewed(record))
         record = record.reshape(record.shape[len(scope.axes) :])
         tiles = self._coarse.tiles[site]
         if tiles is None:
@@ -155,28 +143,33 @@ def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
     """For each value of the left body that can be compared: into how many tiles the devices of a
     shard_map cut it; None outside of shard_maps."""
     found: dict[Site, Tiles | None] = {}
-    for left, one, _, other, manual in pairs.sites():
+    for left, one, other, manual in pairs.sites():
         for result, (whole, part) in enumerate(zip(one.types, other.types, strict=True)):
             if not (has_checksum(whole) and has_checksum(part)):
                 continue
-            if not manual:
-                if whole.shape == part.shape:
-                    found[(*left, result)] = None
-            elif _divides(part.shape, whole.shape):
-                found[(*left, result)] = tuple(
-                    size // local if local else 1
-                    for size, local in zip(whole.shape, part.shape, strict=True)
-                )
+            if manual:
+                tiles = _tiles(whole.shape, part.shape)
+                if tiles is not None:
+                    found[(*left, result)] = tiles
+            elif whole.shape == part.shape:
+                found[(*left, result)] = None
     return found
 
 
-def _divides(part: Sequence[int], whole: Sequence[int]) -> bool:
-    if len(part) != len(whole):
-        return False
-    return all(
-        size == local or (local and size % local == 0)
-        for size, local in zip(whole, part, strict=True)
-    )
+def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
+    """Into how many parts each dimension is cut, if a part of the whole has a shape; None if it
+    cannot have it."""
+    if len(whole) != len(part):
+        return None
+    tiles: list[int] = []
+    for size, local in zip(whole, part, strict=True):
+        if size == local:
+            tiles.append(1)
+        elif local and size % local == 0:
+            tiles.append(size // local)
+        else:
+            return None
+    return tuple(tiles)
 
 
 def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
@@ -195,11 +188,7 @@ def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
 
 def values_of(sites: Collection[Site]) -> Watch:
     """Records some values themselves."""
-    return Watch(lambda site, x: _numbers(x) if site in sites else None)
-
-
-def _numbers(x: Any) -> jax.Array:
-    return jax.random.key_data(x) if is_key(x.dtype) else x
+    return Watch(frozenset(sites), lambda site, x: numbers(x))
 
 
 def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
@@ -207,13 +196,9 @@ def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
     return dict(zip(records, jax.device_get(list(records.values())), strict=True))
 
 
-def _wide(values: np.ndarray) -> np.ndarray:
-    """Numbers in a dtype in which their differences are exact enough."""
-    if jnp.issubdtype(values.dtype, jnp.complexfloating):
-        return values.astype(np.complex128)
-    if is_inexact(values.dtype):
-        return values.astype(np.float64)
-    return values.astype(np.int64)
+def _draws(run: Sampler, program: Program) -> list[Records]:
+    """The records for arguments that are off by a rounding."""
+    return [fetched(run(program.perturbed(seed))) for seed in (0, 1)]
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:

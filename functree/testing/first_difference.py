@@ -1,26 +1,156 @@
-"""A function on one device and on a mesh ─► the first operation whose values differ."""
+"""A function and the layouts of its arguments ─► the assertion that sharding changes no result; or
+else the first operation whose values differ."""
 
 import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
+from functree.argument_checks import FUNCTION, ROOM, check, shown
+from functree.devices.meshes import without_devices
+from functree.devices.placement import check_deleted
+from functree.errors import FunctreeTypeError, ShardingError
+from functree.labels.leaves import read
+from functree.layout.layout import LayoutTree
+from functree.testing.checksums import numbers, wide
 from functree.testing.evidence import Checksums, Values, Watched
-from functree.testing.intermediates import KEPT_ITERATIONS, Site
-from functree.testing.operation import (
-    Operation,
-    described,
-    devices_text,
-    layout_text,
-    source_text,
-)
-from functree.testing.pairs import Pairs
-from functree.testing.programs import Program
-from functree.testing.relations import assignments, on_devices
-from functree.testing.scopes import Scope
-from functree.testing.search import Compared, Finding, Search
+from functree.testing.intermediates import KEPT_ITERATIONS, Site, slots
+from functree.testing.operation import Operation, described, source_text
+from functree.testing.programs import Both, Program
+from functree.testing.relations import Compared, assignments, on_devices
+from functree.testing.scopes import Pairs, Scope
+from functree.testing.search import Finding, Search
 from functree.testing.steps import Step
+from functree.tree.arrays import AnyArray, Tree
+
+
+def assert_same_as_unsharded(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    layouts: LayoutTree,
+    mesh: Mesh,
+    rtol: float = 1e-5,
+    atol: float = 1e-6,
+) -> None:
+    """Assert that a function returns the same with sharded arguments as on one device.
+
+    Args:
+        fn: the function. One that `ft.jit` or `ft.shard_map` has made runs as it is; any other is
+            jitted, with the layouts as ambient rules if they are one layout. If it has a
+            shard_map, without `mesh=`, one device is a mesh whose axes have the size 1; otherwise
+            it runs there without mesh and rules.
+        args: its arguments. They are copied, so that they may be donated.
+        layouts: the layouts of the arguments, as `in_shardings` of `ft.jit`.
+        mesh: the mesh.
+        rtol: how much numbers may differ, relative to those of one device.
+        atol: how much they may differ beside that.
+
+    Raises:
+        AssertionError: results differ, or have another structure, or their copies on several
+            devices differ. The message has their paths, and how much; and the first operation whose
+            values differ: its line, the arguments that it takes, the iteration and the devices, how
+            its result lies, the largest difference. Or the layouts shard nothing, so that there is
+            nothing to compare.
+        ShardingError: a layout does not fit; the mesh has no devices.
+
+    Examples:
+        >>> mesh = ft.make_mesh(data=2, model=4)
+        >>> rules = ft.AxisRules(
+        ...     {"batch": "data", "embed": None, "hidden": "model", "seq": None}
+        ... )
+        >>> model = ft.nn.MLP(8, 16, key=jax.random.key(0))
+        >>> def loss(model, x: Float[Array, "batch seq embed"]):
+        ...     return model(x).mean()
+        >>> ft.testing.assert_same_as_unsharded(
+        ...     loss, (model, jnp.ones((4, 2, 8))), rules, mesh
+        ... )
+    """
+    check(
+        "assert_same_as_unsharded cannot compare this",
+        fn=(fn, FUNCTION),
+        rtol=(rtol, ROOM),
+        atol=(atol, ROOM),
+    )
+    if not isinstance(mesh, Mesh):
+        raise ShardingError(
+            f"assert_same_as_unsharded runs on devices: give a `Mesh`, not {shown(mesh)}"
+        )
+    if not isinstance(args, tuple | list):
+        raise FunctreeTypeError(
+            "assert_same_as_unsharded takes the arguments as a tuple: `(model, batch)`"
+        )
+    check_deleted("assert_same_as_unsharded", args)
+    missing = without_devices(mesh)
+    if missing is not None:
+        raise ShardingError(f"assert_same_as_unsharded runs the function: {missing}")
+    both = Both.of(fn, args, layouts, mesh)
+    # The arguments are placed anew for each call, since they may be donated.
+    expected, found = both.unsharded(*both.on_device()), both.sharded(*both.on_mesh())
+    problems = [
+        *_differences(expected, found, rtol, atol),
+        *_unequal_copies(found, rtol, atol),
+    ]
+    if problems:
+        first = first_difference(*both.programs())
+        lines = ["the sharded function returns something else", *problems, _explanation(first)]
+        raise AssertionError("\n".join(lines))
+
+
+def _explanation(first: Operation | None) -> str:
+    if first is not None:
+        return f"the first operation whose values differ is {first}"
+    return (
+        "no operation differs by more than rounding: either `rtol` and `atol` ask for more than "
+        "sums in another order can give, or the compiler, XLA, makes the difference only while no "
+        "values are recorded"
+    )
+
+
+def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Iterator[str]:
+    """A line for each array that differs."""
+    before, after = read(expected), read(found)
+    if before.skeleton.treedef != after.skeleton.treedef:
+        yield f"  structure {before.skeleton.treedef}, but sharded {after.skeleton.treedef}"
+        return
+    for one, other in zip(before.leaves, after.leaves, strict=True):
+        a, b = _host_values(one.value), _host_values(other.value)
+        where = str(one.path) or "the result"
+        if a.shape != b.shape or one.value.dtype != other.value.dtype:
+            before_text, after_text = shown(one.value), shown(other.value)
+            yield f"  {where}: {before_text}, but sharded {after_text}"
+        # NaN at the same places is the same: whether a function should return it is not asked.
+        elif not np.allclose(b, a, rtol=rtol, atol=atol, equal_nan=True):
+            most, size = np.nanmax(np.abs(b - a)), np.nanmax(np.abs(a))
+            yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
+
+
+def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
+    """A line for each array whose copies on several devices are not the same."""
+    for leaf in read(found).leaves:
+        if not isinstance(leaf.value, jax.Array):
+            continue
+        seen: dict[str, np.ndarray] = {}
+        for shard in leaf.value.addressable_shards:
+            values = _host_values(shard.data)
+            first = seen.setdefault(str(shard.index), values)
+            if not np.allclose(values, first, rtol=rtol, atol=atol, equal_nan=True):
+                where = str(leaf.path) or "the result"
+                with np.errstate(invalid="ignore"):
+                    most = np.max(abs(values - first))
+                yield f"  {where}: its copies on several devices differ, by up to {most:.3g}"
+                break
+
+
+def _host_values(array: AnyArray) -> np.ndarray:
+    """The numbers of an array, in 64 bits."""
+    return wide(np.asarray(numbers(array)))
+
+
+# The first operation
 
 # The values of a line are compared themselves if they are not more than so many numbers.
 _MOST_NUMBERS = 2**24
@@ -49,18 +179,17 @@ def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Progr
     """The operation of a finding, with the values of its line."""
     if finding.only:
         return _only_one_has(finding, many)
+    array = compared = None
     sites = _sites_of_line(finding)
-    if sites is None:
-        return _operation(finding, many, None, None)
-    values = Values(checksums, one, many, sites)
-    if not finding.step.bodies:
-        search = Search(values)
-        finding = search.explained(finding.scope, finding.step.outs[finding.result]) or finding
-    scope, j = finding.scope, finding.index
-    array = values.arrays.get((*scope.right, j, finding.result))
-    if array is None:
-        return _operation(finding, many, None, None)
-    compared = values.compared(scope, scope.pairs.left_of[j], j, finding.result)
+    if sites is not None:
+        values = Values(checksums, one, many, sites)
+        if not finding.step.bodies:
+            value = finding.step.outs[finding.result]
+            finding = Search(checksums, values).explained(finding.scope, value) or finding
+        scope, j, result = finding.scope, finding.index, finding.result
+        array = values.arrays.get((*scope.right.at, j, result))
+        if array is not None:
+            compared = values.compared(scope, j, result)
     return _operation(finding, many, compared, array)
 
 
@@ -72,30 +201,27 @@ def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
         if step is not finding.step and (step.bodies or step.source != finding.step.source):
             continue
         for result, kind in enumerate(scope.pairs.left.steps[i].types):
-            sites.append(((*scope.left, i, result), (*scope.right, j, result)))
+            sites.append(((*scope.left.at, i, result), (*scope.right.at, j, result)))
             numbers += math.prod(getattr(kind, "shape", ()))
-    for around in scope.around:
-        numbers *= _iterations(around.body.steps[around.index])
+    for around in scope.right.around:
+        step = around.body.steps[around.index]
+        if step.name in ("scan", "while"):
+            numbers *= len(slots(step, KEPT_ITERATIONS))
     return sites if numbers <= _MOST_NUMBERS else None
-
-
-def _iterations(step: Step) -> int:
-    """How many iterations of a step are recorded."""
-    if step.name == "while":
-        return KEPT_ITERATIONS + 1
-    return step.params["length"] if step.name == "scan" else 1
 
 
 def _only_one_has(finding: Finding, many: Program) -> Operation:
     """The first operation that only one of the programs has."""
-    scope = finding.scope
-    where = "on the mesh" if finding.only == "mesh" else "on one device"
+    scope, step = finding.scope, finding.step
+    body, place, where = scope.pairs.right, scope.right, "on the mesh"
+    if finding.only == "device":
+        body, place, where = scope.pairs.left, scope.left, "on one device"
     what = f"only the program {where} has it"
     if finding.before is not None:
         what += f", and the last before it that both have is {_named(scope.step(finding.before))}"
     if finding.other is not None:
         what += f"; on one device there is {_named(scope.pairs.left.steps[finding.other])}"
-    return replace(_described(finding, many), what=what)
+    return replace(described(step, finding.result, body, place, many.paths), what=what)
 
 
 def _named(step: Step) -> str:
@@ -103,39 +229,22 @@ def _named(step: Step) -> str:
     return f"`{step.name}` at {source}, in `{line}`" if line else f"`{step.name}`"
 
 
-def _described(finding: Finding, many: Program) -> Operation:
-    scope, step = finding.scope, finding.step
-    if finding.only != "device":
-        return described(step, finding.result, scope.pairs.right, scope.around, many.paths)
-    # The steps around are those on the mesh: of another program the inputs are not known.
-    body = scope.pairs.left
-    paths = [None] * len(body.inputs) if scope.around else many.paths
-    return described(step, finding.result, body, (), paths)
-
-
 def _operation(
     finding: Finding, many: Program, compared: Compared | None, array: jax.Array | None
 ) -> Operation:
-    scope = finding.scope
-    where = [around.where for around in reversed(scope.around) if around.where]
-    difference, what = None, "its values differ"
+    scope, relation = finding.scope, finding.relation
+    difference, bad, what = None, None, "its values differ"
     if compared is not None:
         difference, bad = _largest(compared, scope)
-        where += devices_text(bad, scope.axes)
         what = _difference_text(difference, compared)
     if finding.note:
         what += f": {finding.note}"
-    relation = finding.relation
-    layout = layout_text(array, len(scope.view), bool(scope.axes))
+    body, place = scope.pairs.right, scope.right
+    found = described(finding.step, finding.result, body, place, many.paths, array, bad)
+    layout = found.layout
     if scope.axes and (relation.assignment or relation.missing):
         layout += f", as {relation}"
-    return replace(
-        _described(finding, many),
-        layout=layout,
-        difference=difference,
-        what=what,
-        where=", ".join(where),
-    )
+    return replace(found, layout=layout, difference=difference, what=what)
 
 
 def _difference_text(difference: float, compared: Compared) -> str:

@@ -1,7 +1,7 @@
 """A function and its arguments ─► the first operation that makes a NaN or an infinity of finite
 values."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,10 +14,10 @@ from functree.argument_checks import FUNCTION, check
 from functree.calls.function import Function
 from functree.testing.checksums import SCALE, has_checksum, is_inexact
 from functree.testing.evidence import crossing, fetched, values_of
-from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, manual_axes
-from functree.testing.operation import Operation, described, devices_text, layout_text
+from functree.testing.intermediates import KEPT_ITERATIONS, RAN, Site, Watch, slots
+from functree.testing.operation import Operation, described
 from functree.testing.programs import Program
-from functree.testing.scopes import Around, Records
+from functree.testing.scopes import Place, Records
 from functree.testing.steps import Body, Step
 from functree.transforms.jit.jit import jit
 
@@ -59,7 +59,7 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     check("first_nonfinite cannot run this", fn=(fn, FUNCTION))
     program = Program.of(fn if isinstance(fn, Function) else jit(fn), args)
     sites = frozenset(site for site, kind in crossing(program.body) if is_inexact(kind.dtype))
-    watch = Watch(lambda site, x: _size(x) if site in sites else None, _any_nonfinite)
+    watch = Watch(sites, lambda site, x: _size(x), _any_nonfinite)
     badness: dict[Site, np.ndarray] = {}
     for site, record in fetched(program.watched(watch)(program.arrays)).items():
         # How often the body of a loop has run is no size.
@@ -96,27 +96,6 @@ def _worst(value: Any) -> int:
     return int(_badness(np.asarray(value)).max(initial=_FINITE))
 
 
-@dataclass(frozen=True)
-class _Place:
-    """Where a body is: as in `Scope`."""
-
-    at: Site = ()
-    axes: tuple[str, ...] = ()
-    view: tuple[tuple[int, int], ...] = ()
-    around: tuple[Around, ...] = ()
-
-    def inside(self, body: Body, index: int, inner: int = 0, where: str = "") -> "_Place":
-        """Where a body is that a step runs."""
-        around = (*self.around, Around(body, index, inner, where))
-        return replace(self, at=(*self.at, index, inner), around=around)
-
-    def viewed(self, record: np.ndarray) -> np.ndarray:
-        """A record at the iterations of the loops around."""
-        for dim, index in self.view:
-            record = np.take(record, index, dim)
-        return record
-
-
 @dataclass(frozen=True, eq=False)
 class _Finding:
     """A value that is worse than what it is made of.
@@ -134,7 +113,7 @@ class _Finding:
     body: Body
     index: int
     result: int
-    place: _Place
+    place: Place
     badness: np.ndarray
     worst: int
     written: bool
@@ -152,10 +131,10 @@ class _Reading:
 
     def first(self, program: Program) -> _Finding | None:
         """The finding in a program."""
-        return self.body(program.body, list(map(_worst, program.arrays)), _Place())[0]
+        return self.body(program.body, list(map(_worst, program.arrays)), Place())[0]
 
     def body(
-        self, body: Body, given: Sequence[int], place: _Place
+        self, body: Body, given: Sequence[int], place: Place
     ) -> tuple[_Finding | None, list[int]]:
         """The finding in a body whose inputs are as bad as that, and how bad its outputs are."""
         known = dict(zip(body.inputs, given, strict=True))
@@ -179,7 +158,7 @@ class _Reading:
                 known.update(dict.fromkeys(step.outs, worst))
                 continue
             for result, value in enumerate(step.outs):
-                found = self._of(place, index, result)
+                found = place.of(self._records, index, result)
                 known[value] = _badness_by_inputs(step, result, worst)
                 if found is not None:
                     known[value] = int(found.max())
@@ -189,59 +168,36 @@ class _Reading:
                     written.add(value)
         return None, [known[value] for value in body.outputs]
 
-    def _of(self, place: _Place, *site: int) -> np.ndarray | None:
-        """What is recorded of a value, for each device of a shard_map."""
-        record = self._records.get((*place.at, *site))
-        if record is None:
-            return None
-        return place.viewed(record)
-
-    def _inside(self, body: Body, index: int, ins: Sequence[int], place: _Place) -> _Finding | None:
+    def _inside(self, body: Body, index: int, ins: Sequence[int], place: Place) -> _Finding | None:
         """The finding in what a step runs."""
         step = body.steps[index]
-        if step.name == "shard_map":
-            inner = replace(place.inside(body, index), axes=(*place.axes, *manual_axes(step)))
-            return self.body(step.bodies[0], ins, inner)[0]
-        if step.name == "cond":
-            return self._in_branches(body, index, ins[1:], place)
-        return self._in_iterations(body, index, ins, place)
-
-    def _in_branches(
-        self, body: Body, index: int, ins: Sequence[int], place: _Place
-    ) -> _Finding | None:
-        for inner, branch in enumerate(body.steps[index].bodies):
-            # What a branch that no device runs records is zero.
-            finding, _ = self.body(
-                branch, ins, place.inside(body, index, inner, f"in branch {inner}")
-            )
-            if finding is not None:
-                return finding
-        return None
-
-    def _in_iterations(
-        self, body: Body, index: int, ins: Sequence[int], place: _Place
-    ) -> _Finding | None:
-        step = body.steps[index]
-        constants, carry, rest = step.loop_operands(ins)
-        for number, slot in self._iterations(step, place, index):
-            inner = place.inside(body, index, 0, f"in iteration {number}")
-            inner = replace(inner, view=(*place.view, (len(place.axes), slot)))
-            finding, outs = self.body(step.bodies[0], [*constants, *carry, *rest], inner)
+        constants, carry, rest = step.body_operands(ins)
+        for inner, of_run in self._runs(body, index, place):
+            given = [*constants, *carry, *rest]
+            finding, outs = self.body(step.bodies[inner], given, of_run)
             if finding is not None:
                 return finding
             carry = outs[: len(carry)]
         return None
 
-    def _iterations(self, step: Step, place: _Place, index: int) -> list[tuple[int, int]]:
-        """The number of each iteration that is recorded, and its index in the records."""
-        if step.name == "scan":
-            order = range(step.params["length"])
-            return list(enumerate(order[::-1] if step.params["reverse"] else order, 1))
-        count = self._of(place, index, 0, RAN)
-        number = 0 if count is None else int(count.max())
-        found = [(n + 1, n) for n in range(min(number, KEPT_ITERATIONS))]
-        # The last that is recorded is the first with a value that is not finite, if there is one.
-        return found if number <= KEPT_ITERATIONS else [*found, (number, KEPT_ITERATIONS)]
+    def _runs(self, body: Body, index: int, place: Place) -> Iterator[tuple[int, Place]]:
+        """The index of each body that a step runs, with its place, in the order in which they
+        run."""
+        step = body.steps[index]
+        if step.name == "shard_map":
+            yield 0, place.in_shard_map(body, index)
+        elif step.name == "cond":
+            # What a branch that no device runs records is zero.
+            for inner in range(len(step.bodies)):
+                yield inner, place.inside(body, index, inner, f"in branch {inner}")
+        else:
+            ran = place.of(self._records, index, 0, RAN)
+            last = 0 if ran is None else int(ran.max())
+            for number, slot in enumerate(slots(step, last), 1):
+                yield 0, place.in_iteration(body, index, slot, f"in iteration {number}")
+            # It is the first with a value that is not finite, if there is one.
+            if last > KEPT_ITERATIONS:
+                yield 0, place.in_iteration(body, index, KEPT_ITERATIONS, f"in iteration {last}")
 
 
 def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
@@ -257,7 +213,7 @@ def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operati
         if step.source == steps[finding.index].source:
             kinds = enumerate(step.types)
             sites += [(*at, index, result) for result, kind in kinds if _is_inexact(kind)]
-    watch = values_of(frozenset(sites))._replace(until=_any_nonfinite)
+    watch = values_of(sites)._replace(until=_any_nonfinite)
     arrays = program.watched(watch)(program.arrays)
     of_line: dict[Site, np.ndarray] = {}
     for site, record in fetched(arrays).items():
@@ -271,20 +227,16 @@ def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operati
 
 
 def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Array]) -> Operation:
-    place, step = finding.place, finding.body.steps[finding.index]
     what = "a NaN" if finding.badness.max() == _NAN else "an infinity"
     of = "finite values" if finding.worst == _FINITE else "infinities"
     if finding.written:
         of += ", or of a NaN that is written into the program"
-    where = [around.where for around in reversed(place.around) if around.where]
-    where += devices_text(finding.badness > _FINITE, place.axes)
-    array = arrays.get((*place.at, finding.index, finding.result))
-    return replace(
-        described(step, finding.result, finding.body, place.around, program.paths),
-        layout=layout_text(array, len(place.view), bool(place.axes)),
-        what=f"it makes {what} of {of}{_share(finding, array)}",
-        where=", ".join(where),
-    )
+    body, place, result = finding.body, finding.place, finding.result
+    array = arrays.get((*place.at, finding.index, result))
+    bad = finding.badness > _FINITE
+    step = body.steps[finding.index]
+    operation = described(step, result, body, place, program.paths, array, bad)
+    return replace(operation, what=f"it makes {what} of {of}{_share(finding, array)}")
 
 
 def _share(finding: _Finding, array: jax.Array | None) -> str:

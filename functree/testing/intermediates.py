@@ -1,7 +1,7 @@
 """A traced function ─► the same function, which also returns a record of each of its values."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -24,11 +24,13 @@ class Watch(NamedTuple):
     """What is recorded.
 
     Attributes:
-        record: makes the record of a value, a small array; None for a value that is not recorded.
+        sites: where the values are made that are recorded.
+        record: makes the record of a value, a small array.
         until: whether, after an iteration of a `while` with some records, no more is recorded.
     """
 
-    record: Callable[[Site, Any], Record | None]
+    sites: Collection[Site]
+    record: Callable[[Site, Any], Record]
     until: Callable[[Sequence[Record]], Record] = lambda records: jnp.zeros((), bool)
 
 
@@ -36,14 +38,28 @@ RAN = -1
 """The index, in the place of a step, of the record that says how often a body has run."""
 
 KEPT_ITERATIONS = 128
-"""How many iterations of a `while` have records of their own. All behind them share one."""
-
-_Rule = Callable[[Step, Sequence[Any], Watch, Site], tuple[Sequence[Any], dict[Site, Record]]]
+"""How many iterations of a `while` have records of their own. All after them share one."""
 
 
-def run(
-    body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()
-) -> tuple[list[Any], dict[Site, Record]]:
+def slots(step: Step, ran: int) -> Sequence[int]:
+    """The index in a record of each iteration that has one of its own, in the order in which the
+    iterations run.
+
+    Args:
+        step: a loop.
+        ran: how many iterations of a `while` have run.
+    """
+    if step.name == "while":
+        return range(min(ran, KEPT_ITERATIONS))
+    order = range(step.params["length"])
+    return order[::-1] if step.params["reverse"] else order
+
+
+_Found = tuple[Sequence[Any], dict[Site, Record]]
+"""The outputs of a body or a step, and the records from inside of it."""
+
+
+def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Found:
     """Run a body on arrays, in the trace of another function.
 
     A record from inside of a loop has a dimension for its iterations in front; one from inside of a
@@ -63,31 +79,27 @@ def run(
     records: dict[Site, Record] = {}
     for index, step in enumerate(body.steps):
         rule = _RULES.get(step.name, _operation)
-        outs, inner = rule(step, [values[value] for value in step.ins], watch, (*at, index))
+        outs, inner = rule(step, list(map(values.get, step.ins)), watch, (*at, index))
         records.update(inner)
         for result, (value, out) in enumerate(zip(step.outs, outs, strict=True)):
             values[value] = out
-            record = watch.record((*at, index, result), out)
-            if record is not None:
-                records[(*at, index, result)] = _varying(record)
-    return [values[value] for value in body.outputs], records
+            site = (*at, index, result)
+            if site in watch.sites:
+                records[site] = _varying(watch.record(site, out))
+    return list(map(values.get, body.outputs)), records
 
 
-def _operation(
-    step: Step, ins: Sequence[Any], watch: Watch, at: Site
-) -> tuple[Sequence[Any], dict[Site, Record]]:
+def _operation(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     return step.run(*ins), {}
 
 
-def _scan(
-    step: Step, ins: Sequence[Any], watch: Watch, at: Site
-) -> tuple[Sequence[Any], dict[Site, Record]]:
-    constants, start, xs = step.loop_operands(ins)
+def _scan(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
+    constants, start, xs = step.body_operands(ins)
     (body,) = step.bodies
 
     def iteration(carry: Sequence[Any], x: Sequence[Any]) -> tuple[Any, Any]:
         outs, records = run(body, [*constants, *carry, *x], watch, (*at, 0))
-        return outs[: len(start)], (outs[len(start) :], _Recorded(records))
+        return outs[: len(start)], (outs[len(start) :], records)
 
     carry, (stacked, recorded) = lax.scan(
         iteration,
@@ -97,48 +109,41 @@ def _scan(
         reverse=step.params["reverse"],
         unroll=step.params["unroll"],
     )
-    return [*carry, *stacked], recorded.records
+    return [*carry, *stacked], recorded
 
 
-def _while(
-    step: Step, ins: Sequence[Any], watch: Watch, at: Site
-) -> tuple[Sequence[Any], dict[Site, Record]]:
+def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     of_condition = ins[: step.params["cond_nconsts"]]
-    constants, start, _ = step.loop_operands(ins)
+    constants, start, _ = step.body_operands(ins)
     (body,) = step.bodies
     goes_on = jaxpr_as_fun(step.params["cond_jaxpr"])
 
-    def iteration(carry: Sequence[Any]) -> tuple[list[Any], dict[Site, Record]]:
+    def iteration(carry: Sequence[Any]) -> _Found:
         return run(body, [*constants, *carry], watch, (*at, 0))
 
     def iteration_and_slots(state: _Slots) -> _Slots:
         outs, records = iteration(state.carry)
-        # Behind those that are kept, the slot of all the others.
+        # After those that are kept, the slot of all the others.
         slot = jnp.minimum(state.count, KEPT_ITERATIONS)
-        slots = {
-            site: jnp.where(
-                state.done,
-                state.slots.records[site],
-                state.slots.records[site].at[slot].set(record),
-            )
-            for site, record in records.items()
-        }
+        kept: dict[Site, Record] = {}
+        for site, record in records.items():
+            before = state.kept[site]
+            kept[site] = jnp.where(state.done, before, before.at[slot].set(record))
         count = jnp.where(state.done, state.count, state.count + 1)
         done = state.done | _varying(watch.until(list(records.values())))
-        return _Slots(outs, _Recorded(slots), count, done)
+        return _Slots(outs, kept, count, done)
 
     _, shapes = jax.eval_shape(iteration, start)
-    slots = {
-        site: _varying(jnp.zeros((KEPT_ITERATIONS + 1, *one.shape), one.dtype))
-        for site, one in shapes.items()
-    }
+    kept: dict[Site, Record] = {}
+    for site, one in shapes.items():
+        kept[site] = _varying(jnp.zeros((KEPT_ITERATIONS + 1, *one.shape), one.dtype))
     zero, no = _varying(jnp.zeros((), jnp.int32)), _varying(jnp.zeros((), bool))
     last = lax.while_loop(
         lambda state: goes_on(*of_condition, *state.carry)[0],
         iteration_and_slots,
-        _Slots(start, _Recorded(slots), zero, no),
+        _Slots(start, kept, zero, no),
     )
-    return last.carry, {**last.slots.records, (*at, 0, RAN): last.count}
+    return last.carry, {**last.kept, (*at, 0, RAN): last.count}
 
 
 class _Slots(NamedTuple):
@@ -146,57 +151,50 @@ class _Slots(NamedTuple):
 
     Attributes:
         carry: the state of the loop itself.
-        slots: the records, in a dimension in front for each iteration.
+        kept: the records, in a dimension in front for each iteration.
         count: how many iterations are recorded.
         done: whether no more is recorded.
     """
 
     carry: Sequence[Any]
-    slots: "_Recorded"
+    kept: Mapping[Site, Record]
     count: Any
     done: Any
 
 
-def _cond(
-    step: Step, ins: Sequence[Any], watch: Watch, at: Site
-) -> tuple[Sequence[Any], dict[Site, Record]]:
+def _cond(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     which, *operands = ins
     branches = [functools.partial(_branch, step, watch, at, i) for i in range(len(step.bodies))]
-    shapes = [jax.eval_shape(branch, operands)[1].records for branch in branches]
-    blank = {site: (one.shape, one.dtype) for records in shapes for site, one in records.items()}
+    # Each branch returns the records of all of them.
+    blank: dict[Site, jax.ShapeDtypeStruct] = {}
+    for branch in branches:
+        blank |= jax.eval_shape(branch, *operands)[1]
 
-    def padded(branch: Callable[..., Any], *operands: Any) -> tuple[Any, _Recorded]:
-        outs, recorded = branch(operands)
-        zeros = {site: _varying(jnp.zeros(*one)) for site, one in blank.items()}
-        return outs, _Recorded({**zeros, **recorded.records})
+    def padded(branch: Callable[..., _Found], *operands: Any) -> _Found:
+        outs, records = branch(*operands)
+        for site, one in blank.items():
+            if site not in records:
+                records[site] = _varying(jnp.zeros(one.shape, one.dtype))
+        return outs, records
 
-    padded_branches = [functools.partial(padded, branch) for branch in branches]
-    outs, recorded = lax.switch(which, padded_branches, *operands)
-    return outs, recorded.records
+    return lax.switch(which, [functools.partial(padded, one) for one in branches], *operands)
 
 
-def _branch(
-    step: Step, watch: Watch, at: Site, index: int, operands: Sequence[Any]
-) -> tuple[list[Any], "_Recorded"]:
+def _branch(step: Step, watch: Watch, at: Site, index: int, *operands: Any) -> _Found:
     outs, records = run(step.bodies[index], operands, watch, (*at, index))
-    ran = _varying(jnp.ones((), jnp.int32))
-    return outs, _Recorded({**records, (*at, index, RAN): ran})
+    return outs, {**records, (*at, index, RAN): _varying(jnp.ones((), jnp.int32))}
 
 
-def _shard_map(
-    step: Step, ins: Sequence[Any], watch: Watch, at: Site
-) -> tuple[Sequence[Any], dict[Site, Record]]:
+def _shard_map(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     axes = manual_axes(step)
     (body,) = step.bodies
 
-    def on_device(*local: Any) -> tuple[list[Any], _Recorded]:
+    def on_device(*local: Any) -> _Found:
         outs, records = run(body, local, watch, (*at, 0))
         ones = (1,) * len(axes)
-        return outs, _Recorded(
-            {site: record.reshape(*ones, *record.shape) for site, record in records.items()}
-        )
+        return outs, {site: one.reshape(*ones, *one.shape) for site, one in records.items()}
 
-    outs, recorded = jax.shard_map(
+    return jax.shard_map(
         on_device,
         mesh=step.params["mesh"],
         in_specs=tuple(step.params["in_specs"]),
@@ -204,7 +202,6 @@ def _shard_map(
         axis_names=set(axes),
         check_vma=step.params["check_vma"],
     )(*ins)
-    return outs, recorded.records
 
 
 def manual_axes(step: Step) -> tuple[str, ...]:
@@ -213,7 +210,7 @@ def manual_axes(step: Step) -> tuple[str, ...]:
     return tuple(axis for axis in step.params["mesh"].axis_names if axis in new)
 
 
-_RULES: Mapping[str, _Rule] = {
+_RULES: Mapping[str, Callable[[Step, Sequence[Any], Watch, Site], _Found]] = {
     "scan": _scan,
     "while": _while,
     "cond": _cond,
@@ -228,19 +225,3 @@ def _varying(record: Record) -> Record:
     to make the same type.
     """
     return varying_over(record, jax.sharding.get_abstract_mesh().manual_axes)
-
-
-@jax.tree_util.register_pytree_node_class
-class _Recorded:
-    """Records as a tree of JAX's, in which sites are no leaves."""
-
-    def __init__(self, records: Mapping[Site, Any]):
-        # In one order, by which JAX compares the trees of branches and iterations.
-        self.records: dict[Site, Any] = {site: records[site] for site in sorted(records)}
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Site, ...]]:
-        return tuple(self.records.values()), tuple(self.records)
-
-    @classmethod
-    def tree_unflatten(cls, sites: tuple[Site, ...], records: Sequence[Any]) -> "_Recorded":
-        return cls(dict(zip(sites, records, strict=True)))

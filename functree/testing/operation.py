@@ -1,19 +1,17 @@
 """What is found out about an operation of a program ─► `Operation`, and its sentence."""
 
 import linecache
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path as File
-from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from functree.devices.specs import spec_text
-from functree.testing.argument_paths import paths_taken
-from functree.testing.scopes import Around
-from functree.testing.steps import Body, Source, Step
+from functree.testing.scopes import Around, Place
+from functree.testing.steps import Body, Number, Source, Step
 from functree.tree.arrays import array_text
 from functree.tree.paths import Path
 
@@ -84,22 +82,45 @@ def source_text(source: Source | None) -> tuple[str, str]:
 
 
 def described(
-    step: Step, result: int, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
+    step: Step,
+    result: int,
+    body: Body,
+    place: Place,
+    paths: Sequence[Path | None],
+    array: jax.Array | None = None,
+    bad: np.ndarray | None = None,
 ) -> Operation:
-    """An operation, without what goes wrong at it."""
-    source, line = source_text(step.source)
-    taken = paths_taken(step, body, around, paths)
-    kind = step.types[result]
-    return Operation(step.name, source, line, taken, kind.shape, kind.dtype, "", None, "")
-
-
-def devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """The devices where something is bad; empty if it is so on all of them.
+    """An operation, without what goes wrong at it.
 
     Args:
-        bad: whether it is, for each device by its indices on the mesh.
-        axes: the mesh axes of these indices.
+        step: the operation.
+        result: which of its results is wrong.
+        body: the body in which it is.
+        place: where that is.
+        paths: the paths of the program's inputs; None for those that have none.
+        array: the result, with a dimension for each loop around; None if it is not known.
+        bad: whether it is wrong on each device of a shard_map, by its indices on the mesh.
     """
+    source, line = source_text(step.source)
+    where = place.where
+    if bad is not None:
+        where += _devices_text(bad, place.axes)
+    return Operation(
+        name=step.name,
+        source=source,
+        line=line,
+        paths=_paths_taken(step, body, place.around, paths),
+        shape=step.types[result].shape,
+        dtype=step.types[result].dtype,
+        layout=_layout_text(array, place),
+        difference=None,
+        what="",
+        where=", ".join(where),
+    )
+
+
+def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
+    """The devices where something is bad; empty if it is so on all of them."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []
@@ -109,10 +130,40 @@ def devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
     return [f"on {len(found)} of {bad.size} devices, the first of which is ({first})"]
 
 
-def layout_text(array: Any, loops: int, manual: bool) -> str:
-    """How a value lies on the mesh, of which there is one for each iteration of some loops."""
-    if manual:
+def _layout_text(array: jax.Array | None, place: Place) -> str:
+    """How a value lies on the mesh, of which there is one for each iteration of the loops."""
+    if place.axes:
         return "on each device"
-    if not isinstance(array, jax.Array) or not isinstance(array.sharding, NamedSharding):
+    if array is None or not isinstance(array.sharding, NamedSharding):
         return ""
-    return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[loops:]))}"
+    return f"sharded {spec_text(PartitionSpec(*array.sharding.spec[len(place.view) :]))}"
+
+
+def _paths_taken(
+    step: Step, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
+) -> tuple[Path, ...]:
+    """The arguments of a program that an operation takes, by the steps around its body."""
+    inputs = paths
+    for one in around:
+        labels = _labels(one.body, inputs)
+        outer = one.body.steps[one.index]
+        constants, carry, rest = outer.body_operands(list(map(labels.get, outer.ins)))
+        inputs = [*constants, *[None] * len(carry), *rest]
+    labels = _labels(body, inputs)
+    found = dict.fromkeys(map(labels.get, step.ins))
+    return tuple(path for path in found if path is not None)
+
+
+def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
+    """For each value that depends on inputs: the path of the only one; None if there are several.
+
+    What is made of one argument alone is still this argument, such as a weight that is normalized.
+    What is made of two is an activation, and has no name.
+    """
+    labels: dict[Number, Path | None] = dict(zip(body.inputs, inputs, strict=True))
+    for step in body.steps:
+        given = {labels[value] for value in step.ins if value in labels}
+        if given:
+            label = given.pop() if len(given) == 1 and not step.bodies else None
+            labels.update(dict.fromkeys(step.outs, label))
+    return labels

@@ -6,14 +6,29 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from functree.devices.specs import axes_text, spec_text
+from functree.devices.specs import axes_text, entry, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
 """For each dimension of an array: the mesh axes that cut it."""
+
+
+class Compared(NamedTuple):
+    """What is compared of a value.
+
+    Attributes:
+        whole: a number or an array for each of its tiles on one device, by the indices of the tile.
+        tolerance: how much these may differ; a number, or one for each of them.
+        parts: the same of its part on each device of the mesh, by its indices on the mesh.
+    """
+
+    whole: np.ndarray
+    tolerance: np.ndarray
+    parts: np.ndarray
 
 
 class Kind(Enum):
@@ -41,7 +56,7 @@ class Relation:
     over: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        spec = spec_text(spec_of(self.assignment))
+        spec = spec_text(PartitionSpec(*map(entry, self.assignment)))
         if self.kind in _REDUCTIONS:
             what = _REDUCTIONS[self.kind]
             return f"{spec}, with the terms of a {what} over {axes_text(self.over)}"
@@ -58,11 +73,6 @@ _REDUCTIONS = {Kind.PARTIAL: "sum", Kind.MEAN: "mean"}
 
 UNKNOWN = Relation(Kind.UNKNOWN)
 OTHER = Relation(Kind.OTHER)
-
-
-def spec_of(assignment: Assignment) -> PartitionSpec:
-    """The spec that cuts an array so."""
-    return PartitionSpec(*[axes[0] if len(axes) == 1 else (axes or None) for axes in assignment])
 
 
 def relate(

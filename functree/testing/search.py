@@ -3,16 +3,16 @@ differ."""
 
 import itertools
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from functree.devices.specs import axes_text, mesh_axes, of_rank, spec_text
 from functree.testing.checksums import is_inexact
+from functree.testing.evidence import Checksums, Values
 from functree.testing.intermediates import manual_axes
 from functree.testing.relations import UNKNOWN, Kind, Relation, agree, relate
-from functree.testing.scopes import Records, Scope
-from functree.testing.steps import RANDOM, Number, Step
+from functree.testing.scopes import Scope
+from functree.testing.steps import Number, Step
 
 _SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 
@@ -20,31 +20,6 @@ _BY_COMPILER = (
     "both programs have this operation and agree on what it takes, so the compiler, XLA, makes the "
     "difference"
 )
-
-
-class Compared(NamedTuple):
-    """What is compared of a value.
-
-    Attributes:
-        whole: a record of each of its tiles on one device.
-        tolerance: how much these may differ.
-        parts: a record of its part on each device of the mesh.
-    """
-
-    whole: np.ndarray
-    tolerance: np.ndarray
-    parts: np.ndarray
-
-
-class Evidence(Protocol):
-    """Records of both programs."""
-
-    left: Records
-    right: Records
-
-    def compared(self, scope: Scope, i: int, j: int, result: int) -> Compared | None:
-        """What is compared of a result of a pair of steps; None if nothing is recorded."""
-        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,18 +54,6 @@ class Finding:
         return self.scope.step(self.index)
 
 
-class _Causes(NamedTuple):
-    """What a value that differs is computed from.
-
-    Attributes:
-        values: the values that are known not to be the same.
-        unpaired: the steps without counterpart on the way.
-    """
-
-    values: set[Number]
-    unpaired: set[int]
-
-
 class Search:
     """The search for the first difference.
 
@@ -99,33 +62,36 @@ class Search:
     begins at a wrong result and goes back to where values that are the same make one that is not.
 
     Args:
-        evidence: the records.
+        sums: the records.
+        values: the values of some steps themselves.
     """
 
-    def __init__(self, evidence: Evidence):
-        self._evidence = evidence
+    def __init__(self, sums: Checksums, values: Values | None = None):
+        self._left, self._right = sums.left, sums.right
+        self._compared = (values or sums).compared
 
     def first(self, scope: Scope) -> Finding | None:
         """The first difference in a body that no shard_map is around; None if there is none."""
-        for i, j in scope.pairs.steps:
-            for result in range(len(scope.step(j).outs)):
-                if self._differs(scope, i, j, result):
-                    return self.explained(scope, scope.step(j).outs[result])
+        for _, j in scope.pairs.steps:
+            for result, value in enumerate(scope.step(j).outs):
+                differs = self._relation(scope, j, result).kind is Kind.OTHER
+                if differs or self._copies(scope, j, result):
+                    return self.explained(scope, value)
         for one, other in zip(scope.pairs.left.outputs, scope.pairs.right.outputs, strict=False):
             finding = self._wrong_output(scope, one, other)
             if finding is not None:
                 return finding
         return None
 
-    def relation(self, scope: Scope, i: int, j: int, result: int) -> Relation:
+    def _relation(self, scope: Scope, j: int, result: int) -> Relation:
         """How the parts of a result on the devices lie to the value on one device."""
-        compared = self._evidence.compared(scope, i, j, result)
+        compared = self._compared(scope, j, result)
         return UNKNOWN if compared is None else relate(*compared, scope.axes)
 
-    def _differs(self, scope: Scope, i: int, j: int, result: int) -> bool:
-        if self.relation(scope, i, j, result).kind is Kind.OTHER:
-            return True
-        return scope.step(j).name == "shard_map" and bool(self._copies(scope, j, result))
+    def _of_value(self, scope: Scope, value: Number) -> Relation:
+        """The same for a value of the body on the mesh."""
+        made = scope.pairs.right.makers.get(value)
+        return UNKNOWN if made is None else self._relation(scope, *made)
 
     def _wrong_output(self, scope: Scope, one: Number, other: Number) -> Finding | None:
         """The difference of an output of which no pair of steps has the checksums."""
@@ -135,14 +101,14 @@ class Search:
         kind = scope.pairs.left.steps[maker[0]].types[maker[1]]
         if kind.shape != scope.step(its[0]).types[its[1]].shape:
             return self.explained(scope, other)
-        left = self._evidence.left.get((*scope.left, *maker))
-        right = self._evidence.right.get((*scope.right, *its))
+        left = scope.left.of(self._left, *maker)
+        right = scope.right.of(self._right, *its)
         if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
             return None
-        whole, size = scope.viewed(left)
+        whole, size = left
         # How much it depends on rounding is not known, and it is not what is searched.
         margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
-        if agree(whole, scope.viewed(right), margin):
+        if agree(whole, right, margin):
             return None
         return self.explained(scope, other)
 
@@ -150,21 +116,21 @@ class Search:
 
     def explained(self, scope: Scope, value: Number) -> Finding | None:
         """The finding for a value of the body on the mesh that differs."""
-        index, result, causes = self._origin(scope, value)
+        index, result, unpaired = self._origin(scope, value)
         i = scope.pairs.left_of.get(index)
         only_left = self._only_left(scope, i)
-        if causes.unpaired or only_left is not None or i is None:
-            return self._structural(scope, index, result, causes.unpaired, only_left)
+        if unpaired or only_left is not None or i is None:
+            return self._structural(scope, index, result, unpaired, only_left)
         inner = self._inside(scope, i, index, result)
         if inner is not None:
             return inner
-        relation = self.relation(scope, i, index, result)
+        relation = self._relation(scope, index, result)
         return Finding(scope, index, result, relation, self._note(scope, i, index, relation))
 
-    def _origin(self, scope: Scope, value: Number) -> tuple[int, int, _Causes]:
-        """The first step, with its result, on which a value depends and whose inputs are the
-        same."""
-        found: list[tuple[int, int, _Causes]] = []
+    def _origin(self, scope: Scope, value: Number) -> tuple[int, int, set[int]]:
+        """The first step, with its result, on which a value depends and whose inputs are the same;
+        and the steps without counterpart on the way to it."""
+        found: list[tuple[bool, int, int, set[int]]] = []
         seen, left = set[Number](), [value]
         while left:
             one = left.pop()
@@ -172,22 +138,22 @@ class Search:
                 continue
             seen.add(one)
             index, result = scope.pairs.right.makers[one]
-            causes = self._causes(scope, scope.step(index))
-            if not causes.values:
-                found.append((index, result, causes))
-            left.extend(causes.values)
-        # Terms of a sum are not wrong by themselves, so what is neither them nor the value comes
-        # first. If each is caused by another one, there is only the value itself.
-        index, result = scope.pairs.right.makers[value]
-        return min(
-            found,
-            default=(index, result, _Causes(set(), set())),
-            key=lambda one: (bool(self._of_result(scope, *one[:2]).missing), *one[:2]),
-        )
+            causes, unpaired = self._causes(scope, scope.step(index))
+            left.extend(causes)
+            if not causes:
+                # Terms of a sum are not wrong by themselves, so what is neither them nor the value
+                # comes first.
+                are_terms = bool(self._relation(scope, index, result).missing)
+                found.append((are_terms, index, result, unpaired))
+        if found:
+            return min(found, key=lambda one: one[:3])[1:]
+        # If each is caused by another one, there is only the value itself.
+        return *scope.pairs.right.makers[value], set()
 
-    def _causes(self, scope: Scope, step: Step) -> _Causes:
-        """What a step takes that is not the same, through values of which nothing is known."""
-        body, causes = scope.pairs.right, _Causes(set(), set())
+    def _causes(self, scope: Scope, step: Step) -> tuple[set[Number], set[int]]:
+        """What a step takes that is not the same, through values of which nothing is known; and the
+        steps without counterpart on the way."""
+        body, causes, unpaired = scope.pairs.right, set[Number](), set[int]()
         seen, left = set[tuple[Number, bool]](), [(value, step) for value in step.ins]
         while left:
             value, taker = left.pop()
@@ -198,15 +164,15 @@ class Search:
             seen.add((value, summed))
             index, result = body.makers[value]
             i = scope.pairs.left_of.get(index)
-            known = self._of_result(scope, index, result)
+            known = self._relation(scope, index, result)
             if known.kind is Kind.UNKNOWN and not _misshapen(scope, i, index, result):
                 if i is None and not scope.step(index).places:
-                    causes.unpaired.add(index)
+                    unpaired.add(index)
                 left.extend((one, scope.step(index)) for one in scope.step(index).ins)
             # To a sum over devices belong terms, so these are no cause if it is wrong.
             elif known.kind is not Kind.SAME and not (known.missing and summed):
-                causes.values.add(value)
-        return causes
+                causes.add(value)
+        return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
         """The first step that only the program on one device has, and on which another one
@@ -223,8 +189,7 @@ class Search:
             index, result = body.makers[value]
             j = scope.pairs.right_of.get(index)
             if j is not None:
-                known = self.relation(scope, index, j, result)
-                if known.kind is not Kind.UNKNOWN:
+                if self._relation(scope, j, result).kind is not Kind.UNKNOWN:
                     continue
             elif not body.steps[index].places:
                 found.append(index)
@@ -254,7 +219,7 @@ class Search:
             return _BY_COMPILER if self._is_same_operation(scope, i, j) else ""
         if step.name in _SUMS:
             return self._summed_twice(scope, step)
-        if step.name in RANDOM:
+        if step.draws:
             return "each device draws the random numbers of its part by itself"
         if any(value not in scope.pairs.right.dependent for value in step.ins):
             return "it depends on the index of the device"
@@ -297,14 +262,14 @@ class Search:
         name = scope.step(j).name
         if name == "shard_map":
             return self._in_shard_map(scope, i, j, result)
-        left, right = self._evidence.left, self._evidence.right
         if name == "cond":
-            branch = scope.in_branch(i, j, left, right)
+            branch = scope.in_branch(i, j, self._left, self._right)
             return None if branch is None else self._in_body(branch)
-        if _length(scope.pairs.left.steps[i]) != _length(scope.step(j)):
-            return None
-        found = map(self._in_body, scope.in_iterations(i, j, left, right))
-        return next((one for one in found if one is not None), None)
+        for inner in scope.in_iterations(i, j, self._left, self._right):
+            finding = self._in_body(inner)
+            if finding is not None:
+                return finding
+        return None
 
     def _in_body(self, scope: Scope) -> Finding | None:
         """The finding in a body that is run in another one."""
@@ -331,26 +296,18 @@ class Search:
             note = f"its copies along {axes_text(self._copies(scope, j, result))} differ"
         return Finding(scope, j, result, relation, note)
 
-    def _of_value(self, scope: Scope, value: Number) -> Relation:
-        """How the parts of a value lie to the whole."""
-        made = scope.pairs.right.makers.get(value)
-        return UNKNOWN if made is None else self._of_result(scope, *made)
-
-    def _of_result(self, scope: Scope, j: int, result: int) -> Relation:
-        i = scope.pairs.left_of.get(j)
-        return UNKNOWN if i is None else self.relation(scope, i, j, result)
-
     def _copies(self, scope: Scope, j: int, result: int) -> tuple[str, ...]:
         """The mesh axes along which a result of a shard_map should be the same, and is not."""
         step = scope.step(j)
+        if step.name != "shard_map":
+            return ()
         body = step.bodies[0]
         made = body.makers.get(body.outputs[result])
         if made is None:
             return ()
-        record = self._evidence.right.get((*scope.right, j, 0, *made))
+        record = scope.right.of(self._right, j, 0, *made)
         if record is None:
             return ()
-        record = scope.viewed(record)
         sizes = step.params["mesh"].shape
         named = set(itertools.chain(*map(mesh_axes, step.params["out_specs"][result])))
         found: list[str] = []
@@ -368,11 +325,6 @@ def _has_same_params(one: Step, other: Step) -> bool:
     names = [name for name in one.params if "sharding" not in name]
     # A parameter may be an array, which is compared element by element.
     return all(np.all(one.params[name] == other.params.get(name)) for name in names)
-
-
-def _length(step: Step) -> int | None:
-    """How often the body of a `scan` runs; None for other steps."""
-    return step.params["length"] if step.name == "scan" else None
 
 
 def _misshapen(scope: Scope, i: int | None, j: int, result: int) -> bool:

@@ -1,5 +1,6 @@
 """A traced function ─► a `Body`: its operations in a row, the functions that it calls inlined."""
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,51 +14,32 @@ from jax.extend.core import (
     Literal,
     Var,
     jaxpr_as_fun,
-    jaxprs_in_params,
     no_effects,
 )
-from jax.sharding import Mesh
 
-from functree.compiled.sources import is_model_file, is_own_file
+from functree.compiled.sources import is_model_file
+from functree.tree.jaxprs import AnyJaxpr, inner_programs, is_random, scan_sizes
 
 T = TypeVar("T")
 
 Number = int
 """The number of a value in a body."""
 
-# Equations that only run another program, with the name of the parameter that has it. What is
-# recomputed for the backward pass is computed here as if it were kept, which changes no value.
-_CALLS: Mapping[str, str] = {
-    "jit": "jaxpr",
-    "closed_call": "call_jaxpr",
-    "core_call": "call_jaxpr",
-    "remat2": "jaxpr",
-    "checkpoint": "jaxpr",
-    "custom_jvp_call": "call_jaxpr",
-    "custom_vjp_call": "call_jaxpr",
-    "custom_vjp_call_jaxpr": "fun_jaxpr",
-}
+# Equations that only run another program. What is recomputed for the backward pass is computed here
+# as if it were kept, which changes no value.
+_CALLS = frozenset(
+    "jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call "
+    "custom_vjp_call_jaxpr".split()
+)
 
-# Equations that run programs of their own, with the names of the parameters that have them. The
-# condition of a `while` is not looked into: it says how often the body runs, which is.
-_BODIES: Mapping[str, str] = {
-    "scan": "jaxpr",
-    "while": "body_jaxpr",
-    "cond": "branches",
-    "shard_map": "jaxpr",
-}
+# Equations that run programs of their own.
+_WITH_BODIES = frozenset("scan while cond shard_map".split())
 
 # Operations that say where an array is, or what is known of its type, and change no value.
 _PLACING = frozenset(
     "sharding_constraint reshard mesh_cast layout_constraint device_put copy optimization_barrier "
     "pvary pcast retyped".split()
 )
-
-
-RANDOM = frozenset(
-    "random_bits random_split random_fold_in random_seed random_gamma threefry2x32".split()
-)
-"""Operations that draw random numbers, or make keys for them."""
 
 # They would only print again.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
@@ -85,7 +67,10 @@ class Step:
         outs: the values that it makes.
         types: the types of these.
         source: the innermost line of the user's model around it; None if there is none.
+        draws: whether it draws random numbers, or makes keys for them.
         bodies: what it runs: the body of a loop or of a shard_map, the branches of a conditional.
+        operands: how many of the values its bodies do not take, and a loop takes for the constants
+            of its body and to carry. The others follow.
         acts: whether it does something beside making values, such as writing to a `jax.Ref`.
         run: the operation itself, from arrays to arrays.
     """
@@ -96,7 +81,9 @@ class Step:
     outs: tuple[Number, ...]
     types: tuple[Any, ...]
     source: Source | None
+    draws: bool
     bodies: tuple["Body", ...]
+    operands: tuple[int, int, int]
     acts: bool
     run: Callable[..., Sequence[Any]]
 
@@ -110,18 +97,11 @@ class Step:
         """Whether it only says where an array is."""
         return self.name in _PLACING
 
-    def loop_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Something for each value that a loop takes ─► for the constants of its body, for what is
-        carried from one iteration to the next, and for what each iteration takes a part of."""
-        params, given = self.params, list(ins)
-        if self.name == "while":
-            given = given[params["cond_nconsts"] :]
-            return given[: params["body_nconsts"]], given[params["body_nconsts"] :], []
-        if "num_carry" in params:
-            constants, carried = params["num_consts"], params["num_carry"]
-        else:
-            # From jax 0.12 on.
-            constants, carried, _ = map(len, params["ft_in"].unpack())
+    def body_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
+        """Something for each value that it takes ─► for the constants of its body, for what a loop
+        carries from one iteration to the next, and for what else the body takes."""
+        skipped, constants, carried = self.operands
+        given = list(ins)[skipped:]
         end = constants + carried
         return given[:constants], given[constants:end], given[end:]
 
@@ -178,7 +158,7 @@ class Body:
         """
         found = set(self.inputs)
         for step in self.steps:
-            if step.name in RANDOM or not found.isdisjoint(step.ins):
+            if step.draws or not found.isdisjoint(step.ins):
                 found.update(step.outs)
         return frozenset(found)
 
@@ -190,7 +170,7 @@ class Body:
                 yield from body.all_steps()
 
 
-def body_of(program: ClosedJaxpr | Jaxpr, source: Source | None = None) -> Body:
+def body_of(program: AnyJaxpr, source: Source | None = None) -> Body:
     """The body of a traced program.
 
     Args:
@@ -204,40 +184,7 @@ def body_of(program: ClosedJaxpr | Jaxpr, source: Source | None = None) -> Body:
     return Body(tuple(inputs), flat.constants, tuple(_needed(flat.steps, outputs)), tuple(outputs))
 
 
-class MappedAt(NamedTuple):
-    """A shard_map of a traced program.
-
-    Attributes:
-        source: its line.
-        has_mesh: whether it has its mesh from the user's code, and not from the context. What
-            functree's own `shard_map` has is not known: that gives JAX a mesh in any case.
-    """
-
-    source: Source | None
-    has_mesh: bool
-
-
-def shard_maps(program: ClosedJaxpr | Jaxpr, around: Source | None = None) -> Iterator[MappedAt]:
-    """The shard_maps of a traced program; `around` is the line of the program itself."""
-    for eqn in _open(program).eqns:
-        source = _line(eqn) or around
-        if eqn.primitive.name == "shard_map":
-            has_mesh = isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn)
-            yield MappedAt(source, has_mesh)
-        for inner in jaxprs_in_params(eqn.params):
-            yield from shard_maps(inner, source)
-
-
-def _is_by_functree(eqn: JaxprEqn) -> bool:
-    """Whether functree has called the function of JAX that makes an equation."""
-    traceback = eqn.source_info.traceback
-    files = [] if traceback is None else [frame.file_name for frame in traceback.frames]
-    callers = [file for file in files if is_own_file(file) or is_model_file(file)]
-    return bool(callers) and is_own_file(callers[0])
-
-
-def _open(program: ClosedJaxpr | Jaxpr) -> Jaxpr:
-    # In later versions of JAX the two are one class.
+def _open(program: AnyJaxpr) -> Jaxpr:
     return program.jaxpr if isinstance(program, ClosedJaxpr) else program
 
 
@@ -247,15 +194,10 @@ class _Flat:
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.constants: dict[Number, Any] = {}
-        self._count = 0
-
-    def new(self) -> Number:
-        """A number for a value."""
-        self._count += 1
-        return self._count
+        self.new: Callable[[], Number] = itertools.count().__next__  # a number for a value
 
     def inline(
-        self, program: ClosedJaxpr | Jaxpr, inputs: Sequence[Number], source: Source | None
+        self, program: AnyJaxpr, inputs: Sequence[Number], source: Source | None
     ) -> list[Number]:
         """Add the steps of a program; returns the numbers of its outputs."""
         jaxpr = _open(program)
@@ -265,9 +207,9 @@ class _Flat:
             numbers[var] = self._constant(value)
         for eqn in jaxpr.eqns:
             ins = [self._number(atom, numbers) for atom in eqn.invars]
-            line = _line(eqn) or source
+            line = line_of(eqn) or source
             if eqn.primitive.name in _CALLS:
-                inner = eqn.params[_CALLS[eqn.primitive.name]]
+                (inner,) = inner_programs(eqn)
                 outs = self.inline(inner, ins, line)
             else:
                 outs = [self.new() for _ in eqn.outvars]
@@ -294,16 +236,31 @@ def _step(
     source: Source | None,
     jaxpr: Jaxpr,
 ) -> Step:
-    name = eqn.primitive.name
-    bodies: tuple[Body, ...] = ()
-    if name in _BODIES:
-        inner = eqn.params[_BODIES[name]]
-        programs = inner if isinstance(inner, tuple) else (inner,)
-        bodies = tuple(body_of(one, source) for one in programs)
-    types = tuple(var.aval for var in eqn.outvars)
-    acts = bool(eqn.effects) and name not in _PRINTS
-    run = _runner(eqn, jaxpr)
-    return Step(name, eqn.params, tuple(ins), tuple(outs), types, source, bodies, acts, run)
+    name, params = eqn.primitive.name, eqn.params
+    programs = list(inner_programs(eqn)) if name in _WITH_BODIES else []
+    operands = 0, 0, 0
+    if name == "cond":
+        operands = 1, 0, 0  # which branch it is
+    elif name == "scan":
+        constants, carried = scan_sizes(eqn)
+        operands = 0, constants, carried
+    elif name == "while":
+        # The condition is not looked into: it says how often the body runs, which is.
+        programs = [params["body_jaxpr"]]
+        operands = params["cond_nconsts"], params["body_nconsts"], len(outs)
+    return Step(
+        name=name,
+        params=params,
+        ins=tuple(ins),
+        outs=tuple(outs),
+        types=tuple(var.aval for var in eqn.outvars),
+        source=source,
+        draws=is_random(eqn),
+        bodies=tuple(body_of(one, source) for one in programs),
+        operands=operands,
+        acts=bool(eqn.effects) and name not in _PRINTS,
+        run=_runner(eqn, jaxpr),
+    )
 
 
 def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
@@ -334,7 +291,7 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
     return kept[::-1]
 
 
-def _line(eqn: JaxprEqn) -> Source | None:
+def line_of(eqn: JaxprEqn) -> Source | None:
     """The innermost line of the user's model around an equation."""
     traceback = eqn.source_info.traceback
     if traceback is None:

@@ -3,7 +3,7 @@ arrays."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MethodType
-from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.call_groups import CallGroup, FlatCall, Traces
 from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
-from functree.calls.signature import Partial, Signature
-from functree.calls.traces import Traces, traces_of
+from functree.calls.signature import Partial
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -73,6 +72,7 @@ class Init(Function[_P, _T]):
     """
 
     _options: InitOptions
+    _door = "init"
 
     def __init__(
         self,
@@ -81,19 +81,10 @@ class Init(Function[_P, _T]):
         traces: Traces,
         options: InitOptions,
     ):
-        super().__init__(make, partial, traces)
-        self._options = options
+        super().__init__(make, partial, traces, options)
         self._layout, self._mesh, self._fresh = options
         # The programs that all processes have compared, as text.
         self._lowered: dict[Program, list[str]] = {}
-
-    @classmethod
-    def of(cls, fun: Callable[_P, _T], options: InitOptions) -> Self:
-        signature, partial = Signature.of(fun)
-        # The traces are shared by the layout as it is now.
-        layout, mesh, fresh = options
-        options = InitOptions(copied(layout), mesh, fresh)
-        return cls(fun, partial, traces_of(partial, signature, cls, *options), options)
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
@@ -123,16 +114,13 @@ class Init(Function[_P, _T]):
         ]
         return output.skeleton.fill(rows)
 
-    def __repr__(self) -> str:
-        return f"<ft.init of {self._signature.name}>"
-
     def _rules(self) -> Layout | None:
         return ambient_rules()
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings
         # of the result.
-        return (self._mesh_now(), rules, flat.placement(), *map(_kind, flat.arrays))
+        return (self._mesh_now(), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
         group, mesh = flat.group, self._mesh_now()
@@ -212,19 +200,15 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
             return Output([jnp.copy(value) for value in output.values], output.skeleton)
         return output.distinct()
 
-    return Body(compute, Arguments(group.paths, ()), fun, signature.name)
-
-
-def _kind(array: Any) -> Any:
-    """The part of an argument that the shapes of the result depend on."""
-    return array if isinstance(array, jax.ShapeDtypeStruct) else jax.typeof(array)
+    return Body(compute, Arguments(group.paths, ()), traces)
 
 
 def _init(
     make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False
 ) -> Init[_P, _T]:
     check("init makes no tree", make=(make, FUNCTION))
-    return Init.of(make, InitOptions(layout, mesh, fresh))
+    # A copy, because the traces are shared by the layout as it is now.
+    return Init.of(make, InitOptions(copied(layout), mesh, fresh))
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:

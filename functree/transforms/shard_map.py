@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from types import FunctionType
-from typing import Any, Literal, NamedTuple, ParamSpec, Self, TypedDict, TypeVar, Unpack, overload
+from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from jax.core import Tracer
@@ -11,14 +11,13 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall
+from functree.calls.call_groups import CallGroup, FlatCall, Traces
 from functree.calls.closures import closed_over, held_at_any_depth, kept_by
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
 from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
-from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -165,8 +164,7 @@ class ManualMesh(NamedTuple):
 
     def refuse(self, name: str, problems: Sequence[Problem]) -> ShardingError:
         """The error that lists all problems of a call."""
-        error = refuse(problems, mesh_view(self.mesh))
-        return ShardingError(f"{name}: {str(error).splitlines()[0]}", problems)
+        return refuse(problems, mesh_view(self.mesh), f"{name}: ")
 
     # Problems that a plan does not find
 
@@ -215,10 +213,7 @@ class ManualMesh(NamedTuple):
 
 
 def is_untyped(value: Any) -> bool:
-    """Whether the type of an array has no sharding: the array is uncommitted, abstract, or
-    NumPy's."""
-    if not isinstance(value, jax.Array) or (is_concrete(value) and not value.committed):
-        return True
+    """Whether the type of an array has no sharding: the array is on one device, or NumPy's."""
     return jax.typeof(value).sharding.mesh.empty
 
 
@@ -239,23 +234,15 @@ class Mapped(Function[_P, _T]):
     """
 
     _options: MapOptions
+    _door = "shard_map"
 
     def __init__(
         self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: MapOptions
     ):
-        super().__init__(fun, partial, traces)
-        self._options = options
+        super().__init__(fun, partial, traces, options)
         # Parameters without an entry are laid out by the rules.
         given = {} if options.in_specs is None else options.in_specs
         self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
-
-    @classmethod
-    def of(cls, fun: Callable[_P, _T], options: MapOptions) -> Self:
-        signature, partial = Signature.of(fun)
-        return cls(fun, partial, traces_of(partial, signature, cls, tuple(options)), options)
-
-    def __repr__(self) -> str:
-        return f"<ft.shard_map of {self._signature.name}>"
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, custom derivative rules have to keep the rules of the
@@ -278,7 +265,7 @@ class Mapped(Function[_P, _T]):
         # restores it.
         context = functools.partial(Surroundings(None, rules).entered, ())
         arguments = Arguments(flat.group.paths, ())
-        body = Body(compute, arguments, self._traces.fun, self._signature.name, context)
+        body = Body(compute, arguments, self._traces, context)
         program, _ = make_program(
             flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
         )

@@ -100,6 +100,11 @@ def dtype_text(dtype: object) -> str:
     )
 
 
+def abstract(kind: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
+    """An array without values, of JAX's type of an array (`jax.typeof`), weak if that is."""
+    return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
+
+
 def is_key(dtype: DTypeLike) -> bool:
     """Whether a dtype is that of typed random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)

@@ -73,12 +73,12 @@ def _several(path: Path, parent: Tree) -> FunctreeValueError:
     return FunctreeValueError("a part cannot be told by its path", [problem])
 
 
-def _kind_at(path: Keys, node: Tree) -> Kind:
-    return kind_of(node)
+def _nowhere(path: Keys, node: Tree) -> bool:
+    return False
 
 
 def walk(
-    tree: Tree, kind_at: Callable[[Keys, Tree], Kind] = _kind_at, *, in_model: bool = False
+    tree: Tree, stops_at: Callable[[Keys, Tree], object] = _nowhere, *, in_model: bool = False
 ) -> Iterator[tuple[Keys, Tree, Kind]]:
     """The nodes and leaves of a tree with their paths and kinds, in JAX's order, each before its
     children.
@@ -87,8 +87,8 @@ def walk(
 
     Args:
         tree: the tree.
-        kind_at: the kind of a node by its path and itself. Nothing below a node is visited if this
-            is one of `LEAVES`.
+        stops_at: a function of the path of a node and of itself. Where it is true, the kind is
+            `FOUND`, and nothing below the node is visited.
         in_model: whether what is in a state or in a packed tree has the path that it has in the
             model (several keys), instead of the path of its node (one key).
 
@@ -101,7 +101,7 @@ def walk(
     waiting: list[tuple[Keys, Tree]] = [((), tree)]
     while waiting:
         path, node = waiting.pop()
-        kind = kind_at(path, node)
+        kind = FOUND if stops_at(path, node) else kind_of(node)
         yield path, node, kind
         if kind in LEAVES:
             continue
@@ -123,10 +123,7 @@ def outermost(tree: Tree, fits: Callable[[Path, Tree], object]) -> Iterator[tupl
     `None` counts as a leaf.
     """
 
-    def kind_at(keys: Keys, node: Tree) -> Kind:
-        return FOUND if fits(Path(keys), node) else kind_of(node)
-
-    for keys, node, kind in walk(tree, kind_at):
+    for keys, node, kind in walk(tree, lambda keys, node: fits(Path(keys), node)):
         if kind is FOUND:
             yield Path(keys), node
 
@@ -141,10 +138,7 @@ def leaves_of(
         is_leaf: a function of nodes; those for which it is true are leaves too, and so is `None`.
     """
 
-    def kind_at(keys: Keys, node: Tree) -> Kind:
-        return FOUND if is_leaf(node) else kind_of(node)
-
-    for keys, node, kind in walk(tree, kind_at):
+    for keys, node, kind in walk(tree, lambda keys, node: is_leaf(node)):
         if kind in LEAVES and kind is not NONE:
             yield Path(keys), node
 

@@ -23,7 +23,7 @@ from jaxtyping import Float
 
 import functree as ft
 from functree.calls.body import Arguments, donated_indices
-from functree.calls.donation import check_donated
+from functree.calls.checks import check_donated
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, assert_lies, lay
 

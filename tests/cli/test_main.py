@@ -434,10 +434,10 @@ def test_an_interrupt_of_an_exploration_keeps_what_is_compiled(
 ) -> None:
     compile_ = Step.compile
 
-    def interrupted(self: Step, laid: Any, out: Any, mesh: Any) -> Any:
-        if mesh.shape["data"] == 4:
+    def interrupted(self: Step, options: Any) -> Any:
+        if options["mesh"].shape["data"] == 4:
             raise KeyboardInterrupt
-        return compile_(self, laid, out, mesh)
+        return compile_(self, options)
 
     monkeypatch.setattr(Step, "compile", interrupted)
     two = ["--mesh", "data=2", "--mesh", "data=4"]

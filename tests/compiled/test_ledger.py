@@ -39,6 +39,7 @@ PARAMETERS = {  # of one layer, in numbers of elements
     "attn.query": 64 * 64, "attn.key": 64 * 32, "attn.value": 64 * 32, "attn.out": 64 * 64,
     **dict.fromkeys(MLP, 64 * 128),
 }  # fmt: skip
+TWO = {"up": (64, 128), "down": (128, 32)}
 TOP = {"embed.weight": VOCAB * 64, "norm.scale": 64, "unembed.weight": VOCAB * 64}
 
 
@@ -319,6 +320,22 @@ def test_equal_shapes_are_told_apart() -> None:
         (("model",), "left"),
         (("data",), "right"),
     }
+
+
+def test_the_gradient_of_an_activation_is_not_of_what_it_was_compared_with() -> None:
+    """`relu` lets a gradient pass by a comparison with what another parameter has made."""
+
+    def loss(p: Any, x: Any) -> Any:
+        hidden = jax.nn.relu(ft.constrain(x @ p["up"], ft.P(None, "data")))
+        return (ft.constrain(hidden @ p["down"], ft.P("data")) ** 2).mean()
+
+    p = {name: jax.ShapeDtypeStruct(shape, "float32") for name, shape in TWO.items()}
+    x = jax.ShapeDtypeStruct((16, 64), "float32")
+    layouts = (ft.P("data"), ft.P("data"))
+    ledger = ft.ledger(jax.grad(loss), p, x, in_shardings=layouts, mesh=ft.make_mesh(data=8))
+    moved = [one for one in ledger.collectives if one.phase == "backward" and one.moves]
+    activations = [one for one in moved if one.moves == "activation"]
+    assert activations and {tuple(map(str, one.paths)) for one in activations} == {("down",)}
 
 
 def test_an_unused_argument_is_not_counted() -> None:

@@ -1,5 +1,6 @@
 """What a ledger says: which collectives are one line, idle mesh axes, warnings, pages."""
 
+import dataclasses
 import re
 from typing import Any
 
@@ -172,6 +173,7 @@ def test_the_whole_text() -> None:
         "the compiler warns 2 times (see `ledger.warnings`):\n"
         "very slow compile (×2)"
     )
+    assert "the peak is less" not in str(one)
     nothing = str(ledger())
     assert nothing.startswith(
         "tpu v5e, mesh (data=2, model=4): 0 B moved to each device\nmemory of"
@@ -250,6 +252,16 @@ def test_idle_is_not_said_where_it_is_not_known() -> None:
 
 
 # Pages
+
+
+@pytest.mark.parametrize("part", [{"x": 4096}, {"temporaries": 4096}, {"outputs": 4096}])
+def test_a_peak_below_one_of_the_parts_is_explained(part: dict[str, int]) -> None:
+    """The compiler for TPUs reserves memory for what is printed; arguments may be on the host."""
+    sizes = {"x": 512, "outputs": 256, "aliases": 0, "temporaries": 2048, "peak": 3072} | part
+    memory = ft.Memory({ft.Path("x"): sizes.pop("x")}, **sizes)
+    one = dataclasses.replace(ledger(), memory=memory)
+    for text in (str(one), one.html()):
+        assert "the peak is less than one of these" in text
 
 
 def paths_in(page: str) -> list[str]:

@@ -144,6 +144,7 @@ def test_a_model_of_an_installed_library() -> None:
     assert "nn/_linear.py:" in str(ledger) and "called from compiled/test_sources.py:" in str(
         ledger
     )
+    assert "called from compiled/test_sources.py:" in ledger.html()
     assert ft.Ledger.from_json(ledger.to_json()) == ledger
 
 

@@ -14,11 +14,8 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.devices.targets import target_devices
-from functree.explorer import progress
-from functree.explorer.candidate import Candidate
 from functree.explorer.hardware import ASSUMED, KINDS
-from functree.explorer.ranking import ranked
-from functree.explorer.reasons import problem_lines
+from functree.explorer.ranking import Candidate, problem_lines, ranked
 from functree.explorer.step import Step
 from tests.lib.checks import compilations, raises
 
@@ -311,10 +308,10 @@ def test_the_errors_of_the_function() -> None:
 def test_an_interrupt_keeps_what_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compile_ = Step.compile
 
-    def interrupted(self: Step, laid: Any, out: Any, mesh: Any) -> Any:
-        if mesh.shape["model"] == 2:
+    def interrupted(self: Step, options: Any) -> Any:
+        if options["mesh"].shape["model"] == 2:
             raise KeyboardInterrupt
-        return compile_(self, laid, out, mesh)
+        return compile_(self, options)
 
     monkeypatch.setattr(Step, "compile", interrupted)
     ranking = explored(meshes=8, layouts={"tensor": TENSOR})
@@ -328,15 +325,13 @@ def test_progress_is_said_if_it_takes_long(
 ) -> None:
     explored()
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr(progress, "PATIENCE", 0.0)
+    monkeypatch.setattr("functree.explorer.explore.PATIENCE", 0.0)
     explored(progress=False)
     assert capsys.readouterr().err == ""
     explored()
     first, second = capsys.readouterr().err.splitlines()
-    assert first == "explore: 0 of 2 compiled; now data on data=2,model=4"
-    assert second.startswith("explore: 1 of 2 compiled, ") and second.endswith(
-        " s left; now tensor on data=2,model=4"
-    )
+    assert first.startswith("explore: 0 of 2 compiled; now data on data=2,model=4 0:00:")
+    assert second.startswith("explore: 1 of 2 compiled; now tensor on data=2,model=4 0:00:")
 
 
 def test_without_hardware_that_of_one_kind_is_named() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 import functree as ft
 from functree.compiled.collective import BytesByPath
-from functree.explorer.wire_bytes import wire_bytes
+from functree.explorer.links import wire_bytes
 
 
 def ledger(*collectives: ft.Collective) -> ft.Ledger:

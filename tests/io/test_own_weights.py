@@ -15,6 +15,7 @@ from jaxtyping import Array, Float
 from safetensors.numpy import save_file
 
 import functree as ft
+from functree.errors import count
 from functree.io.weights.blocks import TensorForm, joined_as
 from functree.io.weights.files import Tensor
 from functree.io.weights.table import TensorName
@@ -208,10 +209,10 @@ def test_shapes(case: str, tmp_path: Path) -> None:
         ((2, 3, 4), (2, 12), (1, 2)),
         ((2, 3, 4), (3, 8), None),
         ((2, 3, 4), (2, 3), None),
-        ((2, 1, 3), (2, 3), (1, 2)),
+        ((2, 1, 3), (2, 3), (1, 1)),
         ((2, 3), (2, 1, 3), (1, 0, 1)),
-        ((1, 1), (1, 1), (1, 1)),
-        ((1, 1, 1), (1,), (3,)),
+        ((1, 1), (1, 1), (0, 0)),
+        ((1, 1, 1), (1,), (0,)),
         ((4, 0), (4, 0), (1, 1)),
     ],
 )
@@ -426,20 +427,25 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
         [
-            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t` as f32[4, 8]",
+            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t` as f32[4, 8], and not as f32[8, 4]",
             'Try: transposed? write "x.*": "l.*.t.T"',
+            "     correct the name in `table`, or the shape in `like`",
         ],
     ),
     "not the transpose": (
         {"x.*": "l.*.w.T"}, ALL,
         [
-            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.w.T` as f32[8, 4]",
+            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.w.T` as f32[8, 4], and not as f32[4, 8]",
             'Try: transposed? write "x.*": "l.*.w"',
+            "     correct the name in `table`, or the shape in `like`",
         ],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
-        ["  x.1   f32[8, 4]", "      the files have `big` as f32[9, 9]"],
+        [
+            "  x.1   f32[8, 4]", "      the files have `big` as f32[9, 9], and not as f32[8, 4]",
+            "Try: correct the name in `table`, or the shape in `like`",
+        ],
     ),
     "another shape of one layer": (
         {"x.0": "big", "*.*": "l.*.w"}, ["l.*", "qkv", "[se]*"],
@@ -450,11 +456,18 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        ["  x.1   f32[8, 4]", "      the files have `l.1.h` as f16[8, 4]", "Try: to have it as f32: cast=True"],
+        [
+            "  x.1   f32[8, 4]", "      the files have `l.1.h` as f16[8, 4], and not as f32",
+            "Try: to have it as f32: cast=True",
+        ],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
-        ["  x.1   f32[8, 4]", "      the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for"],
+        [
+            "  x.1   f32[8, 4]",
+            "      the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for: f32[4, 8]",
+            "Try: correct the name in `table`, or the shape in `like`",
+        ],
     ),
     "a part that cannot be": (
         {"x.*": "qkv[3/3]"}, ALL,
@@ -468,11 +481,19 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     ),
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
-        ["  x.0, x.1   f32[8, 4]", "      the files have no `l.*.tt`", "Try: `l.0.tt`: did you mean `l.0.t`?"],
+        [
+            "  x.0, x.1   f32[8, 4]", "      the files have no `l.*.tt`, which has to be f32[8, 4]",
+            "Try: `l.0.tt`: did you mean `l.0.t`?",
+            "     correct the name in `table`, or the shape in `like`",
+        ],
     ),
     "a name that they have of one layer": (
         {"x.0": "l.0.w", "x.1": "ll.1.w"}, ALL,
-        ["  x.1   f32[8, 4]", "      the files have no `ll.1.w`", "Try: `ll.1.w`: did you mean `l.1.w`?"],
+        [
+            "  x.1   f32[8, 4]", "      the files have no `ll.1.w`, which has to be f32[8, 4]",
+            "Try: `ll.1.w`: did you mean `l.1.w`?",
+            "     correct the name in `table`, or the shape in `like`",
+        ],
     ),
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
@@ -513,9 +534,11 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
     "an order of other dimensions": (
         {"x.*": "l.*.t.transpose(0, 2, 1)"}, ALL,
         [
-            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t.transpose(0, 2, 1)` as f32[4, 8]",
+            "  x.0, x.1   f32[8, 4]",
+            "      the files have `l.*.t.transpose(0, 2, 1)` as f32[4, 8], and not as f32[8, 4]",
             "Try: it has as many elements, in an order that no row says: load an array in the order of the files, "
             "and transpose it in a function of `ft.jit`",
+            "     correct the name in `table`, or the shape in `like`",
         ],
     ),
     "patterns for nothing": (
@@ -540,7 +563,8 @@ def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(ft.FunctreeError) as caught:
         ft.load_tensors(file, like, table, P(), MESH, left_out=left_out)
     found = [line for line in str(caught.value).splitlines() if line]
-    assert found == [f"{file}: no weights are loaded", *lines]
+    headline = f"{file}: no weights are loaded: {count(len(caught.value.problems), 'problem')}"
+    assert found == [headline, *lines]
 
 
 # (3, embed, heads, head_dim), and what PyTorch has of it: (3 * heads * head_dim, embed). Where both
@@ -568,11 +592,12 @@ def test_a_part_in_another_order_is_refused(tmp_path: Path) -> None:
     """(heads, embed, head_dim), of (3 * heads * head_dim, embed)."""
     file, like = saved(tmp_path, tensors(qkv=(48, 16))), abstract(x=(4, 16, 4))
     for name, many in (("qkv[0/3].T", True), ("qkv[0:2/3].T", False)):
-        texts = ["as f32[48, 16], of which a part is asked for"]
+        texts = ["as f32[48, 16], of which a part is asked for: f32[4, 16, 4]"]
         texts += ["Try: it has as many elements, in an order that no row says"] * many
+        texts += ["correct the name in `table`, or the shape in `like`"]
         with raises(*texts) as caught:
             ft.load_tensors(file, like, {"x": name}, P(), MESH)
-        assert ("Try:" in str(caught.value)) is many
+        assert ("it has as many elements" in str(caught.value)) is many
 
 
 STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
@@ -580,12 +605,12 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
-    "all layers": (abstract(x=(2, 8, 4)), {"x": "m.{layer}.w"}, ["the files have no `m.{layer}.w`"]),
+    "all layers": (abstract(x=(2, 8, 4)), {"x": "m.{layer}.w"}, ["the files have no `m.{layer}.w`, which has to be f32[8, 4]"]),
     "the transpose of layers": (
         abstract(x=(2, 8, 4)), {"x": "l.{layer}.t"},
         ["`l.{layer}.t` as f32[4, 8]", 'transposed? write "x": "l.{layer}.t.T"'],
     ),
-    "layers of two dtypes": (abstract(x=(2, 8, 4)), {"x": "l.{layer}.h"}, ["the files have `l.1.h` as f16[8, 4]"]),
+    "layers of two dtypes": (abstract(x=(2, 8, 4)), {"x": "l.{layer}.h"}, ["the files have `l.1.h` as f16[8, 4], and not as f32"]),
     "no dimension of layers": (
         abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
     ),
@@ -598,7 +623,7 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
-        ["`e.T` as f32[8, 8]", 'transposed? write "up": "e"'],
+        ["`e.T` as f32[8, 8], and not as f32[2, 8, 4]", 'transposed? write "up": "e"'],
     ),
     "a random key without a name": ({"x": jax.random.key(0)}, {"*.y": "*"}, ["x   key<fry>[]", "is a random key"]),
     "a random key": (

@@ -8,7 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ NAMES = [
     "mixtral",
     "qwen3_moe",
     "qwen3_moe_raw",
+    "olmo2",
+    "olmoe",
 ]
 
 
@@ -81,9 +83,14 @@ def test_the_beginning_of_a_small_tensor(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_the_reference_s(name: str) -> None:
-    expected = np.load(MODELS / f"{name}.logits.npy")
+    folder, expected = MODELS / name, np.load(MODELS / f"{name}.logits.npy")
+    _, names = ft.nn.families[json.loads((folder / "config.json").read_text())["model_type"]]
+    config = ft.nn.config_from_json(folder)
+    like = ft.abstract(ft.nn.Transformer.create)(config, key=KEY)
     with jax.set_mesh(mesh_of(1, 1)):
-        found = [logits(ft.load_weights(MODELS / name, ft.P()))]
+        found = [logits(ft.load_weights(folder, ft.P()))]
+        table = names(config, tensors(folder))
+        found.append(logits(ft.load_tensors(folder, like, table, ft.P())))
     mesh = mesh_of(2, 2)
     with ft.axis_rules(LAYOUT):
         found.append(logits(load(MODELS / name), ft.shard(TOKENS, ft.P("data"), mesh)))
@@ -97,7 +104,7 @@ EXPERT_MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw"])
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw", "olmoe"])
 @pytest.mark.parametrize("where", EXPERT_MESHES)
 def test_logits_of_experts_that_are_sharded(name: str, where: str) -> None:
     sizes, rules = EXPERT_MESHES[where]
@@ -350,11 +357,16 @@ GATE = "model.layers.1.mlp.gate_proj.weight"
 REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing": (
         {GATE: None},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have no `{GATE}`"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "extra": (
         {"model.extra": np.ones(3)},
-        ["model.extra\n", "no array is read from it"],
+        ["1 problem\n", "model.extra\n", "no array is read from it"],
     ),
     "a bias": (
         {"model.layers.0.self_attn.q_proj.bias": np.ones(32, "f")},
@@ -362,12 +374,19 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "another shape": (
         {GATE: np.ones((32, 48), "f")},
-        ["blocks.layer.mlp.gate   f32[3, 32, 48]", f"the files have `{GATE}` as f32[32, 48]"],
+        [
+            "1 problem\n",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have `{GATE}` as f32[32, 48], and not as f32[48, 32]",
+            "get files and a `config.json` that belong together",
+        ],
     ),
     "another dtype": (
         {GATE: np.ones((48, 32), "float16")},
         [
-            f"the files have `{GATE}` as f16[48, 32]",
+            "1 problem\n",
+            f"its layers have several dtypes: the files have `{GATE}` as f16[48, 32]",
+            ", and the first as f32",
             "say which dtype all its layers get, as `param_dtype=`",
         ],
     ),
@@ -378,9 +397,11 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "several": (
         {GATE: None, "model.norm.weight": np.ones(3, "f"), "more": np.ones(1, "f")},
         [
-            f"the files have no `{GATE}`",
+            "no weights are loaded: 3 problems",
+            "blocks.layer.mlp.gate   f32[3, 32, 48]",
+            f"the files have no `{GATE}`, which has to be f32[48, 32]",
             "norm.scale   f32[32]",
-            "the files have `model.norm.weight` as f32[3]",
+            "the files have `model.norm.weight` as f32[3], and not as f32[32]",
             "more\n",
         ],
     ),
@@ -398,7 +419,7 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
     for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
         changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
         with raises(
-            "no weights are loaded",
+            "no weights are loaded: 1 problem\n",
             names[1],
             "it has other frequencies than the config says",
             error=ft.FunctreeError,
@@ -461,6 +482,61 @@ def test_what_is_refused(case: str, copied: Path) -> None:
         load(copied)
 
 
+# A door, what is asked for ─► the dtype of what is loaded, or what is said.
+X64 = "jax.config.update('jax_enable_x64', True)"
+WIDE: dict[str, tuple[Callable[[Path], Any], str | list[str]]] = {
+    "a model": (
+        load,
+        ["embed.weight", ": JAX has no float64 without `jax_enable_x64`", X64, "as `param_dtype=`"],
+    ),
+    "a model as float64": (
+        lambda folder: load(folder, param_dtype="float64"),
+        ["no weights are loaded: JAX has no float64 without `jax_enable_x64`", X64],
+    ),
+    "a model as float32": (lambda folder: load(folder, param_dtype="float32"), "float32"),
+    "tensors": (lambda folder: wide(folder, "float32"), ["as f64[32]", "and not as f32", "cast=True"]),
+    "tensors that are cast": (lambda folder: wide(folder, "float32", cast=True), "float32"),
+    "tensors as float64": (lambda folder: wide(folder, "float64"), ["JAX has no float64", X64]),
+    "tensors as float64 that are cast": (
+        lambda folder: wide(folder, "float64", cast=True), ["JAX has no float64", X64]
+    ),
+    "tensors of numpy": (lambda folder: wide(folder, np.zeros(32)), "float64"),
+}  # fmt: skip
+
+
+def wide(folder: Path, like: Any, cast: bool = False) -> Any:
+    """A tensor, as an array with a layout or as one of numpy."""
+    layout = None
+    if isinstance(like, str):
+        like, layout = jax.ShapeDtypeStruct((32,), like), ft.P("data")
+    names = {"x": "model.norm.weight"}
+    return ft.load_tensors(
+        folder, {"x": like}, names, layout, mesh_of(2, 1), left_out=["*"], cast=cast
+    )
+
+
+@pytest.mark.parametrize("case", WIDE)
+def test_float64_is_never_shortened_unasked(case: str, copied: Path) -> None:
+    loaded, expected = WIDE[case]
+    changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
+    if isinstance(expected, str):
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded(copied))} == {expected}
+        return
+    with raises(*expected, error=ft.FunctreeError):
+        loaded(copied)
+
+
+def test_one_tensor_of_float64(copied: Path) -> None:
+    changed(copied, **{"model.norm.weight": np.ones(32)})
+    said = [
+        "norm.scale   f32[32]",
+        "the files have `model.norm.weight` as f64[32]: JAX has no",
+        X64,
+    ]
+    with raises("1 problem\n", *said, error=ft.FunctreeError):
+        load(copied)
+
+
 def test_several_dtypes_become_one_that_is_asked_for(copied: Path) -> None:
     changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
     gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
@@ -477,7 +553,8 @@ def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
     given = json.loads((copied / "config.json").read_text())
     given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
     (copied / "config.json").write_text(json.dumps(given))
-    with raises("no weights are loaded", "the files have", "`model.", error=ft.FunctreeError):
+    said = ["problem", "the files have", "`model.", "that belong together"]
+    with raises("no weights are loaded", *said, error=ft.FunctreeError):
         load(copied, 1, 1)
 
 
@@ -538,14 +615,29 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         "head_dim": 4,
         "hidden": 8,
     }
-    for options, said in (
-        ({"window": 4, "qk_norm": True}, "it has what only qwen3 and only mistral has"),
-        ({"experts": 2, "top_k": 1, "normalize": False}, "all have normalize=True"),
-        ({"rope_scaling": abs}, "no family has rope_scaling=<built-in function abs>"),
+    other_options = "give it the options of one of these, or keep it by `ft.save`"
+    other_layer = "put the array or the layer that the family has there"
+    for options, *said in (
+        (
+            {"window": 4, "qk_norm": True},
+            *("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options),
+        ),
+        (
+            {"experts": 2, "top_k": 1, "normalize": False},
+            *("normalize=False", "mixtral has True", "qk_norm=False", "qwen3_moe has True"),
+            other_options,
+        ),
+        (
+            {"rope_scaling": abs},
+            "blocks.layer.attn.rope_scaling   <built-in function abs>",
+            other_layer,
+        ),
     ):
         config = ft.nn.TransformerConfig(16, **sizes, **options)
         with raises(
-            "no published family computes what this model does", said, error=ft.FunctreeError
+            "no published family computes what this model does",
+            *said,
+            error=ft.FunctreeError,
         ):
             ft.save_weights(
                 tmp_path / "new", ft.nn.Transformer.create(config, key=jax.random.key(0))
@@ -625,15 +717,6 @@ UNPUBLISHED: dict[str, tuple[str, Any, list[str]]] = {
         lambda x: jnp.zeros((3, 4, 8)),
         ["blocks.layer.attn.query_bias   float32[3, 4, 8]", "the family has None there"],
     ),
-    "other numbers": (
-        "blocks.layer.attn",
-        lambda x: _another(x, type(x), rope_theta=7.0, window=3),
-        [
-            "blocks.layer.attn.window   3\n",
-            "blocks.layer.attn.rope_theta   7.0\n",
-            "the family has 50000.0 there, by the config",
-        ],
-    ),
     "another eps": (
         "blocks.layer.attn_norm",
         lambda x: _another(x, type(x), eps=0.5),
@@ -668,12 +751,24 @@ def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
     assert all(str(problem.path).startswith(path) for problem in error.value.problems)
 
 
+def test_surgery_that_another_family_computes(tmp_path: Path) -> None:
+    """The config is read from the layers, so what surgery has put there is saved as it is."""
+    model = load(MODELS / "llama")
+    attn = _another(model.blocks.layer.attn, ft.nn.Attention, rope_theta=7.0, window=3)
+    model = eqx.tree_at(lambda model: model.blocks.layer.attn, model, attn)
+    ft.save_weights(tmp_path, model)
+    again = load(tmp_path)
+    assert again.config == model.config
+    assert (again.config.rope_theta, again.config.window) == (7.0, 3)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "mistral"
+
+
 def test_a_subclass_of_the_model(tmp_path: Path) -> None:
     model = _another(load(MODELS / "llama"), _Model)
     with raises("_Model", "the family has functree's Transformer there", error=ft.FunctreeError):
         ft.save_weights(tmp_path / "new", model)
     config = dataclasses.replace(model.config, rope_scaling=_Frequencies(8, 1, 4, 16))
-    with raises("no family has rope_scaling=_Frequencies(factor=8.0", error=ft.FunctreeError):
+    with raises("blocks.layer.attn.rope_scaling   _Frequencies(", error=ft.FunctreeError):
         ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
 
 

@@ -5,6 +5,7 @@ The functions and their parameters are found by enumeration, so that a new one i
 being remembered.
 """
 
+import dataclasses
 import inspect
 import shutil
 from collections.abc import Callable
@@ -59,6 +60,7 @@ COUNTS, PIECES = ft.make_state(Counts(ft.StateRef(jnp.zeros(3))))
 CONFIG = ft.nn.TransformerConfig(16, 8, 2, 2, 2, 4, 8)
 LLAMA = Path(__file__).parents[1] / "fixtures" / "hf" / "llama"
 TRANSFORMER = ft.nn.Transformer.create(CONFIG, key=KEY)
+EXPERTS = ft.nn.Transformer.create(dataclasses.replace(CONFIG, experts=2, top_k=1), key=KEY)
 
 NONSENSE: dict[str, Any] = {
     "a class": ft.nn.MLP, "a mesh": MESH, "a jitted function": ft.jit(lambda x: x), "None": None, "a float": 1.5,
@@ -347,6 +349,7 @@ USES: dict[str, Use] = {
             "vocab_size": 16, "embed": 8, "layers": 2, "heads": 2, "kv_heads": 2, "head_dim": 4, "hidden": 8,
             "max_seq": 8, "rope_theta": 1e4, "tie_embedding": False, "remat": None, "param_dtype": jnp.float32,
             "compute_dtype": jnp.float32, "norm_eps": 1e-5, "attention_bias": False, "qk_norm": False, "window": None,
+            "norms": "before",
             "rope_scaling": None, "attention": "auto", "context": "auto", "microbatches": None,
             "experts": None, "top_k": None, "capacity": None,
             "expert_hidden": None, "normalize": True, "dispatch": "auto", "dot_general": None,
@@ -364,12 +367,13 @@ USES: dict[str, Use] = {
         TRANSFORMER.features,
         {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "in_order": True},
     ),
-    "nn.Transformer.run": (
-        TRANSFORMER.run,
-        {
-            "tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "cache": None, "in_order": True,
-            "losses": False,
-        },
+    "nn.Transformer.with_losses": (
+        EXPERTS.with_losses,
+        {"tokens": jnp.zeros((1, 4), int), "positions": None, "segments": None, "in_order": True},
+    ),
+    "nn.Transformer.decode": (
+        TRANSFORMER.decode,
+        {"tokens": jnp.zeros((1, 2), int), "cache": ft.nn.Cache.create(TRANSFORMER, 1, 8), "positions": None},
     ),
     "nn.Cache.create": (ft.nn.Cache.create, {"model": TRANSFORMER, "batch": 1, "length": 8}),
     "nn.generate": (
@@ -472,7 +476,9 @@ FILES = {("load_weights", "folder"), ("load_tensors", "files"), ("nn.config_from
 # Called by functree itself, with values that it has checked.
 INTERNAL = {
     "StateSharding.first", "Path.of", "StateRef.at", "State.update", "State.of_layers", "Plan.sharding", "Plan.page",
-    "nn.Block",
+    # What a transformer calls of its parts, and what generation and the loss call of a transformer.
+    "nn.Block", "nn.Block.decode", "nn.Block.with_losses", "nn.Attention.decode",
+    "nn.Transformer.features_with_cache", "nn.Transformer.features_with_losses",
     "nn.Cache", "nn.Cache.extended", "nn.Cache.fits", "nn.Cache.most_tokens",
 }  # fmt: skip
 # What users do not construct: these are results, and errors.

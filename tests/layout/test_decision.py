@@ -43,8 +43,6 @@ def test_the_same_with_more():
     assert (
         wrong.faults == (("why", "remedy"), ("again", "so"), ("more", "x")) and SPLIT.faults == ()
     )
-    turned = SPLIT.each(lambda i, one: one._replace(source=Source(i)))
-    assert [str(one.source) for one in turned.dimensions] == ["0", "1", "2"]
 
 
 def test_a_reason_is_a_value_whose_text_is_made_late():

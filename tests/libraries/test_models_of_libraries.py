@@ -1,9 +1,12 @@
 """Models of libraries whose classes have no axis names, laid out from outside by `names=` and trained
 by FSDP and tensor parallelism as without a mesh: a vision transformer of equimo, the protein model
-of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks."""
+of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The
+weights of timm's vision transformer are loaded into equimo's."""
 
+import math
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -19,6 +22,7 @@ from equimo.layers.posemb import LearnedPosEmbed
 from equimo.models import VisionTransformer
 from jax import Array
 from jax.sharding import PartitionSpec as P
+from safetensors.numpy import save_file
 
 import functree as ft
 from tests.lib.meshes import MESH, SIZES, assert_lies, lay
@@ -110,6 +114,129 @@ def test_equimo_is_trained_by_rules_and_fsdp():
     ts = train_both(create, loss, (images, jnp.arange(8)), layout)
     mlp = ts.opt_state[0].mu.blocks[0].blocks[0].mlp
     assert_lies(mlp.fc2.weight, "data", "model")
+
+
+# Weights of a vision transformer as timm names and shapes them, in that of equimo: blocks in a list
+# of lists, one vector for the class token, and a bias of the convolution with two dimensions more.
+
+DEPTHS, DIM, HEADS, PATCH, CLASSES = [2, 2], 32, 4, 4, 8
+TIMM_NAMES = {
+    "cls_token": "cls_token",
+    "global_pos_embed.weight": "pos_embed",
+    "blocks.{i}.blocks.{j}.prenorm.*": "blocks.{2*i+j}.norm1.*",
+    "blocks.{i}.blocks.{j}.norm.*": "blocks.{2*i+j}.norm2.*",
+    "blocks.{i}.blocks.{j}.**": "blocks.{2*i+j}.**",
+    "**": "**",  # `patch_embed.proj`, `norm`, `head`
+}
+
+
+def timm_weights() -> dict[str, np.ndarray]:
+    shapes: dict[str, tuple[int, ...]] = {
+        "cls_token": (1, 1, DIM),
+        "pos_embed": (1, 5, DIM),
+        "patch_embed.proj.weight": (DIM, 3, PATCH, PATCH),
+        "patch_embed.proj.bias": (DIM,),
+        "head.weight": (CLASSES, DIM),
+        "head.bias": (CLASSES,),
+    }
+    norms = ["norm"]
+    for i in range(sum(DEPTHS)):
+        block = f"blocks.{i}"
+        norms += [f"{block}.norm1", f"{block}.norm2"]
+        linears = {
+            "attn.qkv": (3 * DIM, DIM),
+            "attn.proj": (DIM, DIM),
+            "mlp.fc1": (4 * DIM, DIM),
+            "mlp.fc2": (DIM, 4 * DIM),
+        }
+        for name, (out, size) in linears.items():
+            shapes |= {f"{block}.{name}.weight": (out, size), f"{block}.{name}.bias": (out,)}
+    for norm in norms:
+        shapes |= {f"{norm}.weight": (DIM,), f"{norm}.bias": (DIM,)}
+    rng = np.random.default_rng(0)
+    return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def timm_logits(w: dict[str, np.ndarray], image: np.ndarray) -> np.ndarray:
+    """What timm's `VisionTransformer` computes of an image, (3, 8, 8), in numpy."""
+
+    def linear(x: np.ndarray, name: str) -> np.ndarray:
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        centred = x - x.mean(-1, keepdims=True)
+        unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
+        return unit * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    def attention(x: np.ndarray, name: str) -> np.ndarray:
+        qkv = linear(x, f"{name}.qkv").reshape(len(x), 3, HEADS, DIM // HEADS)
+        q, k, v = qkv.transpose(1, 2, 0, 3)
+        scores = np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(DIM // HEADS))
+        mixed = scores / scores.sum(-1, keepdims=True) @ v
+        return linear(mixed.transpose(1, 0, 2).reshape(len(x), DIM), f"{name}.proj")
+
+    def gelu(x: np.ndarray) -> np.ndarray:
+        return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
+
+    kernel = w["patch_embed.proj.weight"].reshape(DIM, -1)
+    patches = [
+        image[:, i : i + PATCH, j : j + PATCH].ravel() for i in (0, PATCH) for j in (0, PATCH)
+    ]
+    embedded = np.stack(patches) @ kernel.T + w["patch_embed.proj.bias"]
+    x = np.concatenate([w["cls_token"][0], embedded]) + w["pos_embed"][0]
+    for i in range(sum(DEPTHS)):
+        block = f"blocks.{i}"
+        x = x + attention(norm(x, f"{block}.norm1"), f"{block}.attn")
+        hidden = gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1"))
+        x = x + linear(hidden, f"{block}.mlp.fc2")
+    return linear(norm(x, "norm")[0], "head")
+
+
+def timm_like(key: Array) -> VisionTransformer:
+    sizes = {"img_size": 8, "patch_size": PATCH, "in_channels": 3, "num_classes": CLASSES}
+    options = {"reg_tokens": 0, "act_layer": "exactgelu", "eps": 1e-6, "global_pool": "token"}
+    return VisionTransformer(**sizes, **options, dim=DIM, num_heads=HEADS, depths=DEPTHS, key=key)
+
+
+def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
+    weights = timm_weights()
+    save_file(weights, tmp_path / "model.safetensors")
+    layout = ft.AxisRules(TABLE, names=VISION_NAMES) | ft.FSDP("data", min_size=2**5, otherwise=P())
+    like = ft.abstract(timm_like)(jax.random.key(0))
+    model = ft.load_tensors(tmp_path, like, TIMM_NAMES, layout, MESH)
+    block = model.blocks[1].blocks[0]
+    assert_lies(block.attn.qkv.weight, "model", "data")
+    assert_lies(block.mlp.fc2.weight, "data", "model")
+    assert_lies(model.patch_embed.proj.weight, "data", None, None, None)
+    np.testing.assert_array_equal(block.attn.qkv.weight, weights["blocks.2.attn.qkv.weight"])
+    images = np.random.default_rng(1).normal(size=(8, 3, 8, 8)).astype(np.float32)
+    with jax.default_matmul_precision("highest"):
+        run = ft.jit(lambda model, images: jax.vmap(lambda x: model(x, inference=True))(images))
+        found = run(model, lay(images, "data"))
+    expected = np.stack([timm_logits(weights, image) for image in images])
+    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.usefixtures("compiles_anew")
+def test_the_ledger_has_the_lines_of_equimo_and_the_call():
+    layout = ft.AxisRules(TABLE, names=VISION_NAMES) | FSDP
+
+    def loss(model: VisionTransformer, images: Array) -> Array:
+        return (jax.vmap(model)(images) ** 2).mean()
+
+    model = ft.abstract(vision_transformer)(jax.random.key(0))
+    images = jax.ShapeDtypeStruct((8, 3, 8, 8), "float32")
+    gradient = ft.value_and_grad(loss, layout=layout)
+    ledger = ft.ledger(gradient, model, images, in_shardings=(layout, P("data")), mesh=MESH)
+    backward = [one for one in ledger.collectives if one.phase == "backward" and one.paths]
+    for one in backward:
+        assert "site-packages/" in (one.source or "")
+        assert "test_models_of_libraries.py:" in (one.called_from or "")
+    tokens = [one.source or "" for one in backward if str(one.path) == "cls_token"]
+    assert tokens and all("equimo/layers/posemb.py:" in source for source in tokens)
+    for text in (str(ledger), ledger.html()):
+        assert "layers/posemb.py:" in text
+        assert "called from libraries/test_models_of_libraries.py:" in text
 
 
 # The protein model of esm2quinox. Its layers are made by `eqx.filter_vmap`, and their class is not

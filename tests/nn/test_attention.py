@@ -15,8 +15,7 @@ from functree.nn.attention import attend as attending
 from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.chunked import Mask, chunked
-from functree.nn.attention.kernels import splash
-from functree.nn.attention.splash_mask import CausalMask
+from functree.nn.attention.kernels import CausalMask, splash
 from tests.lib.checks import raises
 
 RANDOM = np.random.default_rng(0)

@@ -13,6 +13,7 @@ from functree.nn.attention import attend as attending
 from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.context import parts_of
+from functree.nn.attention.mask import Inputs
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
 
@@ -297,12 +298,13 @@ def test_the_kernel_of_a_part(window: int | None, packed: bool) -> None:
     )
     for part in (0, 1):
         own = slice(part * 256, part * 256 + 256)
+        query = arrays[0][:, own]
+        own_segments = None if segments is None else segments[:, own]
         found = kernels.splash_of_part(
-            arrays[0][:, own],
-            *arrays[1:],
+            Inputs(query, *(x[:, own] for x in arrays[1:]), own_segments),
+            Inputs(query, *arrays[1:], segments),
             jnp.int32(part * 256),
             parts=2,
-            segments=(None, None) if segments is None else (segments[:, own], segments),
             window=window,
             interpret=True,
         )
@@ -351,10 +353,6 @@ def test_messages() -> None:
         small()(x, in_order=False)
     with raises("in_order=False", "gets no positions"):
         small(attention=own_attention)(x, jnp.arange(8), in_order=False)
-    model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
-    cache = ft.nn.Cache.create(model, 4, 8)
-    with raises("in_order=False", "cache are in order"):
-        model(TEXT[:, :4], jnp.arange(4), cache=cache, in_order=False)
     rules = ft.AxisRules({"seq": "context", ...: None})
     with jax.set_mesh(ft.make_mesh(context=8)), ft.axis_rules(rules):
         with raises('context="heads"', "8 parts", "4 query heads", '"gather"'):

@@ -36,6 +36,8 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "mixtral": {"rope_theta": 1e6, "experts": 6, "top_k": 2},
     "qwen3_moe": QWEN_3_MOE,
     "qwen3_moe_raw": QWEN_3_MOE | {"normalize": False},
+    "olmo2": {"rope_theta": 5e5, "qk_norm": "all", "norms": "after"},
+    "olmoe": {"hidden": 24, "qk_norm": "all", "experts": 6, "top_k": 3, "normalize": False},
 }
 
 
@@ -114,7 +116,7 @@ def test_older_files(case: str, tmp_path: Path) -> None:
 
 FIELDS = [
     (name, field)
-    for name in ("llama", "llama3_rope", "mistral_sw", "qwen2", "qwen3")
+    for name in ("llama", "llama3_rope", "mistral_sw", "qwen2", "qwen3", "olmo2", "olmoe")
     for field in json.loads((MODELS / name / "config.json").read_text())
 ]
 
@@ -182,6 +184,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama",
         {"rope_theta": 1.0},
         'it says another rope_theta than "rope_parameters"',
+    ),
+    "values that are clipped": (
+        "olmoe",
+        {"clip_qkv": 8.0},
+        '"clip_qkv": 8.0\n      it is understood as null only',
     ),
     "heads that do not fit": ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
 }
@@ -255,7 +262,6 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        ("olmoe", ["norms of queries and keys over all heads together", "`clip_qkv`"]),
         ("deepseek", ["experts that all tokens have", "dense first layers"]),
         ("deepseek_v2", ["latent attention", "groups of experts", "`routed_scaling_factor`"]),
         ("deepseek_v3", ["latent attention", "`routed_scaling_factor`", "a second stack"]),

@@ -14,9 +14,8 @@ import pytest
 import functree as ft
 from functree import nn
 from functree.nn.moe import dispatch, experts
-from functree.nn.moe.assignment import capacity_of
-from functree.nn.moe.choose import chosen_dispatch
-from functree.nn.moe.sharding import Shards
+from functree.nn.moe.dispatch import capacity_of
+from functree.nn.moe.sharding import Shards, chosen_dispatch
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
 from tests.nn.moe_oracle import Result, mixture
@@ -280,7 +279,7 @@ def test_the_ragged_exchange_on_an_emulated_collective(
     capacity: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dispatch, "ragged_all_to_all", emulated)
-    monkeypatch.setattr("functree.nn.moe.choose.platform", lambda: "tpu")
+    monkeypatch.setattr("functree.nn.moe.sharding.platform", lambda: "tpu")
     moe = layer("skewed", capacity=capacity, dispatch="ragged")
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
     with jax.default_matmul_precision("highest"):
@@ -394,7 +393,7 @@ def of_model(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
 
 @jax.jit
 def with_losses(model: nn.Transformer, tokens: jax.Array) -> Any:
-    return model(tokens, losses=True)
+    return model.with_losses(tokens)
 
 
 def test_a_model_with_experts() -> None:
@@ -420,8 +419,8 @@ def test_losses_of_tokens_in_another_order() -> None:
     model = nn.Transformer.create(CONFIG, key=KEY)
     tokens = TOKENS[:2, :8]
     moved, positions = nn.zigzag(tokens, 2)
-    logits, losses = model(tokens, losses=True)
-    found, of_moved = model(moved, positions, losses=True, in_order=False)
+    logits, losses = model.with_losses(tokens)
+    found, of_moved = model.with_losses(moved, positions, in_order=False)
     assert_close(found, nn.zigzag(logits, 2)[0], 1e-5)
     assert_close(of_moved.balance, losses.balance, 1e-5)
     targets = nn.zigzag(TOKENS[:2, 1:9], 2)[0]
@@ -438,7 +437,7 @@ def test_losses_of_a_pipeline_are_refused() -> None:
     rules = ft.AxisRules({"batch": "data", "layers": "pipe", ...: None})
     with jax.set_mesh(ft.make_mesh(pipe=2, data=4)), ft.axis_rules(rules):
         for call in (
-            lambda: model(TOKENS, losses=True),
+            lambda: model.with_losses(TOKENS),
             lambda: nn.cross_entropy(model, TOKENS, TOKENS, router_z=0.1),
         ):
             with raises("runs layers that return `x` alone", "the losses of experts"):
@@ -448,7 +447,7 @@ def test_losses_of_a_pipeline_are_refused() -> None:
 def test_losses_that_are_not_there() -> None:
     dense = nn.Transformer.create(nn.TransformerConfig(32, 8, 2, 4, 2, 2, 16), key=KEY)
     for call in (
-        lambda: dense(TOKENS, losses=True),
+        lambda: dense.with_losses(TOKENS),
         lambda: nn.cross_entropy(dense, TOKENS, TOKENS, balance=0.1),
     ):
         with raises("no losses of experts", "the config has no experts", error=ft.FunctreeError):

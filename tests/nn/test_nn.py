@@ -14,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import PartitionSpec
+from jaxtyping import Float
 
 import functree as ft
 from functree import nn
@@ -682,66 +683,125 @@ def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
         assert fragment in str(caught.value)
 
 
-# Another config for the same layers, and what the layers say of the field.
-OTHER_CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "rope_theta": (dict(rope_theta=10.0), ["config.rope_theta=10.0", "made with 10000.0"]),
-    "norm_eps": (dict(norm_eps=0.5), ["config.norm_eps=0.5", "made with 1e-05"]),
-    "compute_dtype": (
-        dict(compute_dtype=jnp.bfloat16),
-        ["config.compute_dtype=dtype(bfloat16)", "dtype('float32')"],
+# A config that has an option of each kind ─► the model that is created with it.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "options of attention": dict(
+        window=5,
+        rope_scaling=nn.Llama3Rope(8, 1, 4, 16),
+        attention="xla",
+        context="gather",
+        qk_norm=True,
+        attention_bias=True,
     ),
-    "tie_embedding": (dict(tie_embedding=True), ["config.tie_embedding=True", "made with False"]),
-    "layers": (dict(layers=5), ["config.layers=5", "made with 3"]),
-    "vocab_size": (dict(vocab_size=38), ["config.vocab_size=38", "made with 37"]),
-    "embed": (dict(embed=16), ["config.embed=16", "made with 12"]),
-    "heads": (dict(heads=8), ["config.heads=8", "made with 4"]),
-    "kv_heads": (dict(kv_heads=4), ["config.kv_heads=4", "made with 2"]),
-    "head_dim": (dict(head_dim=8), ["config.head_dim=8", "made with 6"]),
-    "hidden": (dict(hidden=24), ["config.hidden=24", "made with 20"]),
-    "several": (dict(hidden=24, layers=5), ["config.hidden=24", "config.layers=5"]),
+    "an attention function": dict(attention=jax.nn.dot_product_attention),
+    "dot_general": dict(dot_general=jax.lax.dot_general),
+    "options of the model": dict(remat="full", microbatches=3, max_seq=99),
+    "dtypes": dict(param_dtype=jnp.bfloat16, compute_dtype=jnp.float16),
+    "experts": dict(experts=4, top_k=2, capacity=1.5, normalize=False, dispatch="gather"),
+    "small experts": dict(experts=4, top_k=2, expert_hidden=7),
 }
 
 
-@pytest.mark.parametrize("case", OTHER_CONFIGS)
-def test_another_config_for_the_same_layers_is_an_error(case: str):
-    change, fragments = OTHER_CONFIGS[case]
-    with pytest.raises(FunctreeError) as caught:
-        dataclasses.replace(create(CONFIG), config=dataclasses.replace(CONFIG, **change))
-    remedies = (
-        "the config disagrees with the layers",
-        "`Transformer.create`",
-        "`dataclasses.replace`",
-    )
-    for fragment in (*fragments, *remedies):
-        assert fragment in str(caught.value)
-    assert len(caught.value.problems) == len(change)
+@pytest.mark.parametrize("case", [*CONFIGS, *OPTIONS])
+def test_the_config_of_a_model_is_that_which_it_was_created_with(case: str) -> None:
+    config = CONFIGS.get(case) or dataclasses.replace(CONFIG, **OPTIONS[case])
+    model = jax.eval_shape(lambda: nn.Transformer.create(config, key=KEY))
+    assert model.config == config and hash(model.config) == hash(config)
 
 
-def test_other_layers_for_the_same_config_are_an_error():
-    model = create(CONFIG)
-    with pytest.raises(FunctreeError, match=r"config.layers=3\n.*made with 2"):
-        dataclasses.replace(model, blocks=model.blocks[:2])
-    short = dataclasses.replace(
-        model, blocks=model.blocks[:2], config=dataclasses.replace(CONFIG, layers=2)
-    )
-    assert short.config.layers == len(short.blocks) == 2
-    with pytest.raises(FunctreeError, match=r"config.tie_embedding=False\n.*made with True"):
-        dataclasses.replace(model, unembed=None)
+class Adapted(eqx.Module):
+    weight: jax.Array
+    lora_a: Float[jax.Array, "embed rank"]
+
+    def __call__(self, x: Any) -> Any:
+        return x
 
 
-def test_a_config_may_differ_in_what_the_layers_do_not_keep():
-    model = create(CONFIG)
-    config = dataclasses.replace(CONFIG, remat="full", max_seq=99, param_dtype=jnp.bfloat16)
-    models = {
-        "as it was": model,
-        "abstract": jax.eval_shape(lambda: model),
-        "converted": jax.tree.map(lambda x: x.astype(jnp.bfloat16), model),
-        "a part": eqx.partition(model, lambda x: x.ndim > 2)[0],
-        "several": jax.tree.map(lambda x: jnp.stack([x, x]), model),
-        "other layers": eqx.tree_at(
-            lambda m: (m.embed, m.blocks.layer.mlp), model, replace=(jnp.sin, jnp.sin)
+class Gelu(eqx.Module):
+    """A feed-forward layer that says nothing of its sizes."""
+
+    up: jax.Array
+
+    def __call__(self, x: Any) -> Any:
+        return jax.nn.gelu(x @ self.up) @ self.up.T
+
+
+class Around(eqx.Module):
+    """A layer around another one."""
+
+    layer: Any
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        return self.layer(*args, **options)
+
+    def decode(self, *args: Any) -> Any:
+        return self.layer.decode(*args)
+
+
+# What surgery has changed ─► what the config says of it.
+SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
+    "fewer layers": (lambda m: dataclasses.replace(m, blocks=m.blocks[:2]), dict(layers=2)),
+    "a tied head": (lambda m: dataclasses.replace(m, unembed=None), dict(tie_embedding=True)),
+    "an option": (lambda m: dataclasses.replace(m, max_seq=99), dict(max_seq=99)),
+    "another dtype": (
+        lambda m: jax.tree.map(lambda x: x.astype(jnp.bfloat16), m),
+        dict(param_dtype=jnp.bfloat16),
+    ),
+    "quantized": (
+        lambda m: eqx.tree_at(lambda m: m.embed.weight, m, replace_fn=lambda x: x.astype(int)),
+        {},
+    ),
+    "another window": (
+        lambda m: eqx.tree_at(
+            lambda m: m.blocks.layer.attn,
+            m,
+            ft.stack(lambda key: nn.Attention(12, 4, 2, 6, window=4, key=key), 3, KEY).layer,
         ),
-        "no stack": eqx.tree_at(lambda m: m.blocks, model, replace=list(model.blocks)),
-    }
-    for name, one in models.items():
-        assert dataclasses.replace(one, config=config).config == config, name
+        dict(window=4),
+    ),
+    "an adapter": (
+        lambda m: eqx.tree_at(
+            lambda m: m.blocks.layer.attn.query, m, replace_fn=lambda x: Adapted(x, x[..., 0, :2])
+        ),
+        {},
+    ),
+    "layers in others": (
+        lambda m: eqx.tree_at(
+            lambda m: (m.blocks.layer.attn, m.blocks.layer.mlp, m.norm), m, replace_fn=Around
+        ),
+        {},
+    ),
+    "a list": (lambda m: eqx.tree_at(lambda m: m.blocks, m, replace=list(m.blocks)), {}),
+}
+
+
+@pytest.mark.parametrize("case", SURGERY)
+def test_the_config_of_a_model_after_surgery(case: str) -> None:
+    change, expected = SURGERY[case]
+    assert change(create(CONFIG)).config == dataclasses.replace(CONFIG, **expected)
+
+
+def test_a_config_that_cannot_be_read() -> None:
+    model = create(CONFIG)
+    with raises("cannot be read from its layers", '"hidden"', "no array", error=FunctreeError):
+        _ = eqx.tree_at(lambda m: m.blocks.layer.mlp, model, replace=jnp.sin).config
+    with raises("it has no `ft.nn.RMSNorm`", error=FunctreeError):
+        _ = ft.select(model).under(nn.RMSNorm).set(jnp.sin).config
+    with raises("no array", error=FunctreeError):
+        _ = eqx.partition(model, lambda x: x.ndim > 4)[0].config
+    for option in ("max_seq", "microbatches", "hidden"):
+        with raises("Transformer cannot be built", f"{option}=0", error=FunctreeError):
+            dataclasses.replace(model, **{option: 0})
+    with raises("remat='some'", error=FunctreeError):
+        dataclasses.replace(model, remat="some")
+
+
+def test_a_model_generates_with_layers_of_other_classes() -> None:
+    model = create(dataclasses.replace(CONFIG, window=5))
+    up = jnp.ones((3, 12, 7)) * 0.1
+    changed = eqx.tree_at(lambda m: m.blocks.layer.mlp, model, replace=Gelu(up))
+    around = eqx.tree_at(lambda m: m.blocks.layer.attn, changed, replace_fn=Around)
+    expected = nn.generate(changed, TOKENS[:, :6], 3)
+    assert jnp.array_equal(nn.generate(around, TOKENS[:, :6], 3), expected)
+    following = jnp.argmax(changed(expected[:, :-1])[:, 5:], -1)
+    assert jnp.array_equal(following, expected[:, 6:])

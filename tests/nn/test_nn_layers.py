@@ -211,6 +211,20 @@ def test_the_axes_of_norms(layer: Any) -> None:
         layer(4, axes="a b")
 
 
+def test_a_norm_over_several_dimensions() -> None:
+    layer = filled(nn.RMSNorm((4, 2), 1e-3, axes="heads head_dim"))
+    assert ft.tree_axes(layer).scale == ft.Axes("heads", "head_dim")
+    x = X.reshape(*X.shape[:-1], 4, 2)
+    mean = (x.astype(np.float64) ** 2).mean((-2, -1), keepdims=True)
+    expected = x / np.sqrt(mean + 1e-3) * np.asarray(layer.scale)
+    np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(AxesError, match=r'axes="embed".*give 2 names.*"heads head_dim"'):
+        nn.RMSNorm((4, 2))
+    for size, axes in (((), ft.Axes()), ((4, 0), "heads head_dim"), (0, "embed")):
+        with pytest.raises(ft.FunctreeError, match="a positive integer, or a tuple of them"):
+            nn.RMSNorm(size, axes=axes)
+
+
 # BatchNorm
 
 

@@ -159,7 +159,7 @@ MORE = {
     "donating": "Jit[(x: Array), Array]",
     "mapped(x)": "Array",
     "mapped.lower": "(x: Array) -> Lowered",
-    "model.step": "BoundFunction[(x: Array), list[Array]]",
+    "model.step": "Function[(x: Array), list[Array]]",
     "model.step(x)": "list[Array]",
     "model.step.compilations": "list[Compilation]",
     "checked": "(x: Array) -> Array",
@@ -203,7 +203,7 @@ MORE = {
     'ft.explore(loss, (model, x), meshes=8, layouts={"data": ft.P("data")})[0].wire_bytes': "Mapping[str | tuple[str, ...], int]",
     "ft.nn.Linear(3, 4, key=key)(x)": "Array",
     "ft.nn.Transformer.create(config, key=key)(tokens)": "Array",
-    "ft.nn.Transformer.create(config, key=key)(tokens, losses=True)": "tuple[Array, MoELosses]",
+    "ft.nn.Transformer.create(config, key=key).with_losses(tokens)": "tuple[Array, MoELosses]",
     "ft.nn.MoE(3, 4, 4, 2, key=key)(x)": "tuple[Array, MoELosses]",
 }
 

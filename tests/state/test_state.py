@@ -236,6 +236,83 @@ def test_misuse(name: str):
         misuse()
 
 
+# A dtype, and a Python number for which it has no room.
+NO_ROOM = [
+    ("int32", 2**40),
+    ("int32", -(2**31) - 1),
+    ("int32", 2**2000),
+    ("uint8", -1),
+    ("uint8", 256),
+    ("int4", 300),
+    ("float16", 1e5),
+    ("bfloat16", 1e40),
+    ("bfloat16", 2**2000),
+    ("float32", -1e40),
+    ("complex64", 1e40j),
+    ("complex64", 2**2000),
+]
+
+
+@pytest.mark.parametrize(("dtype", "number"), NO_ROOM, ids=str)
+def test_a_number_for_which_the_dtype_has_no_room(dtype: str, number: complex):
+    model, state = ft.make_state({"a": ft.StateRef(jnp.zeros((), dtype))})
+    with raises(
+        "the state at `a` is ", "its dtype has no room for the new value", error=ft.StateError
+    ):
+        state.set(model["a"], number)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "number"),
+    [("uint8", 255), ("int8", -128), ("int4", -8), ("int4", True), ("float16", 65504),
+     ("bfloat16", 2**100), ("float16", float("-inf")), ("float32", float("nan")), ("complex64", 1j)],
+    ids=str,
+)  # fmt: skip
+def test_a_number_for_which_the_dtype_has_room(dtype: str, number: complex):
+    model, state = ft.make_state({"a": ft.StateRef(jnp.zeros((), dtype))})
+    found = state.set(model["a"], number)["a"]
+    assert found.dtype == dtype
+    np.testing.assert_array_equal(np.asarray(found.astype("complex64")), np.complex64(number))
+
+
+@pytest.mark.parametrize(
+    ("init", "dtype"),
+    [
+        (2**40, "int32"),
+        (-(2**2000), "int32"),
+        (1e40, "float32"),
+        (1e40j, "complex64"),
+        (np.int64(2**40), "int32"),
+        (np.array([1, -(2**40)]), "int32"),
+        (np.uint64(2**32), "uint32"),
+        (np.array([0.0, 1e40]), "float32"),
+    ],
+    ids=str,
+)
+def test_an_initial_value_for_which_jax_has_no_dtype(init: Any, dtype: str):
+    with raises("StateRef(", f"{dtype} has no room for this value", error=ft.StateError):
+        ft.StateRef(init)
+
+
+@pytest.mark.parametrize("state", [None, 3, {}, ft.State], ids=str)
+def test_no_state_for_layers_that_keep_some(state: Any):
+    layer = ft.nn.BatchNorm(4)
+    sequence = ft.nn.Sequential([layer])
+    made, x = ft.make_state(layer)[0], jnp.ones((3, 4))
+    for call in (
+        lambda: layer(x, state),
+        lambda: made(x, state),
+        lambda: made(x, state, inference=True),
+        lambda: sequence(x, state=state),
+        lambda: ft.make_state(sequence)[0](x, state=state),
+    ):
+        with raises("`model, state = ft.make_state(model)`", error=TypeError):
+            call()
+    if state is not None:
+        with raises("Sequential cannot be called", "state=", error=TypeError):
+            ft.nn.Sequential([jax.nn.relu])(x, state=state)
+
+
 def test_an_unknown_path_is_a_key_error():
     _, state = ft.make_state(Counter())
     with raises("no state at `totl`; did you mean `total`?", error=KeyError):

@@ -15,15 +15,13 @@ from jax import lax
 
 import functree as ft
 from functree.testing import Operation, assert_same_as_unsharded, first_nonfinite
-from functree.testing.both import Both
 from functree.testing.checksums import checksum
 from functree.testing.evidence import Checksums, Watched
 from functree.testing.first_difference import first_difference
 from functree.testing.operation import source_text
-from functree.testing.pairs import Pairs
-from functree.testing.programs import Program
+from functree.testing.programs import Both, Program
 from functree.testing.relations import Kind, relate
-from functree.testing.scopes import Scope
+from functree.testing.scopes import Pairs, Scope
 from functree.testing.search import Finding, Search
 from tests.lib.checks import raises
 from tests.lib.covering import whole_tables

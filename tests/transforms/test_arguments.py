@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.transforms.jit.arguments import Placement
+from functree.transforms.jit.layouts import Placement
 from tests.lib.checks import compilations, raises
 from tests.lib.meshes import EXPLICIT, MESH
 

@@ -175,11 +175,10 @@ def test_a_model_with_all_of_it() -> None:
         )
 
     expected = jax.jit(jax.value_and_grad(of_model))(model, text)
-    config = dataclasses.replace(CONFIG, microbatches=2)
     tensor = {name: "model" for name in ("heads", "kv_heads", "hidden", "vocab")}
     rules = ft.AxisRules({"layers": "pipe", "seq": "context", **tensor, ...: None})
     with jax.set_mesh(ft.make_mesh(pipe=2, context=2, model=2)):
-        placed = ft.shard(dataclasses.replace(model, config=config), rules)
+        placed = ft.shard(dataclasses.replace(model, microbatches=2), rules)
         tokens = ft.shard(text, ft.P())
         found = ft.jit(ft.value_and_grad(of_model), rules=rules)(placed, tokens)
     for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
@@ -276,7 +275,7 @@ def test_messages() -> None:
         ft.AxisRules({"batch": "data", "embed": None, "hidden": None}), {"data": 2}
     ).shape
     model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
-    model = dataclasses.replace(model, config=dataclasses.replace(CONFIG, microbatches=2))
+    model = dataclasses.replace(model, microbatches=2)
     with jax.set_mesh(ft.make_mesh(pipe=4, data=2)), ft.axis_rules(rules):
         with raises("collect=True", "cache"):
             ft.nn.generate(ft.shard(model, rules), jnp.ones((4, 4), int), 2)

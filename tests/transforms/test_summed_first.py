@@ -15,7 +15,7 @@ import functree as ft
 from functree.labels.leaves import read
 from functree.layout.layout import as_layout
 from functree.placing.ambient import has_axis_rules
-from functree.transforms.grad.summed_first import SummedFirst
+from functree.transforms.grad.parameters import SummedFirst
 
 MESH = ft.make_mesh(a=2, b=2, c=2)
 X = np.random.default_rng(0).normal(size=(8, 6, 8))

@@ -78,7 +78,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
     # Opening a pipe would wait for who writes to it.
-    if others := [file for file in files if not _is_file(file)]:
+    if others := [file for file in files if not os.path.isfile(file)]:
         if not os.path.lexists(others[0]):
             raise FunctreeError(f"there is no file {others[0]}")
         raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
@@ -119,14 +119,14 @@ def files_of(folder: Path) -> list[Path]:
         if not found:
             raise FunctreeError(f"{folder}: there is no *.safetensors file")
         return found
-    if not _is_file(index):
+    if not os.path.isfile(index):
         raise FunctreeError(f"{index} cannot be read: it is not a file")
     names = sorted(_file_names(index))
     # A link in the folder is followed: it was made by who has made the folder, and Hugging Face's
     # cache consists of links. What is written in a file is no reason to read elsewhere.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside of its folder: {listed(outside)}")
-    if missing := [value_text(name)[1:-1] for name in names if not _is_file(folder / name)]:
+    if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
         raise FunctreeError(f"{index} names files that are not there: {listed(missing)}")
     return [folder / name for name in names]
 
@@ -139,13 +139,6 @@ def is_folder(path: Path) -> bool:
         raise  # it may be one
     except OSError:
         return False  # such as a name that is too long for the file system
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False
 
 
 def _is_inside(name: str) -> bool:

@@ -6,12 +6,13 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, Sharding
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from functree.argument_checks import (
@@ -37,13 +38,11 @@ from functree.errors import (
 )
 from functree.io.casts import Loss, warn_of_losses
 from functree.io.extras import ForeignErrors
-from functree.io.laid_out import laid_out, misplaced
-from functree.io.weights.blocks import Weight
+from functree.io.laid_out import ENABLE, is_enabled, laid_out, misplaced, not_enabled
 from functree.io.weights.files import ALL_DTYPES, Tensor, files_of, is_folder, open_tensors
-from functree.io.weights.fitting import Terms, fitted, unread_problems, untied
-from functree.io.weights.table import Named, Table, TensorName, names_of
+from functree.io.weights.fitting import Terms, Weight, fitted, unread_problems, untied
+from functree.io.weights.table import Table, TensorName, names_of, refusal
 from functree.labels.leaf import meeting
-from functree.labels.leaves import Leaves
 from functree.layout.layout import LayoutTree
 from functree.nn.config import TransformerConfig
 from functree.nn.families import PublishedConfig, read_config
@@ -54,11 +53,11 @@ from functree.processes.check_processes import checksum, facts_of
 from functree.processes.digest import digests_of
 from functree.report.json_text import value_text
 from functree.transforms.init import abstract
-from functree.tree.arrays import array_text
-from functree.tree.paths import Path
+from functree.tree.arrays import dtype_text
 
 T = TypeVar("T")
 
+_Array = jax.Array | np.ndarray | np.generic
 _File = str | os.PathLike[str]
 _FILES = Takes(
     f"{LOCAL_FILE.text}; or of a folder, or a list of files",
@@ -77,12 +76,14 @@ _TABLE = Takes(
 _OF_TENSORS = Terms(
     dtypes="like",
     dtype="to have it as {dtype}: cast=True",
+    misfit="correct the name in `table`, or the shape in `like`",
     unread="give `table` rows for them, or leave them out: left_out=",
     lost="give these arrays in `like` the dtype of the files",
 )
 _OF_PUBLISHED = Terms(
     dtypes="files",
     dtype="say which dtype all its layers get, as `param_dtype=`",
+    misfit="get files and a `config.json` that belong together: one of them is another model's",
     unread="",
     lost="give a `param_dtype=` that holds them, such as that of the files: None",
 )
@@ -155,15 +156,10 @@ def load_tensors(
         cast=(cast, FLAG),
     )
     where = str(given[0]) if len(given) == 1 else f"{given[0]} and {len(given) - 1} more"
-    failure = f"{where}: no weights are loaded"
+    with Agreement(_failure(where)), _reading(where):
+        tensors = open_tensors(_opened(given), ALL_DTYPES)
     terms = _OF_TENSORS._replace(dtypes="cast") if cast else _OF_TENSORS
-    with Agreement(failure) as agreement:
-        with ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"):
-            tensors = open_tensors(_opened(given), ALL_DTYPES)
-        leaves, shardings = laid_out(like, layout, mesh)
-        loading = Loading.of(leaves, shardings, table, tensors, left_out, terms, failure)
-        agreement.compare(loading.facts)
-    return leaves.skeleton.fill(loading.read(where))
+    return _loaded(where, like, layout, mesh, table, tensors, terms, left_out)
 
 
 def _listed(files: Any) -> Any:
@@ -179,53 +175,47 @@ def _opened(given: Sequence[_File]) -> list[FilePath]:
     return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
 
 
-class Loading(NamedTuple):
-    """Arrays that can be loaded, of which nothing was read but the heads of the files.
+def _failure(where: object) -> str:
+    return f"{where}: no weights are loaded"
 
-    Attributes:
-        leaves: the arrays of `like`.
-        named: the name of each.
-        weights: how each is read.
-        tensors: the tensors that are read, by name.
+
+def _reading(where: object) -> ForeignErrors:
+    return ForeignErrors(FunctreeError, f"{where}: the weights cannot be read")
+
+
+def _loaded(
+    where: str,
+    like: T,
+    layout: LayoutTree,
+    mesh: MeshLike,
+    table: Table,
+    tensors: Mapping[str, Tensor],
+    terms: Terms,
+    left_out: Collection[str] = (),
+    others: Iterable[Problem] = (),
+    facts: Facts = MappingProxyType({}),
+) -> T:
+    """A tree like `like`, read by a table. Nothing is read before all of it fits, in all processes.
+
+    Args:
+        where: what the tensors are in, for messages.
+        like: the tree.
+        layout: its layout; without one each array is sharded as the one in `like`.
+        mesh: the mesh.
+        table: the table of names.
+        tensors: all tensors in the files.
         terms: what is cast, and what messages say to do.
-        failure: the beginning of messages.
+        left_out: patterns for the tensors that nothing is read from.
+        others: what else is wrong.
+        facts: what else has to be the same in all processes.
+
+    Raises:
+        FunctreeError: something does not fit.
+        ShardingError: the layout does not fit the tree.
     """
-
-    leaves: Leaves
-    named: Mapping[Path, Named]
-    weights: Sequence[Weight]
-    tensors: Mapping[str, Tensor]
-    terms: Terms
-    failure: str
-
-    @classmethod
-    def of(
-        cls,
-        leaves: Leaves,
-        shardings: Sequence[Sharding | None],
-        table: Table,
-        tensors: Mapping[str, Tensor],
-        left_out: Collection[str],
-        terms: Terms,
-        failure: str,
-        others: Iterable[Problem] = (),
-    ) -> "Loading":
-        """What is loaded.
-
-        Args:
-            leaves: the arrays of `like`.
-            shardings: where each is created; None for an array of numpy, and for one that is not
-                committed to a device.
-            table: the table of names.
-            tensors: all tensors in the files.
-            left_out: patterns for the tensors that nothing is read from.
-            terms: what is cast, and what messages say to do.
-            failure: the beginning of messages.
-            others: what else is wrong.
-
-        Raises:
-            FunctreeValueError: something does not fit.
-        """
+    failure = _failure(where)
+    with Agreement(failure) as agreement:
+        leaves, shardings = laid_out(like, layout, mesh)
         named, problems = names_of(leaves.leaves, table, failure)
         weights, unfit, asked = fitted(leaves.leaves, shardings, named, tensors, terms)
         problems += unfit
@@ -236,66 +226,70 @@ class Loading(NamedTuple):
         problems += unread_problems(tensors, asked, left_out, terms.unread)
         problems += others
         if problems:
-            raise FunctreeValueError(failure, problems)
-        read = {name: tensors[name] for name in tensors if name in asked}
-        return cls(leaves, named, weights, read, terms, failure)
-
-    def facts(self) -> Facts:
-        """What has to be the same in all processes."""
-        arrays: list[str] = []
-        names: list[str] = []
-        for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
-            place = "on the host" if weight.sharding is None else sharding_text(weight.sharding)
-            arrays.append(f"{path_text(leaf.path)}: {array_text(weight)} {place}")
-            names.append(f"{path_text(leaf.path)}: {self.named[leaf.path].text}")
-        # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
-        # devices would be given parts of that one.
-        beginnings: list[str] = []
-        with ForeignErrors(FunctreeError, "the weights cannot be read"):
-            for name, tensor in self.tensors.items():
-                beginnings.append(f"{name} begins with {checksum(tensor.beginning()):08x}")
-        return {"arrays": arrays, "names": names, "tensors": sorted(beginnings)}
-
-    def read(self, where: str) -> list[jax.Array | np.ndarray | np.generic]:
-        """The arrays. One array at several places of `like` is one array again. All processes call
-        this, with the same arrays.
-
-        Args:
-            where: what they are read from, for messages.
-
-        Raises:
-            FunctreeError: a file cannot be read; or the processes have read other values.
-        """
-        once: dict[object, jax.Array | np.ndarray | np.generic] = {}
-        own: list[object] = []
-        losses: list[Loss] = []
-        with (
-            Agreement(self.failure),
-            ForeignErrors(FunctreeError, f"{where}: the weights cannot be read"),
-        ):
-            for leaf, weight in zip(self.leaves.leaves, self.weights, strict=True):
-                # One array of numpy at two places is often nothing but zeros that were made once.
-                # Two arrays on one buffer could not both be donated.
-                is_one = isinstance(leaf.value, jax.Array)
-                own.append((id(leaf.value), weight.sharding) if is_one else leaf.path)
-                if own[-1] not in once:
-                    array, loss = weight.array(self.tensors)
-                    once[own[-1]] = _as_in(leaf.value, array)
-                    losses.append(loss)
-        with Agreement(self.failure):  # it is an error where the user makes warnings errors
-            warn_of_losses(where, losses, self.terms.lost)
-        # Each process has read its own files: copies of one part may have come from different ones.
-        # With one process there is nothing to compare, and the digests would read all of the model.
-        if jax.process_count() > 1:
-            paths = [str(loss.path) for loss in losses]
-            read = dict(zip(paths, once.values(), strict=True))
-            _, differ = digests_of(read, "give all processes the same files")
-            if differ:
-                raise FunctreeError(f"{where}: the processes read other weights", differ)
-        return [once[key] for key in own]
+            raise refusal(failure, problems)
+        with _reading(where):
+            agreement.compare(lambda: {**facts, **_facts(weights)})
+    return leaves.skeleton.fill(_read(where, weights, terms.lost))
 
 
-def _as_in(value: object, array: jax.Array | np.ndarray) -> jax.Array | np.ndarray | np.generic:
+def _facts(weights: Sequence[Weight]) -> Facts:
+    """What has to be the same in all processes."""
+    arrays: list[str] = []
+    names: list[str] = []
+    # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
+    # devices would be given parts of that one.
+    beginnings: dict[str, str] = {}
+    for weight in weights:
+        path, sharding = path_text(weight.leaf.path), weight.sharding
+        place = "on the host" if sharding is None else sharding_text(sharding)
+        arrays.append(f"{path}: {dtype_text(weight.dtype)}{list(weight.leaf.shape)} {place}")
+        names.append(f"{path}: {weight.row.text}")
+        for name in weight.names:
+            first = checksum(weight.tensors[name].beginning())
+            beginnings[name] = f"{name} begins with {first:08x}"
+    return {"arrays": arrays, "names": names, "tensors": sorted(beginnings.values())}
+
+
+def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
+    """The arrays. One array at several places of `like` is one array again. All processes call
+    this, with the same arrays.
+
+    Args:
+        where: what they are read from, for messages.
+        weights: how each is read.
+        remedy: what to do about values that a dtype does not hold.
+
+    Raises:
+        FunctreeError: a file cannot be read; or the processes have read other values.
+    """
+    once: dict[object, _Array] = {}
+    own: list[object] = []
+    losses: list[Loss] = []
+    with Agreement(_failure(where)), _reading(where):
+        for weight in weights:
+            value = weight.leaf.value
+            # One array of numpy at two places is often nothing but zeros that were made once. Two
+            # arrays on one buffer could not both be donated.
+            is_one = isinstance(value, jax.Array)
+            own.append((id(value), weight.sharding) if is_one else weight.leaf.path)
+            if own[-1] not in once:
+                array, loss = weight.array()
+                once[own[-1]] = _as_in(value, array)
+                losses.append(loss)
+    with Agreement(_failure(where)):  # it is an error where the user makes warnings errors
+        warn_of_losses(where, losses, remedy)
+    # Each process has read its own files: copies of one part may have come from different ones.
+    # With one process there is nothing to compare, and the digests would read all of the model.
+    if jax.process_count() > 1:
+        paths = [str(loss.path) for loss in losses]
+        read = dict(zip(paths, once.values(), strict=True))
+        _, differ = digests_of(read, "give all processes the same files")
+        if differ:
+            raise FunctreeError(f"{where}: the processes read other weights", differ)
+    return [once[key] for key in own]
+
+
+def _as_in(value: object, array: jax.Array | np.ndarray) -> _Array:
     """An array that was read, of the kind that it has in `like`."""
     if isinstance(array, jax.Array):
         return array
@@ -316,7 +310,7 @@ def load_weights(
     **fields: Any,
 ) -> Transformer:
     """A published model, from `config.json` and `*.safetensors`: llama, mistral, qwen2, qwen3,
-    mixtral and qwen3_moe.
+    mixtral, qwen3_moe, olmo2 and olmoe.
 
     The arrays are created sharded, and of each file only the slices are read that this process'
     devices keep.
@@ -326,7 +320,8 @@ def load_weights(
         layout: the layout of the model.
         mesh: the mesh; by default the ambient one.
         param_dtype: the dtype of the parameters; by default those of the files. A value that it
-            does not hold, but would be an infinity, is a warning by path.
+            does not hold, but would be an infinity, is a warning by path. Float64 is an error
+            without `jax_enable_x64`.
         **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`,
             `capacity`, `dispatch` and `dot_general` of the config.
 
@@ -354,10 +349,11 @@ def load_weights(
     )
     if layout is None:
         raise ShardingError("no weights are loaded: the layout is None; write `P()` to replicate")
-    failure = f"{folder}: no weights are loaded"
-    with Agreement(failure) as agreement:
+    if param_dtype is not None and not is_enabled(param_dtype):
+        raise FunctreeValueError(f"{_failure(folder)}: {not_enabled(param_dtype)}; {ENABLE}")
+    with Agreement(_failure(folder)):
         published = read_config(folder, fields)
-        with ForeignErrors(FunctreeError, f"{folder}: the weights cannot be read"):
+        with _reading(folder):
             tensors = open_tensors(files_of(published.file.parent))
         _check_sizes(published, tensors)
         table = published.names(published.config, tensors)
@@ -365,20 +361,18 @@ def load_weights(
         config, embed = published.config, tensors.get(table.get("embed.weight", ""))
         if param_dtype is not None:
             config = dataclasses.replace(config, param_dtype=param_dtype)
-        elif embed is not None:
+        elif embed is not None and is_enabled(embed.dtype):
             config = dataclasses.replace(config, param_dtype=embed.dtype)
-        # Abstract, and planned and compared before a tensor is read: a layout that does not fit is
-        # an error after a second, and not after the first 100 GB.
-        model = abstract(Transformer.create)(config, key=jax.random.key(0))
-        leaves, shardings = laid_out(model, layout, mesh)
         repeated = dict(_repeated(published, tensors))
-        others = [problem for problem in repeated.values() if problem is not None]
-        terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
-        loading = Loading.of(
-            leaves, shardings, table, tensors, list(repeated), terms, failure, others
-        )
-        agreement.compare(lambda: {"config": facts_of(config), **loading.facts()})
-    return leaves.skeleton.fill(loading.read(str(folder)))
+    others = [problem for problem in repeated.values() if problem is not None]
+    # Abstract, and planned and compared before a tensor is read: a layout that does not fit is an
+    # error after a second, and not after the first 100 GB.
+    model = abstract(Transformer.create)(config, key=jax.random.key(0))
+    terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
+    facts = {"config": facts_of(config)}
+    return _loaded(
+        str(folder), model, layout, mesh, table, tensors, terms, list(repeated), others, facts
+    )
 
 
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:

@@ -20,13 +20,14 @@ from functree.devices.specs import of_rank
 from functree.errors import FunctreeError, FunctreeValueError, Problem
 from functree.io.checkpoints.contents import not_saveable
 from functree.io.extras import ForeignErrors, import_extra
+from functree.io.weights.blocks import with_joined_heads
 from functree.io.weights.files import DTYPES, INDEX
 from functree.io.weights.table import WHOLE, TensorName, names_of
 from functree.labels.leaf import Leaf
 from functree.labels.leaves import read
 from functree.layout.plan.make_plan import plan
 from functree.nn.config import TransformerConfig
-from functree.nn.families import LLAMA_3, SIZES, families
+from functree.nn.families import CHOSEN, FIELDS, LLAMA_3, families, understood
 from functree.nn.rope import Llama3Rope
 from functree.nn.transformer import Transformer
 from functree.processes.agreement import Agreement
@@ -46,7 +47,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
 
     The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
     with biases, `mistral` with a window, else `llama`; with experts `qwen3_moe` if it has such
-    norms, else `mixtral`.
+    norms, else `mixtral`; `olmo2` and `olmoe` with norms over all heads.
 
     Args:
         folder: a folder without weights; it is created.
@@ -111,7 +112,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, names)))
-    write(lambda: _write(folder / "config.json", _config(family, model)))
+    write(lambda: _write(folder / "config.json", _config(family, model.config)))
 
 
 def _weights_in(folder: FilePath) -> list[str]:
@@ -181,14 +182,7 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
 
 def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
     """The tensor for an array: published models join the heads with the size of one."""
-    shape: list[int] = []
-    for size, axis in zip(array.shape, axes, strict=True):
-        # Alone it is the scale of a norm over one head, which has one dimension there too.
-        if axis == "head_dim" and shape:
-            shape[-1] *= size
-        else:
-            shape.append(size)
-    tensor = array.reshape(shape)
+    tensor = array.reshape(with_joined_heads(array.shape, axes))
     # Safetensors writes the memory of an array as it is: of a transposed view it would write the
     # untransposed values under the transposed shape.
     return np.ascontiguousarray(tensor if name.order is None else tensor.T)
@@ -240,51 +234,47 @@ def _write(file: FilePath, value: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def _config(family: str, model: Transformer) -> dict[str, Any]:
-    """What `config.json` says of a model."""
-    config, scaling = model.config, model.config.rope_scaling
+def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
+    """What `config.json` says of a model: of all fields that a family may have, those that this one
+    reads."""
     rope: dict[str, Any] = {"rope_type": "default"}
-    if isinstance(scaling, Llama3Rope):
-        rope = {"rope_type": "llama3"}
-        rope |= zip(LLAMA_3, dataclasses.astuple(scaling), strict=True)
-    found = {
+    if isinstance(config.rope_scaling, Llama3Rope):
+        numbers = dataclasses.astuple(config.rope_scaling)
+        rope = {"rope_type": "llama3", **dict(zip(LLAMA_3, numbers, strict=True))}
+    hidden = config.hidden if config.expert_hidden is None else config.expert_hidden
+    given = {
         "architectures": [f"{family.title().replace('_', '')}ForCausalLM"],
         "model_type": family,
-        **{theirs: getattr(config, ours) for theirs, ours in SIZES.items()},
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
+        **{theirs: getattr(config, ours) for theirs, ours in FIELDS.items()},
         "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
         # Where older readers look, which would take the neutral value and compute something else.
         "rope_theta": config.rope_theta,
-        "rope_scaling": rope if scaling else None,
-        "tie_word_embeddings": config.tie_embedding,
-        # Of the arrays: `config.param_dtype` is that in which they were created.
-        "dtype": str(model.embed.weight.dtype),
-    }
-    if family in ("mistral", "mixtral"):
-        found["sliding_window"] = config.window
-    hidden = config.hidden if config.expert_hidden is None else config.expert_hidden
-    if family == "mixtral":
-        found |= {"num_local_experts": config.experts, "num_experts_per_tok": config.top_k}
-        found["intermediate_size"] = hidden
-    if family == "qwen3_moe":
+        "rope_scaling": rope if config.rope_scaling else None,
+        "dtype": str(config.param_dtype),
+        "moe_intermediate_size": hidden,
         # Readers of either age: the older ones call it "num_experts".
-        found |= {"num_experts": config.experts, "num_local_experts": config.experts}
-        found |= {"num_experts_per_tok": config.top_k, "moe_intermediate_size": hidden}
-        found |= {"norm_topk_prob": config.normalize, "decoder_sparse_step": 1}
-        found["mlp_only_layers"] = []
-    return found
+        "num_experts": config.experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+    if config.experts is None:
+        given = {name: value for name, value in given.items() if "experts" not in name}
+    read, _ = understood(family, given)
+    if config.experts is not None and "moe_intermediate_size" not in read.names:
+        given["intermediate_size"] = hidden
+    return {name: value for name, value in given.items() if name in read.names}
 
 
 # Which family computes what a model does
 
-# Fields that say nothing of what is computed, or, as a dtype of activations, are chosen by who
-# loads the weights, as the capacity of experts is. Those of the config are compared in the layers,
-# which compute with them.
-_FREE = ("config", "axes", "axis", "compute_dtype", "dispatch", "capacity")
+# Fields of layers that say nothing of what is computed, or are chosen by who loads the weights, as
+# the dtype of activations and the capacity of experts are.
+_FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
+# Fields of the config that are so, and those that each family can have.
+_NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "no published family computes what this model does"
+_OPTIONS = "give it the options of one of these, or keep it by `ft.save`, which takes any model"
 _REPLACE = "put the array or the layer that the family has there, such as by `ft.select`"
 _PLAIN = (
     "if it computes what `jax.nn.dot_product_attention` does, move the arrays into a model with "
@@ -299,13 +289,17 @@ def family_of_model(model: Transformer) -> str:
 
     The files of a family have its arrays, its sizes and its numbers. So what is compared is all
     else: the class of each layer, whether each array is there, its shape and kind of dtype, and
-    the numbers in the layers, which surgery may have changed without the config.
+    the numbers in the layers.
 
     Raises:
         FunctreeError: none does. The error lists all parts that differ, by path.
     """
-    name = _by_config(model.config)
-    config = dataclasses.replace(model.config, attention="auto", dot_general=None)
+    config = model.config
+    # Not a subclass, which may compute other frequencies of the same numbers: it differs by path.
+    if type(config.rope_scaling) is not Llama3Rope:
+        config = dataclasses.replace(config, rope_scaling=None)
+    name = _by_config(config)
+    config = dataclasses.replace(config, attention="auto", dot_general=None)
     published = abstract(Transformer.create)(config, key=jax.random.key(0))
     if problems := list(_differences(model, published, ())):
         raise FunctreeValueError(_HEADLINE, problems)
@@ -313,27 +307,25 @@ def family_of_model(model: Transformer) -> str:
 
 
 def _by_config(config: TransformerConfig) -> str:
-    """The family that has the options of a config."""
-    has_experts = config.experts is not None
-    special = {
-        "qwen3_moe": has_experts and config.qk_norm,
-        "mixtral": has_experts and not config.qk_norm,
-        "qwen3": config.qk_norm and not has_experts,
-        "qwen2": config.attention_bias,
-        "mistral": config.window is not None and not (has_experts and not config.qk_norm),
-    }
-    families = [name for name, has_it in special.items() if has_it]
-    why = ""
-    if len(families) > 1:
-        why = f"it has what only {' and only '.join(families)} has"
-    elif families == ["mixtral"] and not config.normalize:
-        why = "with experts and without norms of queries and keys all have normalize=True"
-    # Not a subclass, which may compute other frequencies of the same numbers.
-    elif config.rope_scaling is not None and type(config.rope_scaling) is not Llama3Rope:
-        why = f"no family has rope_scaling={config.rope_scaling!r}"
-    if why:
-        raise FunctreeValueError(f"{_HEADLINE}: {why}")
-    return families[0] if families else "llama"
+    """The first family that has the options of a config: what is written of it is read as the same
+    config again."""
+    differ: list[list[Problem]] = []  # of each family
+    for family in families:
+        read, found = understood(family, _config(family, config))
+        if read.problems:  # such as that there is no number of experts
+            continue
+        own: list[Problem] = []
+        for field in dataclasses.fields(config):
+            given, theirs = getattr(config, field.name), found.get(field.name, field.default)
+            if field.name not in _NOT_COMPARED and given != theirs:
+                what, why = f"{field.name}={given!r}", f"{family} has {theirs!r}"
+                own.append(Problem(None, None, what, why, _OPTIONS))
+        if not own:
+            return family
+        differ.append(own)
+    fewest = min(map(len, differ), default=0)
+    nearest = [problem for own in differ if len(own) == fewest for problem in own]
+    raise FunctreeValueError(_HEADLINE, nearest)
 
 
 def _differences(given: object, published: object, keys: Keys) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from functree.argument_checks import shown
-from functree.errors import FunctreeValueError, Problem
+from functree.errors import FunctreeValueError, Problem, count
 from functree.labels.leaf import Leaf
 from functree.tree.globs import captured, capturing_pattern, match_text, meant_glob
 from functree.tree.paths import Path, tokens
@@ -250,6 +250,11 @@ class _Row(NamedTuple):
         return _SLOT.sub(fill, self.name).removeprefix(".")
 
 
+def refusal(failure: str, problems: Sequence[Problem]) -> FunctreeValueError:
+    """The error for all that does not fit."""
+    return FunctreeValueError(f"{failure}: {count(len(problems), 'problem')}", problems)
+
+
 def row_text(pattern: str, name: str) -> str:
     """A row of a table as it is written."""
     return f'"{pattern}": "{name}"'
@@ -268,7 +273,7 @@ def names_of(
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
-        raise FunctreeValueError(failure, problems)
+        raise refusal(failure, problems)
     named: dict[Path, Named] = {}
     matching: set[str] = set()
     for leaf in leaves:
@@ -286,7 +291,7 @@ def names_of(
                 written = text = str(text)
             named[leaf.path] = Named(text, TensorName.parse(text), row.pattern, written)
     if problems:
-        raise FunctreeValueError(failure, problems)
+        raise refusal(failure, problems)
     return named, list(_unused(rows, leaves, matching, {name.pattern for name in named.values()}))
 
 

@@ -1,7 +1,7 @@
 """Names from a field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes
 of a leaf."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import MappingProxyType
@@ -14,7 +14,7 @@ from functree.labels.annotations.hints import Hint
 from functree.tree.arrays import Tree
 from functree.tree.axes import Axes, Names, OpenAxes, names
 from functree.tree.globs import glob_pattern, match_text, meant_glob
-from functree.tree.interfaces import own_names
+from functree.tree.interfaces import PackedTree, own_names
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Keys, Path, tokens
 
@@ -136,7 +136,7 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
     # A pattern that was not used may still have a leaf: other names may have named it. Or several
     # arrays may be at its path, as in the state of some optimizers: these are laid out like the
     # parameter.
-    leaves = dict(leaves_of(node, _is_empty))
+    leaves = dict(_leaves_below(node))
     texts: set[str] = set()
     empty: set[str] = set()
     for below, leaf in leaves.items():
@@ -149,6 +149,16 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
         if not any(map(matches, texts)) and not _leads_through(pattern, empty):
             found.append(_unmatched(node, Path(path), pattern, leaves))
     return found
+
+
+def _leaves_below(node: Tree) -> Iterator[tuple[Path, Tree]]:
+    """The leaves of a node, and nodes without any; those of a packed tree as if it were not."""
+    for path, leaf in leaves_of(node, lambda one: _is_empty(one) or isinstance(one, PackedTree)):
+        if not isinstance(leaf, PackedTree):
+            yield path, leaf
+            continue
+        for below, inner in _leaves_below(leaf.tree):
+            yield Path((*path, *below)), inner
 
 
 def _is_empty(node: Tree) -> bool:

@@ -68,8 +68,15 @@ class ArrayForm(NamedTuple):
     dims: tuple[Dim, ...]
     dtype: Any = None  # jaxtyping's class (`Float`), None for any dtype
     spec: PartitionSpec | None = None
-    plain: Axes | None = None  # the axes, if they are the same for every array that fits
     wrong: str = ""  # why the dimension string cannot be read
+
+    @property
+    def plain(self) -> Axes | None:
+        """The axes, if they are the same for every array that fits."""
+        for dim in self.dims:
+            if dim.variadic or dim.broadcast:
+                return None
+        return Axes(*[dim.name for dim in self.dims])
 
     def fits(self, ndim: int) -> bool:
         """Whether an array of this rank fits."""
@@ -96,10 +103,7 @@ class ArrayForm(NamedTuple):
 def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
     """A jaxtyping dimension string ─► its `ArrayForm`."""
     tokens = dim_str.split()
-    dims = tuple(map(dim, tokens))
-    plain, wrong = None, ""
-    if not any(d.variadic or d.broadcast for d in dims):
-        plain = Axes(*(d.name for d in dims))
+    wrong = ""
     for token in tokens:
         # `embed:data` or `embed@data` would give mesh axes to an axis, as some libraries do.
         # jaxtyping reads it as an expression, so it must not pass without a name. `{...}` is an
@@ -107,7 +111,7 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
         if ("@" in token or ":" in token) and "{" not in token:
             wrong = f"`{token}` in a dimension string is not an axis name"
             break
-    return ArrayForm(dims, dtype, plain=plain, wrong=wrong)
+    return ArrayForm(tuple(map(dim, tokens)), dtype, wrong=wrong)
 
 
 @lru_cache(maxsize=4096)
@@ -117,7 +121,7 @@ def form_of_axes(axes: Axes | OpenAxes) -> ArrayForm:
         before, after = form_of_axes(axes.before).dims, form_of_axes(axes.after).dims
         return ArrayForm((*before, dim("..."), *after))
     # Names are not parsed: an axis may be called `_pad`, which as a token would be anonymous.
-    return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes), plain=axes)
+    return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes))
 
 
 def dim(token: str) -> Dim:

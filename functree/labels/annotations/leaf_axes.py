@@ -10,7 +10,6 @@ from functree.labels.annotations.hints import (
     NOTHING,
     UNREADABLE,
     ArrayForm,
-    Dim,
     Hint,
     dtype_fits,
     form_of_axes,
@@ -22,7 +21,7 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """The axes of one array; the attributes are those of `Leaf`."""
+    """The axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
 
     axes: Axes
     annotated: bool = False
@@ -80,7 +79,8 @@ def _read(
     if hint.references:
         return _unresolved(value, path, hint, stack)
     if not hint.forms:
-        return _unannotated(value, stack)
+        # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
+        return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
     for form in hint.forms:
         if form.wrong:
             remedy = "write only the names of axes there, and choose the mesh axes by rules"
@@ -105,12 +105,6 @@ def _given(
             form = form._replace(spec=own.spec)
             break
     return _by_form(form, value, stack)
-
-
-def _unannotated(value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
-    axes = _unknown(value, stack)
-    # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
-    return LeafAxes(axes, annotated=bool(stack) and len(value.shape) == len(stack))
 
 
 def _chosen(
@@ -149,39 +143,21 @@ def _different(
 
 def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
     """The axes of an array by one alternative of its annotation."""
-    if form.plain is not None:
-        names: Sequence[str | None] = form.plain
-        dims: Sequence[Dim] = form.dims
-    else:
-        dims = form.dims_for(len(value.shape) - len(stack))
-        sizes = value.shape[len(stack) :]
-        names = []
-        for dim, size in zip(dims, sizes, strict=True):
-            # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
-            is_broadcast = dim.broadcast and size == 1
-            names.append(None if is_broadcast else dim.name)
-    axes = Axes(*stack, *names)
-    return LeafAxes(axes, True, _unnamed(stack, names, dims), _behind(stack, form.spec))
-
-
-def _behind(stack: Sequence[str], spec: PartitionSpec | None) -> PartitionSpec | None:
-    """The spec of an annotation, which is for one layer, for an array that has the dimensions of
-    stacks in front."""
-    if spec is None or not stack:
-        return spec
-    return PartitionSpec(*[None] * len(stack), *spec)
-
-
-def _unnamed(
-    stack: Sequence[str], names: Sequence[str | None], dims: Sequence[Dim]
-) -> tuple[str, ...]:
-    """`Leaf.unnamed`: for each dimension without a name, the token that is written there."""
-    if all(names):
-        return ()
-    written = [""] * len(stack)
-    for name, dim in zip(names, dims, strict=True):
-        written.append("" if name else dim.token)
-    return tuple(written)
+    names: list[str | None] = list(stack)
+    unnamed = [""] * len(stack)
+    dims = form.dims_for(len(value.shape) - len(stack))
+    for dim, size in zip(dims, value.shape[len(stack) :], strict=True):
+        # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
+        name = None if dim.broadcast and size == 1 else dim.name
+        names.append(name)
+        unnamed.append("" if name else dim.token)
+    spec = form.spec
+    if spec is not None and stack:
+        # The annotation is for one layer, and the array has the dimensions of the stacks in front.
+        spec = PartitionSpec(*[None] * len(stack), *spec)
+    if not any(unnamed):
+        unnamed = []
+    return LeafAxes(Axes(*names), True, tuple(unnamed), spec)
 
 
 def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:

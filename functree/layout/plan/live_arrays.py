@@ -1,36 +1,25 @@
 """Arrays ─► rows that show how they are sharded now."""
 
-import math
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
 
 import jax
 from jax.core import Tracer
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
 from functree.devices.meshes import Device, mesh_view
 from functree.devices.placement import other_memory
 from functree.devices.specs import of_rank
 from functree.labels.leaf import Leaf
 from functree.labels.training_state import MODEL, OPTIMIZER
-from functree.layout.plan.row import Row, rows_by_path
+from functree.layout.plan.row import Row, row_of, rows_by_path
 from functree.tree.paths import Path
 
-
-class Live(NamedTuple):
-    """How an array is sharded: its spec, or None if it has none, and a reason for the plan."""
-
-    spec: PartitionSpec | None
-    reason: str
-    local_shape: tuple[int, ...]
-    copies: int = 1
-    memory_kind: str | None = None
-    mesh: Mesh | AbstractMesh | None = None
+AnyMesh = Mesh | AbstractMesh
 
 
 def live_rows(
     leaves: Sequence[Leaf], states: Iterable[Path] = ()
-) -> tuple[list[Row], Mesh | AbstractMesh | None]:
+) -> tuple[list[Row], AnyMesh | None]:
     """A row for each array with its current sharding, and the mesh of the first array that is on a
     mesh.
 
@@ -38,29 +27,14 @@ def live_rows(
         leaves: the arrays.
         states: the paths of the training states that they are in.
     """
-    first: Mesh | AbstractMesh | None = None
+    first: AnyMesh | None = None
     rows: list[Row] = []
     for leaf in leaves:
-        live = live_sharding(leaf.value)
+        row, mesh = _live_row(leaf)
         if first is None:
-            first = live.mesh
-        shape, dtype = leaf.value.shape, leaf.value.dtype
-        row = Row(
-            leaf.path,
-            shape,
-            dtype,
-            leaf.axes,
-            spec=live.spec,
-            reason=live.reason,
-            local_shape=live.local_shape,
-            bytes_global=math.prod(shape) * dtype.itemsize,
-            bytes_per_device=math.prod(live.local_shape) * dtype.itemsize,
-            copies=live.copies,
-            memory_kind=live.memory_kind,
-        )
-        if live.mesh is not None and live.mesh != first:
-            reason = f"{live.reason}, on {_mesh_text(live.mesh)}"
-            row = row._replace(reason=reason, mesh=live.mesh)
+            first = mesh
+        if mesh is not None and mesh != first:
+            row = row._replace(reason=f"{row.reason}, on {_mesh_text(mesh)}", mesh=mesh)
         rows.append(row)
     for path in states:
         rows = _with_parameters(path, rows)
@@ -85,7 +59,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
     return found
 
 
-def _mesh_text(mesh: Mesh | AbstractMesh) -> str:
+def _mesh_text(mesh: AnyMesh) -> str:
     """A mesh that is not the plan's, with its devices: two meshes may have the same sizes."""
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
@@ -100,41 +74,40 @@ def _device_text(device: Device) -> str:
     return f"{device.platform}:{device.id}"
 
 
-def live_sharding(value: Any) -> Live:
-    """How an array is sharded. An array that is abstract, of numpy, or on a single device has no
-    spec."""
-    shape = tuple(value.shape)
+def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
+    """How an array is sharded, and its mesh. An array that is abstract, of numpy, or on a single
+    device has no spec."""
+    value, shape = leaf.value, leaf.shape
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return Live(None, "a numpy array in the host's memory", shape)
+        return row_of(leaf, None, "a numpy array in the host's memory", shape), None
     if isinstance(value, Tracer):
-        return _traced(value)
+        return _traced_row(leaf)
     sharding = value.sharding
     if sharding is None:
-        return Live(None, "abstract, with no sharding", shape)
+        return row_of(leaf, None, "abstract, with no sharding", shape), None
     local = tuple(sharding.shard_shape(shape))
     kind = other_memory(sharding)
     # A `ShapeDtypeStruct` has no `committed`; a sharding that it has was given on purpose.
     committed = bool(getattr(value, "committed", True))
-    if isinstance(sharding, NamedSharding):
-        spec = of_rank(sharding.spec, len(shape))
-        reason = "as it is sharded now" if committed else "as it is sharded now, uncommitted"
-        return Live(
-            spec, reason, local, sharding.mesh.size // _parts(shape, local), kind, sharding.mesh
-        )
     if isinstance(sharding, SingleDeviceSharding):
-        device = next(iter(sharding.device_set))
+        device = _device_text(next(iter(sharding.device_set)))
         how = "committed to" if committed else "uncommitted, on"
-        return Live(None, f"{how} the device {_device_text(device)}", local, 1, kind)
-    copies = len(sharding.device_set) // _parts(shape, local)
-    return Live(None, f"as it is sharded now, by a {type(sharding).__name__}", local, copies, kind)
+        return row_of(leaf, None, f"{how} the device {device}", local, 1, kind), None
+    reason, parts = "as it is sharded now", _parts(shape, local)
+    if not isinstance(sharding, NamedSharding):
+        reason += f", by a {type(sharding).__name__}"
+        return row_of(leaf, None, reason, local, len(sharding.device_set) // parts, kind), None
+    if not committed:
+        reason += ", uncommitted"
+    spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
+    return row_of(leaf, spec, reason, local, mesh.size // parts, kind), mesh
 
 
-def _traced(value: Any) -> Live:
+def _traced_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
     """How a traced array is sharded, by its type."""
-    sharding = jax.typeof(value).sharding
-    shape = tuple(value.shape)
+    sharding, shape = jax.typeof(leaf.value).sharding, leaf.shape
     if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return Live(None, "traced, without a mesh in its type", shape)
+        return row_of(leaf, None, "traced, without a mesh in its type", shape), None
     spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
     if not mesh.are_all_axes_explicit:
         # The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing
@@ -142,9 +115,9 @@ def _traced(value: Any) -> Live:
         why = (
             "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
         )
-        return Live(None, why, shape, mesh=mesh)
+        return row_of(leaf, None, why, shape), mesh
     local = tuple(sharding.shard_shape(shape))
-    return Live(spec, "by its type", local, mesh.size // _parts(shape, local), None, mesh)
+    return row_of(leaf, spec, "by its type", local, mesh.size // _parts(shape, local)), mesh
 
 
 def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:

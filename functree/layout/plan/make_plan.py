@@ -1,11 +1,8 @@
 """A tree, a layout and a mesh ─► a `Plan`: one row for each leaf, with its spec and the reason."""
 
-import math
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
-
-from jax.sharding import PartitionSpec
+from typing import Any
 
 from functree.argument_checks import FLAG, check_tree
 from functree.argument_checks import check as check_values
@@ -25,7 +22,7 @@ from functree.layout.decision import Decision, local_shape, parts_over, refuse
 from functree.layout.layout import LayoutTree, Part, broadcast, merge_names, own_meshes
 from functree.layout.plan.live_arrays import live_rows
 from functree.layout.plan.plan import Plan
-from functree.layout.plan.row import Row
+from functree.layout.plan.row import Row, row_of
 
 
 def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:
@@ -127,57 +124,33 @@ def plan_decisions(
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
     """One row for each leaf. Leaves that are sharded alike, with one shape and dtype, share the
     computed values."""
-    known: dict[tuple[Any, ...], _Sizes] = {}
+    known: dict[tuple[Any, ...], Row] = {}
     # Most leaves share one decision object, which is told faster than that two of them shard alike.
     # Leaves of different shapes may share one too.
-    by_decision: dict[tuple[Any, ...], tuple[_Sizes, str]] = {}
+    by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
-        key = (id(decision), shape, dtype)
+        key = id(decision), shape, dtype
         found = by_decision.get(key)
         if found is None:
-            alike = (decision.mesh_axes, decision.specified, shape, dtype)
+            alike = decision.mesh_axes, decision.specified, shape, dtype
             if alike not in known:
-                known[alike] = _sizes(shape, dtype, decision, view)
+                known[alike] = _row(leaf, decision, view)
             found = by_decision[key] = known[alike], decision.reason
-        sizes, reason = found
-        row = Row(
-            leaf.path,
-            shape,
-            dtype,
-            leaf.axes,
-            spec=sizes.spec,
-            reason=reason,
-            local_shape=sizes.local_shape,
-            bytes_global=sizes.total,
-            bytes_per_device=sizes.per_device,
-            copies=sizes.copies,
-            memory_kind=decision.memory_kind,
-            follows=decision.follows,
-        )
-        rows.append(row)
+        row, reason = found
+        sizes = row[6:10]  # from the local shape to the copies
+        own = decision.memory_kind, None, decision.follows
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, row.spec, reason, *sizes, *own))
     return rows
 
 
-class _Sizes(NamedTuple):
-    """The attributes of a row that are computed from its shape, its dtype and the decision about
-    it."""
-
-    spec: PartitionSpec | None
-    local_shape: tuple[int, ...]
-    total: int
-    per_device: int
-    copies: int
-
-
-def _sizes(shape: tuple[int, ...], dtype: Any, decision: Decision, view: MeshView) -> _Sizes:
-    mesh_axes = decision.mesh_axes
-    local = local_shape(shape, mesh_axes, view)
-    split = parts_over(chain.from_iterable(mesh_axes), view)
+def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
+    """The row of a leaf, by how a decision shards it."""
+    local = local_shape(leaf.shape, decision.mesh_axes, view)
+    parts = parts_over(chain.from_iterable(decision.mesh_axes), view)
     spec = decision.spec if decision.specified else None
-    total, per_device = math.prod(shape) * dtype.itemsize, math.prod(local) * dtype.itemsize
-    return _Sizes(spec, local, total, per_device, max(1, view.devices // split))
+    return row_of(leaf, spec, "", local, max(1, view.devices // parts))
 
 
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:

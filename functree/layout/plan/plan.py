@@ -254,8 +254,12 @@ class Plan(Layout):
         """
         if not isinstance(other, Plan):
             raise FunctreeTypeError(f"a plan is compared with a plan, not with {shown(other)}")
-        on_each_device = self.bytes_per_device, other.bytes_per_device
-        return plan_diff(self.rows, other.rows, (self.sizes, other.sizes), on_each_device)
+        changed: list[Change] = []
+        if self.sizes != other.sizes:
+            changed.append(Change(Path(), "mesh", dict(self.sizes), dict(other.sizes)))
+        changed += changes(self._by_path, other._by_path, lambda path: path, _properties, _whole)
+        each, its = Bytes(self.bytes_per_device), Bytes(other.bytes_per_device)
+        return Diff(tuple(changed), (Change(Path(), "on each device", each, its),))
 
     def to_json(self) -> str:
         """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and
@@ -337,37 +341,8 @@ _SORT = Takes(
 _OWN_TREE = "use a plan of the tree that it belongs to"
 
 
-def plan_diff(
-    before: Sequence[Row],
-    after: Sequence[Row],
-    sizes: tuple[Mapping[str, int], Mapping[str, int]],
-    on_each_device: tuple[int, int],
-) -> Diff:
-    """What differs between the rows of two plans.
-
-    Args:
-        before: the rows of the first plan.
-        after: the rows of the second.
-        sizes: the sizes of their meshes.
-        on_each_device: the bytes on each device of both.
-    """
-    total = Change(Path(), "on each device", *map(Bytes, on_each_device))
-    return Diff(tuple(_changes(before, after, sizes)), (total,))
-
-
-def _changes(
-    before: Sequence[Row], after: Sequence[Row], sizes: tuple[Mapping[str, int], Mapping[str, int]]
-) -> Iterator[Change]:
-    if dict(sizes[0]) != dict(sizes[1]):
-        yield Change(Path(), "mesh", dict(sizes[0]), dict(sizes[1]))
-    old, new = rows_by_path(before), rows_by_path(after)
-    yield from changes(
-        old, new, lambda path: path, _properties, lambda path, row: ("array", _whole(row))
-    )
-
-
-def _whole(row: Row) -> str:
-    return f"{array_text(row)} {_spec(row)}"
+def _whole(path: Path, row: Row) -> tuple[str, str]:
+    return "array", f"{array_text(row)} {_spec(row)}"
 
 
 def _spec(row: Row) -> str:

@@ -1,11 +1,13 @@
 """`Row`: what a plan says about one array; and its array as text."""
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 from functree.devices.specs import mesh_axes, of_rank, spec_text
+from functree.labels.leaf import Leaf
 from functree.tree.arrays import DType, dtype_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Path
@@ -52,6 +54,21 @@ class Row(NamedTuple):
     memory_kind: str | None = None
     mesh: Mesh | AbstractMesh | None = None
     follows: Path | None = None
+
+
+def row_of(
+    leaf: Leaf,
+    spec: PartitionSpec | None,
+    reason: str,
+    local_shape: tuple[int, ...],
+    copies: int = 1,
+    memory_kind: str | None = None,
+) -> Row:
+    """The row of an array, with its bytes."""
+    shape, dtype = leaf.value.shape, leaf.value.dtype
+    whole, part = math.prod(shape) * dtype.itemsize, math.prod(local_shape) * dtype.itemsize
+    array = leaf.path, shape, dtype, leaf.axes
+    return Row(*array, spec, reason, local_shape, whole, part, copies, memory_kind)
 
 
 def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:

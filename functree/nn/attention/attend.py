@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -18,27 +18,30 @@ from functree.nn.attention.chunked import CHUNK, chunked, unchunked
 from functree.nn.attention.context import (
     WHOLE,
     Context,
+    OfPart,
     Parts,
     by_gathering,
     by_heads,
     by_ring,
     parts_of,
 )
-from functree.nn.attention.kernels import AXES, KERNELS, OF_PLATFORM, TILE, Kernel
-from functree.nn.attention.mask import Mask
+from functree.nn.attention.kernels import KERNELS, OF_PLATFORM, TILE, Kernel
+from functree.nn.attention.mask import Inputs, Mask
 from functree.nn.weights import as_int32
 
-NAMES = ("auto", "xla", "chunked", "splash", "cudnn")
-Implementation = Literal["auto", "xla", "chunked", "splash", "cudnn"] | Callable[..., Array]
+_Name = Literal["auto", "xla", "chunked", "splash", "cudnn"]
+_NAMES = get_args(_Name)
+Implementation = Annotated[
+    _Name | Callable[..., Array],
+    Takes(
+        f"one of {', '.join(map(repr, _NAMES))}, or a function of the arguments of "
+        "`jax.nn.dot_product_attention`",
+        lambda value: callable(value) or isinstance(value, str),
+        lambda value: callable(value) or value in _NAMES,
+    ),
+]
 """What computes attention, by its name; or a function of the arguments of
 `jax.nn.dot_product_attention`."""
-
-IMPLEMENTATION = Takes(
-    f"one of {', '.join(map(repr, NAMES))}, or a function of the arguments of "
-    "`jax.nn.dot_product_attention`",
-    lambda value: callable(value) or isinstance(value, str),
-    lambda value: callable(value) or value in NAMES,
-)
 
 # Up to so many queries at a time are computed with an array of their weights of all cached keys.
 # A step of generation has one; the first step of a prompt may have thousands.
@@ -91,10 +94,11 @@ def attend(
                 'cannot mask by them. Use one of the names, such as attention="chunked"'
             )
         return _by_function(implementation, query, key, value, window, segments)
-    given = _Given.of(query, key, value, segments, positions)
+    if positions is not None and positions.ndim > 1:
+        positions = jnp.broadcast_to(positions, query.shape[:-2])
+    given = Inputs(query, key, value, segments, positions)
     parts = _parts(given, context)
-    chunk = math.inf if implementation == "xla" else CHUNK
-    plain = _on_shards(given, _plain(parts, window, chunk))
+    plain = _on_shards(_plain(parts, window, math.inf if implementation == "xla" else CHUNK))
     on = platform()
     kernel, asked = OF_PLATFORM.get(on), KERNELS.get(implementation)
     if asked is not None and asked != kernel:
@@ -105,64 +109,24 @@ def attend(
     # A ring was asked for by its name, and is in chunks everywhere.
     in_chunks = implementation in ("xla", "chunked") or (parts.how == "ring" and asked is None)
     if kernel is None or in_chunks:
-        return plain(*given.arrays)
+        return plain(given)
     why = _why_not(kernel, given, parts, window)
     if why is None:
-        by_kernel = _on_shards(given, _by_kernel(kernel, parts, window), check_vma=False)
+        by_kernel = _on_shards(_by_kernel(kernel, parts, window), check_vma=False)
         # What is traced here may be lowered for several platforms, or another one: `jax.export`.
         # So both are traced, and the one that is lowered is chosen then.
         by_platform = {kernel.platform: by_kernel}
-        return jax.lax.platform_dependent(*given.arrays, default=plain, **by_platform)
+        return jax.lax.platform_dependent(given, default=plain, **by_platform)
     problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why.rstrip(".")}'
     if implementation != "auto":
         raise FunctreeValueError(problem)
     warn(
         f'{problem}. It is computed in chunks instead; attention="chunked" says that this is meant'
     )
-    return plain(*given.arrays)
+    return plain(given)
 
 
-class _Given(NamedTuple):
-    """What attention is computed of.
-
-    Attributes:
-        arrays: queries, keys and values, and segments and positions where there are some.
-        names: the names of their dimensions, as `on_shards` takes them.
-        has_segments: whether there are segments.
-    """
-
-    arrays: list[Array]
-    names: list[str]
-    has_segments: bool
-
-    @classmethod
-    def of(
-        cls,
-        query: Array,
-        key: Array,
-        value: Array,
-        segments: Array | None,
-        positions: Array | None,
-    ) -> "_Given":
-        arrays: list[Array] = [query, key, value]
-        names: list[str] = list(AXES[:3])
-        if segments is not None:
-            arrays.append(segments)
-            names.append(AXES[3])
-        if positions is not None:
-            if positions.ndim > 1:
-                positions = jnp.broadcast_to(positions, query.shape[:-2])
-            arrays.append(positions)
-            names.append(AXES[3] if positions.ndim > 1 else "seq")
-        return cls(arrays, names, segments is not None)
-
-    @property
-    def has_positions(self) -> bool:
-        """Whether there are positions."""
-        return len(self.arrays) > 3 + self.has_segments
-
-
-def _parts(given: _Given, context: Context) -> Parts:
+def _parts(given: Inputs, context: Context) -> Parts:
     """How the sequence is in parts while heads are mixed."""
     if on_one_device():
         return WHOLE
@@ -172,101 +136,86 @@ def _parts(given: _Given, context: Context) -> Parts:
     *_, seq, of_heads, _ = specs[0]
     # Those of one device are no parts, and `on_shards` leaves them out too.
     axes = tuple(axis for axis in mesh_axes(seq) if devices_along((axis,)) > 1)
-    heads = given.arrays[0].shape[-2] // devices_along(mesh_axes(of_heads))
+    heads = given.query.shape[-2] // devices_along(mesh_axes(of_heads))
     return parts_of(axes, devices_along(axes), context, heads)
 
 
-def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[..., Array]:
+def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
     """Attention in chunks on one device, of its part of the sequence."""
-    whole = partial(_whole, window=window, chunk=chunk)
-    if parts.how == "heads":
-        return partial(by_heads, parts=parts, whole=whole)
-    if parts.how == "gather":
-        of_part = partial(_of_part, window=window, chunk=chunk)
-        return partial(by_gathering, parts=parts, of_part=of_part)
+
+    def whole(given: Inputs) -> Array:
+        query, key, value, segments, positions = given
+        return chunked(
+            query, key, value, Mask(positions, positions, segments, segments, window), chunk
+        )
+
+    def of_part(own: Inputs, whole: Inputs, first: Array) -> Array:
+        offset = first if own.positions is None else None
+        places = own.positions, whole.positions, own.segments, whole.segments
+        return chunked(own.query, whole.key, whole.value, Mask(*places, window, offset), chunk)
+
     if parts.how == "ring":
         return partial(by_ring, parts=parts, window=window, chunk=chunk)
+    return _in_parts(parts, whole, of_part)
+
+
+def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
+    """Attention by a kernel on one device, of its part of the sequence."""
+
+    def whole(given: Inputs) -> Array:
+        return kernel.run(*given.arrays, window=window)
+
+    of_part = None
+    if kernel.of_part is not None:
+        of_part = partial(kernel.of_part, parts=parts.number, window=window)
+    return _in_parts(parts, whole, of_part)
+
+
+def _in_parts(
+    parts: Parts, whole: Callable[[Inputs], Array], of_part: OfPart | None
+) -> Callable[[Inputs], Array]:
+    """Attention of whole sequences, and that of parts ─► that of sequences in such parts."""
+    if parts.how == "heads":
+        return partial(by_heads, parts=parts, whole=whole)
+    if parts.how == "gather" and of_part is not None:
+        return partial(by_gathering, parts=parts, of_part=of_part)
     return whole
 
 
-def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[..., Array]:
-    """Attention by a kernel on one device, of its part of the sequence."""
-    if parts.how == "gather" and kernel.of_part is not None:
-        of_part = partial(kernel.of_part, parts=parts.number, window=window)
-        return partial(by_gathering, parts=parts, of_part=of_part)
-
-    def whole(
-        query: Array,
-        key: Array,
-        value: Array,
-        segments: Array | None = None,
-        positions: None = None,
-    ) -> Array:
-        given = [] if segments is None else [segments]
-        return kernel.run(query, key, value, *given, window=window)
-
-    return partial(by_heads, parts=parts, whole=whole) if parts.how == "heads" else whole
-
-
-def _why_not(kernel: Kernel, given: _Given, parts: Parts, window: int | None) -> str | None:
+def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) -> str | None:
     """Why a kernel cannot compute this; None if it can."""
-    if given.has_positions:
+    if given.positions is not None:
         return "it masks by the order of the tokens, and `in_order=False` says that there is none"
     if parts.how == "ring":
         return 'with context="ring" keys are passed round in chunks'
     if parts.how == "gather":
         if kernel.of_part is None:
             return 'it takes queries and keys of the same tokens only, and not context="gather"'
-        own = given.arrays[0].shape[1] // parts.number
+        own = given.query.shape[1] // parts.number
         if own % TILE:
             return f"a part of the sequence has {own} tokens, and it takes multiples of {TILE}"
     return kernel.why_not(given.arrays, window)
 
 
 def _on_shards(
-    given: _Given, compute: Callable[..., Array], check_vma: bool = True
-) -> Callable[..., Array]:
+    compute: Callable[[Inputs], Array], check_vma: bool = True
+) -> Callable[[Inputs], Array]:
     """Attention of arrays with one batch dimension ─► of any number of them, on each shard."""
 
-    def of_batches(*arrays: Array) -> Array:
-        # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch, seq).
-        # On the shards, where it moves nothing: to join sharded dimensions may need a gather.
-        flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
-        rest = [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
-        segments = rest.pop(0) if given.has_segments else None
-        positions = rest.pop() if rest else None
-        return compute(*flat, segments=segments, positions=positions).reshape(arrays[0].shape)
+    def of_inputs(given: Inputs) -> Array:
+        arrays, structure = jax.tree.flatten(given)
 
-    return lambda *arrays: on_shards(of_batches, arrays, given.names, check_vma)
+        def of_batches(*arrays: Array) -> Array:
+            # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch,
+            # seq). On the shards, where it moves nothing: to join sharded dimensions may need a
+            # gather.
+            flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
+            flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
+            return compute(structure.unflatten(flat)).reshape(arrays[0].shape)
 
+        return on_shards(of_batches, arrays, given.names, check_vma)
 
-def _whole(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch seq kv_heads head_dim"],
-    value: Float[Array, "batch seq kv_heads head_dim"],
-    segments: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "#batch seq"] | None = None,
-    *,
-    window: int | None,
-    chunk: float,
-) -> Float[Array, "batch seq heads head_dim"]:
-    mask = Mask(positions, positions, segments, segments, window)
-    return chunked(query, key, value, mask, chunk)
-
-
-def _of_part(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch keys kv_heads head_dim"],
-    value: Float[Array, "batch keys kv_heads head_dim"],
-    first: Int[Array, ""],
-    *,
-    segments: tuple[Array | None, Array | None],
-    positions: tuple[Array | None, Array | None],
-    window: int | None,
-    chunk: float,
-) -> Float[Array, "batch seq heads head_dim"]:
-    offset = first if positions[0] is None else None
-    return chunked(query, key, value, Mask(*positions, *segments, window, offset), chunk)
+    return of_inputs
 
 
 def _by_function(

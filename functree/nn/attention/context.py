@@ -4,32 +4,43 @@ What is here is for the body of a shard_map over the mesh axes that shard the se
 has the queries, keys and values of its own part, and all of its own heads. To attend to the tokens
 of other parts, devices exchange heads for sequence (Jacobs et al., "DeepSpeed Ulysses", 2023), or
 gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024), or pass them
-round (`ring.py`).
+round: each adds to its queries what it reads (Liu et al., "Ring attention", 2023).
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int, Shaped
+from jaxtyping import Array, Float, Int
 
-from functree.argument_checks import Takes
+from functree.argument_checks import TEXT, Takes
 from functree.errors import FunctreeValueError
-from functree.nn.attention.ring import ring
-
-CONTEXTS = ("auto", "gather", "heads", "ring")
-Context = Literal["auto", "gather", "heads", "ring"]
-"""How a part of a sequence attends to the others, by its name."""
-
-CONTEXT = Takes(
-    f"one of {', '.join(map(repr, CONTEXTS))}",
-    lambda value: isinstance(value, str),
-    lambda value: value in CONTEXTS,
+from functree.nn.attention.chunked import (
+    Kept,
+    Keys,
+    PerQuery,
+    Queries,
+    gradients,
+    grouped,
+    heads_first,
+    mix,
+    ungrouped,
 )
+from functree.nn.attention.mask import Inputs, Mask, padded
+from functree.nn.weights import accumulator
 
-Axes = tuple[str, ...]
+T = TypeVar("T")
+
+_Name = Literal["auto", "gather", "heads", "ring"]
+_NAMES = get_args(_Name)
+Context = Annotated[
+    _Name,
+    Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
+]
+"""How a part of a sequence attends to the others, by its name."""
 
 
 class Parts(NamedTuple):
@@ -41,7 +52,7 @@ class Parts(NamedTuple):
         how: how a part attends to the others; None if sequences are whole.
     """
 
-    axes: Axes = ()
+    axes: tuple[str, ...] = ()
     number: int = 1
     how: Literal["gather", "heads", "ring"] | None = None
 
@@ -49,7 +60,7 @@ class Parts(NamedTuple):
 WHOLE = Parts()
 
 
-def parts_of(axes: Axes, count: int, context: Context, heads: int) -> Parts:
+def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) -> Parts:
     """How a part of a sequence attends to the others.
 
     Args:
@@ -83,27 +94,17 @@ def parts_of(axes: Axes, count: int, context: Context, heads: int) -> Parts:
     return Parts(axes, count, context)
 
 
-Whole = Callable[..., Array]
-"""Attention of whole sequences on one device: of queries, keys and values, and, by name, of
-`segments` and `positions`."""
-
-OfPart = Callable[..., Array]
-"""Attention of the queries of a part to all keys: of queries, keys, values and the index of the
-first query, and, by name, of `segments` and `positions`, each a pair of those of the queries and
-those of the keys."""
-
-
 def by_heads(
-    query: Shaped[Array, "batch seq heads head_dim"],
-    key: Shaped[Array, "batch seq kv_heads head_dim"],
-    value: Shaped[Array, "batch seq kv_heads head_dim"],
-    segments: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "#batch seq"] | None = None,
-    *,
-    parts: Parts,
-    whole: Whole,
-) -> Shaped[Array, "batch seq heads head_dim"]:
-    """Each device gets the whole sequence of some heads, and gives the parts of the others back."""
+    own: Inputs, parts: Parts, whole: Callable[[Inputs], Array]
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Each device gets the whole sequence of some heads, and gives the parts of the others back.
+
+    Args:
+        own: the part of the device.
+        parts: how the sequence is in parts.
+        whole: attention of a whole sequence on one device.
+    """
+    key, value = own.key, own.value
     # With fewer key heads than parts, or with a number of them that these do not divide, they are
     # repeated so often that each device gets those of its query heads.
     more = parts.number // math.gcd(parts.number, key.shape[2])
@@ -113,62 +114,192 @@ def by_heads(
     def into(x: Array) -> Array:
         return jax.lax.all_to_all(x, parts.axes, split_axis=2, concat_axis=1, tiled=True)
 
-    mixed = whole(
-        into(query),
-        into(key),
-        into(value),
-        segments=_gathered(segments, parts),
-        positions=_gathered(positions, parts),
-    )
+    of_tokens = _gathered((own.segments, own.positions), parts)
+    mixed = whole(Inputs(into(own.query), into(key), into(value), *of_tokens))
     return jax.lax.all_to_all(mixed, parts.axes, split_axis=1, concat_axis=2, tiled=True)
 
 
+OfPart = Callable[[Inputs, Inputs, Array], Array]
+"""Attention of the queries of a part to all keys: of the part, of all keys and what belongs to
+them, and of the index of the first query."""
+
+
 def by_gathering(
-    query: Shaped[Array, "batch seq heads head_dim"],
-    key: Shaped[Array, "batch seq kv_heads head_dim"],
-    value: Shaped[Array, "batch seq kv_heads head_dim"],
-    segments: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "#batch seq"] | None = None,
-    *,
-    parts: Parts,
-    of_part: OfPart,
-) -> Shaped[Array, "batch seq heads head_dim"]:
-    """Each device gets the keys and values of all parts."""
-    first = jax.lax.axis_index(parts.axes) * query.shape[1]
-    return of_part(
-        query,
-        _gathered(key, parts),
-        _gathered(value, parts),
-        first,
-        segments=(segments, _gathered(segments, parts)),
-        positions=(positions, _gathered(positions, parts)),
-    )
+    own: Inputs, parts: Parts, of_part: OfPart
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Each device gets the keys and values of all parts; arguments are those of `by_heads`."""
+    first = jax.lax.axis_index(parts.axes) * own.query.shape[1]
+    whole = Inputs(own.query, *_gathered(own[1:], parts))
+    return of_part(own, whole, first)
+
+
+def _gathered(arrays: T, parts: Parts) -> T:
+    """Arrays of tokens of the own part, with those of all parts in their order."""
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
+
+
+# In a ring: no device ever holds more keys and values than two parts
+
+
+class _OfKeys(NamedTuple):
+    """What is passed on.
+
+    Attributes:
+        key: the keys of a part.
+        value: its values.
+        positions: the position of each key; None if the parts are in order.
+        segments: the segment of each; None if all are in one.
+    """
+
+    key: Keys
+    value: Keys
+    positions: Int[Array, "#batch keys"] | None
+    segments: Int[Array, "batch keys"] | None
+
+
+_Sums = tuple[Queries, PerQuery]
+"""Weighted values, and the logarithm of each query's sum of weights."""
+
+
+class _Ring(NamedTuple):
+    """What is known while it is traced.
+
+    Attributes:
+        axes: the mesh axes of the parts.
+        parts: how many there are.
+        chunk: the number of queries, and of keys, whose weights are held at one time.
+        seq: the number of tokens of a part.
+        window: how many keys a query attends to at most; None for all.
+    """
+
+    axes: tuple[str, ...]
+    parts: int
+    chunk: int
+    seq: int
+    window: int | None
+
+    def on(self, arrays: T) -> T:
+        """What each device passes on to the next one; it gets that of the one before."""
+        to_next = [(i, (i + 1) % self.parts) for i in range(self.parts)]
+        return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, to_next), arrays)
+
+    def mask(self, step: int | Array, own: Mask, of_keys: _OfKeys) -> Mask:
+        """Which keys, that have been passed on so many times, the own queries attend to."""
+        segments = own.query_segments, of_keys.segments
+        if own.query_positions is not None:
+            return Mask(own.query_positions, of_keys.positions, *segments, self.window)
+        # Of the part that is so many parts before the own one, or after it: none of these is seen.
+        here = jax.lax.axis_index(self.axes)
+        before = here - (here - step) % self.parts
+        more = of_keys.key.shape[2] - self.seq
+        limit = self.seq if more else None
+        return Mask(None, None, *segments, self.window, before * self.seq, limit)
 
 
 def by_ring(
-    query: Shaped[Array, "batch seq heads head_dim"],
-    key: Shaped[Array, "batch seq kv_heads head_dim"],
-    value: Shaped[Array, "batch seq kv_heads head_dim"],
-    segments: Int[Array, "batch seq"] | None = None,
-    positions: Int[Array, "#batch seq"] | None = None,
-    *,
-    parts: Parts,
-    window: int | None,
-    chunk: float,
-) -> Shaped[Array, "batch seq heads head_dim"]:
-    """Keys and values are passed from device to device."""
-    return ring(
-        query,
-        key,
-        value,
-        parts.axes,
-        segments=segments,
-        positions=positions,
-        window=window,
-        chunk=chunk,
+    own: Inputs, parts: Parts, *, window: int | None = None, chunk: float = math.inf
+) -> Float[Array, "batch seq heads head_dim"]:
+    """Keys and values are passed from device to device.
+
+    Args:
+        own: the part of the device.
+        parts: how the sequence is in parts.
+        window: how many keys a query attends to at most; None for all.
+        chunk: the number of queries, and of keys, whose weights are held at one time.
+    """
+    seq, kv_heads = own.query.shape[1], own.key.shape[2]
+    size = int(min(chunk, seq))
+    more = -seq % size
+    shape = _Ring(parts.axes, parts.number, size, seq, window)
+    mask = Mask(own.positions, own.positions, own.segments, own.segments)
+    mixed: Queries = _passed_round(
+        shape,
+        padded(grouped(own.query, kv_heads), more, 3),
+        padded(heads_first(own.key), more, 2),
+        padded(heads_first(own.value), more, 2),
+        mask.padded(more, more, seq),
+    )
+    return ungrouped(mixed[:, :, :, :seq])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _passed_round(shape: _Ring, query: Queries, key: Keys, value: Keys, own: Mask) -> Queries:
+    return _forward(shape, query, key, value, own)[0]
+
+
+def _forward(
+    shape: _Ring, query: Queries, key: Keys, value: Keys, own: Mask
+) -> tuple[Queries, Kept]:
+    def add(step: int | Array, of_keys: _OfKeys, sums: _Sums) -> _Sums:
+        mask = shape.mask(step, own, of_keys)
+        return _joined(sums, mix(shape.chunk, query, of_keys.key, of_keys.value, mask))
+
+    def step(carry: tuple[_OfKeys, _Sums], i: Array) -> tuple[tuple[_OfKeys, _Sums], None]:
+        of_keys, sums = carry
+        # Sent before they are read, so that one goes on while the other is computed.
+        following = shape.on(of_keys)
+        return (following, add(i, of_keys, sums)), None
+
+    dtype = accumulator(query.dtype)
+    none = jnp.full_like(query[..., 0], jnp.inf, dtype)
+    of_keys = _OfKeys(key, value, own.key_positions, own.key_segments)
+    start = of_keys, (jnp.zeros_like(query, dtype), none)
+    (of_keys, sums), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
+    mixed, log_total = add(shape.parts - 1, of_keys, sums)
+    mixed = mixed.astype(query.dtype)
+    return mixed, (query, key, value, own, mixed, log_total)
+
+
+def _joined(one: _Sums, other: _Sums) -> _Sums:
+    """The weighted values of the keys of both, and the logarithm of the sum of their weights."""
+    # Infinite for a query that attends to none of them, whose sum of weights is 0.
+    logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (one, other)]
+    largest = jnp.maximum(*logs)
+    largest = jnp.where(largest == -jnp.inf, 0, largest)
+    weights = [jnp.exp(log - largest) for log in logs]
+    total = weights[0] + weights[1]
+    attends = total > 0
+    total = jnp.where(attends, total, 1)
+    mixed = weights[0][..., None] * one[0] + weights[1][..., None] * other[0]
+    return mixed / total[..., None], jnp.where(attends, largest + jnp.log(total), jnp.inf)
+
+
+_Keys = tuple[Keys, Keys]
+_Gradient = tuple[Queries, _Keys]
+
+
+def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys, Keys, None]:
+    query, key, value, own, mixed, log_total = kept
+    dtype = accumulator(key.dtype)
+
+    def add(step: int | Array, of_keys: _OfKeys, d_query: Queries, d_keys: _Keys) -> _Gradient:
+        mask = shape.mask(step, own, of_keys)
+        given = query, of_keys.key, of_keys.value, mask, mixed, log_total
+        more = gradients(shape.chunk, given, cotangent, dtype)
+        return d_query + more[0], (d_keys[0] + more[1], d_keys[1] + more[2])
+
+    def step(
+        carry: tuple[_OfKeys, Queries, _Keys], i: Array
+    ) -> tuple[tuple[_OfKeys, Queries, _Keys], None]:
+        of_keys, d_query, d_keys = carry
+        following = shape.on(of_keys)
+        d_query, d_keys = add(i, of_keys, d_query, d_keys)
+        # Their gradients go round with them, in the dtype of the sums.
+        return (following, d_query, shape.on(d_keys)), None
+
+    zeros = jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype)
+    of_keys = _OfKeys(key, value, own.key_positions, own.key_segments)
+    start = of_keys, jnp.zeros_like(query, accumulator(query.dtype)), zeros
+    (of_keys, d_query, d_keys), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
+    d_query, d_keys = add(shape.parts - 1, of_keys, d_query, d_keys)
+    # Once more, to the devices that they are of.
+    d_key, d_value = shape.on(d_keys)
+    return (
+        d_query.astype(query.dtype),
+        d_key.astype(key.dtype),
+        d_value.astype(value.dtype),
+        None,
     )
 
 
-def _gathered(x: Array | None, parts: Parts) -> Array | None:
-    """An array of tokens of the own part, with those of all parts in their order."""
-    return None if x is None else jax.lax.all_gather(x, parts.axes, axis=1, tiled=True)
+_passed_round.defvjp(_forward, _backward)

@@ -3,19 +3,18 @@
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
-from functree.nn.activations import HEADS, KV_HEADS, on_one_device, specs_of
-from functree.nn.attention.splash_mask import CausalMask
+from functree.nn.activations import on_one_device, specs_of
+from functree.nn.attention.mask import AXES, Inputs
 from functree.nn.weights import accumulator, as_int32
-
-AXES = (HEADS, KV_HEADS, KV_HEADS, "batch seq")
-"""The axes of queries, keys, values and segments, as `on_shards` takes them."""
 
 TILE = 128
 """The kernel for TPUs takes multiples of so many tokens."""
@@ -50,6 +49,96 @@ class Kernel(NamedTuple):
     run: Callable[..., Array]
     why_not: Callable[[Sequence[Array], int | None], str | None]
     of_part: Callable[..., Array] | None = None
+
+
+# The mask of the kernel for TPUs, whose blocks cost next to nothing
+
+_Ids = TypeVar("_Ids", np.ndarray, Array)
+
+
+@dataclass(frozen=True)
+class CausalMask:
+    """Which keys each query attends to: those that are not after it, in its window.
+
+    It has what the kernel's own `CausalMask` and `LocalMask` have. These compute each block of the
+    mask as an array, for the kernel to see which blocks are empty or full: of 131,072 tokens that
+    takes minutes. Here only blocks that are neither are computed, each that differs once, and what
+    the kernel asks of the others costs nothing.
+
+    Attributes:
+        length: the number of keys.
+        window: how many keys a query attends to at most, its own among them; None for all.
+        first: the index of the first query; the others are all that follow it.
+
+    Examples:
+        >>> from functree.nn.attention.kernels import CausalMask
+        >>> CausalMask(4, window=2)[0:4, 0:4].astype(int)
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [0, 1, 1, 0],
+               [0, 0, 1, 1]])
+    """
+
+    length: int
+    window: int | None = None
+    first: int = 0
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The numbers of queries and keys."""
+        return self.length - self.first, self.length
+
+    @property
+    def q_sequence(self) -> Int[np.ndarray, "queries"]:
+        """The index of each query."""
+        return np.arange(self.first, self.length, dtype=np.int32)
+
+    def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
+        """Which keys queries attend to, by the indices of both; the kernel traces it."""
+        visible = queries >= keys
+        if self.window is not None:
+            visible &= queries - keys < self.window
+        return visible
+
+    def __getitem__(self, block: tuple[slice, slice]) -> Bool[np.ndarray, "queries keys"]:
+        """A block of the mask."""
+        queries, keys = range(self.first, self.length)[block[0]], range(self.length)[block[1]]
+        reaches = self.length if self.window is None else self.window
+        shape = len(queries), len(keys)
+        if keys[0] > queries[-1] or queries[0] - keys[-1] >= reaches:
+            return _uniform(shape, False)
+        if keys[-1] <= queries[0] and queries[-1] - keys[0] < reaches:
+            return _uniform(shape, True)
+        return _partial(shape, queries[0] - keys[0], self.window)
+
+
+class _Uniform(np.ndarray):
+    """An array of flags that are all the same, of which the kernel asks whether any or all are
+    set, once for each block."""
+
+    def any(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
+
+    def all(self, *args: Any, **kwargs: Any) -> Any:
+        return self.flat[0]
+
+
+@functools.cache
+def _uniform(shape: tuple[int, int], value: bool) -> Bool[np.ndarray, "queries keys"]:
+    return np.broadcast_to(np.asarray(value), shape).view(_Uniform)
+
+
+@functools.lru_cache(maxsize=16)
+def _partial(
+    shape: tuple[int, int], ahead: int, window: int | None
+) -> Bool[np.ndarray, "queries keys"]:
+    """A block whose first query is so many tokens after its first key."""
+    queries, keys = (np.arange(size, dtype=np.int32) for size in shape)
+    mask = CausalMask(max(shape), window)
+    return mask.mask_function(queries[:, None] + ahead, keys[None])
+
+
+# The kernel for TPUs
 
 
 def splash(
@@ -107,51 +196,43 @@ def _scaled(query: Float[Array, "..."]) -> Float[Array, "..."]:
 
 
 def splash_of_part(
-    query: Float[Array, "batch seq heads head_dim"],
-    key: Float[Array, "batch keys kv_heads head_dim"],
-    value: Float[Array, "batch keys kv_heads head_dim"],
+    own: Inputs,
+    whole: Inputs,
     first: Int[Array, ""],
     *,
     parts: int,
-    segments: tuple[Array | None, Array | None] = (None, None),
-    positions: tuple[None, None] = (None, None),
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
     """As `splash`, of the queries of one of several parts of a sequence, and all of its keys.
 
     Args:
-        query: the queries of the part, a multiple of `TILE`.
-        key: all keys.
-        value: all values.
+        own: the part; its queries are a multiple of `TILE`.
+        whole: the queries of the part, and all keys and values.
         first: the index of the first query in the sequence.
         parts: the number of parts.
-        segments: the segments of the queries, and those of the keys.
-        positions: none, since it masks by the order of the tokens.
         window: as in `splash`.
         interpret: as in `splash`.
     """
-    seq, heads = query.shape[1:3]
-    whole = _splash_kernel(heads, CausalMask(key.shape[1], window), parts, interpret)
+    seq, heads = own.query.shape[1:3]
+    kernel = _splash_kernel(heads, CausalMask(whole.key.shape[1], window), parts, interpret)
     # The kernel of all parts has what it knows about the mask in arrays, of which each device takes
     # its own: the same that a shard_map does with the specs that the kernel has for it.
     mesh = AbstractMesh((parts,), ("parts",))
-    specs = whole.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "parts")))
-    own = first // seq
+    specs = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "parts")))
 
     def of_device(x: Array, spec: PartitionSpec) -> Array:
         if "parts" not in spec:
             return x
         axis = tuple(spec).index("parts")
         size = x.shape[axis] // parts
-        return jax.lax.dynamic_slice_in_dim(x, own * size, size, axis)
+        return jax.lax.dynamic_slice_in_dim(x, first // seq * size, size, axis)
 
-    kernel = jax.tree.map(of_device, whole, specs)
     ids = None
-    own_segments, all_segments = segments
-    if own_segments is not None and all_segments is not None:
-        ids = as_int32(own_segments), as_int32(all_segments)
-    return _by_splash(kernel, (_scaled(query), key, value), ids)
+    if own.segments is not None and whole.segments is not None:
+        ids = as_int32(own.segments), as_int32(whole.segments)
+    arrays = _scaled(own.query), whole.key, whole.value
+    return _by_splash(jax.tree.map(of_device, kernel, specs), arrays, ids)
 
 
 def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) -> Any:
@@ -230,6 +311,9 @@ def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:
     if dtype not in _DTYPES:
         return f"it computes in {' or '.join(_DTYPES)}, and the heads are {dtype}"
     return None
+
+
+# The kernel for GPUs
 
 
 def cudnn(

@@ -3,7 +3,7 @@
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, overload
+from typing import Annotated, Literal
 
 import equinox as eqx
 import jax
@@ -13,15 +13,25 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
-from functree.argument_checks import FLAG, FLOATING, FUNCTION, KEY, POSITIVE, SIZE, check
+from functree.argument_checks import (
+    FLAG,
+    SIZE,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
+    Takes,
+    check,
+    checked,
+)
 from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import IMPLEMENTATION, Implementation, attend, attend_cached
-from functree.nn.attention.context import CONTEXT, Context
+from functree.nn.attention.attend import Implementation, attend, attend_cached
+from functree.nn.attention.context import Context
 from functree.nn.norm import RMSNorm
-from functree.nn.rope import SCALING, Scaling, rope
+from functree.nn.rope import Scaling, rope
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     broadcast_like,
@@ -38,6 +48,16 @@ LayerCache = tuple[
     Float[Array, "batch slots kv_heads head_dim"], Float[Array, "batch slots kv_heads head_dim"]
 ]
 """The keys and values of one layer."""
+
+QKNorm = Annotated[
+    bool | Literal["all"],
+    Takes(
+        "True, False or 'all'",
+        lambda value: FLAG.is_type(value) or isinstance(value, str),
+        lambda value: FLAG.is_type(value) or value == "all",
+    ),
+]
+"""Whether queries and keys are normalized: each head by itself, or all together."""
 
 
 class Attention(eqx.Module):
@@ -57,7 +77,8 @@ class Attention(eqx.Module):
         kv_heads: the number of key and value heads, a divisor of `heads`; by default `heads`.
         head_dim: the size of one head, even; by default `embed // heads`.
         use_bias: whether queries, keys and values have biases, which are initially zero.
-        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated.
+        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated;
+            `"all"`: over all heads together.
         norm_eps: the `eps` of these norms.
         window: how many tokens a token attends to at most, itself among them; by default all before
             it.
@@ -112,47 +133,28 @@ class Attention(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("Attention cannot be built")
     def __init__(
         self,
-        embed: int,
-        heads: int,
-        kv_heads: int | None = None,
-        head_dim: int | None = None,
+        embed: Size,
+        heads: Size,
+        kv_heads: Size | None = None,
+        head_dim: Size | None = None,
         *,
-        use_bias: bool = False,
-        qk_norm: bool = False,
-        norm_eps: float = 1e-5,
-        window: int | None = None,
-        rope_theta: float = 10_000.0,
+        use_bias: Flag = False,
+        qk_norm: QKNorm = False,
+        norm_eps: Positive = 1e-5,
+        window: Size | None = None,
+        rope_theta: Positive = 10_000.0,
         rope_scaling: Scaling | None = None,
         attention: Implementation = "auto",
         context: Context = "auto",
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check(
-            "Attention cannot be built",
-            embed=(embed, SIZE),
-            heads=(heads, SIZE),
-            kv_heads=(kv_heads, SIZE.or_none()),
-            head_dim=(head_dim, SIZE.or_none()),
-            use_bias=(use_bias, FLAG),
-            qk_norm=(qk_norm, FLAG),
-            norm_eps=(norm_eps, POSITIVE),
-            window=(window, SIZE.or_none()),
-            rope_theta=(rope_theta, POSITIVE),
-            rope_scaling=(rope_scaling, SCALING),
-            attention=(attention, IMPLEMENTATION),
-            context=(context, CONTEXT),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
         check("Attention cannot be built", *context_problems(attention, context))
         of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
         keys = jax.random.split(key, 4)
@@ -167,9 +169,13 @@ class Attention(eqx.Module):
             self.value_bias = jnp.zeros(of_kv_heads, param_dtype)
         self.query_norm = self.key_norm = None
         if qk_norm:
-            size = of_heads[1]
-            self.query_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
-            self.key_norm = RMSNorm(size, norm_eps, axes="head_dim", param_dtype=param_dtype)
+            norm = functools.partial(RMSNorm, eps=norm_eps, param_dtype=param_dtype)
+            if qk_norm == "all":
+                self.query_norm = norm(of_heads, axes="heads head_dim")
+                self.key_norm = norm(of_kv_heads, axes="kv_heads head_dim")
+            else:
+                self.query_norm = norm(of_heads[1], axes="head_dim")
+                self.key_norm = norm(of_heads[1], axes="head_dim")
         self.window, self.attention, self.context = window, attention, context
         self.rope_theta, self.rope_scaling = rope_theta, rope_scaling
         self.compute_dtype = dtype_or_none(compute_dtype)
@@ -185,39 +191,14 @@ class Attention(eqx.Module):
             "out": ((-3, -2), -1),
         }
 
-    @overload
     def __call__(
         self,
         x: Float[Array, "*batch seq embed"],
         positions: Positions = None,
         segments: Segments = None,
-        filled: None = None,
         in_order: bool = True,
-        *,
-        cache: None = None,
-    ) -> Float[Array, "*batch seq embed"]: ...
-    @overload
-    def __call__(
-        self,
-        x: Float[Array, "batch seq embed"],
-        positions: Positions,
-        segments: Segments,
-        filled: Int[Array, "batch"],
-        in_order: bool = True,
-        *,
-        cache: LayerCache,
-    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]: ...
-    def __call__(
-        self,
-        x: Any,
-        positions: Any = None,
-        segments: Any = None,
-        filled: Any = None,
-        in_order: bool = True,
-        *,
-        cache: Any = None,
-    ) -> Any:
-        """The result for each token, in `compute_dtype`; with a cache also the new keys and values.
+    ) -> Float[Array, "*batch seq embed"]:
+        """The result for each token, in `compute_dtype`.
 
         Args:
             x: the tokens' vectors.
@@ -225,22 +206,54 @@ class Attention(eqx.Module):
                 default 0, 1, 2, …
             segments: the segment of each token: a token attends only to those of its own; by
                 default all are in one.
-            filled: how many tokens each row has in the cache.
             in_order: whether tokens are in the order of their sequence. If not, a token attends to
                 those whose position is not after its own, and windows are of positions.
-            cache: keys and values of these tokens.
 
         Raises:
             FunctreeError: the kernel that `attention` names cannot compute this; heads cannot be
-                exchanged for sequence; `in_order=False` without positions, with a cache, or with a
-                function as `attention`.
+                exchanged for sequence; `in_order=False` without positions, or with a function as
+                `attention`.
             ShardingError: the ambient rules do not fit the activations.
         """
         if not in_order:
-            check_order(positions, cache is not None)
-        x, *weights, out = cast(self.compute_dtype, x, self.query, self.key, self.value, self.out)
+            check_order(positions)
+        heads = self._heads(x, positions)
+        return self._result(self._attend(*heads, segments, None if in_order else positions))
+
+    def decode(
+        self,
+        x: Float[Array, "batch seq embed"],
+        positions: Positions,
+        filled: Int[Array, "batch"],
+        cache: LayerCache,
+    ) -> tuple[Float[Array, "batch seq embed"], LayerCache]:
+        """The result for tokens that others in a cache precede, and the new keys and values.
+
+        Args:
+            x: the tokens' vectors.
+            positions: the position of each token.
+            filled: how many tokens each row has in the cache.
+            cache: keys and values of the tokens before these.
+
+        Raises:
+            FunctreeError: the kernel that `attention` names cannot compute this.
+            ShardingError: the ambient rules do not fit the activations.
+        """
+        query, key, value = self._heads(x, positions)
+        # A cache without slots is that of a prompt: nothing is before its tokens, so that a kernel
+        # can compute it, and only their keys and values are asked for.
+        if not cache[0].shape[1]:
+            mixed = self._attend(query, key, value)
+        else:
+            mixed = attend_cached(query, key, value, *cache, filled, window=self.window)
+        return self._result(mixed), (key, value)
+
+    def _heads(
+        self, x: Float[Array, "*batch seq embed"], positions: Positions
+    ) -> tuple[Array, Array, Array]:
+        """Queries, keys and values: (*batch, seq, heads, head_dim), and kv_heads for the others."""
+        x, *weights = cast(self.compute_dtype, x, self.query, self.key, self.value)
         xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
-        # (*batch, seq, embed) ─► (*batch, seq, heads, head_dim), and kv_heads for keys and values.
         multiply = functools.partial(product, dot_general=self.dot_general)
         query = _shifted(multiply(xs[0], weights[0]), self.query_bias)
         key = _shifted(multiply(xs[1], weights[1]), self.key_bias)
@@ -249,31 +262,42 @@ class Attention(eqx.Module):
         key = self._rotated(key, self.key_norm, positions)
         # Constrained after the norm and the rotation: no collective comes between them, and the
         # `shard_map` of `attend` finds its arrays as it takes them.
-        query = checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query")
-        key = checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key")
-        value = checkpoint_name(activation(value, "batch seq kv_heads head_dim"), "attn_value")
-        # A cache without slots is that of a prompt: nothing is before its tokens, so that a kernel
-        # can compute it, and only their keys and values are asked for.
-        if cache is None or not cache[0].shape[1]:
-            mixed = attend(
-                query,
-                key,
-                value,
-                implementation=self.attention,
-                window=self.window,
-                segments=segments,
-                positions=None if in_order else positions,
-                context=self.context,
-            )
-        else:
-            mixed = attend_cached(query, key, value, cache[0], cache[1], filled, window=self.window)
+        return (
+            checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
+            checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
+            checkpoint_name(activation(value, "batch seq kv_heads head_dim"), "attn_value"),
+        )
+
+    def _attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        segments: Segments = None,
+        positions: Positions = None,
+    ) -> Float[Array, "*batch seq heads head_dim"]:
+        return attend(
+            query,
+            key,
+            value,
+            implementation=self.attention,
+            window=self.window,
+            segments=segments,
+            positions=positions,
+            context=self.context,
+        )
+
+    def _result(
+        self, mixed: Float[Array, "*batch seq heads head_dim"]
+    ) -> Float[Array, "*batch seq embed"]:
+        """The product of the mixed heads and the last weight."""
         # Sharded as the queries, whatever computed it: also a user's function.
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
+        mixed, out = cast(self.compute_dtype, mixed, self.out)
         # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). With "heads" sharded each device
         # has a part of the sum, as in the feed-forward layer.
-        y = activation(multiply(mixed, out, summed=2), "batch seq embed")
-        y = checkpoint_name(y, "attn_out")
-        return y if cache is None else (y, (key, value))
+        summed = product(mixed, out, summed=2, dot_general=self.dot_general)
+        return checkpoint_name(activation(summed, "batch seq embed"), "attn_out")
 
     def _rotated(self, x: Array, norm: RMSNorm | None, positions: Positions) -> Array:
         # The norm comes first, as in Qwen 3. The rotation keeps the length of a vector, but the
@@ -339,21 +363,17 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
         yield Problem(None, None, f"context={context!r}", why, 'attention="auto"')
 
 
-def check_order(positions: Positions, has_cache: bool) -> None:
-    """Raise FunctreeError for tokens that are not in order, and what does not go with them.
+def check_order(positions: Positions) -> None:
+    """Raise FunctreeError for tokens that are not in order, and have no positions.
 
     Examples:
         >>> from functree.nn.attention.layer import check_order
-        >>> check_order(jnp.array([0, 2, 1]), has_cache=False)
+        >>> check_order(jnp.array([0, 2, 1]))
     """
     if positions is None:
         raise FunctreeValueError(
             "in_order=False: the order is that of `positions=`, and there are none. Give those "
             "that `ft.nn.zigzag` returns, or leave `in_order` out"
-        )
-    if has_cache:
-        raise FunctreeValueError(
-            "in_order=False: the tokens of a cache are in order. Give prompts as they are read"
         )
 
 

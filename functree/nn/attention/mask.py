@@ -1,11 +1,51 @@
 """Positions, segments and a window ─► which keys each query attends to."""
 
+from typing import NamedTuple
+
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
+
+from functree.nn.activations import HEADS, KV_HEADS
 
 Index = int | Int[Array, ""]
+
+AXES = (HEADS, KV_HEADS, KV_HEADS, "batch seq")
+"""The axes of queries, keys, values and segments, as `on_shards` takes them."""
+
+
+class Inputs(NamedTuple):
+    """What attention is computed of.
+
+    Attributes:
+        query: the queries; head `h` uses key and value head `h // (heads / kv_heads)`.
+        key: the keys.
+        value: the values.
+        segments: the segment of each token; None if all are in one.
+        positions: the position of each token; None if they are in order.
+    """
+
+    query: Float[Array, "*batch seq heads head_dim"]
+    key: Float[Array, "*batch keys kv_heads head_dim"]
+    value: Float[Array, "*batch keys kv_heads head_dim"]
+    segments: Int[Array, "*batch keys"] | None = None
+    positions: Int[Array, "*#batch keys"] | None = None
+
+    @property
+    def arrays(self) -> list[Array]:
+        """Those that are there."""
+        return jax.tree.leaves(self)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the dimensions of each of them, as `on_shards` takes them."""
+        found = [*AXES[:3]]
+        if self.segments is not None:
+            found.append(AXES[3])
+        if self.positions is not None:
+            found.append(AXES[3] if self.positions.ndim > 1 else "seq")
+        return found
 
 
 class Mask(eqx.Module):

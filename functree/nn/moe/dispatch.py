@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from functree.devices.varying import equally_varying
-from functree.nn.moe.assignment import Sorted, combine, group_of_row, spread
-from functree.nn.moe.experts import Experts
+from functree.nn.moe.experts import Experts, Sorted, group_of_row
+from functree.nn.weights import accumulator
 
 _Axes = tuple[str, ...]
 
@@ -63,14 +63,23 @@ class Tokens(NamedTuple):
         return self._replace(experts=kept.reshape(self.experts.shape))
 
     def spread(self, assignments: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
-        """The token of each row."""
-        return spread(self.x, assignments, self.top_k)
+        """The token of each row, and zeros in a row without one."""
+        return self.x.at[assignments // self.top_k].get(mode="fill", fill_value=0)
 
     def combine(
         self, rows: Float[Array, "*rows embed"], assignments: Int[Array, "*rows"]
     ) -> Float[Array, "tokens embed"]:
-        """The weighted sum of the rows of each token."""
-        return combine(rows, assignments, self.weights)
+        """For each token the sum of its rows, times their weights, in float32 or wider.
+
+        Args:
+            rows: what the experts have computed.
+            assignments: the assignment in each row.
+        """
+        wide = accumulator(rows.dtype)
+        weight = self.weights.reshape(-1).at[assignments].get(mode="fill", fill_value=0)
+        weighted = rows.astype(wide) * weight[..., None].astype(wide)
+        total = jnp.zeros_like(weighted, shape=(self.x.shape[0], rows.shape[-1]))
+        return total.at[assignments // self.top_k].add(weighted, mode="drop")
 
     def rows_at(self, experts: int) -> int:
         """How many rows these tokens can have at some experts: a token has an expert once."""
@@ -181,3 +190,19 @@ def _starts(sizes: Int[Array, "parts"]) -> Int[Array, "parts"]:
 def _size(axes: _Axes) -> int:
     """The number of devices along mesh axes of the shard_map around this."""
     return jax.lax.axis_size(axes) if axes else 1
+
+
+def capacity_of(capacity: float, top_k: int, tokens: int, experts: int) -> int:
+    """How many of some tokens an expert has room for: at least one, and at most all.
+
+    Examples:
+        >>> from functree.nn.moe.dispatch import capacity_of
+        >>> (
+        ...     capacity_of(1.25, top_k=2, tokens=64, experts=8),
+        ...     capacity_of(1.25, 1, 2, 8),
+        ... )
+        (20, 1)
+    """
+    # The product first, so that a factor such as 1.1 does not round up what is whole.
+    wanted = round(capacity * top_k * tokens / experts, 6)
+    return max(1, min(tokens, -int(-wanted // 1)))

@@ -1,6 +1,6 @@
 """Vectors ─► vectors, each by a few of many feed-forward layers, which a router chooses: `MoE`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import equinox as eqx
@@ -8,38 +8,33 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from functree.argument_checks import (
-    FLAG,
-    FLOATING,
-    FUNCTION,
-    KEY,
-    POSITIVE,
-    SIZE,
-    TEXT,
-    Takes,
+    Flag,
+    FloatingDtype,
+    Key,
+    Positive,
+    Size,
     check,
+    checked,
     is_size,
 )
 from functree.devices.meshes import devices_along
 from functree.devices.varying import without_varying
 from functree.errors import Problem
 from functree.nn.activations import activation, entries_of, explicit_mesh, resharded
-from functree.nn.moe.assignment import Sorted, capacity_of
-from functree.nn.moe.choose import NAMES, DispatchName, chosen_dispatch
 from functree.nn.moe.dispatch import (
     Tokens,
     by_exchange,
     by_ragged_exchange,
+    capacity_of,
     on_own_experts,
 )
-from functree.nn.moe.experts import Experts
+from functree.nn.moe.experts import Experts, Sorted
 from functree.nn.moe.router import MoELosses, route
-from functree.nn.moe.sharding import Shards, shards_of, weight_specs
+from functree.nn.moe.sharding import DispatchName, Shards, chosen_dispatch, shards_of, weight_specs
 from functree.nn.weights import (
-    DOT_GENERAL,
     DotGeneral,
     Initializer,
     cast,
@@ -47,9 +42,6 @@ from functree.nn.weights import (
     fan_in,
 )
 from functree.tree.interfaces import Matrices
-
-DISPATCH = Takes(f"one of {', '.join(NAMES)}", TEXT.fits, lambda value: value in NAMES)
-CAPACITY = POSITIVE.or_none()
 
 
 class MoE(eqx.Module):
@@ -115,38 +107,24 @@ class MoE(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
+    @checked("MoE cannot be built")
     def __init__(
         self,
-        embed: int,
-        hidden: int,
-        experts: int,
-        top_k: int,
+        embed: Size,
+        hidden: Size,
+        experts: Size,
+        top_k: Size,
         *,
-        capacity: float | None = None,
+        capacity: Positive | None = None,
         dispatch: DispatchName = "auto",
-        normalize: bool = True,
+        normalize: Flag = True,
         init: Initializer = fan_in,
-        key: PRNGKeyArray,
-        param_dtype: DTypeLike = jnp.float32,
-        compute_dtype: DTypeLike | None = None,
+        key: Key,
+        param_dtype: FloatingDtype = jnp.float32,
+        compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check(
-            "MoE cannot be built",
-            *expert_problems(experts, top_k, capacity, dot_general),
-            embed=(embed, SIZE),
-            hidden=(hidden, SIZE),
-            experts=(experts, SIZE),
-            top_k=(top_k, SIZE),
-            capacity=(capacity, CAPACITY),
-            dispatch=(dispatch, DISPATCH),
-            normalize=(normalize, FLAG),
-            init=(init, FUNCTION),
-            key=(key, KEY),
-            param_dtype=(param_dtype, FLOATING),
-            compute_dtype=(compute_dtype, FLOATING.or_none()),
-            dot_general=(dot_general, DOT_GENERAL),
-        )
+        check("MoE cannot be built", *expert_problems(experts, top_k, capacity, dot_general))
         keys = jax.random.split(key, 4)
 
         def of_each(key: PRNGKeyArray, rows: int, columns: int) -> Array:
@@ -187,7 +165,7 @@ class MoE(eqx.Module):
         x = activation(x, "batch seq embed")
         shards = shards_of(x, weights[0])
         if shards is None:
-            return self._of_shard(x, self.router, weights, "gather", Shards((), (), (), ()))
+            return self._of_shard(x, self.router, weights, "gather", Shards(()))
         name, shards = chosen_dispatch(self.dispatch, shards, x.shape, self.top_k, self.capacity)
 
         def of_shard(x: Array, router: Array, *weights: Array) -> tuple[Array, MoELosses]:
@@ -238,31 +216,23 @@ class MoE(eqx.Module):
         if over:
             given = jax.tree.map(lambda one: jax.lax.all_gather(one, over, tiled=True), given)
         # (tokens, embed), in float32 or wider, and narrow again before they are moved.
-        computed = self._dispatched(name, given, experts, capacity, shards, devices_along(over))
-        y = computed.astype(x.dtype)
+        rows = Tokens(given[0], given[1], given[2], devices_along(over))
+        y = _DISPATCHED[name](rows, experts, capacity, shards.experts).astype(x.dtype)
         if over:
             y = jax.lax.psum_scatter(y, over, tiled=True)
         if others := tuple(axis for axis in summed if axis not in over):
             y = jax.lax.psum(y, others)
         return y.reshape(x.shape), routing.losses(dropped, shards.tokens)
 
-    def _dispatched(
-        self,
-        name: DispatchName,
-        given: tuple[Array, Array, Array],
-        experts: Experts,
-        capacity: int | None,
-        shards: Shards,
-        parts: int,
-    ) -> Array:
-        tokens = Tokens(*given, parts)
-        match name:
-            case "exchange":
-                return by_exchange(tokens, experts, capacity, shards.experts)
-            case "ragged":
-                return by_ragged_exchange(tokens, experts, capacity, shards.experts)
-            case _:
-                return on_own_experts(tokens, experts, capacity, shards.experts)
+
+_Dispatch = Callable[[Tokens, Experts, int | None, tuple[str, ...]], Array]
+
+_DISPATCHED: dict[str, _Dispatch] = {
+    "gather": on_own_experts,
+    "exchange": by_exchange,
+    "ragged": by_ragged_exchange,
+}
+"""What computes the experts of tokens, by how these come to them."""
 
 
 def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:

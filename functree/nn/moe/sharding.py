@@ -1,13 +1,15 @@
-"""Tokens and the weights of experts ─► the mesh axes over which they are sharded."""
+"""Tokens and the weights of experts ─► how they are sharded, and so how tokens come to experts."""
 
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
-from functree.devices.meshes import devices_along
+from functree.argument_checks import TEXT, Takes
+from functree.devices.meshes import devices_along, platform
 from functree.devices.specs import Entry, entry, mesh_axes
+from functree.errors import FunctreeValueError, Problem
 from functree.nn.activations import constrain_to, entries_of, on_one_device, specs_of
 from functree.placing.ambient import spec
 
@@ -15,6 +17,12 @@ TOKENS = "batch seq embed"
 INTO_HIDDEN = "experts embed hidden"
 
 _Axes = tuple[str, ...]
+
+_Name = Literal["auto", "gather", "exchange", "ragged"]
+_NAMES = get_args(_Name)
+DispatchName = Annotated[
+    _Name, Takes(f"one of {', '.join(_NAMES)}", TEXT.fits, lambda value: value in _NAMES)
+]
 
 
 class Shards(NamedTuple):
@@ -102,3 +110,49 @@ def weight_specs(shards: Shards) -> tuple[PartitionSpec, PartitionSpec, Partitio
     experts, embed, hidden = entry(shards.experts), entry(shards.embed), entry(shards.hidden)
     into = PartitionSpec(experts, embed, hidden)
     return into, into, PartitionSpec(experts, hidden, embed)
+
+
+def chosen_dispatch(
+    name: DispatchName,
+    shards: Shards,
+    shape: tuple[int, ...],
+    top_k: int,
+    capacity: float | None,
+) -> tuple[DispatchName, Shards]:
+    """Which dispatch a layer uses, and how its tokens are sharded for it.
+
+    Args:
+        name: what is asked for.
+        shards: how the layer is sharded.
+        shape: the shape of the tokens.
+        top_k: how many experts a token has.
+        capacity: the factor of the capacity.
+
+    Raises:
+        FunctreeError: the dispatch that is asked for cannot be had.
+    """
+    apart = shards.with_tokens_over_experts(shape)
+    if name == "auto":
+        # Gathered, a token is moved to each of the other parts, and exchanged to its experts:
+        # `top_k` rows of it, times the capacity. Without a capacity, parts of equal size have room
+        # for all tokens of a device, and are more than these tokens.
+        many = capacity is not None and shards.parts > top_k * capacity
+        name = "exchange" if many and apart is not None else "gather"
+    if name == "gather" or not shards.experts:
+        return "gather", shards
+    if apart is None:
+        raise _refused(
+            name,
+            f"the tokens have the shape {shape[:-1]}, which cannot be sharded over the "
+            f"{shards.parts} parts of the experts",
+            'write dispatch="gather" or "auto"',
+        )
+    if name == "ragged" and platform() != "tpu":
+        why = f"only TPUs have such an exchange, and this is for {platform()}"
+        raise _refused(name, why, 'write dispatch="auto"')
+    return name, apart
+
+
+def _refused(name: str, why: str, remedy: str) -> FunctreeValueError:
+    problem = Problem(None, None, f'dispatch="{name}"', why, remedy)
+    return FunctreeValueError("MoE cannot compute this", [problem])

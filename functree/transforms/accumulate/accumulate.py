@@ -1,16 +1,40 @@
-"""A gradient function ─► the same function over a batch, which it computes in micro-batches."""
+"""A gradient function ─► the same function over a batch, which it computes in micro-batches, by one
+`lax.scan`; with `over=`, by one on each shard of the batch, after which the gradients of all shards
+are reduced."""
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import ParamSpec, TypeVar
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import jaxpr_as_fun
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.argument_checks import FLAG, FUNCTION, SIZE, TEXT, TEXTS, Takes, check
+from functree.calls.signature import RESULT
 from functree.calls.static_arguments import check_wrapped
-from functree.devices.meshes import compiling
-from functree.errors import FunctreeTypeError
-from functree.transforms.accumulate.call import Call, GradientFunction, Role
-from functree.transforms.accumulate.loop import averaged
+from functree.devices.constraint import with_constraint
+from functree.devices.meshes import compiling, mesh_view
+from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
+from functree.devices.varying import varying_axes, varying_over
+from functree.errors import FunctreeTypeError, Problem, ShardingError, did_you_mean
+from functree.labels.leaf import array_problem
+from functree.layout.decide import decide_parts
+from functree.layout.layout import as_partial, broadcast, own_meshes
+from functree.layout.plan.make_plan import read_for
+from functree.placing.ambient import ambient_rules
+from functree.placing.constrain import find_mesh, local_view
+from functree.transforms.accumulate.call import Call, GradientFunction, Role, below, refuse
+from functree.transforms.grad.parameters import BACKWARD, laid_out_as
 from functree.transforms.jit.jit import jit
+from functree.tree.arrays import Tree, array_text
+from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -160,3 +184,436 @@ def accumulate(
 
 def _names(given: str | Iterable[str]) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
+
+
+ArrayType = Any
+"""The type of an array in a trace, as `jax.typeof` returns it, for which JAX has no public name."""
+
+
+def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
+    """The result of a gradient function over the batch of a call.
+
+    Args:
+        call: the call.
+        steps: the number of micro-batches.
+        over: the mesh axes on whose shards the loop runs; none for one loop.
+    """
+    shards = Shards.of(call, over) if over else None
+    sizes = {} if shards is None else shards.sizes
+    call.check(steps, sizes)
+    if shards is None:
+        micro_batch, totals = summed(call, _operands(call, steps, 1), steps)
+    else:
+        micro_batch, totals = shards.summed(call, steps)
+    _lay_out(call, micro_batch, totals)
+    weight, divisor = micro_batch.weight, jnp.asarray(steps * math.prod(sizes.values()))
+    if weight is not None:
+        divisor = totals[weight]
+    for k, kind in enumerate(micro_batch.types):
+        if k in micro_batch.summed and k != weight:
+            totals[k] = totals[k] / divisor.astype(totals[k].dtype)
+        totals[k] = totals[k].astype(kind.dtype)
+    return micro_batch.skeleton.fill(totals)
+
+
+def _lay_out(call: Call, micro_batch: "MicroBatch", totals: list[jax.Array]) -> None:
+    """Lay out the sums of gradients as their parameters, as the gradients are."""
+    if ambient_rules() is None:
+        return
+    function = call.function
+    for argument, layout in zip(function.differentiated, function.gradient.layouts, strict=True):
+        free = set(below([argument], call.leaves.paths)) if layout is None else ()
+        for k, parameter in micro_batch.parameters.items():
+            if parameter in free:
+                totals[k] = laid_out_as(call.leaves.leaves[parameter].value, totals[k])
+
+
+# One loop
+
+
+class MicroBatch(NamedTuple):
+    """A gradient function, traced for one micro-batch.
+
+    Attributes:
+        run: the function of the number of a micro-batch and of the operands.
+        types: the types of the arrays in its result.
+        skeleton: the result without its arrays.
+        parameters: for the index of each gradient among the arrays of the result, the index of its
+            parameter among the operands.
+        carried: for the index of each carried array of the result, the index of its operand.
+        weight: the index of the weight; None if there is none.
+        summed: the indices of the arrays of the result that are summed over the micro-batches. The
+            others are carried, or those of the last micro-batch.
+    """
+
+    run: Callable[..., Sequence[Any]]
+    types: Sequence[ArrayType]
+    skeleton: Skeleton
+    parameters: dict[int, int]
+    carried: dict[int, int]
+    weight: int | None
+    summed: set[int]
+
+
+def _operands(call: Call, steps: int, shards: int) -> list[Any]:
+    """The arrays of a call as operands of the loop: the whole batch, the keys of all micro-batches
+    and shards, the first carried values."""
+    operands: list[Any] = []
+    for leaf, role in zip(call.leaves.leaves, call.roles, strict=True):
+        value = leaf.value
+        if role is Role.KEY:
+            value = jax.random.split(value, (steps, shards))
+        elif role is Role.CARRIED:
+            # An array that was made of a Python number has a weak type, which a sum with another
+            # array would change.
+            value = jnp.asarray(value)
+            value = jax.lax.convert_element_type(value, value.dtype)
+        operands.append(value)
+    return operands
+
+
+def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch, list[jax.Array]]:
+    """The traced micro-batch, and the arrays of the result: the sum over all micro-batches, the
+    last carried value, or the value of the last micro-batch.
+
+    Raises:
+        FunctreeError: if the function does not return what is carried, or with another type.
+    """
+    micro_batch = _traced(call, operands, steps)
+
+    def add(totals: list[jax.Array], i: jax.Array) -> tuple[list[jax.Array], None]:
+        given = [i, *operands]
+        for k, operand in micro_batch.carried.items():
+            given[1 + operand] = totals[k]
+        new = list(micro_batch.run(*given))
+        for k, array in enumerate(new):
+            new[k] = jnp.asarray(array).astype(totals[k].dtype)  # a literal comes as a number
+            if k in micro_batch.summed:
+                new[k] += totals[k]
+        return new, None
+
+    # The loop carries the sums: stacked outputs would need the memory of all gradients.
+    start = list(map(_zeros, micro_batch.types))
+    for k, operand in micro_batch.carried.items():
+        start[k] = operands[operand]
+    totals, _ = jax.lax.scan(add, start, jnp.arange(steps, dtype=jnp.int32))
+    return micro_batch, totals
+
+
+def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
+    """The gradient function, traced for one micro-batch."""
+    skeletons: list[Skeleton] = []
+
+    def compute(i: jax.Array, *operands: jax.Array) -> Sequence[Any]:
+        values: list[Any] = []
+        for value, role in zip(operands, call.roles, strict=True):
+            if role is Role.BATCH:
+                value = _examples(value, i, steps)
+            elif role is Role.KEY:
+                value = jax.lax.dynamic_index_in_dim(value, i, keepdims=False)[0]
+            values.append(value)
+        result = call.run(values)
+        skeleton, arrays = Skeleton.apart(result)
+        skeletons.append(skeleton.learn(result))
+        return arrays
+
+    traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
+    skeleton, function = skeletons[-1], call.function
+    run, types = jaxpr_as_fun(traced), traced.out_avals
+    # The arrays of the aux: the weight first, and then what is carried.
+    own, weight = list[int](), None
+    if function.own_aux:
+        own = below([function.gradient.aux_place], skeleton.paths)
+    if function.weighted:
+        weight = own.pop(0)
+    carried = dict(zip(own, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
+    parameters: dict[int, int] = {}
+    if function.is_known:
+        parameters = _parameters(call, skeleton)
+    inexact = {k for k, kind in enumerate(types) if jnp.issubdtype(kind.dtype, jnp.inexact)}
+    sums = inexact - carried.keys()
+    if weight is not None:
+        sums.add(weight)
+    micro_batch = MicroBatch(run, types, skeleton, parameters, carried, weight, sums)
+    _check_carried(call, operands, micro_batch)
+    return micro_batch
+
+
+def _parameters(call: Call, result: Skeleton) -> dict[int, int]:
+    """For the index of each gradient among the arrays of a result, the index of its parameter among
+    those of the call."""
+    gradient, found = call.function.gradient, dict[int, int]()
+    parameters = {path: i for i, path in enumerate(call.leaves.paths)}
+    for number, argument in zip(gradient.argnums, call.function.differentiated, strict=True):
+        place = gradient.place_of(number)
+        for k in below([place], result.paths):
+            found[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
+    return found
+
+
+def _examples(x: jax.Array, i: jax.Array, steps: int) -> jax.Array:
+    """Every `steps`-th example from the i-th on.
+
+    Contiguous examples of a sharded batch would be on a few devices only. These are on every
+    device, so they are sharded like the batch and no data moves.
+    """
+    apart = jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:]))
+    return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
+
+
+def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch) -> None:
+    """Raise for carried arrays whose types are not those of the next values."""
+    problems: list[Problem] = []
+    for result, operand in micro_batch.carried.items():
+        before, after = jax.typeof(operands[operand]), micro_batch.types[result]
+        was, becomes = _type_text(before), _type_text(after)
+        if was == becomes:
+            continue
+        remedy = "return it with the shape and dtype that it had, such as by `.astype(old.dtype)`"
+        along = entry(sorted(varying_axes(after) - varying_axes(before)))
+        if along is not None:
+            remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`); "
+            remedy += "or pass one that differs too "
+            remedy += f'(`jax.lax.pcast(x, {along!r}, to="varying")`)'
+        why = f"is {was} in the first micro-batch, and {becomes} in the next"
+        problems.append(call.leaves.leaves[operand].problem(why, remedy))
+    refuse(problems, "array", "in `carry` would change between micro-batches")
+
+
+def _type_text(array: ArrayType) -> str:
+    """What of the type of an array a loop keeps: dtype, shape, on Explicit axes its sharding, and
+    inside a shard_map the mesh axes along which it varies."""
+    text = array_text(array)
+    if AxisType.Explicit in array.sharding.mesh.axis_types:
+        text += f" {spec_text(array.sharding.spec)}"
+    varying = varying_axes(array)
+    if varying:
+        text += f" varying over {', '.join(sorted(varying))}"
+    return text
+
+
+def _zeros(kind: ArrayType) -> jax.Array:
+    """The sum of no micro-batches. The carry of a scan must keep its type, with its sharding, and
+    the mesh axes of a shard_map along which it varies."""
+    dtype = kind.dtype
+    # In a narrower dtype, small terms would be lost in rounding.
+    if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
+        dtype = np.dtype(np.float32)
+    is_explicit = AxisType.Explicit in kind.sharding.mesh.axis_types
+    zeros = jnp.zeros(kind.shape, dtype, out_sharding=kind.sharding if is_explicit else None)
+    return varying_over(zeros, varying_axes(kind))
+
+
+# A loop for each shard
+
+
+@dataclass(frozen=True)
+class Shards:
+    """The shards of a batch.
+
+    Attributes:
+        mesh: the mesh.
+        sizes: the mesh axes over which the batch is sharded, with their sizes.
+        specs: the spec of each parameter that is sharded over them, by its index among the arrays
+            of the call.
+    """
+
+    mesh: Mesh | AbstractMesh
+    sizes: Mapping[str, int]
+    specs: dict[int, PartitionSpec]
+
+    @classmethod
+    def of(cls, call: Call, over: Sequence[str]) -> "Shards | None":
+        """The shards of a call; None without a mesh of several devices along these mesh axes.
+
+        Raises:
+            ShardingError: if the mesh has no such axes; if it is not known how the parameters are
+                sharded.
+        """
+        function, layouts = call.function, tuple(call.function.gradient.layouts)
+        values = tuple(map(call.value_at, function.differentiated))
+        mesh = find_mesh(own_meshes(broadcast(layouts, values)), call.leaves.values)
+        if mesh is None:
+            return None
+        _check_axes(mesh, over)
+        sizes = {axis: size for axis, size in mesh.shape.items() if axis in over and size > 1}
+        if not sizes:
+            return None
+        view = local_view(mesh_view(mesh))
+        # Without Auto axes, the types say how parameters are sharded.
+        if AxisType.Auto in mesh.axis_types:
+            rules = ambient_rules()
+            layouts = tuple(rules if layout is None else layout for layout in layouts)
+        for argument, layout in zip(function.differentiated, layouts, strict=True):
+            if layout is None and AxisType.Auto in mesh.axis_types:
+                raise ShardingError(
+                    f"accumulate: over= does not know how the parameters in `{argument}` are "
+                    f"sharded on mesh {view}: pass `layout=` to the gradient function, or use "
+                    "rules (`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
+                )
+        leaves, parts = read_for(values, layouts)
+        # What is wrong with it is said where the gradient is laid out.
+        decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
+        indices = below(function.differentiated, call.leaves.paths)
+        specs: dict[int, PartitionSpec] = {}
+        for i, decision in zip(indices, decided.decisions, strict=True):
+            typed = jax.typeof(call.leaves.leaves[i].value).sharding.spec
+            spec = decision.spec if decision.specified else typed
+            if named_axes(spec) & sizes.keys():
+                specs[i] = spec
+        return cls(mesh, sizes, specs)
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The mesh axes over which the batch is sharded."""
+        return tuple(self.sizes)
+
+    def summed(self, call: Call, steps: int) -> tuple[MicroBatch, list[jax.Array]]:
+        """The traced micro-batch of a shard, and the arrays of the result, summed over the
+        micro-batches of all shards."""
+        traced: list[MicroBatch] = []
+
+        def local(*operands: jax.Array) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
+            given = list(map(self._local, operands, call.roles))
+            micro_batch, totals = summed(call, given, steps)
+            traced[:] = [micro_batch]
+            self._check_equal(micro_batch)
+            parts: dict[int, jax.Array] = {}
+            whole: dict[int, jax.Array] = {}
+            for k, total in enumerate(totals):
+                if micro_batch.parameters.get(k) in self.specs:
+                    parts[k] = total[None]
+                elif k in micro_batch.summed:
+                    # The sum of a gradient is a part of the backward pass.
+                    scope = BACKWARD if k in micro_batch.parameters else "accumulate"
+                    with jax.named_scope(scope):
+                        whole[k] = jax.lax.psum(total, self.axes)
+                else:
+                    whole[k] = total
+            return parts, whole
+
+        axes = entry(self.axes)
+        by_role = {Role.BATCH: PartitionSpec(axes), Role.KEY: PartitionSpec(None, axes)}
+        in_specs = tuple(by_role.get(role, PartitionSpec()) for role in call.roles)
+        operands = _operands(call, steps, math.prod(self.sizes.values()))
+        parts, totals = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=(PartitionSpec(axes), PartitionSpec()),
+            axis_names=set(self.axes),
+        )(*map(self._typed, operands, in_specs))
+        (micro_batch,) = traced
+        for k, part in parts.items():
+            with jax.named_scope(BACKWARD):
+                spec = self.specs[micro_batch.parameters[k]]
+                totals[k] = self._scattered_sum(part, spec)
+        return micro_batch, [totals[k] for k in sorted(totals)]
+
+    def _local(self, operand: jax.Array, role: Role) -> jax.Array:
+        """An operand on one shard."""
+        # Otherwise JAX would sum the gradients over the shards in each micro-batch.
+        if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
+            return varying_over(operand, self.axes)
+        return operand
+
+    def _typed(self, array: Any, spec: PartitionSpec) -> Any:
+        """An array whose type has the spec: on Explicit axes JAX reshards nothing for a
+        shard_map."""
+        types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
+        if any(types[axis] != AxisType.Explicit for axis in self.axes):
+            return array
+        others = without(jax.typeof(array).sharding.spec, self.axes)
+        wanted = _joined(spec, others, jnp.ndim(array))
+        return jax.sharding.reshard(array, NamedSharding(self.mesh, wanted))
+
+    def _check_equal(self, micro_batch: MicroBatch) -> None:
+        """Raise for results of the last micro-batch that differ between the shards."""
+        axes = ", ".join(f'"{axis}"' for axis in self.axes)
+        why = f"differs between the shards over {axes}"
+        remedy = "make it a float, which is averaged, or leave out `over=`"
+        problems: list[Problem] = []
+        for k, path in enumerate(micro_batch.skeleton.paths):
+            kind = micro_batch.types[k]
+            if k not in micro_batch.summed and varying_axes(kind) & set(self.axes):
+                problems.append(array_problem(Path((RESULT, *path)), kind, why, remedy))
+        refuse(problems, "array", "cannot be returned with `over=`", ShardingError)
+
+    # The sum over shards
+
+    def _scattered_sum(self, parts: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """The sum of the parts of all shards, sharded by a spec: over the mesh axes by which it
+        shards, each device gets its block of the sum only.
+
+        Args:
+            parts: one array for each shard, along a leading dimension.
+            spec: the spec of the sum.
+        """
+        # For each dimension, the mesh axes of the batch that shard it, as far as they come first: a
+        # device then has a block, of which the other mesh axes have parts.
+        blocks: list[tuple[str, ...]] = []
+        for one in spec.partitions:
+            blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(one))))
+        rest = tuple(axis for axis in self.axes if axis not in sum(blocks, ()))
+
+        def local(part: jax.Array) -> jax.Array:
+            own = part[0]
+            for dim, axes in enumerate(blocks):
+                if axes:
+                    own = self._scattered(own, axes, dim)
+            return jax.lax.psum(own, rest)
+
+        others = without(spec, self.axes)
+        of_parts = PartitionSpec(entry(self.axes), *others.partitions)
+        total = jax.shard_map(
+            local,
+            mesh=self.mesh,
+            in_specs=of_parts,
+            out_specs=_joined(PartitionSpec(*map(entry, blocks)), others, parts.ndim - 1),
+            # All are Manual. JAX scatters no array beside Explicit mesh axes, and beside Auto ones
+            # the compiler would gather the array over these first.
+            axis_names=set(self.mesh.axis_names),
+            check_vma=False,
+        )(with_constraint(parts, self.mesh, of_parts))
+        return with_constraint(total, self.mesh, spec)
+
+    def _scattered(self, part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
+        """The sum of parts over mesh axes, of which each device gets its block of a dimension.
+
+        The blocks are along a dimension of their own, before two others. The compiler for TPUs
+        cannot scatter every array of more dimensions, such as one with few heads: it moves all of
+        the sum, or does not compile the program.
+        """
+        number = math.prod(self.mesh.shape[axis] for axis in axes)
+        before, size, after = part.shape[:dim], part.shape[dim] // number, part.shape[dim + 1 :]
+        apart = jnp.reshape(part, (math.prod(before), number, size, math.prod(after)))
+        blocks = jnp.moveaxis(apart, 1, 0)
+        rows = (-1, size)
+        if after:
+            rows = (-1, math.prod(after))
+        blocks = jnp.reshape(blocks, (number, *rows))
+        own = jax.lax.psum_scatter(blocks, axes, scatter_dimension=0, tiled=True)
+        return jnp.reshape(own, (*before, size, *after))
+
+
+def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSpec:
+    """A spec that shards each dimension by one spec, and the blocks by another one."""
+    pairs = zip(of_rank(first, ndim).partitions, of_rank(then, ndim).partitions, strict=True)
+    return PartitionSpec(*[entry((*mesh_axes(a), *mesh_axes(b))) for a, b in pairs])
+
+
+def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
+    """Raise for mesh axes that the mesh does not have, or that are mapped by a shard_map."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    for axis in over:
+        if axis in manual:
+            why = "is an axis of the shard_map around it"
+            remedy = f'leave it out, and sum the gradients by `jax.lax.pmean(g, "{axis}")`'
+        elif axis not in mesh.axis_names:
+            near = did_you_mean(axis, mesh.axis_names)
+            why = f"mesh {mesh_view(mesh)} has no such axis{near}"
+            remedy = "name one of its axes"
+        else:
+            continue
+        problem = Problem(None, None, f"over={axis!r}", why, remedy)
+        raise ShardingError("accumulate cannot divide the batch", [problem])

@@ -30,7 +30,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import Leaf, meeting
 from functree.labels.leaves import Leaves, read
-from functree.transforms.grad.known_gradient import KnownGradient, known_gradient
+from functree.transforms.grad.gradient_types import KnownGradient, known_gradient
 from functree.tree.arrays import Tree, is_key, value_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton

@@ -26,8 +26,14 @@ from functree.errors import (
 from functree.labels.filters import FilterLike, as_filter
 from functree.labels.predicates import is_trainable
 from functree.layout.layout import LayoutTree
-from functree.transforms.grad.gradient_types import Gradient, GradientAndAux, ValueAndGradient
-from functree.transforms.grad.known_gradient import KnownGradient, known, known_gradient
+from functree.transforms.grad.gradient_types import (
+    Gradient,
+    GradientAndAux,
+    KnownGradient,
+    ValueAndGradient,
+    known,
+    known_gradient,
+)
 from functree.transforms.grad.parameters import Parameters, check_differentiated
 
 _P = ParamSpec("_P")

@@ -5,10 +5,9 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
-from functree.calls.call_groups import FlatCall
+from functree.calls.call_groups import FlatCall, Traces
 from functree.calls.program import Program
 from functree.calls.signature import Args, Kwargs, Partial
-from functree.calls.traces import Traces
 from functree.devices.meshes import tracing
 from functree.devices.placement import sharding_text
 from functree.layout.layout import Layout

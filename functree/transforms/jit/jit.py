@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import EllipsisType
-from typing import ParamSpec, TypeVar, overload
+from typing import ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
@@ -21,36 +21,27 @@ ParametersLike = int | str | Iterable[int | str] | EllipsisType | None
 """Names or positions of parameters; `...` for all, `None` for none."""
 
 
+class JitKeywords(TypedDict, total=False):
+    """The options of `ft.jit` as they are written."""
+
+    in_shardings: LayoutTree
+    out_shardings: LayoutTree
+    mesh: Mesh | AbstractMesh | None
+    rules: LayoutLike
+    static_argnums: int | Sequence[int] | None
+    static_argnames: str | Sequence[str] | None
+    donate: ParametersLike
+    keep_unused: bool
+    inline: bool
+    compiler_options: Mapping[str, object] | None
+    check_processes: bool
+
+
+@overload
+def jit(fun: Callable[_P, _T], **options: Unpack[JitKeywords]) -> Jit[_P, _T]: ...
 @overload
 def jit(
-    fun: Callable[_P, _T],
-    *,
-    in_shardings: LayoutTree = None,
-    out_shardings: LayoutTree = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    rules: LayoutLike = None,
-    static_argnums: int | Sequence[int] | None = (),
-    static_argnames: str | Sequence[str] | None = (),
-    donate: ParametersLike = (),
-    keep_unused: bool = False,
-    inline: bool = False,
-    compiler_options: Mapping[str, object] | None = None,
-    check_processes: bool = False,
-) -> Jit[_P, _T]: ...
-@overload
-def jit(
-    *,
-    in_shardings: LayoutTree = None,
-    out_shardings: LayoutTree = None,
-    mesh: Mesh | AbstractMesh | None = None,
-    rules: LayoutLike = None,
-    static_argnums: int | Sequence[int] | None = (),
-    static_argnames: str | Sequence[str] | None = (),
-    donate: ParametersLike = (),
-    keep_unused: bool = False,
-    inline: bool = False,
-    compiler_options: Mapping[str, object] | None = None,
-    check_processes: bool = False,
+    fun: None = None, **options: Unpack[JitKeywords]
 ) -> Callable[[Callable[_P, _T]], Jit[_P, _T]]: ...
 def jit(
     fun: Callable[_P, _T] | None = None,
@@ -138,7 +129,9 @@ def jit(
     """
     for name in refused:
         raise FunctreeTypeError(
-            _REFUSED.get(name, f"jit has no option `{name}`{did_you_mean(name, _OPTIONS)}")
+            _REFUSED.get(
+                name, f"jit has no option `{name}`{did_you_mean(name, JitKeywords.__annotations__)}"
+            )
         )
     # A plan needs no more than sizes, but a program is compiled for devices.
     if mesh is not None and mesh_view(mesh).mesh is None:
@@ -187,11 +180,6 @@ def _check_not_static(donated: Iterable[str], static: Collection[str]) -> None:
             )
 
 
-# For a misspelled one.
-_OPTIONS = (
-    "in_shardings", "out_shardings", "mesh", "rules", "static_argnums", "static_argnames", "donate",
-    "keep_unused", "inline", "compiler_options", "check_processes",
-)  # fmt: skip
 # `jax.jit` has these, and its users look for them here.
 _USE_DEVICE_PUT = (
     "move the arrays to the device (`jax.device_put`), or use `with jax.default_device(device):`"

@@ -13,16 +13,14 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
-from functree.calls.call_groups import CallGroup, FlatCall
-from functree.calls.checks import check_mesh, warn_constants
-from functree.calls.donation import check_donated
+from functree.calls.call_groups import CallGroup, FlatCall, Traces
+from functree.calls.checks import check_donated, check_mesh, warn_constants
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Partial, Signature
+from functree.calls.signature import Partial
 from functree.calls.static_arguments import opened
-from functree.calls.traces import Traces, traces_of
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
     first_mesh,
@@ -36,22 +34,20 @@ from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
 from functree.surgery.pack import Packed, pack
-from functree.transforms.jit.arguments import (
+from functree.transforms.jit.layouts import (
+    Donated,
     Placement,
+    StateForm,
     by_in_shardings,
     by_rules,
+    check_known,
     check_rules,
+    closed,
     is_unplaced,
     is_worth_telling,
+    resolve_out_shardings,
     warn_placed,
     warn_unplaced,
-)
-from functree.transforms.jit.results import (
-    Donated,
-    StateForm,
-    check_known,
-    closed,
-    resolve_out_shardings,
 )
 from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
@@ -89,13 +85,13 @@ class Jit(Function[_P, _T]):
     """
 
     _options: JitOptions
+    _door = "jit"
     _places = True
 
     def __init__(
         self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
     ):
-        super().__init__(fun, partial, traces, options.static)
-        self._options = options
+        super().__init__(fun, partial, traces, options)
         self._layouts: ParameterLayouts | None = None
         if options.in_shardings is not None:
             self._layouts = ParameterLayouts("in_shardings", options.in_shardings, traces.signature)
@@ -106,17 +102,6 @@ class Jit(Function[_P, _T]):
         # arguments. JAX then distinguishes its own programs by them, and the key stays short.
         has_layouts = options.in_shardings is not None or options.out_shardings is not None
         self._by_shardings = has_layouts or bool(options.donated)
-
-    @classmethod
-    def of(cls, fun: Callable[_P, _T], options: JitOptions) -> Self:
-        return cls.made(fun, *Signature.of(fun), options)
-
-    @classmethod
-    def made(
-        cls, fun: Callable[_P, _T], signature: Signature, partial: Partial, options: JitOptions
-    ) -> Self:
-        """The wrapper of a function whose signature is known."""
-        return cls(fun, partial, traces_of(partial, signature, Jit, tuple(options)), options)
 
     @property
     def static(self) -> frozenset[str]:
@@ -134,9 +119,6 @@ class Jit(Function[_P, _T]):
             if name in options:
                 options[name] = copied(options[name])
         return self.of(fun, self._options._replace(**options))
-
-    def __repr__(self) -> str:
-        return f"<ft.jit of {self._signature.name}>"
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function a program donates nothing, and has constraints instead
@@ -384,7 +366,7 @@ def _make_body(
 
     arguments = Arguments(group.paths, donated)
     context = functools.partial(surroundings.entered, ())
-    return Body(compute, arguments, fun, signature.name, context)
+    return Body(compute, arguments, traces, context)
 
 
 def _uses_mesh(jaxpr: Any) -> bool:

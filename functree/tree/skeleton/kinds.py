@@ -14,7 +14,7 @@ import re
 import weakref
 from abc import abstractmethod
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import equinox as eqx
@@ -24,7 +24,8 @@ from functree.errors import FunctreeTypeError
 from functree.tree.arrays import AnyArray, Tree, TreeDef, is_array
 from functree.tree.interfaces import PackedTree, StateMapping
 from functree.tree.paths import Key, Keys, plain_key
-from functree.tree.skeleton.code import BuildCode, Code, Refusal, TakeCode
+from functree.tree.skeleton.code import Code
+from functree.tree.skeleton.static_value import StaticValue, equal
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ class Kind:
         return ()
 
     @abstractmethod
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         """Write the code that flattens a node like the sample.
 
         Args:
@@ -62,28 +63,28 @@ class Kind:
         """
 
     @abstractmethod
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         """Write the code that builds a node like the sample; returns the expression of the node."""
 
 
 class ArrayKind(Kind):
     """An array."""
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         # Not checked to be an array: the caller checks all arrays at once, which is faster.
         code.array(at)
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         return code.array()
 
 
 class NoneKind(Kind):
     """`None`, which JAX treats as a node without children."""
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.refuse_if(f"{at} is not None", f"type({at})")
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         return "None"
 
 
@@ -93,10 +94,10 @@ class StaticKind(Kind):
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node),)
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.leaf(sample, at)
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         return code.value(sample)
 
 
@@ -106,11 +107,11 @@ class SequenceKind(Kind):
     def children(self, node: Tree) -> Children:
         return enumerate(node)
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         code.children(sample, at)
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         items = code.items(sample)
         # Each container is a statement: Python refuses an expression with 200 nested brackets.
         if type(sample) is list:
@@ -127,13 +128,13 @@ class NamedTupleKind(Kind):
         # The keys of JAX are not used: in version 0.10.2 each field has the key of the first field.
         return zip(node._fields, elements(node), strict=True)
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         if type(sample).__iter__ is not tuple.__iter__ or type(sample).__len__ is not tuple.__len__:
             at = code.assign(f"{code.value(elements)}({at})")
         code.children(elements(sample), at)
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         return code.assign(f"{code.value(type(sample))}({code.items(elements(sample))})")
 
 
@@ -143,7 +144,7 @@ class DictKind(Kind):
     def children(self, node: Tree) -> Children:
         return [(key, node[key]) for key in sorted(node)]
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         # A dict of the same length with other keys raises KeyError, which the generated function
         # handles.
@@ -152,7 +153,7 @@ class DictKind(Kind):
         for key in sorted(sample):
             code.visit(sample[key], f"{at}[{_key(code, key)}]")
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         items = [f"{_key(code, key)}: {code.visit(sample[key])}" for key in sorted(sample)]
         return code.assign("{" + ", ".join(items) + "}")
 
@@ -170,7 +171,7 @@ class RegisteredKind(Kind):
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), one_level(node)[1]),)
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         children, treedef = one_level(sample)
         code.type_of(sample, at)
         below, structure = code.name(), code.name()
@@ -178,7 +179,7 @@ class RegisteredKind(Kind):
         code.static(treedef, structure)
         code.children(children, below)
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         children, treedef = one_level(sample)
         items = code.items(children)
         return code.assign(f"{code.value(treedef)}.unflatten(({items}))")
@@ -248,13 +249,13 @@ class PackedKind(RegisteredKind):
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node.static),)
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.type_of(sample, at)
         code.static(sample.static, f"{at}.static")
         code.refuse_if(f"len({at}.arrays) != {len(sample.arrays)}", f"len({at}.arrays)")
         code.several(f"{at}.arrays", len(sample.arrays))
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         arrays = f"tuple({code.several(len(sample.arrays))})"
         return f"{code.value(type(sample))}({arrays}, {code.value(sample.static)})"
 
@@ -276,7 +277,7 @@ class ModuleKind(Kind):
         contents = _contents(node)
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
-    def take(self, code: TakeCode, sample: Tree, at: str) -> None:
+    def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         # A module with all its fields is read from its `__dict__`. Equinox's own flattening is
         # slower.
         if not _complete(sample):
@@ -293,7 +294,7 @@ class ModuleKind(Kind):
         for name in _fields(type(sample), False):
             code.visit(known[name], f"{contents}[{name!r}]")
 
-    def build(self, code: BuildCode, sample: Tree) -> str:
+    def build(self, code: "BuildCode", sample: Tree) -> str:
         """As Equinox builds a module from its leaves: without `__init__`."""
         if not _complete(sample):
             return REGISTERED.build(code, sample)
@@ -425,11 +426,11 @@ class Form:
         size: the number of arrays.
     """
 
-    def __init__(self, sample: Tree, code: "_Take"):
+    def __init__(self, sample: Tree, code: "TakeCode"):
         what = type(sample).__name__
         self.size: int = code.size
         self.take: Callable[[Tree], list[AnyArray] | Refusal] = code.finished(what)
-        build = _Build(code.parts)
+        build = BuildCode(code.parts)
         # Not `visit`, for which the sample would be a part of itself.
         build.lines.append(f"return {kind_of(sample).build(build, sample)}")
         self.build: Callable[[Sequence[AnyArray]], Tree] = build.function("build(arrays)", what)
@@ -451,7 +452,7 @@ def form_of(tree: Tree) -> Form:
     known = _known(tree)
     if known is not None:
         return known
-    return _remembered(tree, _Take.of(tree))
+    return _remembered(tree, TakeCode(tree))
 
 
 # The forms by the class of their trees. The forms belong to those who use them.
@@ -467,7 +468,7 @@ def _known(tree: Tree) -> Form | None:
     return None
 
 
-def _remembered(sample: Tree, code: "_Take") -> Form:
+def _remembered(sample: Tree, code: "TakeCode") -> Form:
     """A new form, as the first one of its class."""
     form = Form(sample, code)
     others = [other for other in _FORMS.get(type(sample), ()) if other() is not None]
@@ -475,37 +476,53 @@ def _remembered(sample: Tree, code: "_Take") -> Form:
     return form
 
 
+Refusal = tuple[Hashable, ...]
+"""What `take` returns for a tree of another structure: the number of the check that refused it, and
+what it found.
+
+All functions check the nodes of a tree in the same order. So a function whose own trees have what
+was found there refuses the tree, if it does, by a later check.
+"""
+
 # A part of a sample and its form, by the identity of the part. The part is kept, so that its
 # identity stays its own.
 _Parts = dict[int, tuple[Tree, Form]]
 
 
-class _Take(TakeCode):
-    """The code of `take`, in which large parts of the tree are taken apart by the functions of
-    their own forms."""
+class TakeCode(Code):
+    """The body of a function from a tree to its arrays. For a tree of another structure it returns
+    a `Refusal`.
 
-    def __init__(self, outer: "_Take | None" = None):
+    Args:
+        sample: a tree with the structure that is expected.
+        outer: the code that this may become a part of.
+    """
+
+    def __init__(self, sample: Tree, outer: Code | None = None) -> None:
         super().__init__(outer)
+        self.root: str = self.name()  # the name of the tree
+        self.arrays: list[str] = []  # the expressions of the arrays, in JAX's order
+        self.size: int = 0  # the number of arrays so far
+        self.dicts: list[str] = []  # the names of nodes that are dicts
         self.parts: _Parts = {}
-
-    @classmethod
-    def of(cls, sample: Tree, outer: "_Take | None" = None) -> "_Take":
-        """The code for a tree like the sample."""
-        code = cls(outer)
-        kind_of(sample).take(code, sample, code.root)
-        return code
+        kind_of(sample).take(self, sample, self.root)
 
     def visit(self, sample: Tree, at: str) -> None:
+        """Write the code for a node. A large part of a tree is taken apart by its own form.
+
+        Args:
+            sample: a node with the structure that is expected.
+            at: the expression of the node in the generated code.
+        """
         kind = kind_of(sample)
         if kind in LEAVES:
             kind.take(self, sample, at)
             return
         form = _known(sample)
         if form is None:
-            inner = _Take.of(sample, self)
+            inner = TakeCode(sample, self)
             if inner.size < LARGE:
                 self.include(inner, at)
-                self.parts.update(inner.parts)
                 return
             form = _remembered(sample, inner)
         self.parts[id(sample)] = sample, form
@@ -513,16 +530,112 @@ class _Take(TakeCode):
         self.refuse_if(f"type({arrays}) is tuple", arrays)
         self.several(arrays, form.size)
 
+    def array(self, at: str) -> None:
+        """Add an array, by its expression."""
+        self.arrays.append(at)
+        self.size += 1
 
-class _Build(BuildCode):
-    """The code of `build`, in which the parts that have forms are built by their functions."""
+    def several(self, at: str, number: int) -> None:
+        """Add arrays, by the expression of a list or tuple of them."""
+        self.arrays.append(f"*{at}")
+        self.size += number
 
-    def __init__(self, parts: _Parts):
+    def include(self, inner: "TakeCode", at: str) -> None:
+        """Add the code for a part that is at the expression `at`."""
+        self.lines.append(f"{inner.root} = {at}")
+        self.add(inner)
+        self.arrays += inner.arrays
+        self.size += inner.size
+        self.dicts += inner.dicts
+        self.parts |= inner.parts
+
+    def refuse_if(self, condition: str, found: str) -> None:
+        """Refuse trees for which a condition is true; `found` is an expression of what differs,
+        which has a hash."""
+        self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
+
+    def leaf(self, value: object, at: str) -> None:
+        """Refuse trees in which the expression `at` is another leaf; not for arrays."""
+        differs = self.value(StaticValue(value).differs)
+        self._refuse_others(value, at, f"{differs}({{found}})")
+
+    def static(self, value: object, at: str) -> None:
+        """Refuse trees in which the expression `at` has other static data of a node."""
+        self._refuse_others(value, at, f"not {self.value(equal)}({{known}}, {{found}})")
+
+    def _refuse_others(self, value: object, at: str, differs: str) -> None:
+        """Refuse trees in which the expression `at` has another value, as the expression `differs`
+        of both tells."""
+        known, found = self.value(value), self.assign(at)
+        # Most static values are the same object in every tree, and `is` takes no call.
+        differs = f"{found} is not {known} and {differs.format(known=known, found=found)}"
+        self.refuse_if(differs, f"{self.value(StaticValue)}({found})")
+
+    def type_of(self, sample: Tree, node: str) -> None:
+        """Refuse trees in which a node has another class."""
+        self.refuse_if(f"type({node}) is not {self.value(type(sample))}", f"type({node})")
+
+    def children(self, samples: Iterable[Tree], at: str) -> None:
+        """Write the code for the children of a node; the expression `at` is a list or tuple of
+        them."""
+        samples = list(samples)
+        # Checked before they are unpacked, because unpacking another number of values raises.
+        self.refuse_if(f"len({at}) != {len(samples)}", f"len({at})")
+        names = [self.name() for _ in samples]
+        if names:
+            # The comma makes a single name unpack too.
+            self.lines.append(f"{', '.join(names)}, = {at}")
+        for child, name in zip(samples, names, strict=True):
+            self.visit(child, name)
+
+    def finished(self, what: str) -> Callable[[Tree], list[AnyArray] | Refusal]:
+        """The finished function, with the class of the tree in its file name."""
+        lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
+        # A module without one of its fields, or a dict with other keys, raises KeyError: it has
+        # another structure.
+        found = f"{self.value(_keys)}({self.value(tuple(self.dicts))}, locals())"
+        self.lines[:] = [
+            "try:",
+            *lines,
+            "except KeyError:",
+            f"    return {next(self._names)}, {found}",
+        ]
+        return self.function(f"take({self.root})", what)
+
+
+def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:
+    """The keys of the dicts that a function has come to, among its local variables, for a
+    `Refusal`."""
+    return tuple(frozenset(found[name]) for name in dicts if name in found)
+
+
+class BuildCode(Code):
+    """The body of a function from arrays to a tree, in which parts that have forms are built by
+    these."""
+
+    def __init__(self, parts: _Parts) -> None:
         super().__init__()
+        self.size: int = 0  # the number of arrays so far
         self._parts = parts
 
     def visit(self, sample: Tree) -> str:
+        """Write the code that builds a node like the sample; returns the expression of the node."""
         part, form = self._parts.get(id(sample), (None, None))
         if form is None or part is not sample:
             return kind_of(sample).build(self, sample)
         return self.assign(f"{self.value(form.build)}({self.several(form.size)})")
+
+    def array(self) -> str:
+        """The expression of the next array. Arrays are visited in JAX's order."""
+        self.size += 1
+        return f"arrays[{self.size - 1}]"
+
+    def several(self, number: int) -> str:
+        """The expression of the next arrays, as a list or tuple."""
+        self.size += number
+        return f"arrays[{self.size - number}:{self.size}]"
+
+    def items(self, samples: Iterable[Tree]) -> str:
+        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple
+        too."""
+        return "".join([f"{self.visit(sample)}, " for sample in samples])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 from jax.tree_util import GetAttrKey, tree_flatten
@@ -48,7 +48,7 @@ class Skeleton:
         self.indices: tuple[int, ...] = tuple(indices)
         self.others: tuple[tuple[int, object], ...] = tuple(others)
         self._paths: tuple[Path, ...] | None = None if paths is None else tuple(paths)
-        self._contents: _Contents | None = None
+        self._statics: tuple[list[Keys], list[object]] | None = None
         self._was_built: bool = False
         self._form: Form | None = None
 
@@ -77,8 +77,19 @@ class Skeleton:
     def learn(self, tree: Tree) -> "Skeleton":
         """Find the paths and static values in a tree with this skeleton. Returns the skeleton
         itself."""
-        self._contents = _Contents.of(tree)
-        self._paths = self._contents.paths
+        paths: list[Path] = []
+        # Two lists: a model has thousands of static values, and a pair for each of them is one more
+        # object for Python's garbage collector, which runs the more often the more objects a trace
+        # makes.
+        keys: list[Keys] = []
+        values: list[object] = []
+        for path, node, kind in walk(tree, in_model=True):
+            if kind is ARRAY:
+                paths.append(Path(path))
+            for below, value in kind.statics(node):
+                keys.append((*path, *below))
+                values.append(value)
+        self._paths, self._statics = tuple(paths), (keys, values)
         return self
 
     # From values to a tree
@@ -128,10 +139,9 @@ class Skeleton:
     def statics(self) -> Iterator[tuple[Keys, object]]:
         """All static values with their paths: leaves that are not arrays, and static data of
         nodes."""
-        contents = self._contents
-        if contents is None:
+        if self._statics is None:
             raise FunctreeError("the skeleton of a tree that was not read has no static values")
-        return zip(contents.keys, contents.values, strict=True)
+        return zip(*self._statics, strict=True)
 
     def check_hashable(self) -> None:
         """Raise FunctreeError if leaves that are not arrays cannot be hashed. The error lists them
@@ -190,37 +200,6 @@ class Skeleton:
 
     def __repr__(self) -> str:
         return f"<Skeleton: {count(len(self), 'array')}, {count(len(self.others), 'other leaf')}>"
-
-
-class _Contents(NamedTuple):
-    """What a tree has besides its arrays.
-
-    Attributes:
-        paths: the path of each array.
-        keys: the path of each static value.
-        values: the static values.
-    """
-
-    paths: tuple[Path, ...]
-    keys: tuple[Keys, ...]
-    values: tuple[object, ...]
-
-    @classmethod
-    def of(cls, tree: Tree) -> "_Contents":
-        """The contents of a tree, from one walk."""
-        paths: list[Path] = []
-        # Two lists: a model has thousands of static values, and a pair for each of them is one more
-        # object for Python's garbage collector, which runs the more often the more objects a trace
-        # makes.
-        keys: list[Keys] = []
-        values: list[object] = []
-        for path, node, kind in walk(tree, in_model=True):
-            if kind is ARRAY:
-                paths.append(Path(path))
-            for below, value in kind.statics(node):
-                keys.append((*path, *below))
-                values.append(value)
-        return cls(tuple(paths), tuple(keys), tuple(values))
 
 
 def _unhashable(path: Path, value: object) -> Problem:
