@@ -191,7 +191,7 @@ class Provenance:
         found = self._in_model(family, self._uses.multiplied, self._weight_trees)
         if len(found) != 1:
             found = self._in_model(family, self._uses.in_model, self._model_trees)
-            found = found or family & self._uses.multiplied
+            found = found or family & self._uses.in_products
         if not found:
             # An accumulator, of whose parameter the gradient is.
             named = {self._named_like(one, self._uses.in_model) for one in family}
