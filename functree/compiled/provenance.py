@@ -248,12 +248,14 @@ class Provenance:
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        weights = [one for one in replaced if one in self._uses.multiplied]
+        # By sets: all parts of the norm of all gradients ask for this.
+        weights = replaced.keys() & self._uses.multiplied
         if len(weights) != 1:
             return ()
+        (weight,) = weights
         # The others are its state, such as statistics by which gradients are preconditioned.
         state = replaced.keys() - weights
-        return weights if self._uses.is_updated_with(replaced[weights[0]], state) else ()
+        return weights if self._uses.is_updated_with(replaced[weight], state) else ()
 
     def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
         """Of some outputs the parameters of which they are new values, each with its output."""
