@@ -73,14 +73,14 @@ class Provenance:
     ):
         self._flow, self._parameters, self._outputs = flow, parameters, outputs
         self._uses = ParameterUses(flow)
-        self.phases: Phases = Phases(flow, self._new_values)
+        self.phases: Phases = Phases(flow)
         self._replaced_by_outputs: dict[frozenset[int], dict[int, int]] = {}
         self._shapes = shapes
 
     def of(self, moved: MovedArray) -> Served:
         """What an array serves. It is made of parameters, is their gradient, or is multiplied by
         them."""
-        phase = self.phases.phase(moved)
+        phase = self.phases.phase(moved, self._new_values)
         for moves, found in self._ways(moved, phase):
             if found:
                 return Served(sorted(found), moves, phase)
@@ -186,8 +186,12 @@ class Provenance:
             family: a parameter, and its moments and averages.
             outputs: the outputs that are made of its gradient.
         """
-        # A model computes with its parameters, and not with their moments and averages.
-        found = self._in_model(family) or family & self._uses.multiplied
+        # A model computes with its parameters, and not with their moments and averages. Its weights
+        # tell most of it; what else it computes with is found by a longer walk.
+        found = self._in_model(family, self._uses.multiplied, self._weight_trees)
+        if len(found) != 1:
+            found = self._in_model(family, self._uses.in_model, self._model_trees)
+            found = found or family & self._uses.in_products
         if not found:
             # An accumulator, of whose parameter the gradient is.
             named = {self._named_like(one, self._uses.in_model) for one in family}
@@ -199,7 +203,9 @@ class Provenance:
         common = found.intersection(*made)
         return min(common) if len(common) == 1 else None
 
-    def _in_model(self, family: set[int]) -> set[int]:
+    def _in_model(
+        self, family: set[int], known: Collection[int], trees: Collection[_Keys]
+    ) -> set[int]:
         """Those of a family that are parts of a model.
 
         A model may not compute with each of its parts: no gradient is made of the last bias. So it
@@ -207,20 +213,29 @@ class Provenance:
 
         Args:
             family: a parameter, and its moments and averages.
+            known: parameters that a model computes with.
+            trees: the beginnings of their paths.
         """
         paths = {one: self._parameters[one] for one in family}
         end = _common_end(list(paths.values()))
         found: set[int] = set()
         for one, path in paths.items():
-            if one in self._uses.in_model or path[: len(path) - end] in self._model_trees:
+            if one in known or path[: len(path) - end] in trees:
                 found.add(one)
         return found
 
     @cached_property
+    def _weight_trees(self) -> frozenset[_Keys]:
+        return self._beginnings(self._uses.multiplied)
+
+    @cached_property
     def _model_trees(self) -> frozenset[_Keys]:
-        """The beginnings of the paths of all that a model computes with."""
+        return self._beginnings(self._uses.in_model)
+
+    def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
+        """The beginnings of the paths of some parameters."""
         found: set[_Keys] = set()
-        for one in self._uses.in_model:
+        for one in parameters:
             path = self._parameters[one]
             found.update(path[:length] for length in range(1, len(path) + 1))
         return frozenset(found)
@@ -233,12 +248,14 @@ class Provenance:
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        weights = [one for one in replaced if one in self._uses.in_model]
+        # By sets: all parts of the norm of all gradients ask for this.
+        weights = replaced.keys() & self._uses.multiplied
         if len(weights) != 1:
             return ()
+        (weight,) = weights
         # The others are its state, such as statistics by which gradients are preconditioned.
         state = replaced.keys() - weights
-        return weights if self._uses.is_updated_with(replaced[weights[0]], state) else ()
+        return weights if self._uses.is_updated_with(replaced[weight], state) else ()
 
     def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
         """Of some outputs the parameters of which they are new values, each with its output."""
@@ -379,17 +396,19 @@ def _common_end(paths: Sequence[Path]) -> int:
     return length
 
 
+NewValues = Callable[[MovedArray], Sequence[HloValue]]
+"""A moved array ─► the new values of parameters that are made of it."""
+
+
 class Phases:
     """The phases of the collectives of a program.
 
     Args:
         flow: where the values of the program come from.
-        new_values: the new values of parameters that are made of a moved array; none if it serves
-            anything else.
     """
 
-    def __init__(self, flow: DataFlow, new_values: Callable[[MovedArray], Sequence[HloValue]]):
-        self._flow, self._new_values = flow, new_values
+    def __init__(self, flow: DataFlow):
+        self._flow = flow
         # Those of a collective, once for all arrays that the compiler has combined in it.
         self._names: dict[Instruction, list[str]] = {}
         # What earlier walks have found to be made of nothing of the backward pass: each value is
@@ -398,17 +417,23 @@ class Phases:
         # Those that were found to be made of something of it.
         self._dependent: set[HloValue] = set()
 
-    def phase(self, moved: MovedArray) -> str | None:
+    def phase(self, moved: MovedArray, new_values: NewValues) -> str | None:
         """The phase of a moved array, as `Served.phase` says it.
 
-        None if the compiler has combined operations of several phases, or lost their names.
+        Args:
+            moved: the array.
+            new_values: the new values of parameters that are made of it; none if it serves anything
+                else. Not an attribute: a method of what has this one would be a reference cycle.
+
+        Returns:
+            None if the compiler has combined operations of several phases, or lost their names.
         """
         one = moved.instruction
         if one not in self._names:
             self._names[one] = split(one.metadata("op_name") or "")
         own = self._names[one]
         if len(own) == moved.arrays and own != [""]:
-            return self._of(own[moved.index], moved)  # one name for each array
+            return self._of(own[moved.index], moved, new_values)  # one name for each array
         # Of combined arrays some compilers name only the first. Then what is moved says more.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
@@ -418,7 +443,7 @@ class Phases:
         for described in self.described(moved):
             name = described.metadata("op_name")
             if name:
-                phases = {self._of(part, moved) for part in split(name)}
+                phases = {self._of(part, moved, new_values) for part in split(name)}
                 # Of several it is not known which one is that of this array.
                 return phases.pop() if len(phases) == 1 else None
         return None
@@ -436,7 +461,7 @@ class Phases:
             yield callers[0]
             computation = callers[0].computation
 
-    def _of(self, name: str, moved: MovedArray) -> str:
+    def _of(self, name: str, moved: MovedArray, new_values: NewValues) -> str:
         """The phase of an operation of this name."""
         phase = _phase(name)
         if phase is not None:
@@ -445,7 +470,7 @@ class Phases:
         if self._depends_on_backward(moved.operand):
             return "update"
         # An optimizer may need a parameter alone, such as its norm.
-        if self._are_updates(self._new_values(moved)):
+        if self._are_updates(new_values(moved)):
             return "update"
         return "forward"
 

@@ -5,7 +5,7 @@ multiplied by, and which outputs are made of it.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from itertools import chain
 from typing import NamedTuple
@@ -198,15 +198,31 @@ class ParameterUses:
 
     @cached_property
     def multiplied(self) -> frozenset[int]:
+        """The weights of a model: the parameters that are multiplied as they are in what is
+        differentiated."""
+        return self._made_into(self._differentiated_products, self._is_moved)
+
+    @cached_property
+    def in_products(self) -> frozenset[int]:
         """The parameters that the products of a model are made of element by element.
 
         Where no product is known to be differentiated, they are those of all products.
         """
-        products = [one for one in self._products if one.is_differentiated] or self._products
+        products = self._differentiated_products or self._products
+        return self._made_into(products, self._is_elementwise)
+
+    @cached_property
+    def _differentiated_products(self) -> list[Instruction]:
+        return [one for one in self._products if one.is_differentiated]
+
+    def _made_into(
+        self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
+    ) -> frozenset[int]:
+        """The parameters that products are made of, through what passes values on."""
         operands: list[HloValue] = []
         for one in products:
             operands += self._flow.operands(one)
-        origins, _ = self._flow.history(operands, self._is_elementwise)
+        origins, _ = self._flow.history(operands, passes)
         return self._parameters_among(origins)
 
     @cached_property

@@ -191,9 +191,10 @@ metadata={op_name="jit(step)/(jvp()/dot:transpose(jvp())/neg)"}
 
 def test_phases() -> None:
     flow = DataFlow(Hlo(PHASES))
-    phases = Phases(flow, lambda moved: [])
+    phases = Phases(flow)
     assert [
-        (moved.instruction.name, moved.index, phases.phase(moved)) for moved in moved_arrays(flow)
+        (moved.instruction.name, moved.index, phases.phase(moved, lambda moved: []))
+        for moved in moved_arrays(flow)
     ] == [
         ("forward", 0, "forward"),
         ("backward", 0, "backward"),  # named by what it moves
