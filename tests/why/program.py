@@ -1,0 +1,104 @@
+"""A program with labels: which of its collectives somebody asked for, and where one comes from.
+
+The labels were written before the programs were run.
+"""
+
+import linecache
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+import functree as ft
+
+
+@dataclass(frozen=True)
+class Label:
+    """A verdict on the rows of a ledger for which all that is given holds.
+
+    Attributes:
+        verdict: `asked` or `compiler`.
+        line: a part of the line of source, in a model or in the program itself.
+        kind: the kind of the collective.
+        axes: its mesh axes.
+        phase: its phase.
+        moves: what it moves.
+    """
+
+    verdict: str
+    line: str | None = None
+    kind: str | None = None
+    axes: tuple[str, ...] | None = None
+    phase: str | None = None
+    moves: str | None = None
+
+    def matches(self, row: ft.Collective) -> bool:
+        given = (
+            (self.kind, row.kind),
+            (self.axes, row.mesh_axes),
+            (self.phase, row.phase),
+            (self.moves, row.moves),
+        )
+        if any(wanted is not None and wanted != found for wanted, found in given):
+            return False
+        return self.line is None or any(self.line in text for text in lines_of(row))
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Where the largest row with a label comes from.
+
+    Attributes:
+        row: which rows; the largest counts.
+        expression: a part of the line of the operation.
+        origins: who set the layouts that disagree: a path, or a part of a constraint's line. All
+            have to be named.
+    """
+
+    row: Label
+    expression: str
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A program whose collectives were labelled before it was run.
+
+    Attributes:
+        name: its name.
+        what: what it computes, and why its collectives are there.
+        make: makes the function, its arguments and its layouts, for a mesh of eight devices.
+        labels: the verdicts; the first that matches a row counts.
+        cause: where one of them comes from.
+        third: the name of the third mesh axis, beside `data` and `model`.
+        otherwise: the verdict on rows without a label.
+        explicit: whether the mesh axes are Explicit.
+    """
+
+    name: str
+    what: str
+    make: Callable[[Mesh], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+    labels: tuple[Label, ...]
+    cause: Cause
+    third: str = "seq"
+    otherwise: str = "asked"
+    explicit: bool = False
+
+    def verdict(self, row: ft.Collective) -> str:
+        """What the labels say about a row."""
+        return next((one.verdict for one in self.labels if one.matches(row)), self.otherwise)
+
+    def is_clean(self) -> bool:
+        """Whether somebody asked for all its collectives."""
+        return all(one.verdict == "asked" for one in self.labels) and self.otherwise == "asked"
+
+
+def lines_of(row: ft.Collective) -> list[str]:
+    """The lines of source that a row names."""
+    found: list[str] = []
+    for place in (row.source, row.called_from):
+        if place is not None:
+            file, _, line = place.rpartition(":")
+            found.append(linecache.getline(file, int(line)))
+    return found
