@@ -22,6 +22,8 @@ class Cause(NamedTuple):
         expression: what stands there.
         before: how its operands lie, and who has decided so: `f32[8/data, 32/model] (model by w)`.
         after: how its result lies, likewise.
+        origins: who has decided so, each once: paths of arguments and results, and lines of
+            constraints.
     """
 
     op: str
@@ -29,6 +31,7 @@ class Cause(NamedTuple):
     expression: str
     before: tuple[str, ...]
     after: str
+    origins: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.expression or self.op}: {', '.join(self.before)} → {self.after}"

@@ -9,11 +9,11 @@ no layouts, and nothing else needs them.
 """
 
 import linecache
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
-from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
@@ -29,9 +29,20 @@ _PASSES = (
     "symbol-dce, sdy-import-pipeline, sdy-user-priority-propagate{debug-sharding-origins=true}, "
     "sdy-close-shardings, func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=true})"
 )
+# After these, what moves arrays is operations too.
+_COLLECTIVES = (
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives)"
+)
+_MOVING = (
+    "sdy.all_gather", "sdy.all_reduce", "sdy.all_to_all", "sdy.collective_permute",
+    "sdy.reduce_scatter",
+)  # fmt: skip
 # The operations with other values of the program inside. Inside of a reduction are single elements,
 # and inside of `shard_map` the parts of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
+
+ARGUMENT = "argument"
+"""The `op` of the rows of arguments."""
 
 
 class Frame(NamedTuple):
@@ -102,8 +113,29 @@ def laid_out(
     Raises:
         FunctreeError: this version of JAX does not have the passes.
     """
+    with _propagated(lowered, _PASSES) as (main, sizes):
+        if results is None:
+            results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
+        return _Reader().rows_of(main, results), sizes
+
+
+def moved_bytes(lowered: Lowered) -> int:
+    """About how many bytes a program will move on each device: what ranks programs before they are
+    compiled.
+
+    Raises:
+        FunctreeError: this version of JAX does not have the passes.
+    """
+    with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes):
+        return sum(times * _bytes(one, sizes) for one, times in _collectives(main, 1))
+
+
+@contextmanager
+def _propagated(lowered: Lowered, passes: str) -> Iterator[tuple[Any, dict[str, int]]]:
+    """A copy of a program after passes: its function without calls, and the sizes of the mesh
+    axes."""
     module: Any = lowered.compiler_ir("stablehlo")
-    with module.context, _passes():
+    with module.context:
         program = module.operation.clone().operation
         functions: dict[str, Any] = {}
         sizes: dict[str, int] = {}
@@ -115,16 +147,46 @@ def laid_out(
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
-        passes = passmanager.PassManager.parse(f"builtin.module({_PASSES})")
-        passes.enable_verifier(False)  # which takes a third of the time
-        passes.run(program)
-        if results is None:
-            results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
-        return _Reader().rows_of(main, results), sizes
+        with _known_passes():
+            manager = passmanager.PassManager.parse(f"builtin.module({passes})")
+            manager.enable_verifier(False)  # which takes a third of the time
+            manager.run(program)
+        yield main, sizes
+
+
+def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
+    """The collectives inside of an operation, and how often each runs."""
+    for one in _inside(outer):
+        if one.name in _MOVING:
+            yield one, times
+        elif one.name == "stablehlo.while":
+            yield from _collectives(one, times * _iterations(one))
+        elif one.name in _ENTERED:
+            yield from _collectives(one, times)
+
+
+def _iterations(loop: Any) -> int:
+    """How often a loop runs: the constant that its counter is compared with; once, if there is
+    none."""
+    for one in _inside(loop):
+        if one.name == "stablehlo.compare":
+            limit = one.operands[1].owner
+            found = re.match(r"dense<(\d+)>", str(getattr(limit, "attributes", {}).get("value")))
+            return int(found[1]) if found else 1
+    return 1
+
+
+def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
+    """The bytes of what a collective makes on one device."""
+    made = collective.results[0].type
+    [spec] = _SPEC.findall(str(collective.attributes["out_sharding"]))
+    devices = math.prod(sizes[axis] for axis, part in _AXIS.findall(spec) if not part)
+    bits = re.search(r"\d+", str(made.element_type))
+    return math.prod(made.shape) * int(bits[0] if bits else 8) // (8 * devices)
 
 
 @contextmanager
-def _passes() -> Iterator[None]:
+def _known_passes() -> Iterator[None]:
     """Say what it means if the passes are others."""
     try:
         yield
@@ -197,7 +259,7 @@ class _Reader:
         for value, attributes in zip(arguments, function.attributes["arg_attrs"], strict=True):
             own = {one.name: str(one.attr) for one in attributes}
             spec, origins = own.get("sdy.sharding", ""), own.get("sdy.sharding_origins", "")
-            self._add(value, "argument", value.location, spec, origins, ())
+            self._add(value, ARGUMENT, value.location, spec, origins, ())
         self._read_inside(function)
         for i in range(len(arguments)):
             self._origins[f"input: {i}"] = self._rows[i].name
@@ -229,8 +291,8 @@ class _Reader:
                 _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
             )
             is_loop = one.name in _ENTERED
-            values: list[Any] = list(one.results)
-            for value, spec in zip_longest(values, specs, fillvalue=""):
+            for i, value in enumerate(one.results):
+                spec = specs[i] if i < len(specs) else ""
                 # Of the scalars that a loop carries, no origins are kept.
                 own = "" if is_loop and not value.type.shape else next(origins, "")
                 self._add(value, one.name, one.location, spec, own, operands)

@@ -10,9 +10,12 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from functree.compiled.collective import Cause, Collective
-from functree.compiled.layouts import LaidOut, Layouts
+from functree.compiled.layouts import Layouts
+from functree.compiled.shardy import ARGUMENT, LaidOut
 from functree.devices.specs import named_axes
 
+# So many operations before a constraint its arrays may be moved.
+_FARTHEST = 8
 ASKED, COMPILER = "asked", "compiler"
 
 # What a user writes, by the names of JAX's primitives.
@@ -49,9 +52,12 @@ class Verdicts:
         self._batch: set[str] = set()
         for i in data or ():
             self._batch |= named_axes(self._rows[i].spec)
-        self._by_place = defaultdict[tuple[str | None, str], list[LaidOut]](list)
-        for row in self._rows:
-            self._by_place[row.source, _primitive(row.name)].append(row)
+        self._by_place = defaultdict[tuple[str | None, str], list[int]](list)
+        self._users = defaultdict[int, list[int]](list)
+        for i, row in enumerate(self._rows):
+            self._by_place[row.source, _primitive(row.name)].append(i)
+            for operand in row.operands:
+                self._users[operand].append(i)
 
     def judged(self, one: Collective, name: str, parameters: Sequence[int]) -> Collective:
         """A collective with its verdict and its cause.
@@ -63,24 +69,38 @@ class Verdicts:
         """
         if one.mesh_axes is None:
             return one
-        verdict = self._verdict(one, name, parameters)
-        return replace(one, verdict=verdict, cause=self._cause(one, name))
+        axes = set(one.mesh_axes)
+        found = self._operation(one, name, parameters, axes)
+        verdict = self._verdict(one, _primitive(name), parameters, found, axes)
+        if "shard_map" in name:
+            verdict = ASKED
+        return replace(one, verdict=verdict, cause=None if found is None else self._cause(found))
 
-    def _verdict(self, one: Collective, name: str, parameters: Sequence[int]) -> str | None:
+    def _verdict(
+        self,
+        one: Collective,
+        primitive: str,
+        parameters: Sequence[int],
+        found: int | None,
+        axes: set[str],
+    ) -> str | None:
         """Whether somebody has asked for a collective; None if that cannot be told."""
-        primitive, is_sum = _primitive(name), one.kind in _SUMS
-        if "shard_map" in name or primitive in _WRITTEN:
+        is_sum = one.kind in _SUMS
+        if primitive in _WRITTEN or (found is not None and self._rows[found].op in _WRITTEN):
             return ASKED
         if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return ASKED
         if one.moves == "itself":
             return self._of_parameters(parameters)
-        if is_sum and (one.moves == "gradient" or primitive.startswith(_REDUCTIONS)):
+        if one.moves == "gradient" and (is_sum or self._of_parameters(parameters) == ASKED):
             return ASKED
-        # A product's parts are summed as the layout means it; but over an axis of the batch an
-        # activation is only summed where the batch was given up.
-        if is_sum and primitive in _PRODUCTS and not self._batch.intersection(one.mesh_axes):
+        if is_sum and primitive.startswith(_REDUCTIONS):
             return ASKED
+        # A product's parts are summed as the layout means it: over the mesh axes of the dimension
+        # that is summed. But over an axis of the batch an activation is only summed where the batch
+        # was given up.
+        if is_sum and primitive in _PRODUCTS and not self._batch & axes:
+            return ASKED if found is None or self._loses(found, axes) else COMPILER
         return COMPILER
 
     def _of_parameters(self, parameters: Sequence[int]) -> str | None:
@@ -93,22 +113,48 @@ class Verdicts:
                 return COMPILER
         return ASKED
 
-    def _cause(self, one: Collective, name: str) -> Cause | None:
+    def _operation(
+        self, one: Collective, name: str, parameters: Sequence[int], axes: set[str]
+    ) -> int | None:
         """The operation that a collective comes from; None if it is not found."""
-        rows = self._by_place[one.source, _primitive(name)]
-        found = max(rows, key=lambda row: self._fit(row, one, name), default=None)
-        if found is None:
-            return None
-        before = tuple(_laid_out(self._rows[i]) for i in found.operands if self._rows[i].shape)
-        return Cause(found.op, found.source, found.expression, before, _laid_out(found))
 
-    def _fit(self, row: LaidOut, one: Collective, name: str) -> tuple[bool, bool, bool]:
-        """How well an operation fits a collective: whether an operand is sharded by its mesh axes
-        and the result is not, whether either is, and whether it has the whole name."""
-        axes, own, given = set(one.mesh_axes or ()), named_axes(row.spec), set[str]()
-        for i in row.operands:
-            given |= named_axes(self._rows[i].spec)
-        return bool(axes & given - own), bool(axes & (given | own)), row.name == name
+        def fit(i: int) -> tuple[bool, bool, bool]:
+            operands = self._rows[i].operands
+            takes = one.moves == "itself" and any(p in operands for p in parameters)
+            return self._rows[i].name == name, takes, self._loses(i, axes)
+
+        places = self._by_place[one.source, _primitive(name)]
+        found = max(places, key=fit, default=None)
+        if found is None or self._loses(found, axes):
+            return found
+        # What is moved for a constraint may be moved before what is constrained is computed.
+        reached = found
+        for _ in range(_FARTHEST):
+            users = self._users[reached]
+            for i in users:
+                if self._rows[i].op in _WRITTEN and self._loses(i, axes):
+                    return i
+            if not users:
+                break
+            reached = users[0]
+        return found
+
+    def _loses(self, i: int, axes: set[str]) -> bool:
+        """Whether an operand is sharded by one of these mesh axes, and the result is not."""
+        row = self._rows[i]
+        given = set[str]().union(*(named_axes(self._rows[j].spec) for j in row.operands))
+        return bool(axes & given - named_axes(row.spec))
+
+    def _cause(self, found: int) -> Cause:
+        row = self._rows[found]
+        operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
+        origins = dict[str, None]()
+        for other in (*operands, row):
+            origins |= dict.fromkeys(
+                by for by in other.origins.values() if by != other.name or other.op == ARGUMENT
+            )
+        before = tuple(map(_laid_out, operands))
+        return Cause(row.op, row.source, row.expression, before, _laid_out(row), tuple(origins))
 
 
 def _primitive(name: str) -> str:

@@ -1,0 +1,149 @@
+"""A jitted function and its arguments ─► `Variant`: its traced program, in which a constraint or a
+layout can be changed."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, jaxpr_as_fun
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Lowered
+
+from functree.calls.program import around
+from functree.compiled.sources import lines_of
+from functree.tree.arrays import AnyArray
+from functree.tree.jaxprs import all_equations
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A traced program with the layouts of its inputs and outputs.
+
+    Attributes:
+        program: the program, from arrays to arrays.
+        inputs: its abstract inputs, with their shardings.
+        outputs: the shardings of its outputs; None where the compiler chooses.
+        donated: the indices of the inputs that are donated.
+        mesh: the mesh to enter around a lowering; None for the current one.
+    """
+
+    program: Any
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    outputs: tuple[NamedSharding | None, ...]
+    donated: tuple[int, ...]
+    mesh: Mesh | AbstractMesh | None
+
+    @classmethod
+    def of(
+        cls, fn: Callable[..., Any], arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None
+    ) -> "Variant | None":
+        """The program of a function that does nothing but call a jitted one; None if it does more.
+
+        Args:
+            fn: the function, from arrays to arrays.
+            arrays: its inputs, which may be abstract.
+            mesh: the mesh to enter around a trace.
+        """
+        with around(mesh):
+            traced = jax.make_jaxpr(fn)(*arrays)
+        if len(traced.eqns) != 1 or "out_shardings" not in traced.eqns[0].params:
+            return None
+        [call] = traced.eqns
+        given = dict(zip(traced.jaxpr.invars, arrays, strict=True))
+        inputs: list[jax.ShapeDtypeStruct] = []
+        own = call.params["in_shardings"]
+        for variable, sharding in zip(call.invars, own, strict=True):
+            if not isinstance(sharding, NamedSharding):
+                array = None if isinstance(variable, Literal) else given.get(variable)
+                sharding = getattr(array, "sharding", None)
+            inputs.append(_laid(variable.aval, sharding))
+        donated = [i for i, one in enumerate(call.params["donated_invars"]) if one]
+        outputs = [
+            one if isinstance(one, NamedSharding) else None for one in call.params["out_shardings"]
+        ]
+        return cls(call.params["jaxpr"], tuple(inputs), tuple(outputs), tuple(donated), mesh)
+
+    def lower(self) -> Lowered:
+        """The lowered program."""
+        jitted = jax.jit(
+            jaxpr_as_fun(self.program),
+            out_shardings=list(self.outputs),
+            donate_argnums=self.donated,
+        )
+        with around(self.mesh):
+            return jitted.lower(*self.inputs)
+
+    def constraints(self) -> Iterator[str]:
+        """The lines with constraints, each once."""
+        yield from dict.fromkeys(filter(None, map(_line, all_equations(self.program))))
+
+    def without_constraint(self, line: str) -> "Variant":
+        """The program without the constraints of a line."""
+        return replace(self, program=_Without(line).program(self.program))
+
+    def with_inputs(self, shardings: Mapping[int, NamedSharding]) -> "Variant":
+        """The program with other shardings of some inputs."""
+        inputs = list(self.inputs)
+        for i, sharding in shardings.items():
+            inputs[i] = _laid(inputs[i], sharding)
+        return replace(self, inputs=tuple(inputs))
+
+    def with_outputs(self, shardings: Mapping[int, NamedSharding | None]) -> "Variant":
+        """The program with other shardings of some outputs."""
+        outputs = [shardings.get(i, one) for i, one in enumerate(self.outputs)]
+        return replace(self, outputs=tuple(outputs))
+
+
+def _laid(array: Any, sharding: object) -> jax.ShapeDtypeStruct:
+    given = sharding if isinstance(sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=given)
+
+
+def _line(equation: JaxprEqn) -> str | None:
+    """The line of a constraint, as a ledger tells it; None of another operation."""
+    if equation.primitive.name != "sharding_constraint" or equation.source_info.traceback is None:
+        return None
+    frames = equation.source_info.traceback.frames
+    lines = lines_of((frame.file_name, frame.line_num) for frame in frames)
+    return None if lines is None else lines.source
+
+
+class _Without:
+    """Programs without the constraints of a line."""
+
+    def __init__(self, line: str):
+        self._line = line
+        # A function that is called several times is one program, and stays one.
+        self._known: dict[int, Any] = {}
+
+    def program(self, program: Any) -> Any:
+        """A program, and those inside of it, without these constraints."""
+        if id(program) not in self._known:
+            inner = getattr(program, "jaxpr", program)
+            changed = self._jaxpr(inner)
+            if inner is not program:
+                changed = program.replace(jaxpr=changed)
+            self._known[id(program)] = changed
+        return self._known[id(program)]
+
+    def _jaxpr(self, jaxpr: Any) -> Any:
+        same: dict[Any, Any] = {}
+
+        def seen(variables: Sequence[Any]) -> list[Any]:
+            return [x if isinstance(x, Literal) else same.get(x, x) for x in variables]
+
+        equations: list[JaxprEqn] = []
+        for one in jaxpr.eqns:
+            [*operands] = seen(one.invars)
+            if _line(one) == self._line:
+                same[one.outvars[0]] = operands[0]
+                continue
+            params = {name: self._parameter(value) for name, value in one.params.items()}
+            equations.append(one.replace(invars=operands, params=params))
+        return jaxpr.replace(eqns=equations, outvars=seen(jaxpr.outvars))
+
+    def _parameter(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(map(self._parameter, value))
+        return self.program(value) if isinstance(value, ClosedJaxpr | Jaxpr) else value
