@@ -1,0 +1,295 @@
+"""Images and fields: a U-Net, diffusion, a physics-informed network and a Fourier neural operator."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+import functree as ft
+from tests.why.program import Cause, Label, Program
+
+
+def shapes(**given: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
+
+
+def descend(parameters, gradients, rate=0.1):
+    """One step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
+
+
+# A U-Net whose images are sharded along their height.
+
+
+def convolve(x, kernel):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=layout)
+
+
+def shrink(x):
+    batch, height, width, channels = x.shape
+    return x.reshape(batch, height // 2, 2, width // 2, 2, channels).mean((2, 4))
+
+
+def enlarge(x):
+    return jnp.repeat(jnp.repeat(x, 2, axis=1), 2, axis=2)
+
+
+def unet(kernels, images, at_bottom=lambda h: h):
+    top = jax.nn.relu(convolve(images, kernels["enter"]))
+    h = jax.nn.relu(convolve(shrink(top), kernels["down"]))
+    h = at_bottom(jax.nn.relu(convolve(h, kernels["bottom"])))
+    h = jnp.concatenate([top, enlarge(h)], axis=-1)
+    h = jax.nn.relu(convolve(h, kernels["up"]))
+    return convolve(h, kernels["leave"])
+
+
+def unet_step(kernels, images, targets, at_bottom=lambda h: h):
+    def loss(kernels):
+        return jnp.mean((unet(kernels, images, at_bottom) - targets) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(kernels)
+    return descend(kernels, gradients), value
+
+
+UNET = shapes(
+    enter=(3, 3, 4, 32),
+    down=(3, 3, 32, 64),
+    bottom=(3, 3, 64, 64),
+    up=(3, 3, 96, 32),
+    leave=(3, 3, 32, 4),
+)
+IMAGES = jax.ShapeDtypeStruct((16, 32, 32, 4), jnp.float32)
+UNET_LAYOUTS = {
+    "in_shardings": (P(), P("data", "space"), P("data", "space")),
+    "out_shardings": P(),
+}
+
+
+def make_unet(mesh: Mesh):
+    def step(kernels, images, targets):
+        return unet_step(kernels, images, targets)
+
+    return step, (UNET, IMAGES, IMAGES), UNET_LAYOUTS
+
+
+def make_unet_width(mesh: Mesh):
+    def along_height(h):
+        # This spec was written for images with channels first: it shards the width here.
+        return jax.lax.with_sharding_constraint(h, P("data", None, "space"))
+
+    def step(kernels, images, targets):
+        return unet_step(kernels, images, targets, along_height)
+
+    return step, (UNET, IMAGES, IMAGES), UNET_LAYOUTS
+
+
+# Noise prediction with a time embedding: a network of pixels under tensor parallelism.
+
+
+class Denoiser(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    shift: Float[Array, "frequency hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __init__(self, key):
+        up, shift, down = jax.random.split(key, 3)
+        self.up = jax.random.normal(up, (32, 128)) / 32**0.5
+        self.shift = jax.random.normal(shift, (32, 128)) / 32**0.5
+        self.down = jax.random.normal(down, (128, 32)) / 128**0.5
+
+    def __call__(self, x, time):
+        angles = time[:, None] * (2.0 ** jnp.arange(16, dtype=jnp.float32))[None]
+        embedded = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
+        h = x @ self.up + (embedded @ self.shift)[:, None]
+        h = ft.constrain(jax.nn.silu(h), "batch pixel hidden")
+        return ft.constrain(h @ self.down, "batch pixel embed")
+
+
+def noise_loss(model, x, key):
+    for_time, for_noise = jax.random.split(key)
+    time = jax.random.uniform(for_time, x.shape[:1])
+    noise = jax.random.normal(for_noise, x.shape)
+    signal = jnp.cos(time * jnp.pi / 2)[:, None, None]
+    noisy = signal * x + jnp.sqrt(1 - signal**2) * noise
+    return jnp.mean((model(noisy, time) - noise) ** 2)
+
+
+def make_diffusion(mesh: Mesh):
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    @ft.jit(mesh=mesh, rules=rules, in_shardings=(rules, P("data"), P()), donate="state")
+    def step(state, x, key):
+        loss, gradients = ft.value_and_grad(noise_loss)(state.model, x, key)
+        return ft.apply_gradients(state, gradients), loss
+
+    def start(key):
+        return ft.TrainState.create(Denoiser(key), optimizer)
+
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    x = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    return step, (ft.abstract(start)(jax.random.key(0)), x, key), {}
+
+
+# A sampler that returns its images for a program with another layout.
+
+
+def make_sampler(mesh: Mesh):
+    def denoise(weights, x, time):
+        h = jax.nn.silu(jnp.einsum("bpe,eh->bph", x, weights["up"]) + time)
+        return jnp.einsum("bph,he->bpe", h, weights["down"], out_sharding=P("data", None, None))
+
+    def sample(weights, noise):
+        def move(x, time):
+            return x - 0.25 * denoise(weights, x, time), None
+
+        samples, _ = jax.lax.scan(move, noise, jnp.linspace(1.0, 0.0, 4))
+        return samples
+
+    weights = shapes(up=(32, 128), down=(128, 32))
+    noise = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    specs = {"up": P(None, "model"), "down": P("model", None)}
+    layouts = {"in_shardings": (specs, P("data")), "out_shardings": P(None, "data")}
+    return sample, (weights, noise), layouts
+
+
+# A physics-informed network for the Poisson equation.
+
+
+def make_poisson(mesh: Mesh):
+    def potential(weights, point):
+        h = jnp.tanh(point @ weights["enter"])
+        h = jnp.tanh(h @ weights["middle"])
+        return h @ weights["leave"]
+
+    def residual(weights, point):
+        hessian = jax.jacfwd(jax.grad(potential, argnums=1), argnums=1)(weights, point)
+        return hessian[0, 0] + hessian[1, 1] - jnp.sin(point[0]) * jnp.sin(point[1])
+
+    def step(weights, points):
+        def loss(weights):
+            return jnp.mean(jax.vmap(residual, in_axes=(None, 0))(weights, points) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return descend(weights, gradients), value
+
+    weights = shapes(enter=(2, 64), middle=(64, 64), leave=(64,))
+    points = jax.ShapeDtypeStruct((256, 2), jnp.float32)
+    return step, (weights, points), {"in_shardings": (P(), P(("data", "model")))}
+
+
+# A Fourier neural operator.
+
+
+def spectral(weights, fields):
+    """Mix the channels of the eight lowest modes of each dimension."""
+    modes = jnp.fft.rfft2(fields, axes=(1, 2))[:, :8, :8]
+    mixing = jax.lax.complex(weights["real"], weights["imaginary"])
+    mixed = jnp.einsum("bxyi,xyio->bxyo", modes, mixing)
+    height, width = fields.shape[1:3]
+    mixed = jnp.pad(mixed, ((0, 0), (0, height - 8), (0, width // 2 + 1 - 8), (0, 0)))
+    return jnp.fft.irfft2(mixed, axes=(1, 2))
+
+
+def make_fourier(mesh: Mesh):
+    def step(weights, fields, targets):
+        def loss(weights):
+            h = jax.nn.gelu(spectral(weights, fields) + fields @ weights["local"])
+            return jnp.mean((h - targets) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return descend(weights, gradients), value
+
+    weights = shapes(real=(8, 8, 16, 16), imaginary=(8, 8, 16, 16), local=(16, 16))
+    fields = jax.ShapeDtypeStruct((16, 32, 32, 16), jnp.float32)
+    return step, (weights, fields, fields), {"in_shardings": (P(), P("data"), P("data"))}
+
+
+PROGRAMS: tuple[Program, ...] = (
+    Program(
+        name="unet-halos",
+        what="A U-Net's images are sharded by batch and height, so convolutions exchange the rows "
+        "at the edges and the gradients of the kernels are summed over both axes.",
+        make=make_unet,
+        labels=(Label("asked", kind="collective-permute"), Label("asked", moves="gradient")),
+        cause=Cause(
+            row=Label("asked", kind="collective-permute", phase="forward"),
+            expression="conv_general_dilated",
+            origins=("images",),
+        ),
+        third="space",
+    ),
+    Program(
+        name="unet-width-for-height",
+        what="A constraint at the bottom of a U-Net shards the width where everything else shards "
+        "the height, so activations are relaid before and after it.",
+        make=make_unet_width,
+        labels=(
+            Label("compiler", kind="all-to-all"),
+            Label("compiler", kind="all-gather"),
+            Label("compiler", line="with_sharding_constraint"),
+            Label("compiler", line="jnp.concatenate"),
+        ),
+        cause=Cause(
+            row=Label("compiler", kind="all-to-all", phase="forward"),
+            expression="jnp.concatenate",
+            origins=("images", 'P("data", None, "space")'),
+        ),
+        third="space",
+    ),
+    Program(
+        name="diffusion-tensor-parallel",
+        what="Noise is predicted by a network whose hidden units are sharded over `model`: its "
+        "partial sums are summed there, and the gradients over the batch's axis.",
+        make=make_diffusion,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", axes=("model",), phase="forward"),
+            expression="h @ self.down",
+            origins=("down",),
+        ),
+    ),
+    Program(
+        name="sampler-with-the-layout-of-a-viewer",
+        what="A diffusion sampler works on a sharded batch and returns samples sharded by pixel, so "
+        "the result is relaid at the end.",
+        make=make_sampler,
+        labels=(
+            Label("asked", axes=("model",)),
+            Label("compiler", kind="all-to-all"),
+            Label("compiler", kind="all-gather"),
+            Label("compiler", kind="collective-permute"),
+        ),
+        cause=Cause(
+            row=Label("compiler", axes=("data",)), expression="jax.lax.scan", origins=("noise",)
+        ),
+        explicit=True,
+    ),
+    Program(
+        name="poisson-points",
+        what="A physics-informed network has its points sharded over two axes, over which the "
+        "gradients of the replicated weights and the mean of the residuals are summed.",
+        make=make_poisson,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", moves="gradient"),
+            expression='h @ weights["middle"]',
+            origins=("points",),
+        ),
+        explicit=True,
+    ),
+    Program(
+        name="fourier-operator",
+        what="A Fourier neural operator transforms unsharded dimensions of a sharded batch, but the "
+        "compiler cannot partition a transform and gathers the batch at each one.",
+        make=make_fourier,
+        labels=(Label("compiler", line="rfft2"),),
+        cause=Cause(row=Label("compiler", line="rfft2"), expression="rfft2", origins=("fields",)),
+        third="space",
+        explicit=True,
+    ),
+)

@@ -1,0 +1,143 @@
+"""Graph networks, nearest neighbours and a two-tower model: programs that look things up."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from tests.why.program import Cause, Label, Program
+
+
+def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def descend(parameters, gradients, rate=0.1):
+    """One step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
+
+
+def message_passing(weights, nodes, edges):
+    """One round: each node adds up the messages along its edges."""
+    sent = nodes[edges["senders"]]
+    inputs = jnp.concatenate([sent, edges["features"]], axis=-1)
+    messages = jax.nn.relu(inputs @ weights["message"])
+    received = jax.ops.segment_sum(messages, edges["receivers"], nodes.shape[0])
+    return nodes + received @ weights["update"]
+
+
+def graph_step(weights, nodes, edges, targets):
+    def loss(weights):
+        h = message_passing(weights, nodes, edges)
+        h = message_passing(weights, jax.nn.relu(h), edges)
+        return jnp.mean((h - targets) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(weights)
+    return descend(weights, gradients), value
+
+
+def graph():
+    """The weights, nodes, edges and targets of a graph with 64 nodes and 512 edges."""
+    weights = {"message": shaped(96, 64), "update": shaped(64, 64)}
+    edges = {
+        "senders": shaped(512, dtype=jnp.int32),
+        "receivers": shaped(512, dtype=jnp.int32),
+        "features": shaped(512, 32),
+    }
+    return weights, shaped(64, 64), edges, shaped(64, 64)
+
+
+def make_sharded_edges(mesh: Mesh):
+    layouts = {"in_shardings": (P(), P(), P("data"), P()), "out_shardings": P()}
+    return graph_step, graph(), layouts
+
+
+def make_edges_apart(mesh: Mesh):
+    edges = {"senders": P("data"), "receivers": P("data"), "features": P("space")}
+    layouts = {"in_shardings": (P(), P(), edges, P()), "out_shardings": P()}
+    return graph_step, graph(), layouts
+
+
+def make_neighbours(mesh: Mesh):
+    def nearest(queries, database):
+        scores = queries @ database.T
+        return jax.lax.top_k(scores, 8)
+
+    layouts = {"in_shardings": (P("data"), P("data")), "out_shardings": P("data")}
+    return nearest, (shaped(128, 64), shaped(512, 64)), layouts
+
+
+def make_two_towers(mesh: Mesh):
+    def loss(weights, clicks):
+        users = weights["users"][clicks["user"]] @ weights["project"]
+        items = weights["items"][clicks["item"]]
+        # Each user is compared with the items of all users of the batch.
+        others = jax.lax.with_sharding_constraint(items, P())
+        chances = jax.nn.log_softmax(users @ others.T)
+        return -jnp.mean(jnp.sum(chances * jnp.eye(128), axis=-1))
+
+    def step(weights, clicks):
+        value, gradients = jax.value_and_grad(loss)(weights, clicks)
+        return descend(weights, gradients), value
+
+    weights = {"users": shaped(1024, 32), "items": shaped(1024, 32), "project": shaped(32, 32)}
+    clicks = {"user": shaped(128, dtype=jnp.int32), "item": shaped(128, dtype=jnp.int32)}
+    specs = {"users": P("model"), "items": P("model"), "project": P()}
+    layouts = {"in_shardings": (specs, P("data")), "out_shardings": (specs, P())}
+    return step, (weights, clicks), layouts
+
+
+PROGRAMS: tuple[Program, ...] = (
+    Program(
+        name="graph-sharded-edges",
+        what="The edges of a graph are sharded and its nodes replicated, so messages are summed over "
+        "the edges' axis, and so are the gradients of the nodes and of the message's weights.",
+        make=make_sharded_edges,
+        labels=(Label("asked", line="segment_sum"), Label("asked", moves="gradient")),
+        cause=Cause(
+            row=Label("asked", line="segment_sum", phase="forward"),
+            expression="segment_sum",
+            origins=("edges",),
+        ),
+        third="space",
+    ),
+    Program(
+        name="graph-edges-apart",
+        what="The ends of the edges are sharded over `data` and their features over `space`, so one "
+        "of the two is relaid before they are concatenated.",
+        make=make_edges_apart,
+        labels=(Label("asked", kind="all-reduce"),),
+        cause=Cause(
+            row=Label("compiler", kind="collective-permute"),
+            expression="jnp.concatenate",
+            origins=("senders", "features"),
+        ),
+        third="space",
+        otherwise="compiler",
+    ),
+    Program(
+        name="neighbours-on-one-axis",
+        what="Queries and database are sharded over the same axis, so each device needs the whole "
+        "database for its queries; over `model` it could have kept a part.",
+        make=make_neighbours,
+        labels=(Label("asked", line="top_k"),),
+        cause=Cause(
+            row=Label("compiler", axes=("data",)),
+            expression="queries @ database.T",
+            origins=("queries", "database"),
+        ),
+        otherwise="compiler",
+    ),
+    Program(
+        name="two-towers",
+        what="Users and items are looked up in sharded tables, the items of a batch are gathered as "
+        "negatives, and gradients are summed over the batch.",
+        make=make_two_towers,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", kind="all-gather", line="with_sharding_constraint"),
+            expression="with_sharding_constraint",
+            origins=("clicks", "with_sharding_constraint"),
+        ),
+    ),
+)

@@ -1,0 +1,247 @@
+"""Models that process a sequence step by step: a GRU, an LSTM, recurrences, a policy gradient."""
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+import functree as ft
+from tests.why.program import Cause, Label, Program
+
+
+def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def descend(parameters, gradients, rate=0.1):
+    """One step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
+
+
+# A GRU under FSDP whose weights are gathered once, before the loop.
+
+
+class GRU(eqx.Module):
+    inward: Float[Array, "inputs gate hidden"]
+    recurrent: Float[Array, "hidden gate hidden_out"]
+    readout: Float[Array, "hidden outputs"]
+
+    def __init__(self, key):
+        inward, recurrent, readout = jax.random.split(key, 3)
+        self.inward = jax.random.normal(inward, (32, 3, 64)) / 32**0.5
+        self.recurrent = jax.random.normal(recurrent, (64, 3, 64)) / 64**0.5
+        self.readout = jax.random.normal(readout, (64, 16)) / 64**0.5
+
+    def __call__(self, series: Float[Array, "batch time inputs"]):
+        def cell(h, x):
+            from_x = jnp.einsum("bi,igh->gbh", x, self.inward)
+            from_h = jnp.einsum("bi,igh->gbh", h, self.recurrent)
+            reset, keep = jax.nn.sigmoid(from_x[:2] + from_h[:2])
+            new = jnp.tanh(from_x[2] + reset * from_h[2])
+            return keep * h + (1 - keep) * new, None
+
+        start = jnp.zeros((series.shape[0], 64))
+        last, _ = jax.lax.scan(cell, start, jnp.swapaxes(series, 0, 1))
+        return last @ self.readout
+
+
+def make_gru(mesh: Mesh):
+    layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", min_size=0)
+
+    def loss(model, series, targets):
+        model = ft.constrain(model, P())
+        return jnp.mean((model(series) - targets) ** 2)
+
+    @ft.jit(mesh=mesh, rules=layout, in_shardings=(layout, P("data"), P("data")), donate="model")
+    def step(model, series, targets):
+        value, gradients = ft.value_and_grad(loss)(model, series, targets)
+        return descend(model, gradients), value
+
+    model = ft.abstract(GRU)(jax.random.key(0))
+    return step, (model, shaped(32, 16, 32), shaped(32, 16)), {}
+
+
+# An LSTM whose four gates are one sharded matrix.
+
+
+def make_lstm(mesh: Mesh):
+    def cell(weights, carry, x):
+        h, memory = carry
+        joined = jnp.concatenate([x, h], axis=-1)
+        gates = joined @ weights["gates"]
+        enter, keep, new, leave = jnp.split(gates, 4, axis=-1)
+        memory = jax.nn.sigmoid(keep) * memory + jax.nn.sigmoid(enter) * jnp.tanh(new)
+        return (jax.nn.sigmoid(leave) * jnp.tanh(memory), memory), None
+
+    def loss(weights, series, targets):
+        start = jnp.zeros((series.shape[0], 64))
+        steps = jnp.swapaxes(series, 0, 1)
+        (h, _), _ = jax.lax.scan(lambda c, x: cell(weights, c, x), (start, start), steps)
+        return jnp.mean((h @ weights["readout"] - targets) ** 2)
+
+    def step(weights, series, targets):
+        value, gradients = jax.value_and_grad(loss)(weights, series, targets)
+        return descend(weights, gradients), value
+
+    weights = {"gates": shaped(96, 256), "readout": shaped(64, 16)}
+    specs = {"gates": P(None, "model"), "readout": P()}
+    layouts = {
+        "in_shardings": (specs, P("data"), P("data")),
+        "out_shardings": (specs, P()),
+    }
+    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+
+
+# A recurrent network whose constraint was written before the series became time-major.
+
+
+def make_time_major(mesh: Mesh):
+    def cell(weights, h, x):
+        return jnp.tanh(x @ weights["inward"] + h @ weights["recurrent"]), None
+
+    def loss(weights, series, targets):
+        steps = jnp.swapaxes(series, 0, 1)
+        steps = jax.lax.with_sharding_constraint(steps, P("data"))
+        start = jnp.zeros((series.shape[0], 64))
+        h, _ = jax.lax.scan(lambda h, x: cell(weights, h, x), start, steps)
+        return jnp.mean((h @ weights["readout"] - targets) ** 2)
+
+    def step(weights, series, targets):
+        value, gradients = jax.value_and_grad(loss)(weights, series, targets)
+        return descend(weights, gradients), value
+
+    weights = {"inward": shaped(32, 64), "recurrent": shaped(64, 64), "readout": shaped(64, 16)}
+    layouts = {"in_shardings": (P(), P("data"), P("data")), "out_shardings": P()}
+    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+
+
+# A diagonal linear recurrence whose state is sharded.
+
+
+def make_linear_recurrence(mesh: Mesh):
+    def combine(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def model(weights, signal):
+        driven = jnp.einsum("bti,in->btn", signal, weights["inward"])
+        decay = jax.nn.sigmoid(weights["decay"])[None, None] + jnp.zeros_like(driven)
+        _, states = jax.lax.associative_scan(combine, (decay, driven), axis=1)
+        whole = P("data", None, None)
+        return jnp.einsum("btn,no->bto", states, weights["outward"], out_sharding=whole)
+
+    def step(weights, signal, targets):
+        def loss(weights):
+            return jnp.mean((model(weights, signal) - targets) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(weights)
+        return descend(weights, gradients), value
+
+    weights = {"inward": shaped(32, 128), "decay": shaped(128), "outward": shaped(128, 32)}
+    specs = {"inward": P(None, "model"), "decay": P("model"), "outward": P("model", None)}
+    layouts = {"in_shardings": (specs, P("data"), P("data")), "out_shardings": (specs, P())}
+    signal = shaped(16, 32, 32)
+    return step, (weights, signal, signal), layouts
+
+
+# A policy gradient with a baseline: the environments are sharded.
+
+
+def discounted(rewards: Float[Array, "environment time"]):
+    def back(later, reward):
+        total = reward + 0.99 * later
+        return total, total
+
+    _, returns = jax.lax.scan(back, jnp.zeros_like(rewards[:, 0]), rewards.T, reverse=True)
+    return returns.T
+
+
+def make_policy_gradient(mesh: Mesh):
+    def loss(policy, observations, actions, rewards):
+        h = jax.nn.relu(observations @ policy["up"])
+        chances = jax.nn.log_softmax(h @ policy["down"])
+        taken = jnp.sum(chances * jax.nn.one_hot(actions, 4), axis=-1)
+        returns = discounted(rewards)
+        baseline = jnp.mean(returns, axis=0)[None]
+        return -jnp.mean(taken * jax.lax.stop_gradient(returns - baseline))
+
+    def step(policy, observations, actions, rewards):
+        value, gradients = jax.value_and_grad(loss)(policy, observations, actions, rewards)
+        return descend(policy, gradients), value
+
+    policy = {"up": shaped(32, 64), "down": shaped(64, 4)}
+    played = (shaped(32, 16, 32), shaped(32, 16, dtype=jnp.int32), shaped(32, 16))
+    return step, (policy, *played), {"in_shardings": (P(), P("data"), P("data"), P("data"))}
+
+
+PROGRAMS: tuple[Program, ...] = (
+    Program(
+        name="gru-fsdp",
+        what="A GRU's weights are sharded over the batch's axis; a constraint gathers them before "
+        "the loop, and their gradients are summed.",
+        make=make_gru,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", kind="all-gather"),
+            expression="ft.constrain(model, P())",
+            origins=("recurrent",),
+        ),
+    ),
+    Program(
+        name="lstm-fused-gates",
+        what="The four gates of an LSTM are one matrix sharded over `model`, so each gate is on half "
+        "of the devices, and gates and the state move at each step.",
+        make=make_lstm,
+        labels=(
+            Label("compiler", line="jnp.split"),
+            Label("asked", kind="all-reduce"),
+            Label("compiler", axes=("model",)),
+        ),
+        cause=Cause(
+            row=Label("compiler", line="jnp.split"), expression="jnp.split", origins=("gates",)
+        ),
+    ),
+    Program(
+        name="time-major-constraint",
+        what="A series became time-major for `lax.scan`, and the constraint for its batch now shards "
+        "the time: the series is relaid, and the loop gathers it.",
+        make=make_time_major,
+        labels=(
+            Label("asked", moves="gradient"),
+            Label("asked", kind="all-reduce", line="jnp.mean"),
+        ),
+        cause=Cause(
+            row=Label("compiler", kind="all-to-all"),
+            expression="with_sharding_constraint",
+            origins=("series", "with_sharding_constraint"),
+        ),
+        otherwise="compiler",
+    ),
+    Program(
+        name="linear-recurrence",
+        what="A diagonal linear recurrence has its states sharded over `model`, so only the "
+        "projection out of them sums over `model`, and gradients over the batch's axis.",
+        make=make_linear_recurrence,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", axes=("model",), phase="forward"),
+            expression="out_sharding=whole",
+            origins=("outward",),
+        ),
+        explicit=True,
+    ),
+    Program(
+        name="policy-gradient",
+        what="Environments are sharded, so the baseline, the loss and the policy's gradients are "
+        "sums over their axis.",
+        make=make_policy_gradient,
+        labels=(),
+        cause=Cause(
+            row=Label("asked", moves="gradient"),
+            expression='observations @ policy["up"]',
+            origins=("observations",),
+        ),
+        explicit=True,
+    ),
+)
