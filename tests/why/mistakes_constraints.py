@@ -1,0 +1,265 @@
+"""Programs with a constraint too many: its names are wrong, swapped, or left over."""
+
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+import functree as ft
+from tests.why.mistake import Made, Mistake
+
+
+def normed(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
+    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+
+
+def mixer(mesh: Mesh, mistaken: bool) -> Made:
+    """A block of MLP-Mixer: an MLP over the patches, then one over the channels."""
+
+    def block(params, x):
+        t = jnp.swapaxes(normed(x), 1, 2)
+        t = t @ params["patches_up"]
+        if mistaken:
+            t = ft.constrain(t, ft.P(None, "data", "model"))
+        t = jax.nn.gelu(t) @ params["patches_down"]
+        x = x + jnp.swapaxes(t, 1, 2)
+        h = jax.nn.gelu(normed(x) @ params["channels_up"])
+        return x + h @ params["channels_down"]
+
+    params = shapes(
+        patches_up=(64, 256),
+        patches_down=(256, 64),
+        channels_up=(128, 512),
+        channels_down=(512, 128),
+    )
+    specs = {
+        "patches_up": ft.P(None, "model"),
+        "patches_down": ft.P("model", None),
+        "channels_up": ft.P(None, "model"),
+        "channels_down": ft.P("model", None),
+    }
+    x = ShapeDtypeStruct((64, 64, 128), "float32")
+    images = ft.P("data", None, None)
+    return block, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
+
+
+class Attention(eqx.Module):
+    """Attention over all positions."""
+
+    query: Float[Array, "embed heads dim"]
+    key: Float[Array, "embed heads dim"]
+    value: Float[Array, "embed heads dim"]
+    out: Float[Array, "heads dim embed"]
+    mistaken: bool = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        query = jnp.einsum("bse,ehd->bshd", x, self.query)
+        key = jnp.einsum("bse,ehd->bshd", x, self.key)
+        value = jnp.einsum("bse,ehd->bshd", x, self.value)
+        scores = jnp.einsum("bshd,bthd->bhst", query, key) / query.shape[-1] ** 0.5
+        if self.mistaken:
+            scores = ft.constrain(scores, ft.P("data", None, "model", None))
+        mixed = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), value)
+        return jnp.einsum("bshd,hde->bse", mixed, self.out)
+
+
+def encoder(mesh: Mesh, mistaken: bool) -> Made:
+    """An attention layer whose heads lie on `model`, in a residual."""
+
+    def encode(attention: Attention, x):
+        return x + attention(normed(x))
+
+    projection = ShapeDtypeStruct((256, 8, 32), "float32")
+    out = ShapeDtypeStruct((8, 32, 256), "float32")
+    attention = Attention(projection, projection, projection, out, mistaken)
+    rules = ft.AxisRules({"batch": "data", "heads": "model", "dim": None, "embed": None})
+    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    sentences = ft.P("data", None, None)
+    layouts = {"in_shardings": (rules, sentences), "out_shardings": sentences}
+    return encode, (attention, x), layouts
+
+
+def scanned(mesh: Mesh, mistaken: bool) -> Made:
+    """A scan over four blocks whose weights are sharded over `data`, as in FSDP, and `model`."""
+
+    def block(x, layer):
+        h = jax.nn.silu(normed(x) @ layer["up"])
+        x = x + h @ layer["down"]
+        if mistaken:
+            x = ft.constrain(x, ft.P(None, None, "data"))
+        return x, None
+
+    def features(layers, x):
+        x, _ = jax.lax.scan(block, x, layers)
+        return normed(x).mean(1)
+
+    layers = shapes(up=(4, 128, 512), down=(4, 512, 128))
+    specs = {"up": ft.P(None, "data", "model"), "down": ft.P(None, "model", "data")}
+    x = ShapeDtypeStruct((64, 32, 128), "float32")
+    layouts = {
+        "in_shardings": (specs, ft.P("data", None, None)),
+        "out_shardings": ft.P("data", None),
+    }
+    return features, (layers, x), layouts
+
+
+def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
+    """A step of a variational autoencoder: the constraint is in the function that is differentiated."""
+
+    def loss(params, images, noise):
+        h = jax.nn.relu(images @ params["inwards"])
+        mean, log_variance = h @ params["mean"], h @ params["log_variance"]
+        z = mean + jnp.exp(log_variance / 2) * noise
+        h = z @ params["outwards"]
+        if mistaken:
+            h = ft.constrain(h, ft.P("model", "data"))
+        drawn = jax.nn.relu(h) @ params["draw"]
+        divergence = jnp.exp(log_variance) + mean**2 - 1 - log_variance
+        return jnp.mean((drawn - images) ** 2) + 0.01 * jnp.mean(divergence)
+
+    def step(params, images, noise):
+        value, gradients = jax.value_and_grad(loss)(params, images, noise)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+    params = shapes(
+        inwards=(256, 512),
+        mean=(512, 64),
+        log_variance=(512, 64),
+        outwards=(64, 512),
+        draw=(512, 256),
+    )
+    specs = {
+        "inwards": ft.P(None, "model"),
+        "mean": ft.P("model", None),
+        "log_variance": ft.P("model", None),
+        "outwards": ft.P(None, "model"),
+        "draw": ft.P("model", None),
+    }
+    images = ShapeDtypeStruct((1024, 256), "float32")
+    noise = ShapeDtypeStruct((1024, 64), "float32")
+    batch = ft.P("data", None)
+    layouts = {"in_shardings": (specs, batch, batch), "out_shardings": (specs, ft.P())}
+    return step, (params, images, noise), layouts
+
+
+def patches(mesh: Mesh, mistaken: bool) -> Made:
+    """Patches of images, embedded, and an MLP; the mesh axis `expert` belongs to another model."""
+
+    def features(params, images):
+        x = images.reshape(images.shape[0], 8, 4, 8, 4, 3)
+        x = x.transpose(0, 1, 3, 2, 4, 5).reshape(images.shape[0], 64, 48)
+        x = x @ params["patch"] + params["position"][None]
+        if mistaken:
+            x = ft.constrain(x, ft.P("expert", None, None))
+        h = jax.nn.gelu(normed(x) @ params["up"])
+        return x + h @ params["down"]
+
+    params = shapes(patch=(48, 128), position=(64, 128), up=(128, 512), down=(512, 128))
+    specs = {
+        "patch": ft.P(),
+        "position": ft.P(),
+        "up": ft.P(None, "model"),
+        "down": ft.P("model", None),
+    }
+    images = ShapeDtypeStruct((64, 32, 32, 3), "float32")
+    layouts = {
+        "in_shardings": (specs, ft.P("data", None, None, None)),
+        "out_shardings": ft.P("data", None, None),
+    }
+    return features, (params, images), layouts
+
+
+class Gated(eqx.Module):
+    """A gated MLP."""
+
+    gate: Float[Array, "embed hidden"]
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    mistaken: bool = eqx.field(static=True)
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        gate = x @ self.gate
+        if self.mistaken:
+            gate = ft.constrain(gate, ft.P("data", "model", None))
+        return (jax.nn.silu(gate) * (x @ self.up)) @ self.down
+
+
+def gated(mesh: Mesh, mistaken: bool) -> Made:
+    """A gated MLP, once tried with the sequence sharded over `model`."""
+
+    def apply(mlp: Gated, x):
+        return x + mlp(normed(x))
+
+    into = ShapeDtypeStruct((256, 1024), "float32")
+    mlp = Gated(into, into, ShapeDtypeStruct((1024, 256), "float32"), mistaken)
+    rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    sentences = ft.P("data", None, None)
+    return apply, (mlp, x), {"in_shardings": (rules, sentences), "out_shardings": sentences}
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        "mixer: batch and channels swapped",
+        "The constraint in the MLP over patches names the batch's mesh axis for the channels, so the "
+        "activations are exchanged before it and after it, 1 MiB each.",
+        make=partial(mixer, mistaken=True),
+        mended=partial(mixer, mistaken=False),
+        edit="constraint",
+        named='t = ft.constrain(t, ft.P(None, "data", "model"))',
+    ),
+    Mistake(
+        "attention: scores constrained as queries",
+        "The scores have their heads in dimension 1, and the constraint puts `model` on dimension 2, "
+        "as for queries: what lies by heads is relaid to lie by positions, and back.",
+        make=partial(encoder, mistaken=True),
+        mended=partial(encoder, mistaken=False),
+        edit="constraint",
+        named='scores = ft.constrain(scores, ft.P("data", None, "model", None))',
+    ),
+    Mistake(
+        "scanned block: the batch forgotten",
+        "The constraint on the carry lays `embed` over `data`, as in the weights, and forgets the "
+        "batch: each of the four iterations relays the activations.",
+        make=partial(scanned, mistaken=True),
+        mended=partial(scanned, mistaken=False),
+        edit="constraint",
+        named='x = ft.constrain(x, ft.P(None, None, "data"))',
+    ),
+    Mistake(
+        "autoencoder: names swapped in the decoder",
+        "The constraint in the decoder swaps `data` and `model`: hidden activations, and their "
+        "gradients, go to other devices and come back.",
+        make=partial(autoencoder, mistaken=True),
+        mended=partial(autoencoder, mistaken=False),
+        edit="constraint",
+        named='h = ft.constrain(h, ft.P("model", "data"))',
+    ),
+    Mistake(
+        "patches: the batch on another axis",
+        "A constraint from another model puts the batch on `expert`, where it comes and leaves on "
+        "`data`: the activations move twice, 1 MiB each.",
+        make=partial(patches, mistaken=True),
+        mended=partial(patches, mistaken=False),
+        edit="constraint",
+        named='x = ft.constrain(x, ft.P("expert", None, None))',
+        third="expert",
+    ),
+    Mistake(
+        "gated MLP: a sequence's constraint left over",
+        "The gate is constrained over the sequence, and what it multiplies lies over `hidden`, so "
+        "one of them is relaid.",
+        make=partial(gated, mistaken=True),
+        mended=partial(gated, mistaken=False),
+        edit="constraint",
+        named='gate = ft.constrain(gate, ft.P("data", "model", None))',
+    ),
+)

@@ -1,0 +1,131 @@
+"""Programs in which one result has an unlucky layout."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+
+import functree as ft
+from tests.why.mistake import Made, Mistake
+
+
+def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
+    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+
+
+def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
+    """The gradients of a linear recurrence whose states decay, each at its own rate."""
+
+    def loss(params, x, y):
+        driven = jnp.swapaxes(x @ params["inwards"], 0, 1)
+        decay = jax.nn.sigmoid(params["decay"])[None]
+
+        def tick(state, drive):
+            state = decay * state + drive
+            return state, state
+
+        _, states = jax.lax.scan(tick, jnp.zeros_like(driven[0]), driven)
+        read = jax.nn.gelu(states) @ params["outwards"]
+        return jnp.mean((jnp.swapaxes(read, 0, 1) - y) ** 2)
+
+    def gradients(params, x, y):
+        return jax.value_and_grad(loss)(params, x, y)
+
+    params = shapes(inwards=(256, 1024), decay=(1024,), outwards=(1024, 256))
+    specs = {
+        "inwards": ft.P(None, "model"),
+        "decay": ft.P("model"),
+        "outwards": ft.P("model", None),
+    }
+    x = ShapeDtypeStruct((64, 16, 256), "float32")
+    series = ft.P("data", None, None)
+    layouts = {
+        "in_shardings": (specs, series, series),
+        "out_shardings": (ft.P(), {**specs, "inwards": inwards}),
+    }
+    return gradients, (params, x, x), layouts
+
+
+def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
+    """A step of word2vec: a word is predicted from the mean of its neighbours."""
+
+    def loss(params, neighbours, words):
+        mean = params["inner"][neighbours].mean(1)
+        logits = mean @ params["outer"].T
+        right = jax.nn.one_hot(words, logits.shape[-1])
+        return -jnp.mean(jnp.sum(right * jax.nn.log_softmax(logits), axis=-1))
+
+    def step(params, neighbours, words):
+        value, gradients = jax.value_and_grad(loss)(params, neighbours, words)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+
+    params = shapes(inner=(4096, 128), outer=(4096, 128))
+    specs = {"inner": ft.P("model", None), "outer": ft.P("model", None)}
+    neighbours = ShapeDtypeStruct((512, 4), "int32")
+    words = ShapeDtypeStruct((512,), "int32")
+    layouts = {
+        "in_shardings": (specs, ft.P("data", None), ft.P("data")),
+        "out_shardings": ({**specs, "outer": outer}, ft.P()),
+    }
+    return step, (params, neighbours, words), layouts
+
+
+def transcriber(mesh: Mesh, logits: ft.P) -> Made:
+    """A convolution over the spectra of a recording, and logits for each of its frames."""
+
+    def transcribe(params, spectra):
+        h = jax.lax.conv_general_dilated(
+            spectra,
+            params["kernel"],
+            window_strides=(2,),
+            padding="SAME",
+            dimension_numbers=("NWC", "WIO", "NWC"),
+        )
+        h = jax.nn.gelu(h)
+        frames = h @ params["frames"]
+        return {"logits": frames @ params["tokens"], "loudness": spectra.mean((1, 2))}
+
+    params = shapes(kernel=(5, 64, 256), frames=(256, 128), tokens=(128, 1024))
+    specs = {
+        "kernel": ft.P(None, None, "model"),
+        "frames": ft.P("model", None),
+        "tokens": ft.P(None, "model"),
+    }
+    spectra = ShapeDtypeStruct((64, 64, 64), "float32")
+    layouts = {
+        "in_shardings": (specs, ft.P("data", None, None)),
+        "out_shardings": {"logits": logits, "loudness": ft.P("data")},
+    }
+    return transcribe, (params, spectra), layouts
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        "recurrence: a gradient unlike its weight",
+        "The gradient of the first weight is returned sharded over its rows, and the weight is "
+        "sharded over its columns, so 1 MiB of gradient is relaid.",
+        make=partial(recurrence, inwards=ft.P("model", None)),
+        mended=partial(recurrence, inwards=ft.P(None, "model")),
+        edit="result",
+        named="1.inwards",
+    ),
+    Mistake(
+        "word2vec: a new table unlike the old one",
+        "The new table is returned sharded over its columns, and was given sharded over the words: "
+        "it is relaid, and the next step cannot take it as it is.",
+        make=partial(bag_of_words, outer=ft.P(None, "model")),
+        mended=partial(bag_of_words, outer=ft.P("model", None)),
+        edit="result",
+        named="0.outer",
+    ),
+    Mistake(
+        "transcriber: logits replicated",
+        "The logits are returned replicated, which nobody needs: all 8 MiB of them are gathered.",
+        make=partial(transcriber, logits=ft.P(None, None, None)),
+        mended=partial(transcriber, logits=ft.P("data", None, "model")),
+        edit="result",
+        named="logits",
+    ),
+)

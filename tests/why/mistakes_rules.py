@@ -1,0 +1,238 @@
+"""Programs over models with axis names, in whose layout one rule is wrong or missing."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+from jaxtyping import Array, Float
+
+import functree as ft
+from tests.why.mistake import Made, Mistake
+
+
+def normed(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def shape(*sizes: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(sizes, "float32")
+
+
+def descended(w: Array, g: Array) -> Array:
+    return w - 0.1 * g
+
+
+class Forecaster(eqx.Module):
+    """A residual MLP that predicts a series of several channels."""
+
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+    head: Float[Array, "embed channels"]
+
+    def __call__(self, x: Float[Array, "batch time embed"]) -> Float[Array, "batch time channels"]:
+        x = x + jax.nn.relu(normed(x) @ self.up) @ self.down
+        return x @ self.head
+
+
+def forecast(mesh: Mesh, rules: Mapping) -> Made:
+    """A step of gradient descent for a forecaster; the compiler lays its results out."""
+
+    def loss(model, x, y):
+        return jnp.mean((model(x) - y) ** 2)
+
+    def step(model, x, y):
+        value, gradients = jax.value_and_grad(loss)(model, x, y)
+        return jax.tree.map(descended, model, gradients), value
+
+    model = Forecaster(shape(256, 1024), shape(1024, 256), shape(256, 16))
+    series = ft.P("data", None, None)
+    layouts = {"in_shardings": (ft.AxisRules(rules), series, series)}
+    return step, (model, shape(64, 32, 256), shape(64, 32, 16)), layouts
+
+
+class Grouped(eqx.Module):
+    """Attention with fewer keys than queries."""
+
+    query: Float[Array, "embed heads dim"]
+    key: Float[Array, "embed kv_heads dim"]
+    value: Float[Array, "embed kv_heads dim"]
+    out: Float[Array, "heads dim embed"]
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        query = jnp.einsum("bse,ehd->bshd", x, self.query)
+        key = jnp.einsum("bse,ehd->bshd", x, self.key)
+        value = jnp.einsum("bse,ehd->bshd", x, self.value)
+        query = query.reshape(*key.shape[:3], -1, key.shape[3])
+        scores = jnp.einsum("bskgd,btkd->bkgst", query, key) / key.shape[3] ** 0.5
+        mixed = jnp.einsum("bkgst,btkd->bskgd", jax.nn.softmax(scores), value)
+        return jnp.einsum(
+            "bshd,hde->bse", mixed.reshape(*x.shape[:2], *self.out.shape[:2]), self.out
+        )
+
+
+def grouped(mesh: Mesh, rules: Mapping) -> Made:
+    """A step of gradient descent for grouped attention; the new model lies as the old one."""
+
+    def loss(model, x, y):
+        return jnp.mean((x + model(normed(x)) - y) ** 2)
+
+    def step(model, x, y):
+        value, gradients = jax.value_and_grad(loss)(model, x, y)
+        return jax.tree.map(descended, model, gradients), value
+
+    narrow = shape(256, 8, 32)
+    model = Grouped(shape(256, 16, 32), narrow, narrow, shape(16, 32, 256))
+    layout = ft.AxisRules(rules)
+    x = shape(64, 16, 256)
+    texts = ft.P("data", None, None)
+    layouts = {"in_shardings": (layout, texts, texts), "out_shardings": (layout, ft.P())}
+    return step, (model, x, x), layouts
+
+
+class Inverted(eqx.Module):
+    """An inverted residual of MobileNet: wider, a convolution of each channel, narrower."""
+
+    expand: Float[Array, "channels mid"]
+    depthwise: Float[Array, "height width one mid"]
+    project: Float[Array, "mid channels"]
+
+    def __call__(self, x: Float[Array, "batch rows columns channels"]) -> Array:
+        h = jax.nn.relu6(x @ self.expand)
+        h = jax.lax.conv_general_dilated(
+            h,
+            self.depthwise,
+            window_strides=(1, 1),
+            padding="SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=self.depthwise.shape[-1],
+        )
+        return x + jax.nn.relu6(h) @ self.project
+
+
+def inverted(mesh: Mesh, project: ft.P) -> Made:
+    """An inverted residual with one spec that overrides the rules."""
+
+    def features(block, x):
+        return block(x)
+
+    block = Inverted(shape(256, 1024), shape(3, 3, 1, 1024), shape(1024, 256))
+    rules = ft.AxisRules({"batch": "data", "mid": "model", ...: None})
+    layout = ft.StateSharding({"project": project, ...: rules})
+    images = ft.P("data", None, None, None)
+    layouts = {"in_shardings": (layout, images), "out_shardings": images}
+    return features, (block, shape(64, 8, 8, 256)), layouts
+
+
+class Document(eqx.Module):
+    """A position-wise network of an encoder for long documents."""
+
+    scale: Float[Array, "embed"]
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        h = jnp.square(jax.nn.relu((normed(x) * self.scale[None, None]) @ self.up))
+        return x + h @ self.down
+
+
+def document(mesh: Mesh, rules: Mapping) -> Made:
+    """Positions of documents, sharded over `data` and `seq`."""
+
+    def encode(layer, x):
+        return layer(x)
+
+    layer = Document(shape(256), shape(256, 1024), shape(1024, 256))
+    documents = ft.P("data", "seq", None)
+    layouts = {"in_shardings": (ft.AxisRules(rules), documents), "out_shardings": documents}
+    return encode, (layer, shape(16, 128, 256)), layouts
+
+
+class Layers(eqx.Module):
+    """Equal residual MLPs, one after another."""
+
+    scale: Float[Array, "layers embed"]
+    up: Float[Array, "layers embed hidden"]
+    down: Float[Array, "layers hidden embed"]
+
+    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
+        def layer(x, weights):
+            h = jax.nn.gelu((normed(x) * weights.scale[None, None]) @ weights.up)
+            return x + h @ weights.down, None
+
+        return jax.lax.scan(layer, x, self)[0]
+
+
+def layered(mesh: Mesh, rules: Mapping) -> Made:
+    """A scan over four layers held as one."""
+
+    def encode(layers, x):
+        return layers(x)
+
+    layers = Layers(shape(4, 256), shape(4, 256, 1024), shape(4, 1024, 256))
+    texts = ft.P("data", None, None)
+    layouts = {"in_shardings": (ft.AxisRules(rules), texts), "out_shardings": texts}
+    return encode, (layers, shape(64, 16, 256)), layouts
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        "forecaster: embed before hidden",
+        "The rule for `embed` comes first and takes `model`, so the first product sums over it: the "
+        "wide hidden activations are reduced, and not the narrow results.",
+        make=partial(
+            forecast, rules={"batch": "data", "embed": "model", "hidden": "model", ...: None}
+        ),
+        mended=partial(
+            forecast, rules={"batch": "data", "embed": None, "hidden": "model", ...: None}
+        ),
+        edit="rule",
+        named="embed",
+    ),
+    Mistake(
+        "grouped attention: no rule for kv_heads",
+        "Keys and values have heads with another name, which has no rule: their weights are "
+        "replicated, and their gradients, which lie by heads, are gathered.",
+        make=partial(grouped, rules={"batch": "data", "heads": "model", ...: None}),
+        mended=partial(
+            grouped, rules={"batch": "data", "heads": "model", "kv_heads": "model", ...: None}
+        ),
+        edit="rule",
+        named="kv_heads",
+    ),
+    Mistake(
+        "inverted residual: an override transposed",
+        "The filter for the last weight shards its columns, where the rules would shard its rows, "
+        "so the wide activations or the weight are relaid.",
+        make=partial(inverted, project=ft.P(None, "model")),
+        mended=partial(inverted, project=ft.P("model", None)),
+        edit="rule",
+        named="project",
+    ),
+    Mistake(
+        "documents: hidden on the axis of the sequence",
+        "`hidden` is on the mesh axis that shards the sequence: an activation cannot lie over it "
+        "twice, so the weights are gathered and `model` computes everything twice.",
+        make=partial(document, rules={"batch": "data", "hidden": "seq", ...: None}),
+        mended=partial(document, rules={"batch": "data", "hidden": "model", ...: None}),
+        edit="rule",
+        named="hidden",
+    ),
+    Mistake(
+        "layers: the stack on the axis of the model",
+        "A rule for a pipeline shards the layers over `model`, which leaves `hidden` unsharded: the "
+        "scan gathers every layer.",
+        make=partial(
+            layered, rules={"batch": "data", "layers": "model", "hidden": "model", ...: None}
+        ),
+        mended=partial(
+            layered, rules={"batch": "data", "layers": None, "hidden": "model", ...: None}
+        ),
+        edit="rule",
+        named="layers",
+        third="stage",
+    ),
+)

@@ -1,0 +1,158 @@
+"""Programs in which one argument has a wrong spec."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+import functree as ft
+from tests.why.mistake import Made, Mistake
+
+
+def normed(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
+    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
+
+
+def soft_experts(mesh: Mesh, down: ft.P) -> Made:
+    """A soft mixture of experts: each slot of an expert is a weighted mean of all tokens."""
+
+    def mixture(params, x):
+        logits = jnp.einsum("bsd,dep->bsep", normed(x), params["slots"])
+        dispatch = jax.nn.softmax(logits, axis=1)
+        combine = jax.nn.softmax(logits, axis=(2, 3))
+        slots = jnp.einsum("bsep,bsd->bepd", dispatch, x)
+        h = jax.nn.gelu(jnp.einsum("bepd,edh->beph", slots, params["up"]))
+        slots = jnp.einsum("beph,ehd->bepd", h, params["down"])
+        return x + jnp.einsum("bsep,bepd->bsd", combine, slots)
+
+    params = shapes(slots=(256, 4, 8), up=(4, 256, 1024), down=(4, 1024, 256))
+    specs = {
+        "slots": ft.P(None, "expert", None),
+        "up": ft.P("expert", None, "model"),
+        "down": down,
+    }
+    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    sentences = ft.P("data", None, None)
+    return mixture, (params, x), {"in_shardings": (specs, sentences), "out_shardings": sentences}
+
+
+def language_model(mesh: Mesh, unembed: ft.P) -> Made:
+    """The loss of a small language model, for each text: two tables and an MLP."""
+
+    def losses(params, tokens, targets):
+        x = params["embed"][tokens]
+        x = x + jax.nn.gelu(normed(x) @ params["up"]) @ params["down"]
+        logits = normed(x) @ params["unembed"].T
+        right = jax.nn.one_hot(targets, logits.shape[-1])
+        return -jnp.sum(right * jax.nn.log_softmax(logits), axis=(1, 2))
+
+    params = shapes(embed=(2048, 256), unembed=(2048, 256), up=(256, 1024), down=(1024, 256))
+    specs = {
+        "embed": ft.P("model", None),
+        "unembed": unembed,
+        "up": ft.P(None, "model"),
+        "down": ft.P("model", None),
+    }
+    tokens = ShapeDtypeStruct((64, 32), "int32")
+    texts = ft.P("data", None)
+    layouts = {"in_shardings": (specs, texts, texts), "out_shardings": ft.P("data")}
+    return losses, (params, tokens, tokens), layouts
+
+
+def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
+    """Attention with a learned bias for each head and pair of positions."""
+
+    def attend(params, x):
+        query, key, value = jnp.einsum("bse,nehd->nbshd", normed(x), params["qkv"])
+        scores = jnp.einsum("bshd,bthd->bhst", query, key) / query.shape[-1] ** 0.5
+        weights = jax.nn.softmax(scores + params["bias"][None])
+        mixed = jnp.einsum("bhst,bthd->bshd", weights, value)
+        return x + jnp.einsum("bshd,hde->bse", mixed, params["out"])
+
+    params = shapes(qkv=(3, 128, 8, 16), bias=(8, 128, 128), out=(8, 16, 128))
+    specs = {
+        "qkv": ft.P(None, None, "model", None),
+        "bias": bias,
+        "out": ft.P("model", None, None),
+    }
+    x = ShapeDtypeStruct((16, 128, 128), "float32")
+    texts = ft.P("data", None, None)
+    return attend, (params, x), {"in_shardings": (specs, texts), "out_shardings": texts}
+
+
+def recommender(mesh: Mesh, squares: ft.P) -> Made:
+    """A step of Adagrad for two factors of a table of ratings."""
+
+    def loss(params, users, items, ratings):
+        predicted = jnp.sum(params["users"][users] * params["items"][items], axis=-1)
+        return jnp.mean((predicted - ratings) ** 2)
+
+    def step(params, squares, users, items, ratings):
+        gradients = jax.grad(loss)(params, users, items, ratings)
+        squares = jax.tree.map(lambda s, g: s + g * g, squares, gradients)
+
+        def updated(w, g, s):
+            return w - 0.1 * g * jax.lax.rsqrt(s + 1e-8)
+
+        return jax.tree.map(updated, params, gradients, squares), squares
+
+    params = shapes(users=(4096, 128), items=(4096, 128))
+    specs = {"users": ft.P("model", None), "items": ft.P("model", None)}
+    sums = {"users": ft.P("model", None), "items": squares}
+    index = ShapeDtypeStruct((1024,), "int32")
+    ratings = ShapeDtypeStruct((1024,), "float32")
+    batch = ft.P("data")
+    layouts = {
+        "in_shardings": (specs, sums, batch, batch, batch),
+        "out_shardings": (specs, None),
+    }
+    return step, (params, params, index, index, ratings), layouts
+
+
+MISTAKES: tuple[Mistake, ...] = (
+    Mistake(
+        "soft mixture: the second weight transposed",
+        "The second weight of the experts is sharded over its columns, as the first one, so the "
+        "hidden activations are gathered over `model`.",
+        make=partial(soft_experts, down=ft.P("expert", None, "model")),
+        mended=partial(soft_experts, down=ft.P("expert", "model", None)),
+        edit="spec",
+        named="params.down",
+        third="expert",
+    ),
+    Mistake(
+        "language model: the table of logits over embed",
+        "The table of logits is sharded over `embed`, over which the product sums, so all logits "
+        "are partial sums: 8 MiB are reduced that the vocabulary's shards would not need.",
+        make=partial(language_model, unembed=ft.P(None, "model")),
+        mended=partial(language_model, unembed=ft.P("model", None)),
+        edit="spec",
+        named="params.unembed",
+    ),
+    Mistake(
+        "attention: the bias on another axis",
+        "The bias has its heads on another mesh axis than the queries: it is relaid before it can "
+        "be added to the scores.",
+        make=partial(biased_attention, bias=ft.P("head", None, None)),
+        mended=partial(biased_attention, bias=ft.P("model", None, None)),
+        edit="spec",
+        named="params.bias",
+        third="head",
+    ),
+    Mistake(
+        "recommender: a buffer unlike its table",
+        "The sums of squares of one table are sharded over its columns, and the table and its "
+        "gradient over the rows, so 1 MiB is relaid in each step.",
+        make=partial(recommender, squares=ft.P(None, "model")),
+        mended=partial(recommender, squares=ft.P("model", None)),
+        edit="spec",
+        named="squares.items",
+    ),
+)
