@@ -4,13 +4,13 @@ import html
 import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from jax.stages import Lowered
 
 from functree.argument_checks import shown
-from functree.compiled.shardy import LaidOut, laid_out
+from functree.compiled.shardy import ARGUMENT, LaidOut, laid_out
 from functree.devices.meshes import MeshView
 from functree.devices.specs import mesh_axes
 from functree.errors import FunctreeTypeError, count
@@ -81,6 +81,20 @@ class Layouts:
         arguments, and of what JAX adds."""
         for source, rows in groupby(self.rows, lambda row: row.source):
             yield source or "no line", list(rows)
+
+    def named(self, parameters: Sequence[Path]) -> "Layouts | None":
+        """The same with these paths of the arguments; None if there are more or fewer of them."""
+        old = [row.name for row in self.rows if row.op == ARGUMENT]
+        if len(old) != len(parameters):
+            return None
+        new = dict(zip(old, map(str, parameters), strict=True))
+        rows: list[LaidOut] = []
+        for i, row in enumerate(self.rows):
+            origins = {axis: new.get(by, by) for axis, by in row.origins.items()}
+            if i < len(old):
+                row = row._replace(name=new[row.name], expression=new[row.name])
+            rows.append(row._replace(origins=origins))
+        return replace(self, rows=tuple(rows))
 
     def diff(self, other: "Layouts") -> Diff:
         """What is laid out otherwise in another program of the same lines.

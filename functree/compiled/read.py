@@ -138,10 +138,11 @@ class _Reader:
 
     def judge_by(self, layouts: Layouts) -> None:
         """Tell by layouts whether somebody has asked for a collective."""
-        arguments = [str(argument) for argument, *_ in self._parameters]
-        if sum(row.op == "argument" for row in layouts) == len(arguments):
-            data = data_of(arguments, self._provenance.trained)
-            self._verdicts = Verdicts(layouts, data)
+        named = layouts.named(self._parameters)
+        if named is not None:
+            shapes = [row.shape for row in named.rows[: len(self._parameters)]]
+            data = data_of(self._parameters, shapes, self._provenance.trained)
+            self._verdicts = Verdicts(named, data)
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""

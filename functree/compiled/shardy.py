@@ -11,7 +11,7 @@ no layouts, and nothing else needs them.
 import linecache
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec
 from jax.stages import Lowered
 
 from functree.compiled.sources import lines_of
-from functree.devices.specs import entry, mesh_axes, of_rank
+from functree.devices.specs import entry, mesh_axes, named_axes, of_rank
 from functree.errors import FunctreeError
 
 # The last pass brings the layouts of what loops carry from the edges of the data flow to the loops.
@@ -41,8 +41,9 @@ _MOVING = (
 # and inside of `shard_map` the parts of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
-ARGUMENT = "argument"
-"""The `op` of the rows of arguments."""
+ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
+"""The `op` of the rows of arguments, results and constraints."""
+_ORIGIN_NAME = "sdy.sharding_origin_name"
 
 
 class Frame(NamedTuple):
@@ -57,13 +58,14 @@ class Frame(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """An array in a program: an argument, or what an operation makes.
+    """An array in a program: an argument, what an operation makes, or a result.
 
     Attributes:
-        op: the operation, as StableHLO calls it: `dot_general`; `argument` for an argument.
+        op: the operation, as StableHLO calls it: `dot_general`; `argument` for an argument, and
+            `result` for a result.
         source: the line of a model that it comes from, `file:line`, as in a ledger; None if it is
             not known.
-        expression: what stands there; the path of an argument.
+        expression: what stands there; the path of an argument or a result.
         shape: the shape on all devices.
         dtype: the dtype, as StableHLO calls it: `f32`, `i1`.
         spec: how it is sharded. Where the compiler shards by a part of a mesh axis, the entry says
@@ -94,6 +96,15 @@ class LaidOut(NamedTuple):
             sizes.append("/".join([str(size), *mesh_axes(one)]))
         return f"{self.dtype}[{', '.join(sizes)}]"
 
+    def bytes_of(self, sizes: Mapping[str, int]) -> int:
+        """Its bytes on one device.
+
+        Args:
+            sizes: the sizes of the mesh axes.
+        """
+        devices = math.prod(sizes.get(axis, 1) for axis in named_axes(self.spec))
+        return _bytes_of(self.shape, self.dtype) // devices
+
     @property
     def decided(self) -> str:
         """Who else has decided how it is sharded: `data by x, model by model.up`."""
@@ -113,10 +124,10 @@ def laid_out(
     Raises:
         FunctreeError: this version of JAX does not have the passes.
     """
-    with _propagated(lowered, _PASSES) as (main, sizes):
+    with _propagated(lowered, _PASSES) as (main, sizes, given):
         if results is None:
             results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
-        return _Reader().rows_of(main, results), sizes
+        return _Reader().rows_of(main, results, given), sizes
 
 
 def moved_bytes(lowered: Lowered) -> int:
@@ -126,14 +137,16 @@ def moved_bytes(lowered: Lowered) -> int:
     Raises:
         FunctreeError: this version of JAX does not have the passes.
     """
-    with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes):
+    with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes, _):
         return sum(times * _bytes(one, sizes) for one, times in _collectives(main, 1))
 
 
 @contextmanager
-def _propagated(lowered: Lowered, passes: str) -> Iterator[tuple[Any, dict[str, int]]]:
-    """A copy of a program after passes: its function without calls, and the sizes of the mesh
-    axes."""
+def _propagated(
+    lowered: Lowered, passes: str
+) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
+    """A copy of a program after passes: its function without calls, the sizes of the mesh axes, and
+    the arguments whose layout was given."""
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         program = module.operation.clone().operation
@@ -147,11 +160,13 @@ def _propagated(lowered: Lowered, passes: str) -> Iterator[tuple[Any, dict[str, 
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
+        given = _given_shardings(main)
+        _replace_groups(main, given)
         with _known_passes():
             manager = passmanager.PassManager.parse(f"builtin.module({passes})")
             manager.enable_verifier(False)  # which takes a third of the time
             manager.run(program)
-        yield main, sizes
+        yield main, sizes, given
 
 
 def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
@@ -181,8 +196,12 @@ def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
     made = collective.results[0].type
     [spec] = _SPEC.findall(str(collective.attributes["out_sharding"]))
     devices = math.prod(sizes[axis] for axis, part in _AXIS.findall(spec) if not part)
-    bits = re.search(r"\d+", str(made.element_type))
-    return math.prod(made.shape) * int(bits[0] if bits else 8) // (8 * devices)
+    return _bytes_of(made.shape, str(made.element_type)) // devices
+
+
+def _bytes_of(shape: Sequence[int], dtype: str) -> int:
+    bits = re.search(r"\d+", dtype)
+    return math.prod(shape) * max(int(bits[0] if bits else 8), 8) // 8
 
 
 @contextmanager
@@ -230,6 +249,43 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
         one.erase()
 
 
+def _given_shardings(main: Any) -> dict[Any, Any]:
+    """The shardings of the arguments that have one."""
+    found: dict[Any, Any] = {}
+    for argument, own in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
+        for one in own:
+            if one.name == "sdy.sharding":
+                found[argument] = one.attr
+    return found
+
+
+def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
+    """Put constraints in the place of `jax.experimental.shard_alike`, as by `ft.grad`.
+
+    Propagation ends the process if it has to tell origins and there is such a group. What is alike
+    an argument is constrained as that is; other groups go.
+    """
+    groups: dict[int, list[Any]] = {}
+    for one in _inside(main):
+        if one.name == "sdy.sharding_group":
+            groups.setdefault(one.attributes["group_id"].value, []).append(one.operands[0])
+            one.erase()
+    for values in groups.values():
+        argument = next((value for value in values if value in shardings), None)
+        for value in values:
+            if argument is None or value in shardings:
+                continue
+            constraint = ir.Operation.create(
+                "sdy.sharding_constraint",
+                results=[value.type],
+                operands=[value],
+                attributes={"sharding": shardings[argument]},
+                loc=argument.location,
+                ip=ir.InsertionPoint.after(value.owner),
+            )
+            value.replace_all_uses_except(constraint.results[0], constraint)
+
+
 def _arguments(operation: Any) -> Sequence[Any]:
     """The arguments of what is inside of an operation."""
     return operation.regions[0].blocks[0].arguments
@@ -251,16 +307,29 @@ class _Reader:
         # What Shardy's names for origins stand for, and of each value the index of its row.
         self._origins: dict[str, str] = {}
         self._indices: dict[Any, int] = {}
+        # The rows whose types are constraints, by Shardy's names for these.
+        self._by_type: dict[str, int] = {}
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
-    def rows_of(self, function: Any, results: Sequence[str]) -> tuple[LaidOut, ...]:
-        """The rows of a function: its arguments, and what its operations make."""
+    def rows_of(
+        self, function: Any, results: Sequence[str], given: Collection[Any]
+    ) -> tuple[LaidOut, ...]:
+        """The rows of a function: its arguments, of which the layout of some was given, what its
+        operations make, and its results."""
         arguments = _arguments(function)
         for value, attributes in zip(arguments, function.attributes["arg_attrs"], strict=True):
-            own = {one.name: str(one.attr) for one in attributes}
-            spec, origins = own.get("sdy.sharding", ""), own.get("sdy.sharding_origins", "")
+            spec, origins = _layout(attributes)
+            if value in given:  # though a constraint right behind it may be named
+                origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
         self._read_inside(function)
+        *_, last = _inside(function)
+        returned = zip(last.operands, function.attributes["res_attrs"], results, strict=True)
+        for value, attributes, name in returned:
+            spec, origins = _layout(attributes)
+            if spec and value in self._indices:
+                self._add(value, RESULT, last.location, spec, origins, (self._indices[value],))
+                self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
         for i in range(len(arguments)):
             self._origins[f"input: {i}"] = self._rows[i].name
         for i, name in enumerate(results):
@@ -268,40 +337,74 @@ class _Reader:
         return tuple(row._replace(origins=self._named(row)) for row in self._rows)
 
     def _named(self, row: LaidOut) -> dict[str, str]:
-        """The origins of a row by name: `input: 2`, `constraint_1`, `mc_0_input: 1`, `self`."""
-        found: dict[str, str] = {}
-        for axis, by in row.origins.items():
-            first, _, _ = by.partition(": ")
-            shard_map = first.removesuffix("_input").removesuffix("_output")
-            found[axis] = self._origins.get(by) or self._origins.get(shard_map) or row.name
-        return found
+        """The origins of a row by name."""
+        return {axis: self._origin(row, axis, ()) for axis in row.origins}
+
+    def _origin(self, row: LaidOut, axis: str, seen: tuple[str, ...]) -> str:
+        """What has decided about an axis: Shardy says `input: 2`, `constraint_1`, `mc_0_input: 1`,
+        or `self`."""
+        by = row.origins[axis]
+        first, _, _ = by.partition(": ")
+        shard_map = first.removesuffix("_input").removesuffix("_output")
+        known = self._origins.get(by) or self._origins.get(shard_map)
+        if known is not None or row.op in (ARGUMENT, RESULT):
+            return known or row.name
+        if row.op == CONSTRAINT:
+            return row.source or row.name
+        # On Explicit axes each operation has a type, which follows from those of its operands.
+        made = self._rows[self._by_type[by]] if by in self._by_type else row
+        for operand in (self._rows[i] for i in made.operands):
+            if axis in operand.origins and operand.name not in seen:
+                return self._origin(operand, axis, (*seen, operand.name))
+        return made.source or made.name
 
     def _read_inside(self, around: Any) -> None:
         for one in _inside(around):
-            attributes = one.attributes
-            if "sdy.sharding_origin_name" in attributes:
-                name = attributes["sdy.sharding_origin_name"].value
-                lines = lines_of(frame[:2] for frame in self._frames_of(one.location))
-                self._origins[name] = name if lines is None else lines.source
-            if not one.results or one.name == "sdy.constant":
+            if one.name == f"sdy.{CONSTRAINT}" and self._is_type(one):
                 continue
-            operands = tuple(self._indices[x] for x in one.operands if x in self._indices)
-            specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-            origins = iter(
-                _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
-            )
-            is_loop = one.name in _ENTERED
-            for i, value in enumerate(one.results):
-                spec = specs[i] if i < len(specs) else ""
-                # Of the scalars that a loop carries, no origins are kept.
-                own = "" if is_loop and not value.type.shape else next(origins, "")
-                self._add(value, one.name, one.location, spec, own, operands)
-            if is_loop:
-                # What a loop carries is laid out as its results are.
-                for region in one.regions:
-                    for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
-                        self._indices[inner] = self._indices[outer]
-                self._read_inside(one)
+            if _ORIGIN_NAME in one.attributes:
+                lines = lines_of(frame[:2] for frame in self._frames_of(one.location))
+                known = _name(one.location) if lines is None else lines.source
+                self._origins[one.attributes[_ORIGIN_NAME].value] = known
+            if one.results and one.name != "sdy.constant":
+                self._read(one)
+
+    def _is_type(self, constraint: Any) -> bool:
+        """Whether a constraint is the type of what it constrains, as JAX adds it on Explicit
+        axes."""
+        known = self._indices.get(constraint.operands[0])
+        if known is None or self._rows[known].op == CONSTRAINT:
+            return False
+        if self._rows[known].name != _name(constraint.location):
+            return False
+        self._indices[constraint.results[0]] = known
+        if _ORIGIN_NAME in constraint.attributes:
+            self._by_type[constraint.attributes[_ORIGIN_NAME].value] = known
+        return True
+
+    def _read(self, one: Any) -> None:
+        """Read what an operation makes, and the operations inside of it."""
+        attributes, is_loop = one.attributes, one.name in _ENTERED
+        operands = [self._indices[x] for x in one.operands if x in self._indices]
+        specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
+        origins = iter(
+            _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
+        )
+        for i, value in enumerate(one.results):
+            spec = specs[i] if i < len(specs) else ""
+            # Of what a loop carries and nothing shards, no origins are kept.
+            own = "" if is_loop and not _AXIS.search(spec) else next(origins, "")
+            # What a loop carries is made of what it begins with.
+            many = len(one.operands) == len(one.results) > 1
+            taken = [self._indices.get(one.operands[i], -1)] if is_loop and many else operands
+            made_of = tuple(x for x in taken if x >= 0)
+            self._add(value, one.name, one.location, spec, dict(_ORIGIN.findall(own)), made_of)
+        if is_loop:
+            # What a loop carries is laid out as its results are.
+            for region in one.regions:
+                for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
+                    self._indices[inner] = self._indices[outer]
+            self._read_inside(one)
 
     def _add(
         self,
@@ -309,7 +412,7 @@ class _Reader:
         op: str,
         location: Any,
         spec: str,
-        origins: str,
+        origins: dict[str, str],
         operands: tuple[int, ...],
     ) -> None:
         self._indices[value] = len(self._rows)
@@ -329,7 +432,7 @@ class _Reader:
                 shape,
                 str(value.type.element_type),
                 _spec(spec, len(shape)),
-                dict(_ORIGIN.findall(origins)),
+                origins,
                 name,
                 operands,
                 called_from,
@@ -371,6 +474,13 @@ _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 # `[{data = "input: 0"}, {}]`
 _ORIGINS = re.compile(r"\{([^{}]*)\}")
 _ORIGIN = re.compile(r'"?([^\s"{,]+)"? = "([^"]*)"')
+
+
+def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
+    """The spec and the origins of an argument or a result; empty if it has none."""
+    own = {one.name: str(one.attr) for one in attributes}
+    origins = _ORIGIN.findall(own.get("sdy.sharding_origins", ""))
+    return own.get("sdy.sharding", ""), dict(origins)
 
 
 def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:

@@ -6,16 +6,20 @@ from shows both: how its operands lie, and how its result has to.
 """
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
 
 from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import Layouts
-from functree.compiled.shardy import ARGUMENT, LaidOut
-from functree.devices.specs import named_axes
+from functree.compiled.provenance import Shape
+from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
+from functree.devices.specs import mesh_axes, named_axes
+from functree.tree.paths import Path
 
 # So many operations before a constraint its arrays may be moved.
 _FARTHEST = 8
+# What makes an array of the same shape with other dimensions.
+_TURNS = ("dot_general", "transpose")
 ASKED, COMPILER = "asked", "compiler"
 
 # What a user writes, by the names of JAX's primitives.
@@ -43,15 +47,13 @@ class Verdicts:
 
     Args:
         layouts: how it is laid out. Its first rows are the parameters of the program.
-        data: the indices of the parameters that are data, and no part of a model; None if that is
-            not known.
+        data: the indices of the parameters that are data, and no part of a model.
     """
 
-    def __init__(self, layouts: Layouts, data: Collection[int] | None):
-        self._rows, self._data = layouts.rows, data
-        self._batch: set[str] = set()
-        for i in data or ():
-            self._batch |= named_axes(self._rows[i].spec)
+    def __init__(self, layouts: Layouts, data: Collection[int]):
+        self._rows, self._sizes, self._data = layouts.rows, layouts.sizes, data
+        self._batch = set[str]().union(*(named_axes(self._rows[i].spec) for i in data))
+        self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_place = defaultdict[tuple[str | None, str], list[int]](list)
         self._users = defaultdict[int, list[int]](list)
         for i, row in enumerate(self._rows):
@@ -69,24 +71,20 @@ class Verdicts:
         """
         if one.mesh_axes is None:
             return one
-        axes = set(one.mesh_axes)
-        found = self._operation(one, name, parameters, axes)
-        verdict = self._verdict(one, _primitive(name), parameters, found, axes)
+        found = self._operation(one, name, parameters)
+        if found is not None:
+            name = self._rows[found].name if name.endswith(")") else name
+        verdict = self._verdict(one, _primitive(name), parameters, found)
         if "shard_map" in name:
             verdict = ASKED
         return replace(one, verdict=verdict, cause=None if found is None else self._cause(found))
 
     def _verdict(
-        self,
-        one: Collective,
-        primitive: str,
-        parameters: Sequence[int],
-        found: int | None,
-        axes: set[str],
-    ) -> str | None:
-        """Whether somebody has asked for a collective; None if that cannot be told."""
-        is_sum = one.kind in _SUMS
-        if primitive in _WRITTEN or (found is not None and self._rows[found].op in _WRITTEN):
+        self, one: Collective, primitive: str, parameters: Sequence[int], found: int | None
+    ) -> str:
+        """Whether somebody has asked for a collective."""
+        is_sum, axes = one.kind in _SUMS, set(one.mesh_axes or ())
+        if primitive in _WRITTEN or (found is not None and self._rows[found].op == CONSTRAINT):
             return ASKED
         if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return ASKED
@@ -96,63 +94,85 @@ class Verdicts:
             return ASKED
         if is_sum and primitive.startswith(_REDUCTIONS):
             return ASKED
-        # A product's parts are summed as the layout means it: over the mesh axes of the dimension
-        # that is summed. But over an axis of the batch an activation is only summed where the batch
-        # was given up.
-        if is_sum and primitive in _PRODUCTS and not self._batch & axes:
-            return ASKED if found is None or self._loses(found, axes) else COMPILER
+        if is_sum and primitive in _PRODUCTS and (found is None or self._sums(found, axes)):
+            # Of an activation and a weight, parts are only summed over an axis of the batch where
+            # the batch was given up.
+            return COMPILER if one.moves == "activation" and self._batch & axes else ASKED
         return COMPILER
 
-    def _of_parameters(self, parameters: Sequence[int]) -> str | None:
+    def _of_parameters(self, parameters: Sequence[int]) -> str:
         """The verdict on parameters that are moved themselves: FSDP gathers weights, which are
         sharded as the batch is."""
-        if self._data is None:
-            return None
         for i in parameters:
             if i in self._data or not self._batch & named_axes(self._rows[i].spec):
                 return COMPILER
         return ASKED
 
-    def _operation(
-        self, one: Collective, name: str, parameters: Sequence[int], axes: set[str]
-    ) -> int | None:
+    def _operation(self, one: Collective, name: str, parameters: Sequence[int]) -> int | None:
         """The operation that a collective comes from; None if it is not found."""
+        axes = set(one.mesh_axes or ())
 
-        def fit(i: int) -> tuple[bool, bool, bool]:
-            operands = self._rows[i].operands
-            takes = one.moves == "itself" and any(p in operands for p in parameters)
-            return self._rows[i].name == name, takes, self._loses(i, axes)
+        def fit(i: int) -> tuple[bool, ...]:
+            row = self._rows[i]
+            takes = one.moves == "itself" and any(p in row.operands for p in parameters)
+            return row.name == name, takes, self._relays(i, axes), bool(row.operands)
 
         places = self._by_place[one.source, _primitive(name)]
+        if name.endswith(")"):
+            # Combined of several: `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
+            scope, _, parts = name.rpartition("/(")
+            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
+            alike = [i for i, row in enumerate(self._rows) if row.name in names]
+            places = [i for i in alike if self._rows[i].bytes_of(self._sizes) == one.bytes]
+        elif not name:
+            # The compiler moves arguments and results where no operation is.
+            places = list(parameters) if one.moves == "itself" else self._results
         found = max(places, key=fit, default=None)
-        if found is None or self._loses(found, axes):
+        if found is None or (self._relays(found, axes) and name):
             return found
-        # What is moved for a constraint may be moved before what is constrained is computed.
+        # What is moved for a constraint may be moved before what is constrained is computed, and
+        # what has no name before any operation.
         reached = found
         for _ in range(_FARTHEST):
             users = self._users[reached]
-            for i in users:
-                if self._rows[i].op in _WRITTEN and self._loses(i, axes):
-                    return i
-            if not users:
+            if not users or (not name and self._rows[users[0]].op in _TURNS):
                 break
+            for i in users:
+                is_constraint = self._rows[i].op in (CONSTRAINT, RESULT)
+                if (is_constraint or not name) and self._relays(i, axes):
+                    return i
             reached = users[0]
-        return found
+        return found if name or not self._users[found] else self._users[found][0]
 
-    def _loses(self, i: int, axes: set[str]) -> bool:
-        """Whether an operand is sharded by one of these mesh axes, and the result is not."""
+    def _relays(self, i: int, axes: set[str]) -> bool:
+        """Whether an operand is sharded by one of these mesh axes, and the result is not, or in
+        another dimension of the same array."""
         row = self._rows[i]
-        given = set[str]().union(*(named_axes(self._rows[j].spec) for j in row.operands))
-        return bool(axes & given - named_axes(row.spec))
+        for operand in (self._rows[j] for j in row.operands):
+            if axes & named_axes(operand.spec) - named_axes(row.spec):
+                return True
+            if row.op in _TURNS or operand.shape != row.shape:
+                continue
+            for before, after in zip(operand.spec.partitions, row.spec.partitions, strict=True):
+                if axes & (set(mesh_axes(before)) - set(mesh_axes(after))):
+                    return True
+        return False
+
+    def _sums(self, i: int, axes: set[str]) -> bool:
+        """Whether a product sums over a dimension that is sharded by one of these mesh axes: both
+        operands are, or the result is not."""
+        row = self._rows[i]
+        given = [named_axes(self._rows[j].spec) & axes for j in row.operands]
+        return all(given) or any(one - named_axes(row.spec) for one in given)
 
     def _cause(self, found: int) -> Cause:
         row = self._rows[found]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
         origins = dict[str, None]()
         for other in (*operands, row):
-            origins |= dict.fromkeys(
-                by for by in other.origins.values() if by != other.name or other.op == ARGUMENT
-            )
+            origins |= dict.fromkeys(other.origins.values())
+        if row.op == CONSTRAINT and row.source is not None:
+            origins[row.source] = None
         before = tuple(map(_laid_out, operands))
         return Cause(row.op, row.source, row.expression, before, _laid_out(row), tuple(origins))
 
@@ -166,21 +186,29 @@ def _laid_out(row: LaidOut) -> str:
     return f"{row.array} ({row.decided})" if row.decided else row.array
 
 
-def data_of(arguments: Sequence[str], trained: Collection[int]) -> set[int] | None:
-    """The parameters that are data: those in arguments of which none is trained.
+def data_of(
+    parameters: Sequence[Path], shapes: Sequence[Shape], trained: Collection[int]
+) -> set[int]:
+    """The parameters that are data, and no part of a model.
+
+    An argument is a model if one of its arrays is trained, or if it has several arrays that do not
+    have the leading dimension of a batch in common. If none is, all are data.
 
     Args:
-        arguments: the name of the argument of each parameter.
-        trained: the parameters that have a counterpart among the results: a new value, a gradient.
-
-    Returns:
-        Their indices. None if it cannot be told: nothing is trained, and no argument has several
-        arrays, as a model has.
+        parameters: the path of each parameter, which begins with its argument.
+        shapes: their shapes.
+        trained: those that have a counterpart among the results: a new value, a gradient.
     """
-    sizes: Mapping[str, int] = {name: list(arguments).count(name) for name in set(arguments)}
-    models = {arguments[i] for i in trained}
-    if not models:
-        models = {name for name, size in sizes.items() if size > 1}
-    if not models:
-        return None
-    return {i for i, name in enumerate(arguments) if name not in models}
+    by_argument = defaultdict[Hashable, list[int]](list)
+    for i, path in enumerate(parameters):
+        by_argument[path[0]].append(i)
+    several: set[int] = set()
+    for own in by_argument.values():
+        leading = {shapes[i][0] for i in own if shapes[i]}
+        if len(leading) > 1:
+            several.update(own)
+    models = {parameters[i][0] for i in trained}
+    if several and not several & set(trained):
+        models.clear()
+    models |= {parameters[i][0] for i in several}
+    return {i for i, path in enumerate(parameters) if path[0] not in models}
