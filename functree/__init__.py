@@ -21,6 +21,7 @@ from functree.errors import (
 from functree.explorer.explore import explore
 from functree.explorer.hardware import Hardware
 from functree.explorer.ranking import Candidate, Ranking
+from functree.explorer.why import Fix, Why, why
 from functree.io.checkpoints.checkpoints import Checkpoints
 from functree.io.checkpoints.inspect import Checkpoint, inspect
 from functree.io.checkpoints.manifest import SavedArray
@@ -144,6 +145,9 @@ __all__ = [
     "value_and_grad",
     "accumulate",
     # Looking and testing
+    "why",
+    "Why",
+    "Fix",
     "layouts",
     "Layouts",
     "ledger",

@@ -98,7 +98,7 @@ def _used(compiled: Compiled, parameters: Sequence[Path]) -> tuple[list[Path], l
     """The paths and the shardings of the arrays that a program uses."""
     used: list[Path] = []
     shardings: list[Sharding] = []
-    given = tree_leaves(compiled.input_shardings, is_leaf=lambda one: one is None)
+    given = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     for path, sharding in zip(parameters, given, strict=True):
         # An array that the program does not use has no sharding, and is none of its parameters.
         if sharding is not None:

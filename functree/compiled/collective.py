@@ -24,6 +24,8 @@ class Cause(NamedTuple):
         after: how its result lies, likewise.
         origins: who has decided so, each once: paths of arguments and results, and lines of
             constraints.
+        reason: why somebody has asked for the collective; empty if nobody has.
+        hint: what other code would do without it; empty if that is not known.
     """
 
     op: str
@@ -32,9 +34,15 @@ class Cause(NamedTuple):
     before: tuple[str, ...]
     after: str
     origins: tuple[str, ...]
+    reason: str = ""
+    hint: str = ""
 
     def __str__(self) -> str:
-        return f"{self.expression or self.op}: {', '.join(self.before)} → {self.after}"
+        told = self.reason or "nobody asked for it"
+        if not self.after:
+            return told
+        taken = f" takes {', '.join(self.before)} and" if self.before else ""
+        return f"{told}: `{self.expression or self.op}`{taken} makes {self.after}"
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,10 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
     Raises:
         FunctreeError: this version of JAX does not have Shardy's passes.
     """
-    names = None
-    if results is not None:
-        names = [".".join(["result", *map(str, filter(None, [path]))]) for path in results]
+    names = None if results is None else list(map(result_name, results))
     return Layouts(*laid_out(lowered, names))
+
+
+def result_name(path: Path) -> str:
+    """What a result is called among origins: `result.loss`."""
+    return f"result.{path}" if path else "result"

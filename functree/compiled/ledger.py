@@ -66,6 +66,8 @@ class Ledger:
         idle: the mesh axes of more than one device over which nothing is moved, and none of the
             arguments and results is sharded: their devices all do the same. Empty if that is not
             known.
+        data: the arguments that are data, and no part of a model, as verdicts take it; empty if
+            there are no verdicts.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -93,6 +95,7 @@ class Ledger:
     warnings_known: bool = True
     not_understood: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
+    data: tuple[str, ...] = ()
 
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
         """The bytes of all runs by kind and mesh axes, the largest first.

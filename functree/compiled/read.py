@@ -102,6 +102,7 @@ def _read(program: CompiledProgram) -> Ledger:
         program.warnings is not None,
         tuple(reader.not_understood(collectives)),
         reader.idle(collectives, program.sharded),
+        reader.data,
     )
 
 
@@ -135,6 +136,7 @@ class _Reader:
         # axes.
         self._groups: dict[str, _Groups] = {}
         self._verdicts: Verdicts | None = None
+        self.data: tuple[str, ...] = ()
 
     def judge_by(self, layouts: Layouts) -> None:
         """Tell by layouts whether somebody has asked for a collective."""
@@ -143,6 +145,7 @@ class _Reader:
             shapes = [row.shape for row in named.rows[: len(self._parameters)]]
             data = data_of(self._parameters, shapes, self._provenance.trained)
             self._verdicts = Verdicts(named, data)
+            self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
 
     def collective(self, moved: MovedArray) -> Collective:
         """What the ledger says about an array that is moved."""

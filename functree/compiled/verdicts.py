@@ -5,6 +5,7 @@ Shardy's layouts are those from which the compiler starts. So the operation that
 from shows both: how its operands lie, and how its result has to.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
@@ -35,6 +36,22 @@ _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
+_OPAQUE = "it is written: inside of `shard_map`, or as a collective"
+_APART = "keep the parts in arrays of their own, or give them a dimension that is not sharded"
+# What to do about operations that lose their layouts in any case, by StableHLO's names.
+_HINTS = {
+    "concatenate": f"arrays are joined along a sharded dimension: {_APART}",
+    "dynamic_slice": f"a part of a sharded dimension is taken: {_APART}",
+    "dynamic_update_slice": f"a part of a sharded dimension is replaced: {_APART}",
+    "fft": "a transform needs its whole dimension: shard another one, or write it in `shard_map`",
+    "gather": "a look-up in a sharded dimension: shard another dimension of the table",
+    "reshape": "a reshape joins or splits a sharded dimension: let the sharded part come first",
+    "reverse": "a sharded dimension is turned around: shard another one",
+    "scatter": "values are put into a sharded dimension: shard another dimension",
+    "slice": f"a part of a sharded dimension is taken: {_APART}",
+    "sort": "sorting needs its whole dimension: sort each part in `shard_map`, and join the best",
+    "top_k": "the largest of a sharded dimension: take those of each part in `shard_map` first",
+}
 # What needs the neighbouring part: its edge, which is asked for by what is computed.
 _SHIFTS = (
     "concatenate", "conv", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window", "rev",
@@ -72,41 +89,47 @@ class Verdicts:
         if one.mesh_axes is None:
             return one
         found = self._operation(one, name, parameters)
-        if found is not None:
-            name = self._rows[found].name if name.endswith(")") else name
-        verdict = self._verdict(one, _primitive(name), parameters, found)
-        if "shard_map" in name:
-            verdict = ASKED
-        return replace(one, verdict=verdict, cause=None if found is None else self._cause(found))
+        if found is not None and name.endswith(")"):
+            name = self._rows[found].name
+        reason = _OPAQUE if "shard_map" in name else ""
+        reason = reason or self._reason(one, _primitive(name), parameters, found)
+        verdict = ASKED if reason else COMPILER
+        if found is None:
+            cause = Cause(_primitive(name), one.source, "", (), "", (), reason)
+        else:
+            cause = self._cause(found, reason)
+        return replace(one, verdict=verdict, cause=cause)
 
-    def _verdict(
+    def _reason(
         self, one: Collective, primitive: str, parameters: Sequence[int], found: int | None
     ) -> str:
-        """Whether somebody has asked for a collective."""
+        """Why somebody has asked for a collective; empty if nobody has."""
         is_sum, axes = one.kind in _SUMS, set(one.mesh_axes or ())
-        if primitive in _WRITTEN or (found is not None and self._rows[found].op == CONSTRAINT):
-            return ASKED
+        if found is not None and self._rows[found].op == CONSTRAINT:
+            return "a constraint asks for it"
+        if primitive in _WRITTEN:
+            return _OPAQUE
         if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
-            return ASKED
+            return "the neighbouring parts have to see each other's edges"
         if one.moves == "itself":
-            return self._of_parameters(parameters)
-        if one.moves == "gradient" and (is_sum or self._of_parameters(parameters) == ASKED):
-            return ASKED
+            return "its weight is sharded as the batch is" if self._is_fsdp(parameters) else ""
+        if one.moves == "gradient" and (is_sum or self._is_fsdp(parameters)):
+            return "a gradient is summed over the batch"
         if is_sum and primitive.startswith(_REDUCTIONS):
-            return ASKED
+            return "it sums over a sharded dimension, or looks up in one"
         if is_sum and primitive in _PRODUCTS and (found is None or self._sums(found, axes)):
             # Of an activation and a weight, parts are only summed over an axis of the batch where
             # the batch was given up.
-            return COMPILER if one.moves == "activation" and self._batch & axes else ASKED
-        return COMPILER
+            if one.moves != "activation" or not self._batch & axes:
+                return "a product sums over a sharded dimension"
+        return ""
 
-    def _of_parameters(self, parameters: Sequence[int]) -> str:
-        """The verdict on parameters that are moved themselves: FSDP gathers weights, which are
-        sharded as the batch is."""
+    def _is_fsdp(self, parameters: Sequence[int]) -> bool:
+        """Whether parameters are weights that are sharded as the batch is, as by FSDP."""
         for i in parameters:
             if i in self._data or not self._batch & named_axes(self._rows[i].spec):
-                return COMPILER
-        return ASKED
+                return False
+        return True
 
     def _operation(self, one: Collective, name: str, parameters: Sequence[int]) -> int | None:
         """The operation that a collective comes from; None if it is not found."""
@@ -165,7 +188,7 @@ class Verdicts:
         given = [named_axes(self._rows[j].spec) & axes for j in row.operands]
         return all(given) or any(one - named_axes(row.spec) for one in given)
 
-    def _cause(self, found: int) -> Cause:
+    def _cause(self, found: int, reason: str) -> Cause:
         row = self._rows[found]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
         origins = dict[str, None]()
@@ -173,8 +196,23 @@ class Verdicts:
             origins |= dict.fromkeys(other.origins.values())
         if row.op == CONSTRAINT and row.source is not None:
             origins[row.source] = None
-        before = tuple(map(_laid_out, operands))
-        return Cause(row.op, row.source, row.expression, before, _laid_out(row), tuple(origins))
+        before, after = tuple(map(_laid_out, operands)), _laid_out(row)
+        hint = "" if reason else self._hint(row, operands)
+        return Cause(
+            row.op, row.source, row.expression, before, after, tuple(origins), reason, hint
+        )
+
+    def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
+        """What other code is needed for an operation that loses its layout; empty if no hint is
+        known."""
+        if row.op == "reshape":
+            [operand] = operands
+            lost = named_axes(operand.spec) - named_axes(row.spec)
+            number = math.prod(self._sizes[axis] for axis in lost if axis in self._sizes)
+            new = [size for size in row.shape if size not in operand.shape and size % number]
+            if new:
+                return f"{number} does not divide {new[0]}: choose a number that it divides"
+        return _HINTS.get(row.op, "")
 
 
 def _primitive(name: str) -> str:

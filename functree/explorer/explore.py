@@ -1,9 +1,7 @@
 """A function, meshes and layouts ─► the layouts ranked by their programs: `explore`."""
 
-import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +20,7 @@ from functree.errors import USERS_ERRORS, FunctreeError, Problem, error_text
 from functree.explorer.hardware import Hardware, Kind, MeshAxes, kind_of
 from functree.explorer.links import bandwidth, check_links, wire_bytes
 from functree.explorer.meshes_to_try import Trial, trials
+from functree.explorer.progress import shown_progress
 from functree.explorer.ranking import GIVEN, Candidate, Ranking, name_of, ranked
 from functree.explorer.step import Step
 from functree.layout.layout import LayoutTree
@@ -164,7 +163,7 @@ class _Exploration:
         if waiting and self._target is not None:
             target_devices(self._target)  # which says what is missing, once for all candidates
         errors: list[BaseException] = []
-        with _progress(len(waiting), progress) as show:
+        with shown_progress("explore: {} compiled", len(waiting), progress) as show:
             for done, i in enumerate(waiting):
                 show(done, name_of(found[i]))
                 try:
@@ -240,43 +239,6 @@ class _Exploration:
 
 NOT_COMPILED = Problem(None, None, "", "it was not compiled: the exploration was interrupted")
 """The problem of a candidate after an interrupt."""
-
-
-PATIENCE = 5.0
-"""The seconds after which something is said in a log."""
-
-
-@contextmanager
-def _progress(total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """A context in which the standard error says how far an exploration is. It gives the function
-    to call before each candidate, with the number of those before it and its name."""
-    # Rich takes long to import, and only an exploration needs it.
-    from rich.console import Console
-    from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.table import Column
-
-    console = Console(stderr=True, force_jupyter=False)
-    text = "explore: {task.completed} of {task.total} compiled; now {task.description}"
-    bar = Progress(
-        TextColumn(text, markup=False, table_column=Column()),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        speed_estimate_period=math.inf,  # a single program may take minutes
-        disable=not (wanted and console.is_interactive),
-    )
-    task = bar.add_task("", total=total)
-
-    def show(done: int, name: str) -> None:
-        bar.update(task, completed=done, description=name)
-        # In a log a line cannot be overwritten, so it says nothing of what is quick.
-        is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
-        if wanted and is_long and not console.is_interactive:
-            console.print(bar.get_renderable())
-
-    with bar:
-        yield show
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:

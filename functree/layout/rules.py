@@ -217,6 +217,15 @@ class AxisRules(Layout):
         """The rules as a user writes them."""
         return _pairs(self.table, self.closed)
 
+    def with_rule(self, axis: str, mesh_axis: Any) -> "AxisRules":
+        """The same with one rule for an axis, in the place of its first."""
+        pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in self.pairs]
+        if axis not in self.mentioned:
+            pairs.insert(0, (axis, mesh_axis))
+        # Others for the same axis go, since a rule after `None` for it is refused.
+        kept = [pair for i, pair in enumerate(pairs) if pair[0] not in dict(pairs[:i])]
+        return AxisRules(kept, dict(self.names), self.unnamed)
+
     def __repr__(self) -> str:
         texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
         if self.closed:

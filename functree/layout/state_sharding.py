@@ -360,19 +360,17 @@ class AnnotationAlone(NoLayout):
         return undecided(leaf)._replace(specified=leaf.spec is not None)
 
 
-def without_axis(layout: Layout, axis: str) -> Layout:
-    """A layout whose rules leave an axis unsharded."""
+def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Layout:
+    """A layout with other tables of rules in it."""
     match layout:
         case AxisRules():
-            # Its other rules go, since a rule after `None` for the same axis is refused.
-            pairs = [(name, mesh_axes) for name, mesh_axes in layout.pairs if name != axis]
-            return AxisRules([(axis, None), *pairs], dict(layout.names), layout.unnamed)
+            return change(layout)
         case Composition():
-            return Composition(tuple([without_axis(part, axis) for part in layout.parts]))
+            return Composition(tuple([with_tables(part, change) for part in layout.parts]))
         case Modifier():
-            return replace(layout, layout=without_axis(layout.layout, axis))
+            return replace(layout, layout=with_tables(layout.layout, change))
         case StateSharding():
-            layouts = [without_axis(inner, axis) for inner in layout.inner]
+            layouts = [with_tables(inner, change) for inner in layout.inner]
             pairs = zip(layout.filters, layouts, strict=True)
             return StateSharding(pairs, unused=layout.unused)
     return layout

@@ -11,7 +11,7 @@ import equinox as eqx
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
-from jax.stages import Compiled
+from jax.stages import Lowered
 from jax.tree_util import tree_flatten_with_path
 
 from functree.argument_checks import FUNCTION, check
@@ -25,8 +25,9 @@ from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
 from functree.transforms.jit.jit import jit
-from functree.tree.arrays import Tree, is_array
+from functree.tree.arrays import AnyArray, Tree, is_array
 from functree.tree.paths import Path
+from functree.tree.skeleton.skeleton import Skeleton
 
 
 def ledger(
@@ -64,10 +65,8 @@ def ledger(
         >>> ledger.collectives[0].kind
         'all-reduce'
     """
-    jitted = _jitted("ledger", fn, args, kwargs, in_shardings, out_shardings, mesh)
-    if isinstance(jitted.fn, Function):
-        return jitted.fn.lower(*jitted.args, **jitted.kwargs).compile().ledger()
-    return _of_others(*jitted, mesh)
+    call = call_of("ledger", fn, args, kwargs, in_shardings, out_shardings, mesh)
+    return call.compiled()[0]
 
 
 def layouts(
@@ -106,26 +105,37 @@ def layouts(
         >>> layouts.rows[-1].array, layouts.rows[-1].decided
         ('f32[16/data, 32/model]', 'data by x, model by w')
     """
-    jitted = _jitted("layouts", fn, args, kwargs, in_shardings, out_shardings, mesh)
-    if isinstance(jitted.fn, Function):
-        return jitted.fn.lower(*jitted.args, **jitted.kwargs).layouts()
-    return _layouts_of(_lowered(*jitted))
+    call = call_of("layouts", fn, args, kwargs, in_shardings, out_shardings, mesh)
+    return call.layouts()
 
 
-def _layouts_of(lowered: Any) -> Layouts:
-    # A wrapper around JAX's stages, such as that of Flax, has them inside.
-    return layouts_of(getattr(lowered, "lowered", lowered))
+class LoweredCall(NamedTuple):
+    """A call of a jitted function, which may be one of another library.
+
+    Attributes:
+        name: the name of the function.
+        parameters: the path of each array of the call, in JAX's order.
+        results: the path of each array of the result.
+        layouts: finds its layouts.
+        compiled: compiles it, for its ledger and the text of its program.
+        of_arrays: calls the jitted function with the arrays of the call.
+        arrays: these arrays, which may be abstract, in an order of their own.
+        mesh: the mesh to enter around a call; None for the current one.
+        fn: the function of functree; None if it is that of another library.
+    """
+
+    name: str
+    parameters: Sequence[Path]
+    results: Sequence[Path]
+    layouts: Callable[[], Layouts]
+    compiled: Callable[[], tuple[Ledger, str]]
+    of_arrays: Callable[..., Tree]
+    arrays: Sequence[AnyArray]
+    mesh: Mesh | None
+    fn: Function[..., Tree] | None
 
 
-class _Jitted(NamedTuple):
-    """A call of a jitted function, which may be one of another library."""
-
-    fn: Any
-    args: Sequence[Tree]
-    kwargs: dict[str, Tree]
-
-
-def _jitted(
+def call_of(
     what: str,
     fn: Any,
     args: Sequence[Tree],
@@ -133,7 +143,7 @@ def _jitted(
     in_shardings: LayoutTree,
     out_shardings: LayoutTree,
     mesh: Mesh | AbstractMesh | None,
-) -> _Jitted:
+) -> LoweredCall:
     """The call of a function, which is jitted if it is not.
 
     Raises:
@@ -147,48 +157,105 @@ def _jitted(
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     elif in_shardings is not None or out_shardings is not None:
-        name = getattr(fn, "__name__", repr(fn))
         raise FunctreeValueError(
-            f"{what}: {name} is jitted already: give the layouts where it is jitted"
+            f"{what}: {_name(fn)} is jitted already: give the layouts where it is jitted"
         )
-    return _Jitted(fn, args, kwargs)
+    if isinstance(fn, Function):
+        return _own_call(fn, args, kwargs)
+    return _others_call(fn, args, kwargs, mesh)
 
 
-def _of_others(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike) -> Ledger:
-    """The ledger of a function that another library has jitted."""
-    name = getattr(fn, "__name__", repr(fn))
-    lowered = _lowered(fn, args, kwargs)
-    with heard_compiling() as heard:
-        wrapped = lowered.compile()
+def _name(fn: Any) -> str:
+    return getattr(fn, "__name__", repr(fn))
+
+
+def _own_call(
+    fn: Function[..., Tree], args: Sequence[Tree], kwargs: dict[str, Tree]
+) -> LoweredCall:
+    traced = fn.trace(*args, **kwargs)
+    lowered = traced.lower()
+
+    def compiled() -> tuple[Ledger, str]:
+        stage = lowered.compile()
+        return stage.ledger(), stage.as_text() or ""
+
+    jitted, arrays = traced.of_arrays()
+    return LoweredCall(
+        _name(fn),
+        traced.paths,
+        lowered.jax.out_info.paths(),
+        lowered.layouts,
+        compiled,
+        inspect.unwrap(jitted),
+        arrays,
+        traced.entered,
+        fn,
+    )
+
+
+def _others_call(
+    fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
+) -> LoweredCall:
+    """The call of a function that another library has jitted."""
+    wrapped = _lowered(fn, args, kwargs)
     # A wrapper around JAX's stages, such as that of Flax, has them inside.
-    compiled = getattr(wrapped, "compiled", wrapped)
-    # An argument that the program does not use has None instead of a sharding.
-    entries, _ = tree_flatten_with_path(compiled.input_shardings, is_leaf=lambda one: one is None)
-    results, _ = tree_flatten_with_path(compiled.output_shardings)
-    # If some arguments are static, JAX does not say which ones: the others have their positions.
-    traced = len(compiled.input_shardings[0])
-    beginnings = _beginnings(fn if traced == len(args) else None, traced)
+    lowered = getattr(wrapped, "lowered", wrapped)
     known: dict[Path, Path] = {}
-    if wrapped is not compiled:
-        known = _paths_in_call(fn, wrapped, compiled, args, kwargs)
-    parameters: list[Path] = []
+    if wrapped is not lowered:
+        known = _paths_in_call(fn, wrapped, lowered, args, kwargs)
+    parameters = _parameters(fn, lowered, len(args), known)
+    entries, _ = tree_flatten_with_path(lowered.out_info)
+    # Flax returns its modules too, in the trees in which they came.
+    results = [known.get(path, path) for path in (Path.of(path) for path, _ in entries)]
+
+    def found_layouts() -> Layouts:
+        found = layouts_of(lowered, results)
+        return found.named(parameters) or found
+
+    def compiled() -> tuple[Ledger, str]:
+        with heard_compiling() as heard:
+            stage = wrapped.compile()
+        inner = getattr(stage, "compiled", stage)
+        used = None if mesh is None else mesh_view(mesh).mesh
+        return (
+            ledger_of(
+                inner,
+                _name(fn),
+                parameters,
+                results,
+                used,
+                heard.warnings,
+                layouts=found_layouts,
+                of_program=False,
+            ),
+            inner.as_text() or "",
+        )
+
+    skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
+
+    def of_arrays(*arrays: AnyArray) -> Tree:
+        positional, named = skeleton.fill(arrays)
+        return Skeleton.apart(fn(*positional, **named))[1]
+
+    return LoweredCall(
+        _name(fn), parameters, results, found_layouts, compiled, of_arrays, arrays, None, None
+    )
+
+
+def _parameters(
+    fn: Any, lowered: Lowered, positional: int, known: Mapping[Path, Path]
+) -> list[Path]:
+    """The path of each array of a call, in JAX's order."""
+    entries, _ = tree_flatten_with_path(lowered.in_avals)
+    # If some arguments are static, JAX does not say which ones: the others have their positions.
+    traced = len(lowered.in_avals[0])
+    beginnings = _beginnings(fn if traced == positional else None, traced)
+    found: list[Path] = []
     for path in (Path.of(path) for path, _ in entries):
         which, first, *rest = path
         beginning = beginnings[first] if which == 0 else (first,)
-        parameters.append(known.get(path) or Path((*beginning, *rest)))
-    # Flax returns its modules too, in the trees in which they came.
-    outputs = [known.get(path, path) for path in (Path.of(path) for path, _ in results)]
-    used = None if mesh is None else mesh_view(mesh).mesh
-    return ledger_of(
-        compiled,
-        name,
-        parameters,
-        outputs,
-        used,
-        heard.warnings,
-        layouts=lambda: _layouts_of(lowered),
-        of_program=False,
-    )
+        found.append(known.get(path) or Path((*beginning, *rest)))
+    return found
 
 
 def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
@@ -199,7 +266,7 @@ def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
     # Only JAX's own has the program; that of Flax has it inside, as something of its own.
     if isinstance(traced, jax.stages.Traced):
         given = [getattr(one, "sharding", None) for one in jax.tree.leaves((args, kwargs))]
-        check_callbacks(getattr(fn, "__name__", repr(fn)), traced.jaxpr, given)
+        check_callbacks(_name(fn), traced.jaxpr, given)
     return traced.lower()
 
 
@@ -248,7 +315,7 @@ class _Given(NamedTuple):
 def _paths_in_call(
     fn: AnyFunction,
     wrapped: object,
-    compiled: Compiled,
+    lowered: Lowered,
     args: Sequence[Tree],
     kwargs: Mapping[str, Tree],
 ) -> dict[Path, Path]:
@@ -257,8 +324,8 @@ def _paths_in_call(
 
     Args:
         fn: the jitted function.
-        wrapped: what the library has made of JAX's compiled function.
-        compiled: JAX's compiled function.
+        wrapped: what the library has made of JAX's lowered function.
+        lowered: JAX's lowered function.
         args: the positional arguments of the call.
         kwargs: the others.
     """
@@ -270,7 +337,7 @@ def _paths_in_call(
     # Equinox hands JAX the leaves themselves, in an order of its own, by this function.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
-        return _by_order(compiled, call)
+        return _by_order(lowered, call)
     info = getattr(wrapped, "info", None)
     return _by_identity(fn, call, args, kwargs, lambda *args: preprocess(info, *args))
 
@@ -310,10 +377,10 @@ def _by_identity(
     return found
 
 
-def _by_order(compiled: Compiled, call: Sequence[_Given]) -> dict[Path, Path]:
+def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
     """The paths, if JAX has the leaves in the order of the call, as those of Flax' modules are; an
     array that is at several of their paths, once."""
-    entries, _ = tree_flatten_with_path(compiled.in_avals)
+    entries, _ = tree_flatten_with_path(lowered.in_avals)
     found = [Path.of(path) for path, _ in entries]
     wanted = _form([path[:2] for path in found], [aval for _, aval in entries])
     # JAX traces numbers too, but not those of static arguments.

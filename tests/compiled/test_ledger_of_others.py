@@ -491,8 +491,9 @@ class ByOrder:
     """A library that hands JAX the arrays of each argument as a list, each array once, as
     `nnx.jit` does with the variables of its modules."""
 
-    def __init__(self, fun: Any, compiled: Any = None) -> None:
-        self.__wrapped__, self.compiled = fun, compiled
+    def __init__(self, fun: Any, **stage: Any) -> None:
+        self.__wrapped__ = fun
+        vars(self).update(stage)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.__wrapped__(*args, **kwargs)
@@ -505,8 +506,8 @@ class ByOrder:
             seen |= set(new)
         # What the call does not have.
         lists.extend([[ONE]] * ("another" in args))
-        compiled = jax.jit(lambda *lists, **kwargs: (lists, kwargs)).lower(*lists, **kwargs)
-        return ByOrder(self.__wrapped__, compiled)
+        lowered = jax.jit(lambda *lists, **kwargs: (lists, kwargs)).lower(*lists, **kwargs)
+        return ByOrder(self.__wrapped__, lowered=lowered)
 
     def trace(self, *args: Any, **kwargs: Any) -> Any:
         """A stage of its own, which does not show the program."""
@@ -516,7 +517,7 @@ class ByOrder:
         return jax.eval_shape(self.__wrapped__, *args, **kwargs)
 
     def compile(self) -> Any:
-        return ByOrder(self.__wrapped__, self.compiled.compile())
+        return ByOrder(self.__wrapped__, compiled=vars(self)["lowered"].compile())
 
 
 TIED = jnp.ones((4, 4))

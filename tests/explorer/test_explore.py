@@ -325,7 +325,7 @@ def test_progress_is_said_if_it_takes_long(
 ) -> None:
     explored()
     assert capsys.readouterr().err == ""
-    monkeypatch.setattr("functree.explorer.explore.PATIENCE", 0.0)
+    monkeypatch.setattr("functree.explorer.progress.PATIENCE", 0.0)
     explored(progress=False)
     assert capsys.readouterr().err == ""
     explored()

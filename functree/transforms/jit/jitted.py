@@ -108,6 +108,12 @@ class Jit(Function[_P, _T]):
         """The names of the parameters that are static, whatever their values are."""
         return self._options.static
 
+    @property
+    def layouts(self) -> dict[str, LayoutTree]:
+        """Its options that are layouts, by name."""
+        names = ("in_shardings", "out_shardings", "rules")
+        return {name: getattr(self._options, name) for name in names}
+
     def changed(self, fun: Callable[_P, _T], **options: Any) -> Self:
         """A function with other options, and with the rest of those of this one.
 

@@ -1,0 +1,259 @@
+"""A call and its ledger ─► `Edit`: what a user might change, and the program that it gives."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.stages import Lowered
+from jax.tree_util import tree_map
+
+from functree.compiled.layouts import Layouts, result_name
+from functree.compiled.ledger import Ledger
+from functree.compiled.shardy import CONSTRAINT
+from functree.compiled.verdicts import COMPILER
+from functree.devices.specs import Entry, entry, mesh_axes, named_axes, of_rank, spec_text
+from functree.errors import FunctreeError
+from functree.explorer.variant import Variant
+from functree.labels.leaves import read
+from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
+from functree.layout.rules import AxisRules
+from functree.layout.state_sharding import with_tables
+from functree.report.table import common_path, pattern_of
+from functree.transforms.jit.jitted import Jit
+from functree.transforms.ledger import LoweredCall
+from functree.tree.arrays import Tree
+from functree.tree.paths import Path
+
+
+class Edit(NamedTuple):
+    """A change to a program.
+
+    Attributes:
+        change: what to write, or to remove.
+        source: the line that it is about; None if it is about a layout.
+        place: what it is about; the edits of one place are alternatives.
+        lower: lowers the changed program. It raises what the trace of a function may raise.
+    """
+
+    change: str
+    source: str | None
+    place: str
+    lower: Callable[[], Lowered]
+
+
+class Edits:
+    """The edits that may remove what a program moves.
+
+    Args:
+        call: the call.
+        args: its positional arguments.
+        kwargs: the others.
+        layouts: the layouts of its program.
+        ledger: the ledger of its program.
+    """
+
+    def __init__(
+        self,
+        call: LoweredCall,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        layouts: Layouts,
+        ledger: Ledger,
+    ):
+        self._call, self._args, self._kwargs = call, args, kwargs
+        self._ledger = ledger
+        self._variant = Variant.of(call.of_arrays, call.arrays, call.mesh)
+        self._data = [i for i, path in enumerate(call.parameters) if str(path[0]) in ledger.data]
+        self._constraints = {
+            row.source: row.expression for row in layouts if row.op == CONSTRAINT and row.source
+        }
+
+    def __iter__(self) -> Iterator[Edit]:
+        origins = dict[str, None]()
+        for one in sorted(self._ledger.collectives, key=lambda one: -one.total):
+            by_constraint = one.cause is not None and one.cause.op == CONSTRAINT
+            if one.cause is not None and (one.verdict == COMPILER or by_constraint):
+                origins |= dict.fromkeys(one.cause.origins)
+        if self._variant is not None:
+            for origin in origins:
+                yield from self._of_origin(origin, self._variant)
+        if origins:
+            yield from self._of_rules()
+
+    def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
+        if origin in self._constraints:
+            change = f"remove `{self._constraints[origin]}`"
+            changed = variant.without_constraint(origin)
+            yield Edit(change, origin, origin, changed.lower)
+        for i, path in enumerate(self._call.parameters):
+            if str(path) == origin and i not in self._data:
+                yield from self._of_parameter(i, variant)
+        for i, path in enumerate(self._call.results):
+            if result_name(path) == origin:
+                yield from self._of_result(i, variant)
+
+    def _of_parameter(self, i: int, variant: Variant) -> Iterator[Edit]:
+        """Other specs for a parameter, with those of equal layers and what follows them, such as an
+        optimizer's moments and the new values."""
+        array, sharding = variant.inputs[i], variant.inputs[i].sharding
+        # On Explicit axes the types of the trace would be others.
+        if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:
+            return
+        paths = self._call.parameters
+        alike = [
+            j for j in self._laid_as(i, variant) if pattern_of(paths[j]) == pattern_of(paths[i])
+        ]
+        tails = {_inside(paths[j]) for j in alike}
+        inputs = [j for j in self._laid_as(i, variant) if _ends_with(paths[j], tails)]
+        outputs = [
+            j
+            for j, one in enumerate(variant.outputs)
+            if one == sharding and _ends_with(self._call.results[j], tails)
+        ]
+        what = common_path([paths[j] for j in alike])
+        old = of_rank(sharding.spec, len(array.shape))
+        for spec in self._specs(old, array.shape, sharding):
+            new = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
+            changed = variant.with_inputs(dict.fromkeys([*alike, *inputs], new))
+            changed = changed.with_outputs(dict.fromkeys(outputs, new))
+            text = f"lay out `{what}` by {spec_text(spec)}, not by {spec_text(old)}"
+            yield Edit(text, None, what, changed.lower)
+
+    def _laid_as(self, i: int, variant: Variant) -> list[int]:
+        """The parameters with the shape and the layout of one; none of them is data."""
+        same = (variant.inputs[i].shape, variant.inputs[i].sharding)
+        return [
+            j
+            for j, one in enumerate(variant.inputs)
+            if (one.shape, one.sharding) == same and j not in self._data
+        ]
+
+    def _specs(
+        self, spec: PartitionSpec, shape: Sequence[int], sharding: NamedSharding
+    ) -> Iterator[PartitionSpec]:
+        """Specs that differ in one mesh axis: without it, with it in another dimension, or with one
+        more. A mesh axis that no parameter uses stays unused."""
+        sizes, used = sharding.mesh.shape, self._used()
+        for axis in sorted(used):
+            entries = [tuple(x for x in mesh_axes(one) if x != axis) for one in spec.partitions]
+            without = list(map(entry, entries))
+            if axis in named_axes(spec):
+                yield PartitionSpec(*without)
+            for dim, size in enumerate(shape):
+                new: list[Entry] = [
+                    *without[:dim],
+                    entry((*entries[dim], axis)),
+                    *without[dim + 1 :],
+                ]
+                divided = size
+                for one in (*entries[dim], axis):
+                    divided = divided // sizes[one] if divided % sizes[one] == 0 else 0
+                if divided and new != list(spec.partitions):
+                    yield PartitionSpec(*new)
+
+    def _used(self) -> set[str]:
+        """The mesh axes that shard something."""
+        used: set[str] = set()
+        for one in self._call.arrays:
+            sharding = getattr(one, "sharding", None)
+            if isinstance(sharding, NamedSharding):
+                used |= named_axes(sharding.spec)
+        return used
+
+    def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
+        """A result as the parameter that it replaces, and as it comes."""
+        result, old = self._call.results[i], variant.outputs[i]
+        if old is None:
+            return
+        alike = [
+            j
+            for j, path in enumerate(self._call.results)
+            if pattern_of(path) == pattern_of(result) and variant.outputs[j] == old
+        ]
+        what = (
+            result_name(Path())
+            if not result
+            else common_path([self._call.results[j] for j in alike])
+        )
+        for j, path in enumerate(self._call.parameters):
+            sharding = variant.inputs[j].sharding
+            if (
+                isinstance(sharding, NamedSharding)
+                and sharding != old
+                and _ends_with(result, {_inside(path)})
+            ):
+                changed = variant.with_outputs(dict.fromkeys(alike, sharding))
+                text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
+                yield Edit(text, None, what, changed.lower)
+                break
+        changed = variant.with_outputs(dict.fromkeys(alike, None))
+        text = f"give `{what}` no layout, not {spec_text(old.spec)}"
+        yield Edit(text, None, what, changed.lower)
+
+    def _of_rules(self) -> Iterator[Edit]:
+        """Other mesh axes for the axes in the tables of a function of functree."""
+        fn = self._call.fn
+        if not isinstance(fn, Jit):
+            return
+        tables: dict[AxisRules, None] = {}
+        for option in fn.layouts.values():
+            for one in _layouts_in(option):
+                tables |= {table: None for table in walk(one) if isinstance(table, AxisRules)}
+        for table in tables:
+            known = dict(reversed(table.pairs))
+            named = dict.fromkeys([*table.mentioned, *self._axes()])
+            for axis in named:
+                old = known.get(axis)
+                for new in [None, *sorted(self._used())]:
+                    if new != old:
+                        yield self._of_rule(fn, table, axis, old, new)
+
+    def _of_rule(
+        self, fn: Jit[..., Tree], table: AxisRules, axis: str, old: Any, new: str | None
+    ) -> Edit:
+        def changed(one: AxisRules) -> AxisRules:
+            return one.with_rule(axis, new) if one == table else one
+
+        def relaid(one: Any) -> Any:
+            return None if one is None else with_tables(as_layout(one), changed)
+
+        def lower() -> Lowered:
+            options = {
+                name: tree_map(relaid, option, is_leaf=is_layout)
+                for name, option in fn.layouts.items()
+            }
+            other = fn.changed(fn.__wrapped__, **options)
+            traced = other.trace(*self._args, **self._kwargs)
+            _, arrays = traced.of_arrays()
+            for i in self._data:
+                if arrays[i].sharding != getattr(self._call.arrays[i], "sharding", None):
+                    raise FunctreeError("the layout of data stays as it is")
+            return traced.lower().jax
+
+        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", lower)
+
+    def _axes(self) -> Iterator[str]:
+        """The names of the axes of all arguments."""
+        for one in (*self._args, *self._kwargs.values()):
+            for leaf in read(one, None).leaves:
+                for name in leaf.axes or ():
+                    if isinstance(name, str):
+                        yield name
+
+
+def _layouts_in(option: LayoutTree) -> Iterator[Any]:
+    found: list[Any] = []
+    tree_map(found.append, option, is_leaf=is_layout)
+    for one in found:
+        if one is not None:
+            yield as_layout(one)
+
+
+def _inside(path: Path) -> tuple[Any, ...]:
+    """A path inside of its argument, and of the model of a training state."""
+    inner = tuple(path[1:])
+    return inner[1:] if inner[:1] == ("model",) else inner
+
+
+def _ends_with(path: Path, tails: set[tuple[Any, ...]]) -> bool:
+    return any(tail and tuple(path[-len(tail) :]) == tail for tail in tails)

@@ -1,0 +1,371 @@
+"""A function and its arguments ─► `Why`: why its program moves arrays, and which edits it needs."""
+
+import html
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AbstractMesh, Mesh
+
+from functree.argument_checks import FLAG, SIZE, check
+from functree.calls.program_ledger import ledger_of
+from functree.compiled.collective import Cause, Collective
+from functree.compiled.flops import count_flops
+from functree.compiled.ledger import Ledger
+from functree.compiled.shardy import moved_bytes
+from functree.compiled.table import source_end
+from functree.compiled.verdicts import COMPILER
+from functree.errors import USERS_ERRORS, FunctreeError, count
+from functree.explorer.edits import Edit, Edits
+from functree.explorer.progress import shown_progress
+from functree.layout.layout import LayoutTree
+from functree.report.json_text import json_of
+from functree.report.page import code, notes_html, report_html, section_html, table_html
+from functree.report.table import INDENT, bytes_text, lines_text, paragraphs
+from functree.transforms.ledger import LoweredCall, call_of
+from functree.tree.arrays import Tree
+
+AVOIDABLE = "avoidable"
+
+# A fix may cost that much more of flops, and of the memory.
+_FLOPS, _MEMORY = 1.05, 1.02
+# The removal of a constraint comes first, unless another fix moves so much less.
+_CLEARLY = 0.9
+# So many edits of one place are compiled, and so many fixes are printed.
+_OF_ONE_PLACE = 2
+_PRINTED = 3
+
+
+class WhyRow(NamedTuple):
+    """A collective, and why it is there.
+
+    Attributes:
+        collective: the collective.
+        verdict: `asked`, `compiler` or None, as in `Collective.verdict`; or `avoidable`: nobody
+            asked for it, and a program without it or with less of it was compiled that needs no
+            more flops and no more memory.
+        reason: why somebody has asked for it; or that nobody has.
+        cause: the operation that it comes from.
+    """
+
+    collective: Collective
+    verdict: str | None
+    reason: str
+    cause: Cause | None
+
+
+class Fix(NamedTuple):
+    """An edit after which a program moves less. The program was compiled.
+
+    Each pair is of one device, before and after the edit.
+
+    Attributes:
+        change: what to write, or to remove.
+        source: the line that it is about; None if it is about a layout.
+        moved: the bytes that are moved in a run.
+        peak: the most bytes of memory at one time.
+        flops: the products and sums.
+    """
+
+    change: str
+    source: str | None
+    moved: tuple[int, int]
+    peak: tuple[int, int]
+    flops: tuple[int, int]
+
+    def __str__(self) -> str:
+        at = "" if self.source is None else f" at {self.source}"
+        peak, flops = (
+            f"{after / before - 1:+.0%}" if before else "+0%"
+            for before, after in (self.peak, self.flops)
+        )
+        moved = f"moved {bytes_text(self.moved[0])} → {bytes_text(self.moved[1])}"
+        return f"{self.change}{at}: {moved}, peak {peak}, flops {flops}"
+
+
+@dataclass(frozen=True, repr=False)
+class Why:
+    """Why a program moves arrays, and what removes that; made by `ft.why`.
+
+    Attributes:
+        name: the name of the function.
+        rows: its collectives, the largest first.
+        fixes: edits that move less for no more flops and memory, best first.
+        trades: edits that move less for more flops or memory, best first.
+        hints: what other code would do where no edit was found.
+        tried: the number of edits that were ranked.
+        compiled: the number of those that were compiled.
+    """
+
+    name: str
+    rows: tuple[WhyRow, ...]
+    fixes: tuple[Fix, ...]
+    trades: tuple[Fix, ...]
+    hints: tuple[str, ...]
+    tried: int
+    compiled: int
+
+    def __str__(self) -> str:
+        lines = [self._head()]
+        for row in self.rows:
+            if row.verdict != "asked":
+                lines += paragraphs([f"{_title(row)}: {row.verdict}: {row.cause}"])
+        for title, fixes in (("fixes", self.fixes), ("trades", self.trades)):
+            if fixes:
+                lines += ["", f"{title}, each compiled:"]
+            for i, fix in enumerate(fixes[:_PRINTED], 1):
+                lines += paragraphs([f"{INDENT}{i}. {fix}"])
+        if self.hints:
+            lines += ["", "hints:", *paragraphs([f"{INDENT}{hint}" for hint in self.hints])]
+        return lines_text(lines)
+
+    def __repr__(self) -> str:
+        return f"<Why of {self.name}: {count(len(self.fixes), 'fix')}>"
+
+    def _head(self) -> str:
+        sizes = {None: 0, "asked": 0, COMPILER: 0, AVOIDABLE: 0}
+        for row in self.rows:
+            sizes[row.verdict] += row.collective.total
+        text = f"{self.name} moves {bytes_text(sum(sizes.values()))} to each device"
+        text += (
+            f": {bytes_text(sizes['asked'])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
+        )
+        text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
+        tried = f"{self.tried} tried, {self.compiled} compiled"
+        return f"{text} ({tried})" if self.fixes else f"{text}; nothing found, {tried}"
+
+    def to_json(self) -> str:
+        """All of it as JSON."""
+        return json_of("why", self)
+
+    def html(self) -> str:
+        """A page with the collectives, the fixes and the hints."""
+        return self._html(page=True)
+
+    def _repr_html_(self) -> str:
+        return self._html(page=False)
+
+    def _html(self, page: bool) -> str:
+        rows = [
+            (html.escape(_title(row)), row.verdict or "not known", html.escape(str(row.cause)))
+            for row in self.rows
+        ]
+        content = section_html("Fixes", notes_html([], map(str, self.fixes)))
+        content += section_html("Trades", notes_html([], map(str, self.trades)))
+        content += section_html("Hints", notes_html([], self.hints))
+        content += section_html(
+            "Collectives", table_html(("collective", "verdict", "cause"), rows) if rows else ""
+        )
+        return report_html(f"Why {self.name} moves arrays", code(self._head()), content, page)
+
+
+def _title(row: WhyRow) -> str:
+    one = row.collective
+    axes = ", ".join(one.mesh_axes or ("?",))
+    at = "" if one.source is None else f" at {source_end(one.source)}"
+    return f"{bytes_text(one.total)} {one.kind} over {axes}{at}"
+
+
+def why(
+    fn: Callable[..., Tree],
+    /,
+    *args: Tree,
+    in_shardings: LayoutTree = None,
+    out_shardings: LayoutTree = None,
+    mesh: Mesh | AbstractMesh | None = None,
+    compilations: int = 8,
+    progress: bool = True,
+    **kwargs: Tree,
+) -> Why:
+    """Why the program of a function moves arrays, and which edits remove that. Nothing is run.
+
+    The edits are: a constraint is removed, the spec of an argument is changed in one mesh axis, a
+    result is laid out as the argument that it replaces or as it comes, a rule of a layout is
+    changed. They are ranked by the layouts that Shardy finds, and the best are compiled. The layout
+    of data is never changed. On Explicit axes layouts are types, and only rules and results are
+    changed.
+
+    Args:
+        fn: a function, as in `ft.ledger`.
+        *args: its arguments, which may be abstract.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
+            jitted already.
+        out_shardings: the layout of the result, likewise.
+        mesh: the mesh, likewise.
+        compilations: how many edits are compiled at most.
+        progress: whether to show on the standard error how far it is.
+        **kwargs: its arguments by name.
+
+    Raises:
+        FunctreeError: as in `ft.layouts`; `compilations` is no positive integer.
+
+    Examples:
+        >>> def loss(w, x):
+        ...     h = ft.constrain(jax.nn.relu(x @ w["up"]), ft.P("model", None))
+        ...     return jnp.mean((h @ w["down"]) ** 2)
+        >>> shapes = {"up": (128, 256), "down": (256, 128)}
+        >>> w = {k: jax.ShapeDtypeStruct(v, "float32") for k, v in shapes.items()}
+        >>> x = jax.ShapeDtypeStruct((64, 128), "float32")
+        >>> why = ft.why(
+        ...     jax.grad(loss),
+        ...     w,
+        ...     x,
+        ...     in_shardings=(
+        ...         {"up": ft.P(None, "model"), "down": ft.P("model", None)},
+        ...         ft.P("data"),
+        ...     ),
+        ...     mesh=ft.make_mesh(data=2, model=4),
+        ... )
+        >>> print(why.fixes[0].change)
+        remove `ft.constrain(jax.nn.relu(x @ w["up"]), ft.P("model", None))`
+    """
+    check("why cannot search so", compilations=(compilations, SIZE), progress=(progress, FLAG))
+    call = call_of("why", fn, args, kwargs, in_shardings, out_shardings, mesh)
+    layouts = call.layouts()  # which says if they are not known, before anything is compiled
+    ledger, text = call.compiled()
+    edits = list(Edits(call, args, kwargs, layouts, ledger))
+    ranked = _ranked(edits, progress)
+    before = _Figures.of(ledger, text)
+    fixes: list[_Measured] = []
+    trades: list[_Measured] = []
+    chosen = _chosen(ranked, compilations)
+    with shown_progress("why: {} compiled", len(chosen), progress) as show:
+        for done, edit in enumerate(chosen):
+            show(done, edit.change)
+            try:
+                after = _measured(edit, call, before)
+            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
+                continue  # such as a result that does not fit its layout
+            if after.fix.moved[1] < after.fix.moved[0]:
+                (fixes if after.is_fix else trades).append(after)
+    fixes.sort(key=_order)
+    trades.sort(key=_order)
+    if fixes and fixes[0].fix.source is None:
+        _removal_first(fixes)
+    rows = tuple(_rows(ledger, fixes))
+    return Why(
+        call.name,
+        rows,
+        tuple(one.fix for one in fixes),
+        tuple(one.fix for one in trades),
+        tuple(_hints(rows)),
+        len(edits),
+        len(chosen),
+    )
+
+
+class _Figures(NamedTuple):
+    moved: int
+    peak: int
+    flops: int
+    arguments: int
+
+    @classmethod
+    def of(cls, ledger: Ledger, text: str) -> "_Figures":
+        memory = ledger.memory
+        moved = sum(one.total for one in ledger.collectives)
+        given = sum(memory.arguments.values())
+        return cls(moved, memory.peak, count_flops(text).total, given)
+
+
+class _Measured(NamedTuple):
+    """An edit that was compiled.
+
+    Attributes:
+        fix: what it gives.
+        is_fix: whether it needs no more flops and memory.
+        left: the bytes that are still moved, by what tells the collectives apart.
+    """
+
+    fix: Fix
+    is_fix: bool
+    left: Mapping[Hashable, int]
+
+
+def _ranked(edits: Sequence[Edit], progress: bool) -> list[Edit]:
+    """The edits that give a program, those first that move least as far as layouts tell."""
+    found: list[tuple[int, int]] = []
+    with shown_progress("why: {} ranked", len(edits), progress) as show:
+        for i, edit in enumerate(edits):
+            show(i, edit.change)
+            try:
+                found.append((moved_bytes(edit.lower()), i))
+            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
+                continue  # such as a rule that shards an axis by what does not divide it
+    return [edits[i] for _, i in sorted(found)]
+
+
+def _chosen(ranked: Sequence[Edit], most: int) -> list[Edit]:
+    """The edits to compile: the best, and not all of them about one place."""
+    chosen: list[Edit] = []
+    places = Counter[str]()
+    for edit in ranked:
+        places[edit.place] += 1
+        if places[edit.place] <= _OF_ONE_PLACE:
+            chosen.append(edit)
+    return chosen[:most]
+
+
+def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
+    """An edit, compiled."""
+    compiled = edit.lower().compile()
+    ledger = ledger_of(
+        compiled, call.name, call.parameters, call.results, None, None, of_program=False
+    )
+    after = _Figures.of(ledger, compiled.as_text() or "")
+    pairs = list(zip(before, after, strict=True))
+    moved, peak, flops, _ = pairs
+    is_fix = after.flops <= _FLOPS * before.flops
+    is_fix &= after.peak <= _MEMORY * before.peak
+    is_fix &= after.arguments <= _MEMORY * before.arguments
+    fix = Fix(edit.change, edit.source, moved, peak, flops)
+    return _Measured(fix, is_fix, _by_kind(ledger.collectives))
+
+
+def _by_kind(collectives: Sequence[Collective]) -> Counter[Hashable]:
+    sizes = Counter[Hashable]()
+    for one in collectives:
+        sizes[_alike(one)] += one.total
+    return sizes
+
+
+def _alike(one: Collective) -> Hashable:
+    return one.source, one.kind, one.mesh_axes, one.phase
+
+
+def _order(one: _Measured) -> tuple[int, ...]:
+    return one.fix.moved[1], one.fix.peak[1], one.fix.flops[1]
+
+
+def _removal_first(fixes: list[_Measured]) -> None:
+    """Put the removal of a constraint first, which is the plainest edit, unless another one is
+    clearly better."""
+    for i, one in enumerate(fixes):
+        if one.fix.source is not None:
+            if one.fix.moved[1] * _CLEARLY <= fixes[0].fix.moved[1]:
+                fixes.insert(0, fixes.pop(i))
+            return
+
+
+def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
+    """The collectives of a ledger, the largest first, with those that a fix avoids."""
+    before = _by_kind(ledger.collectives)
+    for one in sorted(ledger.collectives, key=lambda one: -one.total):
+        verdict, cause = one.verdict, one.cause
+        less = any(fix.left.get(_alike(one), 0) < before[_alike(one)] for fix in fixes)
+        if verdict == COMPILER and less:
+            verdict = AVOIDABLE
+        reason = "" if cause is None else cause.reason
+        yield WhyRow(one, verdict, reason or "nobody asked for it", cause)
+
+
+def _hints(rows: Sequence[WhyRow]) -> list[str]:
+    """A hint for each operation for which no edit was found."""
+    found: dict[str, None] = {}
+    for row in rows:
+        if row.verdict == COMPILER and row.cause is not None and row.cause.hint:
+            at = "" if row.cause.source is None else f" at {row.cause.source}"
+            found[f"`{row.cause.expression}`{at}: {row.cause.hint}"] = None
+    return list(found)
