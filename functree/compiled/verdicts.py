@@ -135,10 +135,17 @@ class Verdicts:
         """The operation that a collective comes from; None if it is not found."""
         axes = set(one.mesh_axes or ())
 
+        def takes(i: int) -> bool:
+            return any(self._outside(j) in parameters for j in self._rows[i].operands)
+
         def fit(i: int) -> tuple[bool, ...]:
-            row = self._rows[i]
-            takes = one.moves == "itself" and any(p in row.operands for p in parameters)
-            return row.name == name, takes, self._relays(i, axes), bool(row.operands)
+            row, moves_it = self._rows[i], one.moves == "itself"
+            return (
+                row.name == name,
+                moves_it and takes(i),
+                self._relays(i, axes),
+                bool(row.operands),
+            )
 
         places = self._by_place[one.source, _primitive(name)]
         if name.endswith(")"):
@@ -149,8 +156,11 @@ class Verdicts:
             places = [i for i in alike if self._rows[i].bytes_of(self._sizes) == one.bytes]
         elif not name:
             # The compiler moves arguments and results where no operation is.
-            places = list(parameters) if one.moves == "itself" else self._results
+            places = self._results
         found = max(places, key=fit, default=None)
+        if one.moves == "itself" and parameters and not (found is not None and takes(found)):
+            # What it is moved for is some operations behind it.
+            found, name = min(parameters), ""
         if found is None or (self._relays(found, axes) and name):
             return found
         # What is moved for a constraint may be moved before what is constrained is computed, and
@@ -166,6 +176,12 @@ class Verdicts:
                     return i
             reached = users[0]
         return found if name or not self._users[found] else self._users[found][0]
+
+    def _outside(self, i: int) -> int:
+        """The row of what a loop carries, before the loop."""
+        while self._rows[i].op == "while" and self._rows[i].operands:
+            i = self._rows[i].operands[0]
+        return i
 
     def _relays(self, i: int, axes: set[str]) -> bool:
         """Whether an operand is sharded by one of these mesh axes, and the result is not, or in
@@ -196,6 +212,8 @@ class Verdicts:
             origins |= dict.fromkeys(other.origins.values())
         if row.op == CONSTRAINT and row.source is not None:
             origins[row.source] = None
+        elif row.op == RESULT:
+            origins[row.name] = None
         before, after = tuple(map(_laid_out, operands)), _laid_out(row)
         hint = "" if reason else self._hint(row, operands)
         return Cause(
@@ -206,12 +224,12 @@ class Verdicts:
         """What other code is needed for an operation that loses its layout; empty if no hint is
         known."""
         if row.op == "reshape":
-            [operand] = operands
-            lost = named_axes(operand.spec) - named_axes(row.spec)
-            number = math.prod(self._sizes[axis] for axis in lost if axis in self._sizes)
-            new = [size for size in row.shape if size not in operand.shape and size % number]
-            if new:
-                return f"{number} does not divide {new[0]}: choose a number that it divides"
+            kept = set(zip(row.shape, row.spec.partitions, strict=True))
+            for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
+                number = math.prod(self._sizes.get(axis, 1) for axis in mesh_axes(before[1]))
+                new = [size for size in row.shape if size not in operands[0].shape]
+                if before not in kept and new and new[0] % number:
+                    return f"{number} does not divide {new[0]}: choose a number that it divides"
         return _HINTS.get(row.op, "")
 
 
@@ -229,8 +247,9 @@ def data_of(
 ) -> set[int]:
     """The parameters that are data, and no part of a model.
 
-    An argument is a model if one of its arrays is trained, or if it has several arrays that do not
-    have the leading dimension of a batch in common. If none is, all are data.
+    An argument is a model if one of its arrays is trained. It is one too if it has several arrays:
+    more than those that are trained, or such that have no leading dimension in common, as those of
+    a batch have. If none is a model, all are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.
@@ -240,10 +259,11 @@ def data_of(
     by_argument = defaultdict[Hashable, list[int]](list)
     for i, path in enumerate(parameters):
         by_argument[path[0]].append(i)
+    largest = max((len(by_argument[parameters[i][0]]) for i in trained), default=0)
     several: set[int] = set()
     for own in by_argument.values():
         leading = {shapes[i][0] for i in own if shapes[i]}
-        if len(leading) > 1:
+        if len(leading) > 1 or (len(own) > 1 and len(own) > largest):
             several.update(own)
     models = {parameters[i][0] for i in trained}
     if several and not several & set(trained):

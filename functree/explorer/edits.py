@@ -11,7 +11,7 @@ from functree.compiled.layouts import Layouts, result_name
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import CONSTRAINT
 from functree.compiled.verdicts import COMPILER
-from functree.devices.specs import Entry, entry, mesh_axes, named_axes, of_rank, spec_text
+from functree.devices.specs import entry, mesh_axes, named_axes, of_rank, spec_text, without
 from functree.errors import FunctreeError
 from functree.explorer.variant import Variant
 from functree.labels.leaves import read
@@ -32,12 +32,14 @@ class Edit(NamedTuple):
         change: what to write, or to remove.
         source: the line that it is about; None if it is about a layout.
         place: what it is about; the edits of one place are alternatives.
+        is_blamed: whether it is about a cause of what nobody asked for.
         lower: lowers the changed program. It raises what the trace of a function may raise.
     """
 
     change: str
     source: str | None
     place: str
+    is_blamed: bool
     lower: Callable[[], Lowered]
 
 
@@ -69,22 +71,24 @@ class Edits:
         }
 
     def __iter__(self) -> Iterator[Edit]:
-        origins = dict[str, None]()
+        blamed, others = dict[str, None](), dict[str, None]()
         for one in sorted(self._ledger.collectives, key=lambda one: -one.total):
-            by_constraint = one.cause is not None and one.cause.op == CONSTRAINT
-            if one.cause is not None and (one.verdict == COMPILER or by_constraint):
+            if one.cause is not None:
+                is_blamed = one.verdict == COMPILER or one.cause.op == CONSTRAINT
+                origins = blamed if is_blamed else others
                 origins |= dict.fromkeys(one.cause.origins)
         if self._variant is not None:
-            for origin in origins:
-                yield from self._of_origin(origin, self._variant)
-        if origins:
-            yield from self._of_rules()
+            for origin in dict.fromkeys([*blamed, *others]):
+                for edit in self._of_origin(origin, self._variant):
+                    yield edit._replace(is_blamed=origin in blamed)
+        if self._ledger.collectives:
+            yield from self._of_rules(bool(blamed))
 
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
         if origin in self._constraints:
             change = f"remove `{self._constraints[origin]}`"
             changed = variant.without_constraint(origin)
-            yield Edit(change, origin, origin, changed.lower)
+            yield Edit(change, origin, origin, True, changed.lower)
         for i, path in enumerate(self._call.parameters):
             if str(path) == origin and i not in self._data:
                 yield from self._of_parameter(i, variant)
@@ -117,7 +121,7 @@ class Edits:
             changed = variant.with_inputs(dict.fromkeys([*alike, *inputs], new))
             changed = changed.with_outputs(dict.fromkeys(outputs, new))
             text = f"lay out `{what}` by {spec_text(spec)}, not by {spec_text(old)}"
-            yield Edit(text, None, what, changed.lower)
+            yield Edit(text, None, what, True, changed.lower)
 
     def _laid_as(self, i: int, variant: Variant) -> list[int]:
         """The parameters with the shape and the layout of one; none of them is data."""
@@ -131,25 +135,20 @@ class Edits:
     def _specs(
         self, spec: PartitionSpec, shape: Sequence[int], sharding: NamedSharding
     ) -> Iterator[PartitionSpec]:
-        """Specs that differ in one mesh axis: without it, with it in another dimension, or with one
-        more. A mesh axis that no parameter uses stays unused."""
-        sizes, used = sharding.mesh.shape, self._used()
-        for axis in sorted(used):
-            entries = [tuple(x for x in mesh_axes(one) if x != axis) for one in spec.partitions]
-            without = list(map(entry, entries))
-            if axis in named_axes(spec):
-                yield PartitionSpec(*without)
-            for dim, size in enumerate(shape):
-                new: list[Entry] = [
-                    *without[:dim],
-                    entry((*entries[dim], axis)),
-                    *without[dim + 1 :],
-                ]
-                divided = size
-                for one in (*entries[dim], axis):
-                    divided = divided // sizes[one] if divided % sizes[one] == 0 else 0
-                if divided and new != list(spec.partitions):
-                    yield PartitionSpec(*new)
+        """Specs with another entry for one dimension: none, a mesh axis in its place, or one more;
+        a mesh axis of another dimension leaves that. One that no parameter uses stays unused."""
+        sizes, used = sharding.mesh.shape, sorted(self._used())
+        found: dict[PartitionSpec, None] = {}
+        for dim, size in enumerate(shape):
+            own = mesh_axes(spec.partitions[dim])
+            wanted = [(), *((axis,) for axis in used), *((*own, axis) for axis in used)]
+            for axes in dict.fromkeys(wanted):
+                if len(set(axes)) < len(axes) or size % math.prod(sizes[axis] for axis in axes):
+                    continue
+                entries = list(without(spec, set(axes) - set(own)).partitions)
+                entries[dim] = entry(axes)
+                found[PartitionSpec(*entries)] = None
+        yield from (one for one in found if one != spec)
 
     def _used(self) -> set[str]:
         """The mesh axes that shard something."""
@@ -184,13 +183,13 @@ class Edits:
             ):
                 changed = variant.with_outputs(dict.fromkeys(alike, sharding))
                 text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
-                yield Edit(text, None, what, changed.lower)
+                yield Edit(text, None, what, True, changed.lower)
                 break
         changed = variant.with_outputs(dict.fromkeys(alike, None))
         text = f"give `{what}` no layout, not {spec_text(old.spec)}"
-        yield Edit(text, None, what, changed.lower)
+        yield Edit(text, None, what, True, changed.lower)
 
-    def _of_rules(self) -> Iterator[Edit]:
+    def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
         """Other mesh axes for the axes in the tables of a function of functree."""
         fn = self._call.fn
         if not isinstance(fn, Jit):
@@ -206,7 +205,8 @@ class Edits:
                 old = known.get(axis)
                 for new in [None, *sorted(self._used())]:
                     if new != old:
-                        yield self._of_rule(fn, table, axis, old, new)
+                        edit = self._of_rule(fn, table, axis, old, new)
+                        yield edit._replace(is_blamed=is_blamed)
 
     def _of_rule(
         self, fn: Jit[..., Tree], table: AxisRules, axis: str, old: Any, new: str | None
@@ -230,7 +230,7 @@ class Edits:
                     raise FunctreeError("the layout of data stays as it is")
             return traced.lower().jax
 
-        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", lower)
+        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", True, lower)
 
     def _axes(self) -> Iterator[str]:
         """The names of the axes of all arguments."""

@@ -16,14 +16,14 @@ from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import moved_bytes
 from functree.compiled.table import source_end
-from functree.compiled.verdicts import COMPILER
+from functree.compiled.verdicts import ASKED, COMPILER
 from functree.errors import USERS_ERRORS, FunctreeError, count
 from functree.explorer.edits import Edit, Edits
 from functree.explorer.progress import shown_progress
 from functree.layout.layout import LayoutTree
 from functree.report.json_text import json_of
 from functree.report.page import code, notes_html, report_html, section_html, table_html
-from functree.report.table import INDENT, bytes_text, lines_text, paragraphs
+from functree.report.table import INDENT, bytes_text, grouped, lines_text, paragraphs
 from functree.transforms.ledger import LoweredCall, call_of
 from functree.tree.arrays import Tree
 
@@ -109,9 +109,9 @@ class Why:
 
     def __str__(self) -> str:
         lines = [self._head()]
-        for row in self.rows:
-            if row.verdict != "asked":
-                lines += paragraphs([f"{_title(row)}: {row.verdict}: {row.cause}"])
+        told = [row for row in self.rows if row.verdict != ASKED]
+        for alike in grouped(told, lambda row: (row.verdict, row.collective.kind, row.cause)):
+            lines += paragraphs([f"{_title(alike)}: {alike[0].verdict}: {alike[0].cause}"])
         for title, fixes in (("fixes", self.fixes), ("trades", self.trades)):
             if fixes:
                 lines += ["", f"{title}, each compiled:"]
@@ -125,13 +125,11 @@ class Why:
         return f"<Why of {self.name}: {count(len(self.fixes), 'fix')}>"
 
     def _head(self) -> str:
-        sizes = {None: 0, "asked": 0, COMPILER: 0, AVOIDABLE: 0}
+        sizes = {None: 0, ASKED: 0, COMPILER: 0, AVOIDABLE: 0}
         for row in self.rows:
             sizes[row.verdict] += row.collective.total
         text = f"{self.name} moves {bytes_text(sum(sizes.values()))} to each device"
-        text += (
-            f": {bytes_text(sizes['asked'])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
-        )
+        text += f": {bytes_text(sizes[ASKED])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
         text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
         tried = f"{self.tried} tried, {self.compiled} compiled"
         return f"{text} ({tried})" if self.fixes else f"{text}; nothing found, {tried}"
@@ -149,7 +147,7 @@ class Why:
 
     def _html(self, page: bool) -> str:
         rows = [
-            (html.escape(_title(row)), row.verdict or "not known", html.escape(str(row.cause)))
+            (html.escape(_title([row])), row.verdict or "not known", html.escape(str(row.cause)))
             for row in self.rows
         ]
         content = section_html("Fixes", notes_html([], map(str, self.fixes)))
@@ -161,11 +159,14 @@ class Why:
         return report_html(f"Why {self.name} moves arrays", code(self._head()), content, page)
 
 
-def _title(row: WhyRow) -> str:
-    one = row.collective
+def _title(alike: Sequence[WhyRow]) -> str:
+    """What rows of one cause are called."""
+    one = alike[0].collective
+    times = f" ×{len(alike)}" if len(alike) > 1 else ""
     axes = ", ".join(one.mesh_axes or ("?",))
     at = "" if one.source is None else f" at {source_end(one.source)}"
-    return f"{bytes_text(one.total)} {one.kind} over {axes}{at}"
+    total = bytes_text(sum(row.collective.total for row in alike))
+    return f"{total} {one.kind}{times} over {axes}{at}"
 
 
 def why(
@@ -226,7 +227,7 @@ def why(
     layouts = call.layouts()  # which says if they are not known, before anything is compiled
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
-    ranked = _ranked(edits, progress)
+    ranked = _ranked(edits, moved_bytes(call.lowered), progress)
     before = _Figures.of(ledger, text)
     fixes: list[_Measured] = []
     trades: list[_Measured] = []
@@ -284,16 +285,19 @@ class _Measured(NamedTuple):
     left: Mapping[Hashable, int]
 
 
-def _ranked(edits: Sequence[Edit], progress: bool) -> list[Edit]:
-    """The edits that give a program, those first that move least as far as layouts tell."""
+def _ranked(edits: Sequence[Edit], before: int, progress: bool) -> list[Edit]:
+    """The edits that give a program, those first that move least as far as layouts tell. Of those
+    about what somebody asked for, only the ones that move less than before."""
     found: list[tuple[int, int]] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for i, edit in enumerate(edits):
             show(i, edit.change)
             try:
-                found.append((moved_bytes(edit.lower()), i))
+                after = moved_bytes(edit.lower())
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a rule that shards an axis by what does not divide it
+            if edit.is_blamed or after < before:
+                found.append((after, i))
     return [edits[i] for _, i in sorted(found)]
 
 

@@ -114,6 +114,7 @@ class LoweredCall(NamedTuple):
 
     Attributes:
         name: the name of the function.
+        lowered: JAX's lowered function.
         parameters: the path of each array of the call, in JAX's order.
         results: the path of each array of the result.
         layouts: finds its layouts.
@@ -125,6 +126,7 @@ class LoweredCall(NamedTuple):
     """
 
     name: str
+    lowered: Lowered
     parameters: Sequence[Path]
     results: Sequence[Path]
     layouts: Callable[[], Layouts]
@@ -182,6 +184,7 @@ def _own_call(
     jitted, arrays = traced.of_arrays()
     return LoweredCall(
         _name(fn),
+        lowered.jax,
         traced.paths,
         lowered.jax.out_info.paths(),
         lowered.layouts,
@@ -238,7 +241,16 @@ def _others_call(
         return Skeleton.apart(fn(*positional, **named))[1]
 
     return LoweredCall(
-        _name(fn), parameters, results, found_layouts, compiled, of_arrays, arrays, None, None
+        _name(fn),
+        lowered,
+        parameters,
+        results,
+        found_layouts,
+        compiled,
+        of_arrays,
+        arrays,
+        None,
+        None,
     )
 
 
