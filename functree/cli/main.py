@@ -4,6 +4,7 @@ is run.
   plan      how each array is laid out on a mesh, why, and its bytes on a device
   ledger    what the compiled program moves between devices, and keeps in memory
   explore   compile several meshes and layouts, and rank them
+  why       why a compiled program moves arrays, and which edits remove that
 
 Each takes MODULE:FACTORY, a function without arguments in one of your modules.
 It returns the tree for `plan`, and for the others a function and its arguments:
@@ -63,6 +64,7 @@ from functree.errors import FunctreeError, FunctreeWarning
 from functree.explorer.explore import NOT_COMPILED, explore
 from functree.explorer.ranking import Ranking
 from functree.explorer.step import Step
+from functree.explorer.why import Why, why
 from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
 
@@ -79,7 +81,7 @@ class Outcome(NamedTuple):
         note: what is said beside it, on the standard error.
     """
 
-    report: Plan | Ledger | Ranking
+    report: Plan | Ledger | Ranking | Why
     code: int = FINE
     note: str = ""
 
@@ -119,6 +121,26 @@ def ledger(options: Namespace) -> Outcome:
       functree ledger demo:train --mesh data=8,model=1 --layout demo:layout \\
           --target cuda:h100:8 --json
     """
+    step, given = _step(options)
+    with UsersCode(f"{step.name} raised", *_OF_LAYOUTS):
+        return Outcome(step.compile(given).ledger())
+
+
+def explained(options: Namespace) -> Outcome:
+    """Why a compiled program moves arrays, and which edits remove that.
+
+    examples:
+      functree why demo:train --mesh data=2,model=4 --layout demo:layout --devices 8
+      functree why demo:train --mesh data=8,model=4 --layout demo:layout \\
+          --target tpu:v5e:4x8 --compilations 4 --html why.html
+    """
+    step, given = _step(options)
+    with UsersCode(f"{step.name} raised", *_OF_LAYOUTS):
+        return Outcome(why(step.jitted(given), *step.args, compilations=options.compilations))
+
+
+def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
+    """The function of a command, and its options of `ft.jit`."""
     layout = given_layout(options)
     if not options.mesh and (layout is not None or options.target is not None):
         raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
@@ -132,8 +154,7 @@ def ledger(options: Namespace) -> Outcome:
     if layout is not None:
         with refusing():
             given |= step.options(layout)
-    with UsersCode(f"{step.name} raised", *_OF_LAYOUTS):
-        return Outcome(step.compile(given).ledger())
+    return step, given
 
 
 def explored(options: Namespace) -> Outcome:
@@ -156,7 +177,7 @@ def explored(options: Namespace) -> Outcome:
     return Outcome(found, FINE if found.best else PROBLEMS)
 
 
-COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored}
+COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explained}
 """The commands by name."""
 
 

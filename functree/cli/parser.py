@@ -124,7 +124,7 @@ def _add_options(command: Parser, name: str) -> None:
     mesh, layout = "the sizes of the mesh axes", "the layout"
     target = "what is compiled for, without having it: tpu:v5e:4x8, cuda:h100:8"
     example = "demo:train"
-    if name == "ledger":
+    if name in ("ledger", "why"):
         layout += " of the arguments; by default that which the function has itself"
     elif name == "explore":
         again = "; may be given several times"
@@ -143,6 +143,8 @@ def _add_options(command: Parser, name: str) -> None:
     command.set_defaults(devices=None)
     if name != "plan":
         add("--devices", type=_number, metavar="N", help="compile for N simulated CPU devices")
+    if name == "why":
+        add("--compilations", type=_number, default=8, metavar="N", help="compile N edits at most")
     page = add("--html", metavar="out.html", help="write a page, too")
     page.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
     add("--json", action="store_true", help="print JSON instead of text")
@@ -151,7 +153,7 @@ def _add_options(command: Parser, name: str) -> None:
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of devices")
+        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
     return int(text)
 
 
@@ -188,7 +190,7 @@ _RULES = "write rules such as `--rules batch=data,hidden=model,...=none`"
 
 
 def given_layout(options: Namespace) -> LayoutTree:
-    """The layout of `plan` and `ledger`: `--layout`, or `--rules` and `--fsdp`; None without any.
+    """The layout of `plan`, `ledger` and `why`: `--layout`, or `--rules` and `--fsdp`; or None.
 
     Raises:
         Failure: there are several, or it cannot be read.

@@ -12,6 +12,7 @@ from functree.argument_checks import shown
 from functree.compiled.collective import Collective, Memory
 from functree.compiled.table import (
     NO_PARAMETER,
+    VERDICTS,
     TableRow,
     axes_text,
     full_paths,
@@ -387,13 +388,16 @@ class _Page(NamedTuple):
         elif one.paths:
             parts = ("several parameters",)
         content = f"{code(row.kind)} over {self._axes(one.mesh_axes)} "
-        for text in filter(None, (one.phase, moves_text(one))):
+        verdict = VERDICTS.get(one.verdict or "")
+        for text in filter(None, (one.phase, moves_text(one), verdict)):
             content += f'<span class="chip">{html.escape(text)}</span>'
         times = {"?": "an unknown number of times", "1": ""}.get(row.runs, f"×{row.runs}")
         content += f'<span class="muted num">{times}</span>'
         if not row.paths and one.paths:
             content += f'<div class="why">for {html.escape(row.title)}</div>'
         content += f'<div class="why">{html.escape(row.where)}</div>'
+        if row.cause:
+            content += f'<div class="why">{html.escape(row.cause)}</div>'
         return TreeLeaf(parts, row.total, content, len(row.collectives))
 
     def _memory(self) -> str:

@@ -20,7 +20,7 @@ from jax.extend.mlir import ir, passmanager
 from jax.sharding import PartitionSpec
 from jax.stages import Lowered
 
-from functree.compiled.sources import lines_of
+from functree.compiled.sources import lines_of, source_end
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank
 from functree.errors import FunctreeError
 
@@ -109,7 +109,7 @@ class LaidOut(NamedTuple):
     def decided(self) -> str:
         """Who else has decided how it is sharded: `data by x, model by model.up`."""
         others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
-        return ", ".join(f"{axis} by {by}" for axis, by in others)
+        return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
 
 def laid_out(

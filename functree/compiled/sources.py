@@ -122,6 +122,11 @@ def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
     return Lines(source, called_from)
 
 
+def source_end(source: str) -> str:
+    """The end of a path of a file, which is enough to recognise it."""
+    return "/".join(source.replace("\\", "/").split("/")[-2:])
+
+
 def is_model_file(file: str) -> bool:
     """Whether a file is code of a model: the user's, a layer of functree or Equinox, or of another
     installed package."""

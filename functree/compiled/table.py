@@ -10,9 +10,11 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from functree.compiled.collective import Collective, Memory
+from functree.compiled.sources import source_end
 from functree.errors import count
 from functree.report.table import (
     INDENT,
+    WIDTH,
     but_for_key,
     bytes_text,
     columns,
@@ -22,6 +24,7 @@ from functree.report.table import (
     paragraphs,
     pattern_of,
     row_lines,
+    wrapped,
 )
 from functree.tree.paths import Path
 
@@ -42,10 +45,19 @@ class TableRow(NamedTuple):
     def details(self) -> str:
         """The phase, what is moved, and what else is told below a row."""
         one = self.collectives[0]
-        return ", ".join(filter(None, (one.phase, moves_text(one), self.where)))
+        told = (one.phase, moves_text(one), VERDICTS.get(one.verdict or ""), self.where)
+        return ", ".join(filter(None, told))
+
+    @property
+    def cause(self) -> str:
+        """Where the compiler's choice comes from; empty if somebody has asked for it."""
+        one = self.collectives[0]
+        return "" if one.verdict != "compiler" or one.cause is None else str(one.cause)
 
 
 NO_PARAMETER = "no parameter"
+VERDICTS = {"asked": "asked for", "compiler": "the compiler's choice"}
+"""What verdicts are called."""
 _MOVES = {
     "itself": "the array itself",
     "gradient": "its gradient",
@@ -82,7 +94,7 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 def _does(one: Collective) -> tuple[Hashable, ...]:
     """What one collective does: those of a row do the same."""
-    return one.kind, one.mesh_axes, one.phase, one.moves
+    return one.kind, one.mesh_axes, one.phase, one.moves, one.verdict
 
 
 def _but_for_indices(one: Collective) -> Hashable:
@@ -210,11 +222,6 @@ def _in_order(line: str) -> tuple[int, str]:
     return len(line), line
 
 
-def source_end(source: str) -> str:
-    """The end of a path of a file, which is enough to recognise it."""
-    return "/".join(source.replace("\\", "/").split("/")[-2:])
-
-
 COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
 ROWS = 40
 """The number of rows of the table; what is moved in the others is told in one line."""
@@ -235,6 +242,7 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
     for one in rows[:ROWS]:
         cells = (one.title, one.kind, one.axes, one.runs)
         lines += row_lines(cells, COLUMNS, bytes_text(one.total), one.details)
+        lines += [INDENT + line for line in wrapped(one.cause, WIDTH - len(INDENT)) if line]
     smaller = rows[ROWS:]
     if smaller:
         rest = bytes_text(sum(one.total for one in smaller))

@@ -1,5 +1,6 @@
 """A call and its ledger ─► `Edit`: what a user might change, and the program that it gives."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -38,10 +38,10 @@ class Step:
         # Its options are kept, such as what it donates; its layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__
-        self._args: tuple[Tree, ...] = _abstract(arguments)
+        self.args: tuple[Tree, ...] = _abstract(arguments)
         self._fun: Callable[..., Tree] = _abstractly_bound(self._jit.__wrapped__)
         self._signature, partial = Signature.of(self._fun)
-        call = self._signature.bind(*partial.with_bound(self._args, {}))
+        call = self._signature.bind(*partial.with_bound(self.args, {}))
         self._call: Record = with_static(call, self._jit.static)
 
     def options(self, layouts: LayoutTree) -> dict[str, Any]:
@@ -64,9 +64,13 @@ class Step:
         view = agreed_mesh(sizes, own_meshes(parts))
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
+    def jitted(self, options: Mapping[str, Any]) -> Jit[..., Tree]:
+        """The function, with options of `ft.jit` in place of its own."""
+        return self._jit.changed(self._fun, **options)
+
     def compile(self, options: Mapping[str, Any]) -> Compiled:
-        """The compiled program, with options of `ft.jit` in place of the function's own."""
-        return self._jit.changed(self._fun, **options).lower(*self._args).compile()
+        """The compiled program, likewise."""
+        return self.jitted(options).lower(*self.args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
         return ParameterLayouts("layouts", layouts, self._signature)

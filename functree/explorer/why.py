@@ -15,7 +15,7 @@ from functree.compiled.collective import Cause, Collective
 from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import moved_bytes
-from functree.compiled.table import source_end
+from functree.compiled.sources import source_end
 from functree.compiled.verdicts import ASKED, COMPILER
 from functree.errors import USERS_ERRORS, FunctreeError, count
 from functree.explorer.edits import Edit, Edits
