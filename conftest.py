@@ -34,6 +34,7 @@ _NEEDS = {
     "docs/library-model.md": ("equimo",),
     "tests/pages": ("IPython", "mkdocs", "nbclient", *_BROWSER),
     "tests/report/test_browser.py": _BROWSER,
+    "tests/why": ("flax",),
 }
 _MISSING = {
     path: missing

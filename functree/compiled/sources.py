@@ -8,7 +8,7 @@ of its innermost frame.
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -141,6 +141,7 @@ def is_users_file(file: str) -> bool:
     return not is_own_file(file) and not _in_package(file)
 
 
+@cache
 def is_own_file(file: str) -> bool:
     """Whether a file is one of functree."""
     return Path(file).is_relative_to(_PACKAGE)
@@ -151,6 +152,7 @@ def is_layer(file: str) -> bool:
     return file in _layer_files
 
 
+@cache
 def _in_package(file: str) -> tuple[str, ...]:
     """The parts of a path below the folder of installed packages; empty if it is not in one."""
     parts = Path(file).parts

@@ -96,9 +96,10 @@ class Program:
 
 def lines_of(row: ft.Collective) -> list[str]:
     """The lines of source that a row names."""
-    found: list[str] = []
-    for place in (row.source, row.called_from):
-        if place is not None:
-            file, _, line = place.rpartition(":")
-            found.append(linecache.getline(file, int(line)))
-    return found
+    return [text_of(place) for place in (row.source, row.called_from) if place is not None]
+
+
+def text_of(place: str | None) -> str:
+    """What stands at a `file:line`; empty for what is no such place."""
+    file, _, line = (place or "").rpartition(":")
+    return linecache.getline(file, int(line)) if file and line.isdigit() else ""
