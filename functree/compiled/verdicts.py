@@ -157,25 +157,38 @@ class Verdicts:
         elif not name:
             # The compiler moves arguments and results where no operation is.
             places = self._results
-        found = max(places, key=fit, default=None)
-        if one.moves == "itself" and parameters and not (found is not None and takes(found)):
+        ranked = sorted(places, key=fit, reverse=True)
+        if one.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
             # What it is moved for is some operations behind it.
-            found, name = min(parameters), ""
-        if found is None or (self._relays(found, axes) and name):
-            return found
-        # What is moved for a constraint may be moved before what is constrained is computed, and
-        # what has no name before any operation.
-        reached = found
+            return self._reached(min(parameters), axes, named=False)
+        if one.kind in _SUMS:
+            return ranked[0] if ranked else None
+        # Of operations of one name it is the one whose result is needed in another layout.
+        for i in ranked:
+            if fit(i)[:2] == fit(ranked[0])[:2]:
+                reached = self._reached(i, axes, named=bool(name))
+                if self._relays(reached, axes):
+                    return reached
+        return ranked[0] if ranked else None
+
+    def _reached(self, i: int, axes: set[str], named: bool) -> int:
+        """The operation that needs what another makes in another layout; the one itself, or what
+        uses it first if it has no name, if there is none."""
+        if named and self._relays(i, axes):
+            return i
+        reached = i
         for _ in range(_FARTHEST):
             users = self._users[reached]
-            if not users or (not name and self._rows[users[0]].op in _TURNS):
+            # A constraint asks, and is told rather than what else takes the same.
+            for user in sorted(users, key=lambda j: self._rows[j].op not in (CONSTRAINT, RESULT)):
+                # A sum has no need of the whole.
+                sums = self._rows[user].op in (("reduce",) if named else ("reduce", "dot_general"))
+                if not sums and self._relays(user, axes):
+                    return user
+            if not users or self._rows[users[0]].op in _TURNS:
                 break
-            for i in users:
-                is_constraint = self._rows[i].op in (CONSTRAINT, RESULT)
-                if (is_constraint or not name) and self._relays(i, axes):
-                    return i
             reached = users[0]
-        return found if name or not self._users[found] else self._users[found][0]
+        return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:
         """The row of what a loop carries, before the loop."""
