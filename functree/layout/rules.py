@@ -386,7 +386,9 @@ _MISSING = (
 # Activations, which are in no tree
 
 
-def array_spec(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> PartitionSpec:
+def array_spec(
+    layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None, what: str
+) -> PartitionSpec:
     """The spec that a layout gives to an activation.
 
     Models constrain the same activations again and again while they are traced. What is decided
@@ -394,17 +396,21 @@ def array_spec(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> PartitionSp
 
     Args:
         layout: the layout.
-        leaf: the activation.
+        axes: the axes of the activation.
+        shape: its shape.
         mesh: the mesh; None if mesh axes and sizes are not to be checked.
+        what: the activation, for messages.
 
     Raises:
         ShardingError: the layout does not fit. `problems` has what is wrong.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
-    found = _decided(layout, leaf.axes, leaf.shape, sizes)
-    if found is not None:
-        return found
-    raise ShardingError("an array cannot be laid out", _problems(layout, leaf, mesh)[1])
+    spec, problems = _decided(layout, axes, tuple(shape), sizes)
+    if not problems:
+        return spec
+    # A problem without a path is one of a rule.
+    named = [one if one.path is None else one._replace(what=what) for one in problems]
+    raise ShardingError("an array cannot be laid out", named)
 
 
 @lru_cache(maxsize=4096)
@@ -413,33 +419,24 @@ def _decided(
     axes: Axes,
     shape: tuple[int, ...],
     sizes: tuple[tuple[str, int], ...] | None,
-) -> PartitionSpec | None:
-    """The spec; None if something is wrong, since messages say more than these arguments."""
+) -> tuple[PartitionSpec, list[Problem]]:
+    """What is decided about an activation, and what is wrong with it and with the layout."""
     # No layout asks for the dtype of an activation.
     leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
-    mesh = None if sizes is None else MeshView(dict(sizes))
-    decision, problems = _problems(layout, leaf, mesh)
-    if problems:
-        return None
-    return decision.spec
-
-
-def _problems(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> tuple[Decision, list[Problem]]:
-    """What is decided about an activation, and what is wrong with it and with the layout."""
     heard = list(_heard(layout))
     mentioned = mentioned_axes(heard)
     # Rules alone are about activations: an `FSDP` would shard the largest dimension.
-    decision = (layout.rules or layout).decide(leaf, None, mesh or MeshView({}))
+    decision = (layout.rules or layout).decide(leaf, None, MeshView(dict(sizes or ())))
     problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
-    # Without a mesh, each rule would name a mesh axis that does not exist.
-    if mesh is not None:
+    if sizes is None:
+        # One that has all mesh axes, of size 1. Rules are not looked up in it.
+        mesh = MeshView(dict.fromkeys(decision.used(), 1))
+    else:
+        mesh = MeshView(dict(sizes))
         for one in heard:
             problems += own_problems(one, [leaf], mesh)
-    # Without a mesh: one that has all mesh axes, of size 1.
-    problems += leaf_problems(
-        leaf, decision, mesh or MeshView(dict.fromkeys(decision.used(), 1)), mentioned
-    )
-    return decision, problems
+    problems += leaf_problems(leaf, decision, mesh, mentioned)
+    return decision.spec, problems
 
 
 def _heard(layout: Layout) -> Iterator[Layout]:
@@ -472,26 +469,23 @@ def spec_of_axes(
     if shape is not None and len(shape) != len(axes):
         have = f"the shape {tuple(shape)} has {len(shape)}"
         raise ShardingError(f'"{axes}" names {len(axes)} dimensions, and {have}')
+    what = f'"{axes}"'
+    if shape is not None:
+        what += f" of shape {tuple(shape)}"
     # Each number of parts divides zero, so sizes that are not known are not an error.
-    sizes = (0,) * len(axes) if shape is None else tuple(shape)
-    leaf = activation(axes, jax.ShapeDtypeStruct(sizes, np.float32))
+    sizes = (0,) * len(axes) if shape is None else shape
     try:
-        return array_spec(layout, leaf, mesh)
+        return array_spec(layout, axes, sizes, mesh, what)
     except ShardingError as error:
         where = ""
         if mesh is not None:
             where = f" on mesh {mesh}"
-        problems = [_of_axes(one, axes, shape) for one in error.problems]
+        # The array is made up: it has no path, and may have no shape.
+        problems = [
+            one._replace(path=None, shape=None if shape is None else one.shape)
+            for one in error.problems
+        ]
         raise ShardingError(f'"{axes}" cannot be laid out{where}', problems) from None
-
-
-def _of_axes(problem: Problem, axes: Axes, shape: Sequence[int] | None) -> Problem:
-    """A problem of the array that `spec_of_axes` makes up, with only what is known of it."""
-    if problem.path is None:  # of a rule, and not of the array
-        return problem
-    if shape is None:
-        return problem._replace(path=None, shape=None, what=f'"{axes}"')
-    return problem._replace(path=None, shape=tuple(shape), what=f'"{axes}" of shape {tuple(shape)}')
 
 
 BATCH = "batch"

@@ -107,7 +107,7 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         raise ShardingError(_no_rules(layout, axes, mesh))
     view = local_view(agreed_mesh(mesh, [own]))
     try:
-        spec = array_spec(layout, leaf, view)
+        spec = array_spec(layout, axes, x.shape, view, leaf.text)
     except ShardingError as error:
         raise _refused(error.problems, view) from None
     forgotten = forgotten_axes(layout, axes, view)
