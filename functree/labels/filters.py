@@ -28,6 +28,9 @@ class Filter:
 
     __slots__ = ()
 
+    parts: "tuple[Filter, ...]" = ()
+    """The filters that this one is made of."""
+
     @abstractmethod
     def __call__(self, leaf: Leaf, /) -> bool:
         """Whether the leaf matches."""
@@ -45,7 +48,7 @@ class Filter:
         return _joined(Disjunction, other, self)
 
     def __invert__(self) -> "Filter":
-        return Negation(self)
+        return Negation((self,))
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,15 +80,15 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Leaves that the part does not match; made by `~`."""
+    """Leaves that its one part does not match; made by `~`."""
 
-    part: Filter
+    parts: tuple[Filter, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return not self.part(leaf)
+        return not self.parts[0](leaf)
 
     def __repr__(self) -> str:
-        return f"~{_operand(self.part, Conjunction | Disjunction)}"
+        return f"~{_operand(self.parts[0], Conjunction | Disjunction)}"
 
 
 def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
@@ -354,24 +357,23 @@ def patterns(item: Filter) -> Iterator[Filter]:
 def naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that name something of one tree: patterns and classes, and not
     properties such as axes."""
-    match item:
-        case Glob() | ExactPath() | Regex() | Search() | ClassFilter():
-            yield item
-        case Conjunction() | Disjunction():
-            for part in item.parts:
-                yield from naming(part)
-        case Negation():
-            yield from naming(item.part)
+    for part in atoms(item):
+        if isinstance(part, Glob | ExactPath | Regex | Search | ClassFilter):
+            yield part
+
+
+def atoms(item: Filter) -> Iterator[Filter]:
+    """The filters in a filter that are not made of others."""
+    if not item.parts:
+        yield item
+    for part in item.parts:
+        yield from atoms(part)
 
 
 def negated_patterns(item: Filter) -> Iterator[Filter]:
     """The patterns in a filter that say what it does not match."""
-    match item:
-        case Negation():
-            yield from patterns(item.part)
-        case Conjunction() | Disjunction():
-            for part in item.parts:
-                yield from negated_patterns(part)
+    for part in item.parts:
+        yield from patterns(part) if isinstance(item, Negation) else negated_patterns(part)
 
 
 def first_name(pattern: Filter) -> Path:
