@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, tree_leaves, tree_structure
+from jax.tree_util import GetAttrKey, tree_leaves
 
 from functree.argument_checks import check_tree
 from functree.errors import (
@@ -455,20 +455,22 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
         ShardingError: an array has another number of dimensions, or is annotated with other axes;
             the error lists the arrays by path.
     """
-    given: list[Axes | None] = []  # for each leaf of the tree; leaves that are not arrays count too
-    for one, _, subtree in aligned(axes, tree, _AXES):
-        named = None if one is None else Axes.of(one)
-        if named is not None and children(subtree) is None and not is_array(subtree):
+    given: dict[Keys, Axes] = {}
+    for one, path, subtree in aligned(axes, tree, _AXES):
+        if one is None:
+            continue
+        given[path] = Axes.of(one)
+        if children(subtree) is None and not is_array(subtree):
             kind = type(subtree).__name__
             raise ShardingError(
-                f'axes="{named}" names the dimensions of a bare array, but this is a {kind}'
+                f'axes="{given[path]}" names the dimensions of a bare array, but this is a {kind}'
             )
-        given += [named] * tree_structure(subtree).num_leaves
     named_leaves, problems = list(leaves.leaves), list[Problem]()
-    for i, (place, leaf) in enumerate(zip(leaves.skeleton.indices, leaves.leaves, strict=True)):
-        own = given[place]
-        if own is None:
+    for i, leaf in enumerate(leaves.leaves):
+        place = first_beginning(leaf.path, given)
+        if place is None:
             continue
+        own = given[place]
         if leaf.annotated and leaf.axes != own:
             why = f'is annotated "{leaf.axes}", but `axes` names it "{own}"'
             problems.append(
