@@ -74,12 +74,12 @@ def label_paths(
 
 def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
     """A leaf that is in no training state."""
-    seen, roots = Path(leaf.path[scope.start :]), leaf.roots
-    if scope.argument is not None:
-        roots = (_root(leaf.path, scope.argument, -1, scope),)
-        if scope.shared and not seen:
-            return leaf._replace(seen=None, roots=roots)
-    return leaf._replace(seen=seen, roots=roots)
+    seen: Path | None = Path(leaf.path[scope.start :])
+    if scope.shared and not seen:
+        seen = None
+    if scope.argument is None:
+        return leaf._replace(seen=seen)
+    return leaf._replace(seen=seen, roots=(_root(leaf.path, scope.argument, -1, scope),))
 
 
 def _root(path: Path, index: int, field: int, scope: Scope) -> Root:

@@ -218,11 +218,8 @@ class AxisRules(Layout):
         return _pairs(self.table, self.closed)
 
     def __repr__(self) -> str:
-        texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
-        if self.closed:
-            texts.append(("...", "None"))
-        table = pairs_text(texts)
-        given = [table]
+        texts = [("..." if name is ... else repr(name), repr(axes)) for name, axes in self.pairs]
+        given = [pairs_text(texts)]
         if self.names:
             names = [(cls.__name__, repr(given)) for cls, given in self.names]
             given.append(f"names={dict_text(names)}")
