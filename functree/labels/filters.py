@@ -199,37 +199,37 @@ def glob(pattern: str) -> Filter:
 
 @dataclass(frozen=True, repr=False)
 class Regex(Filter):
-    """Leaves whose path as text matches a compiled regular expression, from its beginning to its
-    end."""
+    """Leaves whose path matches a regular expression; made by `ft.regex`, or written as a compiled
+    expression.
+
+    Attributes:
+        pattern: the expression.
+        separator: the text between the keys of a path, in which the expression is found anywhere;
+            None for a compiled expression, which matches the whole text of a path.
+    """
 
     pattern: re.Pattern[str]
+    separator: str | None = None
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return leaf.seen is not None and self.pattern.fullmatch(str(leaf.seen)) is not None
-
-    def __repr__(self) -> str:
-        return repr(self.pattern)
-
-
-@dataclass(frozen=True, repr=False)
-class Search(Filter):
-    """Leaves in whose path a regular expression is found; made by `ft.regex`."""
-
-    pattern: str
-    separator: str
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return leaf.seen is not None and re.search(self.pattern, self.text(leaf.seen)) is not None
+        if leaf.seen is None:
+            return False
+        match = self.pattern.fullmatch if self.separator is None else self.pattern.search
+        return match(self.text(leaf.seen)) is not None
 
     def text(self, path: Path) -> str:
-        """A path as other libraries join its keys: a quoted key would never match their
-        patterns."""
+        """The text of a path that the expression is for."""
+        if self.separator is None:
+            return str(path)
+        # As other libraries join keys: a quoted key would never match their patterns.
         return self.separator.join(map(str, path))
 
     def __repr__(self) -> str:
+        if self.separator is None:
+            return repr(self.pattern)
         if self.separator == ".":
-            return f"regex({self.pattern!r})"
-        return f"regex({self.pattern!r}, separator={self.separator!r})"
+            return f"regex({self.pattern.pattern!r})"
+        return f"regex({self.pattern.pattern!r}, separator={self.separator!r})"
 
 
 def regex(pattern: str, separator: str = ".") -> Filter:
@@ -263,10 +263,9 @@ def regex(pattern: str, separator: str = ".") -> Filter:
             f"{shown(pattern)} and {shown(separator)}"
         )
     try:
-        re.compile(pattern)
+        return Regex(re.compile(pattern), separator)
     except re.error as error:
         raise RuleError(f"regex({pattern!r}): not a regular expression: {error}") from error
-    return Search(pattern, separator)
 
 
 @dataclass(frozen=True, repr=False)
@@ -358,7 +357,7 @@ def naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that name something of one tree: patterns and classes, and not
     properties such as axes."""
     for part in atoms(item):
-        if isinstance(part, Glob | ExactPath | Regex | Search | ClassFilter):
+        if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
             yield part
 
 
@@ -508,9 +507,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
         case Glob():
             return meant_glob(item.pattern, paths)
         case Regex():
-            return did_you_mean(item.pattern.pattern, paths)
-        case Search():
-            return did_you_mean(item.pattern, map(item.text, paths))
+            return did_you_mean(item.pattern.pattern, map(item.text, paths))
         case ExactPath():
             return did_you_mean(item.path, paths)
         case ClassFilter():
