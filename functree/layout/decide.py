@@ -267,21 +267,16 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     if all(dim is None for dim in follows.dims):
         return start.because(INDEPENDENT)
     dimensions: list[Dimension] = []
-    kept: list[str] = []
     for dim in follows.dims:
-        if dim is None:
-            dimensions.append(WHOLE)
-            kept.append("unsharded")
-            continue
+        one = WHOLE if dim is None else parameter.dimensions[dim]
         # The source is that of the parameter, so that what is wrong with both is said in the same
         # words. An unsharded dimension has none: checks of sharded dimensions go by it.
-        one = parameter.dimensions[dim]
         source = one.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(one.mesh_axes, source) if one.mesh_axes else WHOLE)
-        kept.append(str(dim))
     reason, same = f"as {name}", follows.path
     # Unless it has all dimensions in their order, the reason lists them.
     if not follows.has_all_of(len(parameter.dimensions)):
+        kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", its dimensions {', '.join(kept)}"
         same = None
     return Decision(

@@ -407,15 +407,9 @@ def _dimension_faults(
             found.append((why, "name an axis of the mesh"))
     # Mesh axes that an earlier dimension uses, or that this dimension uses more than once. Each is
     # reported once.
-    seen: set[str] = set()
-    for dimension in decision.dimensions[:dim]:
-        seen.update(dimension.mesh_axes)
-    again: dict[str, None] = {}
-    for axis in axes:
-        if axis in seen:
-            again[axis] = None
-        seen.add(axis)
-    for axis in again:
+    seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
+    again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
+    for axis in dict.fromkeys(again):
         why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
         found.append((why, "name the mesh axis once: it shards one dimension of an array"))
     # If a mesh axis does not exist, the number of parts is not known.
