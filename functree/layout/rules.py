@@ -384,7 +384,7 @@ _MISSING = (
 
 
 def array_spec(
-    layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None, what: str
+    layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None
 ) -> PartitionSpec:
     """The spec that a layout gives to an activation.
 
@@ -396,18 +396,22 @@ def array_spec(
         axes: the axes of the activation.
         shape: its shape.
         mesh: the mesh; None if mesh axes and sizes are not to be checked.
-        what: the activation, for messages.
 
     Raises:
-        ShardingError: the layout does not fit. `problems` has what is wrong.
+        ShardingError: the layout does not fit. `problems` has what is wrong; see `renamed`.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
     spec, problems = _decided(layout, axes, tuple(shape), sizes)
-    if not problems:
-        return spec
+    if problems:
+        raise ShardingError("an array cannot be laid out", problems)
+    return spec
+
+
+def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
+    """The problems of an activation, of which `array_spec` knows only axes and shape, with other
+    attributes."""
     # A problem without a path is one of a rule.
-    named = [one if one.path is None else one._replace(what=what) for one in problems]
-    raise ShardingError("an array cannot be laid out", named)
+    return [one if one.path is None else one._replace(**known) for one in problems]
 
 
 @lru_cache(maxsize=4096)
@@ -466,22 +470,19 @@ def spec_of_axes(
     if shape is not None and len(shape) != len(axes):
         have = f"the shape {tuple(shape)} has {len(shape)}"
         raise ShardingError(f'"{axes}" names {len(axes)} dimensions, and {have}')
-    what = f'"{axes}"'
-    if shape is not None:
-        what += f" of shape {tuple(shape)}"
     # Each number of parts divides zero, so sizes that are not known are not an error.
     sizes = (0,) * len(axes) if shape is None else shape
     try:
-        return array_spec(layout, axes, sizes, mesh, what)
+        return array_spec(layout, axes, sizes, mesh)
     except ShardingError as error:
         where = ""
         if mesh is not None:
             where = f" on mesh {mesh}"
+        what, shape = f'"{axes}"', None if shape is None else tuple(shape)
+        if shape is not None:
+            what += f" of shape {shape}"
         # The array is made up: it has no path, and may have no shape.
-        problems = [
-            one._replace(path=None, shape=None if shape is None else one.shape)
-            for one in error.problems
-        ]
+        problems = renamed(error.problems, path=None, shape=shape, what=what)
         raise ShardingError(f'"{axes}" cannot be laid out{where}', problems) from None
 
 

@@ -20,7 +20,7 @@ RULES: Layout = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None,
 def spec(
     axes: str, *shape: int, layout: Layout = RULES, mesh: MeshView | None = VIEW
 ) -> PartitionSpec:
-    return array_spec(layout, ft.Axes.parse(axes), shape, mesh, "an activation")
+    return array_spec(layout, ft.Axes.parse(axes), shape, mesh)
 
 
 SPECS: dict[str, tuple[str, tuple[int, ...], P]] = {
@@ -62,13 +62,13 @@ def test_errors(case: str) -> None:
     axes, shape, layout, why, needs_mesh = ERRORS[case]
     array = ft.Axes.parse(axes), shape
     with pytest.raises(ShardingError, match="an array cannot be laid out") as caught:
-        array_spec(layout, *array, VIEW, "an activation")
+        array_spec(layout, *array, VIEW)
     assert any(why in problem.why for problem in caught.value.problems)
     if needs_mesh:
-        array_spec(layout, *array, None, "an activation")
+        array_spec(layout, *array, None)
         return
     with pytest.raises(ShardingError) as caught:
-        array_spec(layout, *array, None, "an activation")
+        array_spec(layout, *array, None)
     assert len(caught.value.problems) == 1 and why in caught.value.problems[0].why
 
 
