@@ -210,12 +210,12 @@ class Reference(NamedTuple):
     namespace: Namespace
     spec: PartitionSpec | None = None
 
-    def resolve(self) -> "Hint":
+    def resolve(self, strict: bool = True) -> "Hint":
         """The hint that it is replaced by. Raises NameError and others, as Python does."""
         try:
             found = self._found()
         except NameError:
-            if not self.namespace.optional:
+            if strict or not self.namespace.optional:
                 raise
             return NOTHING
         return found if self.spec is None else _with_spec(found, self.spec)
@@ -321,26 +321,33 @@ class Hint:
     def settled(self) -> "Hint":
         """The resolved hint. Raises NameError and others."""
         # `cached_property` does not remember a failure: a name may be defined later.
+        return self._settle(strict=True)
+
+    def tried(self) -> "Hint":
+        """The resolved hint; if that fails, without its optional parts; if that fails too, the hint
+        itself."""
+        try:
+            return self.settled
+        except UNREADABLE:
+            try:
+                return self._settle(strict=False)
+            except UNREADABLE:
+                return self
+
+    def _settle(self, strict: bool) -> "Hint":
+        """The hint with its references resolved, again and again: one may lead to another."""
         hint = self
-        # One reference may lead to another.
         for _ in range(_MAX_STEPS):
             if not hint.references:
                 # Messages show the annotation as it is written.
                 return hint if hint in (self, NOTHING) else replace(hint, text=self.text)
-            parts = [one.resolve() for one in hint.references]
+            parts = [one.resolve(strict) for one in hint.references]
             kept = replace(hint, references=())
             # An empty hint that is not `NOTHING` would count as an alternative.
             if not kept._is_empty:
                 parts.insert(0, kept)
             hint = merge(parts)
         raise RecursionError("it is defined by itself")
-
-    def tried(self) -> "Hint":
-        """The resolved hint; if that fails, the hint itself."""
-        try:
-            return self.settled
-        except UNREADABLE:
-            return self
 
 
 NOTHING = Hint()
