@@ -182,10 +182,12 @@ class StateSharding(Layout):
             return (so_far or whole(leaf)).wrong(self._unmatched())
         found = self._layouts[choice].decide(leaf, so_far, mesh)
         # The reasons that the chosen layout has added are those of the filter.
-        kept = so_far.reasons if so_far is not None else ()
-        reason = Reason(found.reasons[len(kept) :], _written(self.filters[choice]))
+        kept = so_far or whole(leaf)
+        reason = Reason(found.reasons[len(kept.reasons) :], _written(self.filters[choice]))
+        inner = found.choices[len(kept.choices) :]
         return found._replace(
-            reasons=(*kept, reason), choices=(*found.choices, (self._key, choice))
+            reasons=(*kept.reasons, reason),
+            choices=(*kept.choices, *inner, (self._key, choice)),
         )
 
     def _unmatched(self) -> Fault:
