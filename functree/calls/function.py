@@ -225,6 +225,8 @@ class Function(Generic[_P, _T]):
                 several_devices = group.several_devices
                 check_identity(self._signature, flat.call)
                 program = self._program(flat)
+                if not program.is_kept:
+                    return program, flat
                 # The key has more elements once calls of the group are on several devices, and
                 # `_program` may have found that.
                 if group.several_devices is not several_devices:

@@ -47,6 +47,8 @@ class Program:
             can be.
         has_checks: whether it has checks of Equinox, for which a call waits. Those of a program
             inside of another one are checks of the outer one.
+        is_kept: whether later calls may use it. Not if it closes over a traced array, whose trace
+            has ended then.
     """
 
     group: CallGroup
@@ -58,6 +60,7 @@ class Program:
     out_shardings: Shardings | None = None
     donates: bool = False
     has_checks: bool = False
+    is_kept: bool = True
 
     @property
     def name(self) -> str:
@@ -169,7 +172,9 @@ def make_program(
     if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)
-    return make(jitted, out_shardings=out_shardings, has_checks=checks), traced
+    # JAX passes traced arrays that a function closes over as further arguments.
+    is_kept = len(traced.jaxpr.in_avals) == len(arrays)
+    return make(jitted, out_shardings=out_shardings, has_checks=checks, is_kept=is_kept), traced
 
 
 def _by_constraints(shardings: Shardings) -> bool:

@@ -2,22 +2,19 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from types import FunctionType
 from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall, Traces
-from functree.calls.closures import closed_over, held_at_any_depth, kept_by
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
-from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
+from functree.calls.signature import AnyFunction, Partial, Signature
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -249,15 +246,6 @@ class Mapped(Function[_P, _T]):
         # body.
         return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
 
-    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        # Outside of all traces there is no tracer.
-        if not tracing() or not _captures_tracer(self._partial.fun):
-            return super()._prepare(args, kwargs)
-        # A program that contains a tracer must not be cached: the trace has ended when the next
-        # call uses it, and JAX would raise for a leaked tracer.
-        flat = self._groups.find(self._bind(args, kwargs))
-        return self._program(flat), flat
-
     def _program(self, flat: FlatCall) -> Program:
         manual, rules = self._manual_mesh(flat.arrays), self._rules()
         compute = self._computation(flat, manual, rules)
@@ -424,14 +412,6 @@ def _specs_of_result(
     if problems:
         raise manual.refuse(signature.name, problems)
     return specs
-
-
-def _captures_tracer(fun: AnyFunction) -> bool:
-    """Whether a function closes over a traced array, directly or in the functions that it closes
-    over."""
-    # Not its defaults, which are arguments of the call.
-    variables = closed_over(fun) if isinstance(fun, FunctionType) else kept_by(fun)
-    return any(isinstance(value, Tracer) for _, value in held_at_any_depth(variables))
 
 
 class MapKeywords(TypedDict, total=False):
