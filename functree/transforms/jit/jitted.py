@@ -29,7 +29,7 @@ from functree.devices.placement import (
     refuse_deleted,
     with_devices_of,
 )
-from functree.errors import RuleError, ShardingError
+from functree.errors import RuleError, ShardingError, listed, warn
 from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
@@ -40,13 +40,11 @@ from functree.transforms.jit.layouts import (
     StateForm,
     by_in_shardings,
     by_rules,
-    check_known,
     check_rules,
     closed,
     is_unplaced,
     is_worth_telling,
     resolve_out_shardings,
-    warn_placed,
     warn_unplaced,
 )
 from functree.tree.arrays import AnyArray, Tree
@@ -174,44 +172,41 @@ class Jit(Function[_P, _T]):
         # Inside `shard_map` arrays are local, and the rules are about global ones.
         is_global = not jax.sharding.get_abstract_mesh().manual_axes
         if others and rules is not None and mesh is not None and is_global:
-            self._check_rules(flat)
             shardings |= by_rules(flat.call, others, rules, self._signature, mesh)
         can_run = mesh is not None and without_devices(mesh) is None
         return Placement(shardings, can_run, donated_indices(paths, self._options.donated))
 
     def _warn_placed(self, flat: FlatCall, placement: Placement) -> None:
         """Warn of arrays that a second call places again."""
-        by_entries, others = list[Path](), list[Path]()
+        again: dict[str, list[str]] = {"in_shardings": [], "the rules": []}
         for i in placement.shardings:
             path, array = flat.group.paths[i], flat.arrays[i]
             if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
                 continue
-            if self._has_entry(path):
-                by_entries.append(path)
-            # An array of NumPy is moved in each call in any case.
-            elif is_concrete(array):
-                others.append(path)
-        name = self._signature.name
-        warn_placed(name, by_entries, "in_shardings", self._placings)
-        warn_placed(name, others, "the rules", self._placings)
+            by = "in_shardings" if self._has_entry(path) else "the rules"
+            # An array of NumPy has to be moved in each call in any case.
+            if by == "the rules" and not is_concrete(array):
+                continue
+            self._placings[path] += 1
+            if self._placings[path] == 2:
+                again[by].append(f"`{path}`")
+        for by, paths in again.items():
+            if paths:
+                warn(
+                    f"{self._signature.name}: each call places {listed(paths)} by {by}: use "
+                    "`ft.shard` once, before the calls"
+                )
 
     def _has_entry(self, path: Path) -> bool:
         """Whether `in_shardings` has an entry for the array at a path, which may be `None`."""
         return self._layouts is not None and self._layouts.has_entry(path)
 
-    def _check_rules(self, flat: FlatCall) -> None:
-        """Check the filters in the rules of the function, once for each group of its calls."""
-        # Not those of ambient rules, which are written for more than one function.
-        rules, checked = self._options.rules, flat.group.checked
-        if rules is None or not has_filters(rules) or rules in checked:
-            return
-        check_rules(flat.call, rules, self._signature)
-        checked.add(rules)
-
     def _program(self, flat: FlatCall) -> Program:
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
-        self._check_rules(flat)
+        # Not the filters of ambient rules, which are written for more than one function.
+        if options.rules is not None and has_filters(options.rules):
+            check_rules(flat.call, options.rules, self._signature)
         if not tracing() and self._rules() is None:
             warn_unplaced(name, group.paths, arrays, self._has_entry)
         mesh, mesh_of_arguments = self._meshes(arrays)
@@ -289,31 +284,29 @@ class Jit(Function[_P, _T]):
     ) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated
         argument it replaces."""
-        options = self._options
+        name, layouts = self._signature.name, self._options.out_shardings
         # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
         result = output.tree
-        kept = closed(result, self._donated(flat))
-        if options.out_shardings is not None:
-            layouts = options.out_shardings
-            wanted = resolve_out_shardings(self._signature, result, layouts, mesh)
-            kept = [one or other for one, other in zip(wanted, kept, strict=True)]
-        shardings = check_known(self._signature.name, kept)
+        given: Shardings = [None] * len(output.values)
+        if layouts is not None:
+            given = resolve_out_shardings(self._signature, result, layouts, mesh)
+        shardings = closed(name, result, self._donated(flat), given)
         if all(sharding is None for sharding in shardings):
             return None
         return shardings
 
-    def _donated(self, flat: FlatCall) -> list[Donated]:
+    def _donated(self, flat: FlatCall) -> Donated:
         """The donated arguments, with the shardings that parts of the result keep."""
         shardings = list(map(_named_sharding, flat.arrays))
         paths = flat.group.paths
-        donated, kept = set(donated_indices(paths, self._options.donated)), list[Donated]()
+        indices = set(donated_indices(paths, self._options.donated))
+        donated = dict[StateForm, dict[Path, tuple[NamedSharding | None, ...]]]()
         for name, value in self._signature.each(flat.call):
             own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
-            if not own or own[0] not in donated:
-                continue
-            own_shardings = tuple(shardings[i] for i in own)
-            kept.append(Donated(name, StateForm.of(value), own_shardings))
-        return kept
+            if own and own[0] in indices:
+                kept = tuple(shardings[i] for i in own)
+                donated.setdefault(StateForm.of(value), {})[name] = kept
+        return donated
 
 
 def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
