@@ -2,12 +2,22 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
+from functree.argument_checks import FUNCTION, TEXTS, Flag, checked, parameter_error, shown
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall, Traces
 from functree.calls.function import Function
@@ -432,15 +442,16 @@ def shard_map(fun: Callable[_P, _T], **options: Unpack[MapKeywords]) -> Mapped[_
 def shard_map(
     fun: None = None, **options: Unpack[MapKeywords]
 ) -> Callable[[Callable[_P, _T]], Mapped[_P, _T]]: ...
+@checked("shard_map cannot map so")
 def shard_map(
-    fun: Callable[_P, _T] | None = None,
+    fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
     mesh: MeshLike = None,
     in_specs: LayoutTree = None,
     out_specs: LayoutTree = None,
     rules: LayoutLike = None,
-    axis_names: Collection[str] | None = None,
-    check_vma: bool = True,
+    axis_names: Annotated[Collection[str], TEXTS] | None = None,
+    check_vma: Flag = True,
     shapes: Shapes = "global",
     **refused: object,
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
@@ -520,12 +531,6 @@ def shard_map(
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
         )
-    check(
-        "shard_map cannot map so",
-        fun=(fun, FUNCTION.or_none()),
-        axis_names=(axis_names, TEXTS.or_none()),
-        check_vma=(check_vma, FLAG),
-    )
     # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
     given_mesh = None
     if mesh is not None:
