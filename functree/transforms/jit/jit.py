@@ -11,8 +11,7 @@ from functree.calls.signature import Signature
 from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout, copied
-from functree.transforms.jit.checked_jit import CheckedJit
-from functree.transforms.jit.jitted import Jit, JitOptions
+from functree.transforms.jit.jitted import CheckedJit, Jit, JitOptions
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")

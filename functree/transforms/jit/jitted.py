@@ -1,9 +1,10 @@
-"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a
-call."""
+"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a call;
+and `CheckedJit`, which runs only if all processes compile the same program."""
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
@@ -19,7 +20,7 @@ from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Partial
+from functree.calls.signature import Args, Kwargs, Partial
 from functree.calls.static_arguments import opened
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
@@ -27,12 +28,21 @@ from functree.devices.placement import (
     is_concrete,
     is_deleted,
     refuse_deleted,
+    sharding_text,
     with_devices_of,
 )
 from functree.errors import RuleError, ShardingError, listed, warn
 from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
+from functree.processes.agreement import Agreement, Facts
+from functree.processes.check_processes import (
+    configuration,
+    facts_of,
+    has_values_here,
+    own_text,
+    settings,
+)
 from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.layouts import (
     Donated,
@@ -47,7 +57,7 @@ from functree.transforms.jit.layouts import (
     resolve_out_shardings,
     warn_unplaced,
 )
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -411,3 +421,81 @@ def _repacked(result: Tree, packed: Sequence[Skeleton]) -> Tree:
         return Packed(new.arrays, known[new.static])
 
     return tree_map(packed_again, result, is_leaf=fits)
+
+
+# In several processes
+
+
+class CheckedJit(Jit[_P, _T]):
+    """A function that compares what it compiles with all processes; made by `ft.jit(...,
+    check_processes=True)`."""
+
+    def __init__(
+        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
+    ):
+        super().__init__(fun, partial, traces, options)
+        self._agreed: set[Hashable] = set()  # the compilations that were found to be the same
+        self._compares = False  # whether what is prepared is a call, and not only traced
+
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._compares = jax.process_count() > 1 and not tracing()
+        return super().__call__(*args, **kwargs)
+
+    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
+        """As that of every function; and what a call needs that was not compiled yet is
+        compared."""
+        if not self._compares:
+            return super()._prepare(args, kwargs)
+        try:
+            with ExitStack() as stack:
+                # The other processes are at their first call too, and hear of an error in this one.
+                first = None if self._agreed else stack.enter_context(self._agreement())
+                program, flat = super()._prepare(args, kwargs)
+                key = _key(program, flat)
+                if key not in self._agreed:
+                    agreement = first or stack.enter_context(self._agreement())
+                    agreement.compare(lambda: _facts(program, flat))
+            self._agreed.add(key)
+            return program, flat
+        finally:
+            self._compares = False
+
+    def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
+        """As that of every function; and the values that are placed are compared, as
+        `ft.shard` does. JAX compares them too, when it places them, in words of its own."""
+        if self._compares and (rules is not None or self._layouts is not None):
+            pairs = zip(flat.group.paths, flat.arrays, strict=True)
+            own = [f"{path}: {own_text(x)}" for path, x in pairs if has_values_here(x)]
+            if own:
+                with self._agreement() as agreement:
+                    agreement.compare(lambda: {"arguments": own})
+        return super()._placed(flat, rules)
+
+    def _agreement(self) -> Agreement:
+        return Agreement(f"{self.__name__} does not run", f"{self.__name__}(...)")
+
+
+def _facts(program: Program, flat: FlatCall) -> Facts:
+    """What has to be the same in all processes: the arguments, the mesh, the lowered program."""
+    arguments: list[str] = []
+    for path, x in zip(program.group.paths, flat.arrays, strict=True):
+        # What is in this process alone is on devices of its own, and has to have equal values.
+        if has_values_here(x):
+            arguments.append(f"{path}: {own_text(x)}")
+        else:
+            sharding = sharding_text(getattr(x, "sharding", None))
+            arguments.append(f"{path}: {array_text(x)} {sharding}")
+    facts: dict[str, list[str]] = {"settings": settings(), "arguments": arguments}
+    if program.mesh is not None:
+        facts["mesh"] = facts_of(program.mesh)
+    facts["program"] = facts_of(program.trace(flat.arrays).lower())
+    return facts
+
+
+def _key(program: Program, flat: FlatCall) -> Hashable:
+    """All that a compilation depends on."""
+    return (
+        program,
+        configuration(),
+        tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in flat.arrays),
+    )
