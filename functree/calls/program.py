@@ -130,7 +130,6 @@ def make_program(
     Returns:
         The program, and JAX's `Traced` of the call, which is None under `jax.disable_jit()`.
     """
-    group.see_devices(arrays)
     arguments, given = body.arguments, dict(options or {})
     # Not in a trace: the arrays behind the tracers of an eager `vmap` or `grad` cannot be checked,
     # and JAX 0.10 ends the process if one of them is deleted already. In the trace of an outer jit

@@ -19,12 +19,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from functree.argument_checks import FUNCTION, TEXTS, Flag, checked, parameter_error, shown
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall, Traces
+from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
-from functree.calls.signature import AnyFunction, Partial, Signature
+from functree.calls.signature import AnyFunction, Signature
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -243,13 +243,11 @@ class Mapped(Function[_P, _T]):
     _options: MapOptions
     _door = "shard_map"
 
-    def __init__(
-        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: MapOptions
-    ):
-        super().__init__(fun, partial, traces, options)
+    def _set_up(self) -> None:
         # Parameters without an entry are laid out by the rules.
+        options = self._options
         given = {} if options.in_specs is None else options.in_specs
-        self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
+        self._layouts = ParameterLayouts("in_specs", given, self._signature, options.rules)
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, custom derivative rules have to keep the rules of the

@@ -20,7 +20,7 @@ from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Args, Kwargs, Partial
+from functree.calls.signature import Args, Kwargs
 from functree.calls.static_arguments import opened
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
@@ -96,13 +96,11 @@ class Jit(Function[_P, _T]):
     _door = "jit"
     _places = True
 
-    def __init__(
-        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
-    ):
-        super().__init__(fun, partial, traces, options)
+    def _set_up(self) -> None:
+        options = self._options
         self._layouts: ParameterLayouts | None = None
         if options.in_shardings is not None:
-            self._layouts = ParameterLayouts("in_shardings", options.in_shardings, traces.signature)
+            self._layouts = ParameterLayouts("in_shardings", options.in_shardings, self._signature)
             _check_static(self._layouts, options.static)
         # How often the array at a path was placed.
         self._placings: Counter[Path] = Counter()
@@ -430,10 +428,8 @@ class CheckedJit(Jit[_P, _T]):
     """A function that compares what it compiles with all processes; made by `ft.jit(...,
     check_processes=True)`."""
 
-    def __init__(
-        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
-    ):
-        super().__init__(fun, partial, traces, options)
+    def _set_up(self) -> None:
+        super()._set_up()
         self._agreed: set[Hashable] = set()  # the compilations that were found to be the same
         self._compares = False  # whether what is prepared is a call, and not only traced
 
