@@ -217,14 +217,18 @@ class Jit(Function[_P, _T]):
             check_rules(flat.call, options.rules, self._signature)
         if not tracing() and self._rules() is None:
             warn_unplaced(name, group.paths, arrays, self._has_entry)
-        mesh, mesh_of_arguments = self._meshes(arrays)
+        mesh, of_arguments = self._mesh(arrays), None
+        if mesh is None:
+            of_arguments = first_mesh(arrays)
+            # A program that does not depend on the shardings of its arguments is used on any mesh.
+            mesh = of_arguments if self._by_shardings else None
         if self._layouts is not None:
             mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
         check_mesh(name, group.paths, arrays, mesh)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
-        surroundings = Surroundings(mesh or mesh_of_arguments, self._rules())
+        surroundings = Surroundings(mesh or of_arguments, self._rules())
         body = self._body(flat, surroundings)
         if body.arguments.donated:
             check_donated(name, group.paths, arrays, body.arguments, by_buffer=True)
@@ -245,32 +249,23 @@ class Jit(Function[_P, _T]):
         if traced is None:
             return program
         warn_constants(name, self._partial.fun, traced)
-        if mesh_of_arguments is None or _uses_mesh(traced.jaxpr.jaxpr):
+        if of_arguments is None or _uses_mesh(traced.jaxpr.jaxpr):
             return program
         # JAX drops unused arguments, and chooses the devices by the others. If it drops all that
         # are on a mesh, it would run on the default device.
-        if isinstance(mesh_of_arguments, Mesh):
-            return replace(program, entered=mesh_of_arguments)
+        if isinstance(of_arguments, Mesh):
+            return replace(program, entered=of_arguments)
         if "sharding_constraint" in str(traced.jaxpr):
             raise _lost_mesh(name)
         return program
 
-    def _meshes(
-        self, arrays: Sequence[AnyArray]
-    ) -> tuple[Mesh | AbstractMesh | None, Mesh | AbstractMesh | None]:
-        """The mesh of a call, and that of its arguments if no other one was given."""
-        mesh = self._options.mesh
-        if mesh is None:
-            mesh = current_mesh()
-            if isinstance(mesh, AbstractMesh) and not tracing():
-                # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the
-                # devices.
-                mesh = with_devices_of(mesh, arrays)
-        if mesh is not None:
-            return mesh, None
-        of_arguments = first_mesh(arrays)
-        # A program that does not depend on the shardings of its arguments is used on any mesh.
-        return of_arguments if self._by_shardings else None, of_arguments
+    def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
+        """The mesh of a call, if it is not that of its arguments."""
+        mesh = self._options.mesh or current_mesh()
+        if mesh is not self._options.mesh and isinstance(mesh, AbstractMesh) and not tracing():
+            # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
+            return with_devices_of(mesh, arrays)
+        return mesh
 
     def _body(self, flat: FlatCall, surroundings: Surroundings) -> Body:
         """The body for a call: one for all programs with the same surroundings and the same donated
