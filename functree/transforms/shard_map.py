@@ -17,7 +17,7 @@ from typing import (
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FUNCTION, TEXTS, Flag, checked, parameter_error, shown
+from functree.argument_checks import FUNCTION, TEXTS, Flag, check, checked, parameter_error, shown
 from functree.calls.body import Arguments, Body
 from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.function import Function
@@ -309,34 +309,28 @@ class Mapped(Function[_P, _T]):
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
-        if outer.manual_axes:
-            if dict(mesh.shape) != dict(outer.shape):
-                around = mesh_view(outer)
-                raise ShardingError(
-                    f"{name}: its mesh is {view}, but it is called inside a shard_map over "
-                    f"{around}: leave `mesh=` out"
-                )
-            mesh = outer  # it records which axes are Manual
+        where = ""
+        if outer.manual_axes and dict(mesh.shape) != dict(outer.shape):
+            where = f"inside a shard_map over {mesh_view(outer)}"
         elif tracing() and not outer.empty and outer.size != mesh.size:
             # JAX would say it of a context that the user has not entered.
+            where = f"on the mesh {mesh_view(outer)}, of another number of devices"
+        if where:
             raise ShardingError(
-                f"{name}: its mesh is {view}, but it is called on the mesh {mesh_view(outer)}, of "
-                "another number of devices: leave `mesh=` out"
+                f"{name}: its mesh is {view}, but it is called {where}: leave `mesh=` out"
             )
+        if outer.manual_axes:
+            mesh = outer  # it records which axes are Manual
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = self._options.axis_names or free
         if not wanted:
             raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         for axis in wanted:
-            if axis in outer.manual_axes:
-                raise ShardingError(
-                    f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}"
-                )
             if axis not in free:
-                near = did_you_mean(axis, free)
-                raise ShardingError(
-                    f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{near}"
-                )
+                why = f"is not in the mesh {view}{did_you_mean(axis, free)}"
+                if axis in outer.manual_axes:
+                    why = f"is manual already, on the mesh {view}"
+                raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")
         return ManualMesh(mesh, frozenset(wanted))
 
 
@@ -448,7 +442,7 @@ def shard_map(
     in_specs: LayoutTree = None,
     out_specs: LayoutTree = None,
     rules: LayoutLike = None,
-    axis_names: Annotated[Collection[str], TEXTS] | None = None,
+    axis_names: Collection[str] | None = None,
     check_vma: Flag = True,
     shapes: Shapes = "global",
     **refused: object,
@@ -529,6 +523,7 @@ def shard_map(
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
         )
+    check("shard_map cannot map so", axis_names=(axis_names, TEXTS.or_none()))
     # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
     given_mesh = None
     if mesh is not None:
