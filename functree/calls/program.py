@@ -171,9 +171,7 @@ def make_program(
     if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)
-    # JAX passes traced arrays that a function closes over as further arguments.
-    is_kept = len(traced.jaxpr.in_avals) == len(arrays)
-    return make(jitted, out_shardings=out_shardings, has_checks=checks, is_kept=is_kept), traced
+    return make(jitted, out_shardings=out_shardings, has_checks=checks), traced
 
 
 def _by_constraints(shardings: Shardings) -> bool:

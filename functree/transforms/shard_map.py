@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import (
     Annotated,
     Any,
@@ -262,9 +263,12 @@ class Mapped(Function[_P, _T]):
         context = functools.partial(Surroundings(None, rules).entered, ())
         arguments = Arguments(flat.group.paths, ())
         body = Body(compute, arguments, self._traces, context)
-        program, _ = make_program(
+        program, traced = make_program(
             flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
         )
+        # JAX passes traced arrays that a function closes over as further arguments.
+        if traced is not None and len(traced.jaxpr.in_avals) > len(flat.arrays):
+            return replace(program, is_kept=False)
         return program
 
     def _computation(

@@ -47,8 +47,7 @@ def _is_names(value: object) -> bool:
 
 _Names = str | Iterable[str]
 _NAMES = Takes("the name of a parameter, or several in a tuple", _is_names)
-_NAMES_OR_NONE = Takes("the name of a parameter, several in a tuple", _is_names).or_none()
-_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names).or_none()
+_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names)
 
 
 @checked("accumulate cannot divide the batch")
@@ -56,11 +55,11 @@ def accumulate(
     fn: Annotated[Callable[_P, _T], FUNCTION],
     steps: Size,
     *,
-    batch: Annotated[_Names | None, _NAMES_OR_NONE] = None,
+    batch: Annotated[_Names, _NAMES] | None = None,
     keys: Annotated[_Names, _NAMES] = (),
     carry: Annotated[_Names, _NAMES] = (),
     weighted: Flag = False,
-    over: Annotated[_Names | None, _MESH_AXES] = None,
+    over: Annotated[_Names, _MESH_AXES] | None = None,
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, by one `lax.scan`, and average the
     results.

@@ -136,9 +136,7 @@ def jit(
     # A plan needs no more than sizes, but a program is compiled for devices.
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit runs on devices: give a `Mesh`, not sizes")
-    layout = None
-    if rules is not None:
-        layout = as_layout(rules)
+    layout = None if rules is None else as_layout(rules)
     # Copies, because the traces are shared by the options as they are now.
     layouts = copied(in_shardings), copied(out_shardings)
     own: dict[str, object] = {"keep_unused": keep_unused, "inline": inline}
