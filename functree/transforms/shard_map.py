@@ -170,10 +170,6 @@ class ManualMesh(NamedTuple):
         """The spec without the mesh axes that are not Manual here."""
         return without(spec, set(self.mesh.axis_names) - self.axes)
 
-    def refuse(self, name: str, problems: Sequence[Problem]) -> ShardingError:
-        """The error that lists all problems of a call."""
-        return refuse(problems, mesh_view(self.mesh), f"{name}: ")
-
     # Problems that a plan does not find
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
@@ -289,7 +285,7 @@ class Mapped(Function[_P, _T]):
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.misplaced(leaf, spec)
         if problems:
-            raise manual.refuse(signature.name, problems)
+            raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
         traced = _traced_once(signature, self._traces.fun, group, options.shapes, rules)
         if not tracing():
             # Programs that differ only in where their arguments are share one trace of the user's
@@ -416,7 +412,7 @@ def _specs_of_result(
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.varying(leaf, spec)
     if problems:
-        raise manual.refuse(signature.name, problems)
+        raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
     return specs
 
 
