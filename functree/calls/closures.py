@@ -60,12 +60,13 @@ def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
             waiting.extend((path / key, child) for key, child in below)
             continue
         yield path, node
-        # By the variable alone: what keeps the function need not have a name.
+        # These paths begin with the variable, since the function itself need not have a name.
         if callable(node):
             waiting.extend(_named(kept_by(node)))
 
 
 def _named(values: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
+    """Variables with their paths, which are their names."""
     return ((Path((name,)), value) for name, value in values.items())
 
 

@@ -261,8 +261,10 @@ class Jit(Function[_P, _T]):
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
         """The mesh of a call, if it is not that of its arguments."""
-        mesh = self._options.mesh or current_mesh()
-        if mesh is not self._options.mesh and isinstance(mesh, AbstractMesh) and not tracing():
+        if self._options.mesh is not None:
+            return self._options.mesh
+        mesh = current_mesh()
+        if isinstance(mesh, AbstractMesh) and not tracing():
             # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
             return with_devices_of(mesh, arrays)
         return mesh

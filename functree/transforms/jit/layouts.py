@@ -444,7 +444,8 @@ def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shard
         keys, node = waiting.pop()
         below, start = children(node), len(shardings)
         if below is None:
-            shardings += given[start : start + is_array(node)]
+            if is_array(node):
+                shardings.append(given[start])
             continue
         # To compute the form of every part would be slow.
         same = donated.get(StateForm.of(node), {}) if type(node) in roots else {}
