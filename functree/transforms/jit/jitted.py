@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Traced
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
@@ -249,15 +250,7 @@ class Jit(Function[_P, _T]):
         if traced is None:
             return program
         warn_constants(name, self._partial.fun, traced)
-        if of_arguments is None or _uses_mesh(traced.jaxpr.jaxpr):
-            return program
-        # JAX drops unused arguments, and chooses the devices by the others. If it drops all that
-        # are on a mesh, it would run on the default device.
-        if isinstance(of_arguments, Mesh):
-            return replace(program, entered=of_arguments)
-        if "sharding_constraint" in str(traced.jaxpr):
-            raise _lost_mesh(name)
-        return program
+        return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
         """The mesh of a call, if it is not that of its arguments."""
@@ -376,13 +369,27 @@ def _uses_mesh(jaxpr: Any) -> bool:
     return any(id(x) in needed and not x.aval.sharding.mesh.empty for x in jaxpr.invars)
 
 
-def _lost_mesh(name: str) -> ShardingError:
-    """The error for a function, called in a trace, whose constraints would have no effect."""
-    return ShardingError(
-        f"{name} constrains arrays on the mesh of its arguments, but its result depends on none "
-        "that is on the mesh. JAX drops unused arguments, and the constraints with them: "
-        f"{NO_MESH} with a `Mesh`"
-    )
+def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
+    """A program that runs on the mesh of its arguments, even if its result depends on none of
+    them.
+
+    JAX drops unused arguments, and chooses the devices by the others. If it drops all that are on a
+    mesh, it would run on the default device.
+
+    Raises:
+        ShardingError: the program is called in a trace, and its constraints would have no effect.
+    """
+    if _uses_mesh(traced.jaxpr.jaxpr):
+        return program
+    if isinstance(mesh, Mesh):
+        return replace(program, entered=mesh)
+    if "sharding_constraint" in str(traced.jaxpr):
+        raise ShardingError(
+            f"{program.name} constrains arrays on the mesh of its arguments, but its result "
+            "depends on none that is on the mesh. JAX drops unused arguments, and the constraints "
+            f"with them: {NO_MESH} with a `Mesh`"
+        )
+    return program
 
 
 # Packed trees
