@@ -37,7 +37,6 @@ class CallGroup:
         last: the key and the program of the last call.
         shardings: the shardings of the arrays of the last call, and the same without repetition.
         placements: the shardings of arguments that nobody has placed, by all that decides them.
-        checked: the rules whose filters were found to decide about leaves of these calls.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -52,7 +51,6 @@ class CallGroup:
         self.last: tuple[Hashable, Any] | None = None
         self.shardings: tuple[tuple[Sharding, ...], frozenset[Sharding]] = (), frozenset()
         self.placements: dict[Hashable, Any] = {}
-        self.checked: set[Hashable] = set()
         self._form: Form | None = None
 
     def take(self, call: Tree) -> list[Tree] | Refusal:

@@ -41,25 +41,33 @@ def used_globals(fun: Any) -> dict[str, Any]:
 
 
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of some variables with their paths, the outermost first.
+    """The leaves of some variables, and of what functions among them keep, with their paths, the
+    outermost first.
 
     Not by `functree.tree.nodes.walk`: a program may close over what is no tree for JAX, such as a
     dict with keys of several types, or a list that contains itself.
     """
-    waiting = deque((Path((name,)), value) for name, value in values.items())
-    seen: dict[
-        int, Any
-    ] = {}  # by identity; with the objects, so that their identities stay their own
+    waiting = deque[tuple[Path, Any]](_named(values))
+    # By identity; with the objects, so that their identities stay their own.
+    seen: dict[int, Any] = {}
     while waiting:
         path, node = waiting.popleft()
         if id(node) in seen:
             continue
         seen[id(node)] = node
         below = _below(node)
-        if below is None:
-            yield path, node
-        else:
+        if below is not None:
             waiting.extend((path / key, child) for key, child in below)
+            continue
+        yield path, node
+        # These paths begin with the variable, since the function itself need not have a name.
+        if callable(node):
+            waiting.extend(_named(kept_by(node)))
+
+
+def _named(values: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
+    """Variables with their paths, which are their names."""
+    return ((Path((name,)), value) for name, value in values.items())
 
 
 def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
@@ -72,17 +80,6 @@ def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
         return children(node)
     except (TypeError, ValueError):  # such as an `eqx.nn.State` of which a new one was made
         return None
-
-
-def held_at_any_depth(variables: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The same, and what functions among these leaves keep."""
-    waiting, seen = [variables], set[int]()
-    while waiting:
-        for path, value in held(waiting.pop()):
-            if callable(value) and id(value) not in seen:
-                seen.add(id(value))
-                waiting.append(kept_by(value))
-            yield path, value
 
 
 def kept_by(fun: Any) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.extend.linear_util import WrappedFun, transformation2
 from jax.tree_util import tree_leaves, tree_structure, tree_unflatten
 
+from functree.tree.jaxprs import all_equations
+
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
@@ -27,16 +29,11 @@ differentiates."""
 
 
 def has_derivatives(value: object) -> bool:
-    """Whether a function, or one that it calls, has custom derivative rules."""
-    if isinstance(value, tuple | list):
-        return any(map(has_derivatives, value))
+    """Whether a value is a traced function that has custom derivative rules, or calls one that has
+    some."""
     if not isinstance(value, ClosedJaxpr | Jaxpr):
         return False
-    for equation in value.eqns:
-        params = equation.params
-        if not _RULES.isdisjoint(params) or any(map(has_derivatives, params.values())):
-            return True
-    return False
+    return any(not _RULES.isdisjoint(equation.params) for equation in all_equations(value))
 
 
 def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
@@ -65,10 +62,10 @@ class _Rewriting:
 
     def value(self, value: Any) -> Any:
         """A parameter of an equation, or a result of a rule: the functions in it are rewritten."""
+        if isinstance(value, tuple | list) and any(map(has_derivatives, value)):
+            return type(value)(map(self.value, value))
         if not has_derivatives(value):
             return value
-        if isinstance(value, tuple | list):
-            return type(value)(map(self.value, value))
         if id(value) not in self._known:
             self._known[id(value)] = value, self._function(value)
         return self._known[id(value)][1]

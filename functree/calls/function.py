@@ -70,6 +70,7 @@ class Function(Generic[_P, _T]):
         self._signature, self._groups = traces.signature, traces.groups
         self._log, self._used = Log(traces.signature.name), set[Program]()
         self.compilations = self._log.records
+        self._set_up()
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         # A call of a compiled function may take 300 µs, and each Python function that it calls
@@ -180,6 +181,9 @@ class Function(Generic[_P, _T]):
 
     # For subclasses
 
+    def _set_up(self) -> None:
+        """Read from the options what the calls need."""
+
     def _rules(self) -> Layout | None:
         """The rules that are ambient in the body of a call that is made now."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
@@ -222,13 +226,13 @@ class Function(Generic[_P, _T]):
         if last is None or last[0] != key:
             program = group.programs.get(key)
             if program is None:
-                several_devices = group.several_devices
                 check_identity(self._signature, flat.call)
+                group.see_devices(flat.arrays)
                 program = self._program(flat)
-                # The key has more elements once calls of the group are on several devices, and
-                # `_program` may have found that.
-                if group.several_devices is not several_devices:
-                    key = self._key(flat, rules)
+                if not program.is_kept:
+                    return program, flat
+                # It has more elements once calls of the group are on several devices.
+                key = self._key(flat, rules)
                 group.programs[key] = program
                 self._used.add(program)
             group.last = last = key, program

@@ -6,7 +6,7 @@ import jax
 from jax.core import Tracer
 from jax.tree_util import GetAttrKey, register_pytree_with_keys
 
-from functree.calls.closures import held_at_any_depth, kept_by
+from functree.calls.closures import held, kept_by
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import HIJAX_REMEDY, is_hijax
 from functree.errors import FunctreeError, FunctreeTypeError, Problem, count
@@ -147,8 +147,8 @@ def _outliving(value: object) -> tuple[str, str, str] | None:
         remedy = "declare the field without `static=True`"
         return "", "is a traced array in a static field", remedy
     if callable(value) and not isinstance(value, type):
-        for path, held in held_at_any_depth(kept_by(value)):
-            if isinstance(held, Tracer):
+        for path, variable in held(kept_by(value)):
+            if isinstance(variable, Tracer):
                 remedy = (
                     "make it an array of the result; or make the object outside of the trace, and "
                     "then `ft.shard` it"

@@ -47,6 +47,8 @@ class Program:
             can be.
         has_checks: whether it has checks of Equinox, for which a call waits. Those of a program
             inside of another one are checks of the outer one.
+        is_kept: whether later calls may use it. Not if it closes over a traced array, whose trace
+            has ended then.
     """
 
     group: CallGroup
@@ -58,6 +60,7 @@ class Program:
     out_shardings: Shardings | None = None
     donates: bool = False
     has_checks: bool = False
+    is_kept: bool = True
 
     @property
     def name(self) -> str:
@@ -127,7 +130,6 @@ def make_program(
     Returns:
         The program, and JAX's `Traced` of the call, which is None under `jax.disable_jit()`.
     """
-    group.see_devices(arrays)
     arguments, given = body.arguments, dict(options or {})
     # Not in a trace: the arrays behind the tracers of an eager `vmap` or `grad` cannot be checked,
     # and JAX 0.10 ends the process if one of them is deleted already. In the trace of an outer jit

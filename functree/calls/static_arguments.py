@@ -55,18 +55,11 @@ def with_static(call: Record, names: frozenset[str]) -> Record:
         if name in names:
             values.append(StaticArgument(value))
         elif type(value) is dict:  # perhaps `**more`, in which single arguments may be static
-            values.append(_with_static_items(name, value, names))
+            static = {k: StaticArgument(x) for k, x in value.items() if f"{name}.{k}" in names}
+            values.append({**value, **static})
         else:
             values.append(value)
     return type(call)(*values)
-
-
-def _with_static_items(
-    name: str, values: dict[str, Tree], names: frozenset[str]
-) -> dict[str, Tree]:
-    """A dict with static leaves for some of its keys; the same dict if there are none."""
-    static = {key: StaticArgument(x) for key, x in values.items() if f"{name}.{key}" in names}
-    return {**values, **static} if static else values
 
 
 def opened(call: Sequence[Tree]) -> list[Tree]:

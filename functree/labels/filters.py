@@ -28,6 +28,9 @@ class Filter:
 
     __slots__ = ()
 
+    parts: "tuple[Filter, ...]" = ()
+    """The filters that this one is made of."""
+
     @abstractmethod
     def __call__(self, leaf: Leaf, /) -> bool:
         """Whether the leaf matches."""
@@ -45,7 +48,7 @@ class Filter:
         return _joined(Disjunction, other, self)
 
     def __invert__(self) -> "Filter":
-        return Negation(self)
+        return Negation((self,))
 
 
 @dataclass(frozen=True, repr=False)
@@ -77,15 +80,15 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Leaves that the part does not match; made by `~`."""
+    """Leaves that its one part does not match; made by `~`."""
 
-    part: Filter
+    parts: tuple[Filter, ...]
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return not self.part(leaf)
+        return not self.parts[0](leaf)
 
     def __repr__(self) -> str:
-        return f"~{_operand(self.part, Conjunction | Disjunction)}"
+        return f"~{_operand(self.parts[0], Conjunction | Disjunction)}"
 
 
 def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
@@ -196,37 +199,37 @@ def glob(pattern: str) -> Filter:
 
 @dataclass(frozen=True, repr=False)
 class Regex(Filter):
-    """Leaves whose path as text matches a compiled regular expression, from its beginning to its
-    end."""
+    """Leaves whose path matches a regular expression; made by `ft.regex`, or written as a compiled
+    expression.
+
+    Attributes:
+        pattern: the expression.
+        separator: the text between the keys of a path, in which the expression is found anywhere;
+            None for a compiled expression, which matches the whole text of a path.
+    """
 
     pattern: re.Pattern[str]
+    separator: str | None = None
 
     def __call__(self, leaf: Leaf, /) -> bool:
-        return leaf.seen is not None and self.pattern.fullmatch(str(leaf.seen)) is not None
-
-    def __repr__(self) -> str:
-        return repr(self.pattern)
-
-
-@dataclass(frozen=True, repr=False)
-class Search(Filter):
-    """Leaves in whose path a regular expression is found; made by `ft.regex`."""
-
-    pattern: str
-    separator: str
-
-    def __call__(self, leaf: Leaf, /) -> bool:
-        return leaf.seen is not None and re.search(self.pattern, self.text(leaf.seen)) is not None
+        if leaf.seen is None:
+            return False
+        match = self.pattern.fullmatch if self.separator is None else self.pattern.search
+        return match(self.text(leaf.seen)) is not None
 
     def text(self, path: Path) -> str:
-        """A path as other libraries join its keys: a quoted key would never match their
-        patterns."""
+        """The text of a path that the expression is for."""
+        if self.separator is None:
+            return str(path)
+        # As other libraries join keys: a quoted key would never match their patterns.
         return self.separator.join(map(str, path))
 
     def __repr__(self) -> str:
+        if self.separator is None:
+            return repr(self.pattern)
         if self.separator == ".":
-            return f"regex({self.pattern!r})"
-        return f"regex({self.pattern!r}, separator={self.separator!r})"
+            return f"regex({self.pattern.pattern!r})"
+        return f"regex({self.pattern.pattern!r}, separator={self.separator!r})"
 
 
 def regex(pattern: str, separator: str = ".") -> Filter:
@@ -260,10 +263,9 @@ def regex(pattern: str, separator: str = ".") -> Filter:
             f"{shown(pattern)} and {shown(separator)}"
         )
     try:
-        re.compile(pattern)
+        return Regex(re.compile(pattern), separator)
     except re.error as error:
         raise RuleError(f"regex({pattern!r}): not a regular expression: {error}") from error
-    return Search(pattern, separator)
 
 
 @dataclass(frozen=True, repr=False)
@@ -354,24 +356,23 @@ def patterns(item: Filter) -> Iterator[Filter]:
 def naming(item: Filter) -> Iterator[Filter]:
     """The parts of a filter that name something of one tree: patterns and classes, and not
     properties such as axes."""
-    match item:
-        case Glob() | ExactPath() | Regex() | Search() | ClassFilter():
-            yield item
-        case Conjunction() | Disjunction():
-            for part in item.parts:
-                yield from naming(part)
-        case Negation():
-            yield from naming(item.part)
+    for part in atoms(item):
+        if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
+            yield part
+
+
+def atoms(item: Filter) -> Iterator[Filter]:
+    """The filters in a filter that are not made of others."""
+    if not item.parts:
+        yield item
+    for part in item.parts:
+        yield from atoms(part)
 
 
 def negated_patterns(item: Filter) -> Iterator[Filter]:
     """The patterns in a filter that say what it does not match."""
-    match item:
-        case Negation():
-            yield from patterns(item.part)
-        case Conjunction() | Disjunction():
-            for part in item.parts:
-                yield from negated_patterns(part)
+    for part in item.parts:
+        yield from patterns(part) if isinstance(item, Negation) else negated_patterns(part)
 
 
 def first_name(pattern: Filter) -> Path:
@@ -506,9 +507,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
         case Glob():
             return meant_glob(item.pattern, paths)
         case Regex():
-            return did_you_mean(item.pattern.pattern, paths)
-        case Search():
-            return did_you_mean(item.pattern, map(item.text, paths))
+            return did_you_mean(item.pattern.pattern, map(item.text, paths))
         case ExactPath():
             return did_you_mean(item.path, paths)
         case ClassFilter():

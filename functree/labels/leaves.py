@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.core import Tracer
-from jax.tree_util import GetAttrKey, tree_leaves, tree_structure
+from jax.tree_util import GetAttrKey, tree_leaves
 
 from functree.argument_checks import check_tree
 from functree.errors import (
@@ -123,7 +123,7 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         if given.by_leaf and not given.by_module:
             walk.problems += unmatched(node, path, (given,))
     paths = [leaf.path for leaf in walk.leaves]
-    skeleton = Skeleton(tree_structure(tree), walk.indices, walk.others, paths)
+    skeleton = Skeleton.of(tree, paths)
     unused: list[type] = []
     for cls, given in walk.names.items():
         # `ft.equinox_names` has all layers, and no tree does.
@@ -236,9 +236,6 @@ class _Walk:
     def __init__(self, names: Mapping[type, Names]):
         self.names = names
         self.leaves: list[Leaf] = []
-        self.indices: list[int] = []  # the indices of the arrays, among all leaves in JAX's order
-        self.others: list[tuple[int, Any]] = []  # (index, value) of the leaves that are not arrays
-        self.size = 0  # the number of leaves so far
         self.problems: list[Problem] = []
         self.unheld: list[Problem] = []  # arrays that JAX cannot hold
         self.kinds: dict[type, Kind] = {}
@@ -267,8 +264,6 @@ class _Walk:
         elif kind is STATIC:
             if is_unheld_number(node):
                 self.unheld.append(unheld_problem(Path(path), node))
-            self.others.append((self.size, node))
-            self.size += 1
         elif kind is SEQUENCE:
             inside = inside_of(context, type(node))
             for i, child in enumerate(node):
@@ -280,7 +275,7 @@ class _Walk:
         elif kind is STATE:
             self._state(node, path, context)
         elif kind is PACKED:
-            self._packed(node, path, hint, context)
+            self.visit(node.tree, path, _of_packed(node, hint), context)
         elif kind is EQUINOX_STATE:
             opened = given_at(node, len(path), context.pending, self.names)
             inside = _in_module(node, inside_of(context, type(node)), opened, None)
@@ -322,8 +317,6 @@ class _Walk:
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
         """Note an array."""
-        self.indices.append(self.size)
-        self.size += 1
         within, stack, given, buffer, pending, unread = context
         place = Path(path)
         if pending is not None:
@@ -379,27 +372,6 @@ class _Walk:
                     self.used.add(given.cls)
             self.problems += unmatched(node, path, opened)
 
-    def _packed(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
-        """Visit a packed tree: the leaves of the tree that was packed, with the indices that they
-        have in this one."""
-        # `Packed[X]` annotates the tree that was packed by X.
-        for origin, args in hint.generics:
-            if origin is type(node) and args:
-                hint = args[0]
-                break
-        places, others, first = len(self.indices), len(self.others), self.size
-        self.visit(node.tree, path, hint, context)
-        # The arrays are in the same order, but the static leaves of the tree are not leaves of the
-        # packed tree. So the indices from the visit are replaced.
-        del self.indices[places:], self.others[others:]
-        self.size = first
-        for leaf in tree_leaves(node):
-            if is_array(leaf):
-                self.indices.append(self.size)
-            else:
-                self.others.append((self.size, leaf))
-            self.size += 1
-
     def _state(self, node: StateMapping, path: Keys, context: Context) -> None:
         """Visit state, which has an entry for each of its children: the path in the model, the
         axes, the stacks."""
@@ -408,19 +380,22 @@ class _Walk:
         # of them.
         children = tree_leaves(node, is_leaf=lambda x: x is None)
         for entry, child in zip(node.entries(), children, strict=True):
-            if child is None:
+            if not is_array(child):
                 continue
-            if is_array(child):
-                self.indices.append(self.size)
-                place = Path((*path, *entry.path))
-                # One layer of a stack has values without the leading dimensions of the stack.
-                unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
-                declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
-                axes = state_axes(child, place, declared)
-                self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
-            else:
-                self.others.append((self.size, child))
-            self.size += 1
+            place = Path((*path, *entry.path))
+            # One layer of a stack has values without the leading dimensions of the stack.
+            unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
+            declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
+            axes = state_axes(child, place, declared)
+            self.leaves.append(Leaf(place, child, *axes, within, place, (), stacked))
+
+
+def _of_packed(node: Tree, hint: Hint) -> Hint:
+    """The annotation of the tree that was packed: X in `Packed[X]`."""
+    for origin, args in hint.generics:
+        if origin is type(node) and args:
+            return args[0]
+    return hint
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
@@ -480,20 +455,22 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
         ShardingError: an array has another number of dimensions, or is annotated with other axes;
             the error lists the arrays by path.
     """
-    given: list[Axes | None] = []  # for each leaf of the tree; leaves that are not arrays count too
-    for one, _, subtree in aligned(axes, tree, _AXES):
-        named = None if one is None else Axes.of(one)
-        if named is not None and children(subtree) is None and not is_array(subtree):
+    given: dict[Keys, Axes] = {}
+    for one, path, subtree in aligned(axes, tree, _AXES):
+        if one is None:
+            continue
+        given[path] = Axes.of(one)
+        if children(subtree) is None and not is_array(subtree):
             kind = type(subtree).__name__
             raise ShardingError(
-                f'axes="{named}" names the dimensions of a bare array, but this is a {kind}'
+                f'axes="{given[path]}" names the dimensions of a bare array, but this is a {kind}'
             )
-        given += [named] * tree_structure(subtree).num_leaves
     named_leaves, problems = list(leaves.leaves), list[Problem]()
-    for i, (place, leaf) in enumerate(zip(leaves.skeleton.indices, leaves.leaves, strict=True)):
-        own = given[place]
-        if own is None:
+    for i, leaf in enumerate(leaves.leaves):
+        place = first_beginning(leaf.path, given)
+        if place is None:
             continue
+        own = given[place]
         if leaf.annotated and leaf.axes != own:
             why = f'is annotated "{leaf.axes}", but `axes` names it "{own}"'
             problems.append(

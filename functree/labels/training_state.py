@@ -4,12 +4,12 @@ optimizer's state follow the parameters."""
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from functree.labels.filters import ExactPath, Filter, Glob, first_name
+from functree.labels.filters import Filter, Glob, first_name
 from functree.labels.leaf import FollowedLeaf, Leaf, Root
 from functree.labels.optimizer.followed_parameters import TrainedModel
 from functree.labels.optimizer.optimizer_state import followed_by, following
 from functree.tree.interfaces import TrainingState
-from functree.tree.paths import Path, first_beginning, tokens
+from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, OPTIMIZER = "model", "opt_state"
@@ -21,16 +21,9 @@ FOLLOWING = (OPTIMIZER, "step", "key")
 def names_field(pattern: Filter) -> bool:
     """Whether a pattern begins with a field of a training state. The fields `step` and `key` have
     nothing below them: `key.weight` is for a model."""
-    match pattern:
-        case Glob():
-            parts: Sequence[object] = list(tokens(pattern.pattern))
-        case ExactPath():
-            parts = pattern.path
-        case _:
-            return False
     if first_name(pattern) in ((MODEL,), (OPTIMIZER,), ("state",)):
         return True
-    return len(parts) == 1 and parts[0] in FOLLOWING
+    return isinstance(pattern, Glob) and pattern.pattern in FOLLOWING
 
 
 class Scope(NamedTuple):
@@ -81,12 +74,12 @@ def label_paths(
 
 def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
     """A leaf that is in no training state."""
-    seen, roots = Path(leaf.path[scope.start :]), leaf.roots
-    if scope.argument is not None:
-        roots = (_root(leaf.path, scope.argument, -1, scope),)
-        if scope.shared and not seen:
-            return leaf._replace(seen=None, roots=roots)
-    return leaf._replace(seen=seen, roots=roots)
+    seen: Path | None = Path(leaf.path[scope.start :])
+    if scope.shared and not seen:
+        seen = None
+    if scope.argument is None:
+        return leaf._replace(seen=seen)
+    return leaf._replace(seen=seen, roots=(_root(leaf.path, scope.argument, -1, scope),))
 
 
 def _root(path: Path, index: int, field: int, scope: Scope) -> Root:

@@ -172,7 +172,11 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
     """What is wrong with layouts themselves, and not with a single leaf."""
     problems: dict[Problem, list[Part]] = {}
     for same in _by_layout(groups):
-        for problem in _problems_of_one(same, view):
+        leaves = [leaf for group in same for leaf in group.leaves]
+        # Arguments that share a layout share the object.
+        layouts = {id(one): one for group in same for one in group.reached}.values()
+        own = [own_problems(layout, leaves, view) for layout in layouts]
+        for problem in chain(*own, _filter_problems(same)):
             problems.setdefault(problem, []).extend(group.part for group in same)
     # Two parts of a tree may have equal layouts, and report the same problem.
     return list(starmap(_of_parts, problems.items()))
@@ -185,15 +189,6 @@ def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
         shared = group.part.scope.shared
         joined.setdefault((id(group.part.layout) if shared else i, shared), []).append(group)
     return joined.values()
-
-
-def _problems_of_one(groups: Sequence[Group], view: MeshView) -> Iterator[Problem]:
-    """The problems of one layout, from all leaves that it is for."""
-    leaves = [leaf for group in groups for leaf in group.leaves]
-    # Arguments that share a layout share the object.
-    for layout in {id(one): one for group in groups for one in group.reached}.values():
-        yield from own_problems(layout, leaves, view)
-    yield from _filter_problems(groups)
 
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
@@ -272,21 +267,16 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     if all(dim is None for dim in follows.dims):
         return start.because(INDEPENDENT)
     dimensions: list[Dimension] = []
-    kept: list[str] = []
     for dim in follows.dims:
-        if dim is None:
-            dimensions.append(WHOLE)
-            kept.append("unsharded")
-            continue
+        one = WHOLE if dim is None else parameter.dimensions[dim]
         # The source is that of the parameter, so that what is wrong with both is said in the same
         # words. An unsharded dimension has none: checks of sharded dimensions go by it.
-        one = parameter.dimensions[dim]
         source = one.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(one.mesh_axes, source) if one.mesh_axes else WHOLE)
-        kept.append(str(dim))
     reason, same = f"as {name}", follows.path
     # Unless it has all dimensions in their order, the reason lists them.
     if not follows.has_all_of(len(parameter.dimensions)):
+        kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", its dimensions {', '.join(kept)}"
         same = None
     return Decision(

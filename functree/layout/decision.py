@@ -4,7 +4,7 @@ This module also has the problems of a leaf, and the error that lists the proble
 """
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -29,34 +29,18 @@ Fault = tuple[str, str]
 """What is wrong with a leaf, and what to change."""
 
 
-class ChosenBy(NamedTuple):
-    """The filter that chose a layout for a leaf.
-
-    Attributes:
-        key: what tells the `StateSharding` from others.
-        number: the index of the filter.
-        text: the filter as a user writes it.
-    """
-
-    key: object
-    number: int
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
-
-
 class Reason(NamedTuple):
     """Why a layout has decided so. It is a value; its text is made where it is printed.
 
     Attributes:
         parts: what decided, in order: rules, a spec, the reasons of an inner layout. Anything whose
             `str` is what a user should read.
-        chosen_by: the filter that chose the layout, or a word for what did; empty if none did.
+        chosen_by: the filter that chose the layout, as a user writes it, or a word for what did;
+            empty if none did.
     """
 
     parts: tuple[object, ...]
-    chosen_by: ChosenBy | str = ""
+    chosen_by: str = ""
 
     def __str__(self) -> str:
         separator = ", "
@@ -66,14 +50,6 @@ class Reason(NamedTuple):
         if not self.chosen_by:
             return text
         return f"{self.chosen_by}: {text}"
-
-    def choices(self) -> Iterator[ChosenBy]:
-        """The filters that chose layouts, here and in inner reasons."""
-        if isinstance(self.chosen_by, ChosenBy):
-            yield self.chosen_by
-        for part in self.parts:
-            if isinstance(part, Reason):
-                yield from part.choices()
 
 
 class Source(NamedTuple):
@@ -135,6 +111,8 @@ class Decision(NamedTuple):
         memory_kind: the kind of memory; None for the default.
         specified: False if the layout of the leaf is `None`.
         follows: the path of the leaf whose decision it is, if the two have the same dimensions.
+        choices: the filters that chose layouts, as pairs: what tells a `StateSharding` from others,
+            and the index of its filter.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -143,6 +121,7 @@ class Decision(NamedTuple):
     memory_kind: str | None = None
     specified: bool = True
     follows: Path | None = None
+    choices: tuple[tuple[object, int], ...] = ()
 
     @property
     def reason(self) -> str:
@@ -428,15 +407,9 @@ def _dimension_faults(
             found.append((why, "name an axis of the mesh"))
     # Mesh axes that an earlier dimension uses, or that this dimension uses more than once. Each is
     # reported once.
-    seen: set[str] = set()
-    for dimension in decision.dimensions[:dim]:
-        seen.update(dimension.mesh_axes)
-    again: dict[str, None] = {}
-    for axis in axes:
-        if axis in seen:
-            again[axis] = None
-        seen.add(axis)
-    for axis in again:
+    seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
+    again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
+    for axis in dict.fromkeys(again):
         why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
         found.append((why, "name the mesh axis once: it shards one dimension of an array"))
     # If a mesh axis does not exist, the number of parts is not known.

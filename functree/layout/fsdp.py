@@ -109,13 +109,14 @@ class FSDP(Layout):
             # this fault their leading dimension would be sharded, and with it the layers.
             return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         start = self._mentioned(leaf, start)
-        stays = self._stays(leaf, start)
+        free = self._free(leaf, start)
+        stays = self._stays(leaf, start, free)
         if stays:
             return start.because(f"FSDP: {stays}")
         parts = parts_over(self.mesh_axes, mesh)
-        fitting = [dim for dim in self._free(leaf, start) if leaf.shape[dim] % parts == 0]
+        fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
         if not fitting:
-            return self._unfit(leaf, start, parts)
+            return self._unfit(leaf, start, free, parts)
         # Of dimensions of one size, the one with the smallest index.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         dimension = start.dimensions[largest]
@@ -137,14 +138,14 @@ class FSDP(Layout):
                 start = start.with_dimension(dim, dimension._replace(named=Named.MENTIONED))
         return start
 
-    def _stays(self, leaf: Leaf, start: Decision) -> str:
+    def _stays(self, leaf: Leaf, start: Decision, free: Sequence[int]) -> str:
         """Why a leaf stays as it is; an empty text if it does not."""
         if leaf.value.size < self.min_size:
             return f"smaller than {self.min_size} elements"
         # A mesh axis can shard only one dimension of an array.
         if not start.used().isdisjoint(self.mesh_axes):
             return f"already uses {axes_text(self.mesh_axes)}"
-        if not self._free(leaf, start):
+        if not free:
             return "no unsharded dimension"
         return ""
 
@@ -159,13 +160,12 @@ class FSDP(Layout):
                 free.append(dim)
         return free
 
-    def _unfit(self, leaf: Leaf, start: Decision, parts: int) -> Decision:
+    def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
         """The decision about a leaf of which the mesh axis divides no unsharded dimension."""
         if self.otherwise is not None:
             reason = f"FSDP: no dimension is divisible, otherwise {spec_text(self.otherwise)}"
             # It is about sizes: a name that no rule mentions is still a fault.
             return apply_spec(leaf, self.otherwise, start, reason, settles=False)
-        free = self._free(leaf, start)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"

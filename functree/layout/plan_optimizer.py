@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from functree.argument_checks import check_tree
 from functree.devices.meshes import MeshLike, agreed_mesh
 from functree.errors import FunctreeValueError, Problem
 from functree.labels.filters import FilterLike, as_filter, check_wrt
-from functree.labels.leaf import Leaf, meeting
+from functree.labels.leaf import meeting
 from functree.labels.leaves import Leaves
 from functree.labels.optimizer.followed_parameters import Optimizer, TrainedModel
 from functree.labels.optimizer.optimizer_state import optimizer_state
@@ -69,15 +69,8 @@ def plan_optimizer(
         >>> plan["0.mu.w"].spec, plan["0.count"].reason
         (P('data', None), 'does not depend on the parameters')
     """
-    return plan_state(tx, model, layout, mesh, wrt, otherwise).plan
-
-
-class PlannedState(NamedTuple):
-    """The plan of an optimizer's state, and the parameters that the optimizer is initialized
-    with."""
-
-    plan: Plan
-    parameters: Any
+    planned, _ = plan_state(tx, model, layout, mesh, wrt, otherwise)
+    return planned
 
 
 def plan_state(
@@ -87,8 +80,9 @@ def plan_state(
     mesh: MeshLike,
     wrt: FilterLike,
     otherwise: LayoutLike,
-) -> PlannedState:
-    """The same as `plan_optimizer`, with the parameters."""
+) -> tuple[Plan, Any]:
+    """The plan of an optimizer's state, as `plan_optimizer` makes it, and the parameters that the
+    optimizer is initialized with."""
     check_tree("plan_optimizer", model)
     leaves, parts = read_for(model, layout)
     view = agreed_mesh(mesh, own_meshes(parts))
@@ -103,7 +97,8 @@ def plan_state(
     problems: list[Problem] = []
     unused: Sequence[str] = ()
     if otherwise is not None:
-        lost = [i for i, leaf in enumerate(state.leaves) if not _is_known(leaf)]
+        follows = [leaf.follows for leaf in state.leaves]
+        lost = [i for i, one in enumerate(follows) if one is not None and not one.known]
         # They follow nothing here: the layout is for them.
         own = [state.leaves[i]._replace(follows=None) for i in lost]
         others = replace(state, leaves=tuple(own))
@@ -115,12 +110,7 @@ def plan_state(
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)
     planned = plan_decisions(state, Decisions(state.leaves, decisions, problems, unused), view)
-    return PlannedState(planned, trained.tree(lambda leaf: leaf.value))
-
-
-def _is_known(leaf: Leaf) -> bool:
-    """Whether it is known what a leaf of an optimizer's state follows."""
-    return leaf.follows is None or leaf.follows.known
+    return planned, trained.tree(lambda leaf: leaf.value)
 
 
 def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:

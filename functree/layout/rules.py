@@ -227,11 +227,8 @@ class AxisRules(Layout):
         return AxisRules(kept, dict(self.names), self.unnamed)
 
     def __repr__(self) -> str:
-        texts = [(repr(name), repr(entry(mesh_axes))) for name, mesh_axes in self.table]
-        if self.closed:
-            texts.append(("...", "None"))
-        table = pairs_text(texts)
-        given = [table]
+        texts = [("..." if name is ... else repr(name), repr(axes)) for name, axes in self.pairs]
+        given = [pairs_text(texts)]
         if self.names:
             names = [(cls.__name__, repr(given)) for cls, given in self.names]
             given.append(f"names={dict_text(names)}")
@@ -395,7 +392,9 @@ _MISSING = (
 # Activations, which are in no tree
 
 
-def array_spec(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> PartitionSpec:
+def array_spec(
+    layout: Layout, axes: Axes, shape: Sequence[int], mesh: MeshView | None
+) -> PartitionSpec:
     """The spec that a layout gives to an activation.
 
     Models constrain the same activations again and again while they are traced. What is decided
@@ -403,17 +402,25 @@ def array_spec(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> PartitionSp
 
     Args:
         layout: the layout.
-        leaf: the activation.
+        axes: the axes of the activation.
+        shape: its shape.
         mesh: the mesh; None if mesh axes and sizes are not to be checked.
 
     Raises:
-        ShardingError: the layout does not fit. `problems` has what is wrong.
+        ShardingError: the layout does not fit. `problems` has what is wrong; see `renamed`.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
-    found = _decided(layout, leaf.axes, leaf.shape, sizes)
-    if found is not None:
-        return found
-    raise ShardingError("an array cannot be laid out", _problems(layout, leaf, mesh)[1])
+    spec, problems = _decided(layout, axes, tuple(shape), sizes)
+    if problems:
+        raise ShardingError("an array cannot be laid out", problems)
+    return spec
+
+
+def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
+    """The problems of an activation, of which `array_spec` knows only axes and shape, with other
+    attributes."""
+    # A problem without a path is one of a rule.
+    return [one if one.path is None else one._replace(**known) for one in problems]
 
 
 @lru_cache(maxsize=4096)
@@ -422,33 +429,24 @@ def _decided(
     axes: Axes,
     shape: tuple[int, ...],
     sizes: tuple[tuple[str, int], ...] | None,
-) -> PartitionSpec | None:
-    """The spec; None if something is wrong, since messages say more than these arguments."""
+) -> tuple[PartitionSpec, list[Problem]]:
+    """What is decided about an activation, and what is wrong with it and with the layout."""
     # No layout asks for the dtype of an activation.
     leaf = activation(axes, jax.ShapeDtypeStruct(shape, np.float32))
-    mesh = None if sizes is None else MeshView(dict(sizes))
-    decision, problems = _problems(layout, leaf, mesh)
-    if problems:
-        return None
-    return decision.spec
-
-
-def _problems(layout: Layout, leaf: Leaf, mesh: MeshView | None) -> tuple[Decision, list[Problem]]:
-    """What is decided about an activation, and what is wrong with it and with the layout."""
     heard = list(_heard(layout))
     mentioned = mentioned_axes(heard)
     # Rules alone are about activations: an `FSDP` would shard the largest dimension.
-    decision = (layout.rules or layout).decide(leaf, None, mesh or MeshView({}))
+    decision = (layout.rules or layout).decide(leaf, None, MeshView(dict(sizes or ())))
     problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
-    # Without a mesh, each rule would name a mesh axis that does not exist.
-    if mesh is not None:
+    if sizes is None:
+        # One that has all mesh axes, of size 1. Rules are not looked up in it.
+        mesh = MeshView(dict.fromkeys(decision.used(), 1))
+    else:
+        mesh = MeshView(dict(sizes))
         for one in heard:
             problems += own_problems(one, [leaf], mesh)
-    # Without a mesh: one that has all mesh axes, of size 1.
-    problems += leaf_problems(
-        leaf, decision, mesh or MeshView(dict.fromkeys(decision.used(), 1)), mentioned
-    )
-    return decision, problems
+    problems += leaf_problems(leaf, decision, mesh, mentioned)
+    return decision.spec, problems
 
 
 def _heard(layout: Layout) -> Iterator[Layout]:
@@ -482,25 +480,19 @@ def spec_of_axes(
         have = f"the shape {tuple(shape)} has {len(shape)}"
         raise ShardingError(f'"{axes}" names {len(axes)} dimensions, and {have}')
     # Each number of parts divides zero, so sizes that are not known are not an error.
-    sizes = (0,) * len(axes) if shape is None else tuple(shape)
-    leaf = activation(axes, jax.ShapeDtypeStruct(sizes, np.float32))
+    sizes = (0,) * len(axes) if shape is None else shape
     try:
-        return array_spec(layout, leaf, mesh)
+        return array_spec(layout, axes, sizes, mesh)
     except ShardingError as error:
         where = ""
         if mesh is not None:
             where = f" on mesh {mesh}"
-        problems = [_of_axes(one, axes, shape) for one in error.problems]
+        what, shape = f'"{axes}"', None if shape is None else tuple(shape)
+        if shape is not None:
+            what += f" of shape {shape}"
+        # The array is made up: it has no path, and may have no shape.
+        problems = renamed(error.problems, path=None, shape=shape, what=what)
         raise ShardingError(f'"{axes}" cannot be laid out{where}', problems) from None
-
-
-def _of_axes(problem: Problem, axes: Axes, shape: Sequence[int] | None) -> Problem:
-    """A problem of the array that `spec_of_axes` makes up, with only what is known of it."""
-    if problem.path is None:  # of a rule, and not of the array
-        return problem
-    if shape is None:
-        return problem._replace(path=None, shape=None, what=f'"{axes}"')
-    return problem._replace(path=None, shape=tuple(shape), what=f'"{axes}" of shape {tuple(shape)}')
 
 
 BATCH = "batch"

@@ -11,7 +11,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import pairwise
 from types import EllipsisType, UnionType
 from typing import Any, Literal
 
@@ -30,7 +30,7 @@ from functree.labels.filters import (
     patterns,
 )
 from functree.labels.leaf import Leaf
-from functree.layout.decision import ChosenBy, Decision, Fault, Reason, undecided, whole
+from functree.layout.decision import Decision, Fault, Reason, undecided, whole
 from functree.layout.layout import (
     Composition,
     Layout,
@@ -182,9 +182,13 @@ class StateSharding(Layout):
             return (so_far or whole(leaf)).wrong(self._unmatched())
         found = self._layouts[choice].decide(leaf, so_far, mesh)
         # The reasons that the chosen layout has added are those of the filter.
-        kept = so_far.reasons if so_far is not None else ()
-        chosen_by = ChosenBy(self._key, choice, _written(self.filters[choice]))
-        return found._replace(reasons=(*kept, Reason(found.reasons[len(kept) :], chosen_by)))
+        kept = so_far or whole(leaf)
+        reason = Reason(found.reasons[len(kept.reasons) :], _written(self.filters[choice]))
+        inner = found.choices[len(kept.choices) :]
+        return found._replace(
+            reasons=(*kept.reasons, reason),
+            choices=(*kept.choices, *inner, (self._key, choice)),
+        )
 
     def _unmatched(self) -> Fault:
         """The fault of a leaf that no filter matches."""
@@ -246,9 +250,9 @@ def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[in
     """The indices of the filters by which layouts were chosen in some decisions."""
     found: set[int] = set()
     for decision in decisions:
-        for choice in chain.from_iterable(reason.choices() for reason in decision.reasons):
-            if choice.key is layout._key:
-                found.add(choice.number)
+        for key, number in decision.choices:
+            if key is layout._key:
+                found.add(number)
     return found
 
 

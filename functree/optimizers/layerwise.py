@@ -122,8 +122,9 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
     shardings: list[Sharding | None] = []
     for leaf in layered_state(tx, params).values():
         sharding: Sharding | None = None
-        if leaf.owner is not None and parameters[leaf.owner].shape == leaf.shape:
-            sharding = parameters[leaf.owner].sharding
+        owner = None if leaf.follows is None else leaf.follows.path
+        if owner is not None and parameters[owner].shape == leaf.shape:
+            sharding = parameters[owner].sharding
         shardings.append(sharding)
     return shardings
 

@@ -17,7 +17,7 @@ from functree.layout.decide import decide_parts
 from functree.layout.decision import Decision, refuse
 from functree.layout.layout import Layout, LayoutLike, LayoutTree, as_layout, own_meshes
 from functree.layout.plan.make_plan import read_for
-from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text
+from functree.layout.rules import activation, array_spec, forgotten_axes, forgotten_text, renamed
 from functree.placing.ambient import ambient_rules, has_axis_rules, is_told_first, spec
 from functree.tree.arrays import AnyArray, is_array
 from functree.tree.axes import Axes
@@ -107,9 +107,9 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
         raise ShardingError(_no_rules(layout, axes, mesh))
     view = local_view(agreed_mesh(mesh, [own]))
     try:
-        spec = array_spec(layout, leaf, view)
+        spec = array_spec(layout, axes, x.shape, view)
     except ShardingError as error:
-        raise _refused(error.problems, view) from None
+        raise _refused(renamed(error.problems, what=leaf.text), view) from None
     forgotten = forgotten_axes(layout, axes, view)
     if forgotten and is_told_first(layout):
         what = f'the activation "{axes}"'

@@ -16,7 +16,6 @@ from functree.calls.checks import check_mesh
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.program import Program, make_program, without_jit
-from functree.calls.signature import Partial
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -74,15 +73,8 @@ class Init(Function[_P, _T]):
     _options: InitOptions
     _door = "init"
 
-    def __init__(
-        self,
-        make: Callable[_P, _T],
-        partial: Partial,
-        traces: Traces,
-        options: InitOptions,
-    ):
-        super().__init__(make, partial, traces, options)
-        self._layout, self._mesh, self._fresh = options
+    def _set_up(self) -> None:
+        self._layout, self._mesh, self._fresh = self._options
         # The programs that all processes have compared, as text.
         self._lowered: dict[Program, list[str]] = {}
 

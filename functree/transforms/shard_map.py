@@ -2,22 +2,30 @@
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from types import FunctionType
-from typing import Any, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, overload
+from dataclasses import replace
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 import jax
-from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FLAG, FUNCTION, TEXTS, check, parameter_error, shown
+from functree.argument_checks import FUNCTION, TEXTS, Flag, check, checked, parameter_error, shown
 from functree.calls.body import Arguments, Body
-from functree.calls.call_groups import CallGroup, FlatCall, Traces
-from functree.calls.closures import closed_over, held_at_any_depth, kept_by
+from functree.calls.call_groups import CallGroup, FlatCall
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, make_program
-from functree.calls.signature import AnyFunction, Args, Kwargs, Partial, Signature
+from functree.calls.signature import AnyFunction, Signature
 from functree.devices.meshes import (
     NO_MESH,
     MeshLike,
@@ -162,10 +170,6 @@ class ManualMesh(NamedTuple):
         """The spec without the mesh axes that are not Manual here."""
         return without(spec, set(self.mesh.axis_names) - self.axes)
 
-    def refuse(self, name: str, problems: Sequence[Problem]) -> ShardingError:
-        """The error that lists all problems of a call."""
-        return refuse(problems, mesh_view(self.mesh), f"{name}: ")
-
     # Problems that a plan does not find
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
@@ -236,27 +240,16 @@ class Mapped(Function[_P, _T]):
     _options: MapOptions
     _door = "shard_map"
 
-    def __init__(
-        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: MapOptions
-    ):
-        super().__init__(fun, partial, traces, options)
+    def _set_up(self) -> None:
         # Parameters without an entry are laid out by the rules.
+        options = self._options
         given = {} if options.in_specs is None else options.in_specs
-        self._layouts = ParameterLayouts("in_specs", given, traces.signature, options.rules)
+        self._layouts = ParameterLayouts("in_specs", given, self._signature, options.rules)
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, custom derivative rules have to keep the rules of the
         # body.
         return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
-
-    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        # Outside of all traces there is no tracer.
-        if not tracing() or not _captures_tracer(self._partial.fun):
-            return super()._prepare(args, kwargs)
-        # A program that contains a tracer must not be cached: the trace has ended when the next
-        # call uses it, and JAX would raise for a leaked tracer.
-        flat = self._groups.find(self._bind(args, kwargs))
-        return self._program(flat), flat
 
     def _program(self, flat: FlatCall) -> Program:
         manual, rules = self._manual_mesh(flat.arrays), self._rules()
@@ -266,9 +259,12 @@ class Mapped(Function[_P, _T]):
         context = functools.partial(Surroundings(None, rules).entered, ())
         arguments = Arguments(flat.group.paths, ())
         body = Body(compute, arguments, self._traces, context)
-        program, _ = make_program(
+        program, traced = make_program(
             flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
         )
+        # JAX passes traced arrays that a function closes over as further arguments.
+        if traced is not None and len(traced.jaxpr.in_avals) > len(flat.arrays):
+            return replace(program, is_kept=False)
         return program
 
     def _computation(
@@ -289,7 +285,7 @@ class Mapped(Function[_P, _T]):
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.misplaced(leaf, spec)
         if problems:
-            raise manual.refuse(signature.name, problems)
+            raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
         traced = _traced_once(signature, self._traces.fun, group, options.shapes, rules)
         if not tracing():
             # Programs that differ only in where their arguments are share one trace of the user's
@@ -313,34 +309,28 @@ class Mapped(Function[_P, _T]):
         if mesh is None:
             raise ShardingError(f"{name}: there is no mesh: {NO_MESH}")
         view = mesh_view(mesh)
-        if outer.manual_axes:
-            if dict(mesh.shape) != dict(outer.shape):
-                around = mesh_view(outer)
-                raise ShardingError(
-                    f"{name}: its mesh is {view}, but it is called inside a shard_map over "
-                    f"{around}: leave `mesh=` out"
-                )
-            mesh = outer  # it records which axes are Manual
+        where = ""
+        if outer.manual_axes and dict(mesh.shape) != dict(outer.shape):
+            where = f"inside a shard_map over {mesh_view(outer)}"
         elif tracing() and not outer.empty and outer.size != mesh.size:
             # JAX would say it of a context that the user has not entered.
+            where = f"on the mesh {mesh_view(outer)}, of another number of devices"
+        if where:
             raise ShardingError(
-                f"{name}: its mesh is {view}, but it is called on the mesh {mesh_view(outer)}, of "
-                "another number of devices: leave `mesh=` out"
+                f"{name}: its mesh is {view}, but it is called {where}: leave `mesh=` out"
             )
+        if outer.manual_axes:
+            mesh = outer  # it records which axes are Manual
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = self._options.axis_names or free
         if not wanted:
             raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
         for axis in wanted:
-            if axis in outer.manual_axes:
-                raise ShardingError(
-                    f"{name}: `{axis}` in `axis_names` is manual already, on the mesh {view}"
-                )
             if axis not in free:
-                near = did_you_mean(axis, free)
-                raise ShardingError(
-                    f"{name}: `{axis}` in `axis_names` is not in the mesh {view}{near}"
-                )
+                why = f"is not in the mesh {view}{did_you_mean(axis, free)}"
+                if axis in outer.manual_axes:
+                    why = f"is manual already, on the mesh {view}"
+                raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")
         return ManualMesh(mesh, frozenset(wanted))
 
 
@@ -422,16 +412,8 @@ def _specs_of_result(
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.varying(leaf, spec)
     if problems:
-        raise manual.refuse(signature.name, problems)
+        raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
     return specs
-
-
-def _captures_tracer(fun: AnyFunction) -> bool:
-    """Whether a function closes over a traced array, directly or in the functions that it closes
-    over."""
-    # Not its defaults, which are arguments of the call.
-    variables = closed_over(fun) if isinstance(fun, FunctionType) else kept_by(fun)
-    return any(isinstance(value, Tracer) for _, value in held_at_any_depth(variables))
 
 
 class MapKeywords(TypedDict, total=False):
@@ -452,15 +434,16 @@ def shard_map(fun: Callable[_P, _T], **options: Unpack[MapKeywords]) -> Mapped[_
 def shard_map(
     fun: None = None, **options: Unpack[MapKeywords]
 ) -> Callable[[Callable[_P, _T]], Mapped[_P, _T]]: ...
+@checked("shard_map cannot map so")
 def shard_map(
-    fun: Callable[_P, _T] | None = None,
+    fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
     mesh: MeshLike = None,
     in_specs: LayoutTree = None,
     out_specs: LayoutTree = None,
     rules: LayoutLike = None,
     axis_names: Collection[str] | None = None,
-    check_vma: bool = True,
+    check_vma: Flag = True,
     shapes: Shapes = "global",
     **refused: object,
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
@@ -540,12 +523,7 @@ def shard_map(
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
         )
-    check(
-        "shard_map cannot map so",
-        fun=(fun, FUNCTION.or_none()),
-        axis_names=(axis_names, TEXTS.or_none()),
-        check_vma=(check_vma, FLAG),
-    )
+    check("shard_map cannot map so", axis_names=(axis_names, TEXTS.or_none()))
     # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
     given_mesh = None
     if mesh is not None:

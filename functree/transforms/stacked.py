@@ -30,7 +30,7 @@ from functree.transforms.pipeline import (
     stages_of,
 )
 from functree.transforms.remat import Offload, Policy, Remat, check_names, remat_policy
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, is_key
 from functree.tree.axes import is_axis_name
 from functree.tree.interfaces import Stack, StateMapping
 from functree.tree.paths import Path
@@ -323,8 +323,7 @@ def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Ste
 def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
     """Which arrays are random keys that were given for each layer, and not a part of it."""
     first = len(Skeleton.apart(layer)[1])
-    is_key = [jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x in arrays]
-    return frozenset(i for i, one in enumerate(is_key) if one and i >= first)
+    return frozenset(i for i, x in enumerate(arrays) if i >= first and is_key(x.dtype))
 
 
 def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) -> _Step:
@@ -420,7 +419,7 @@ def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
             continue
         remedy = "pass what all layers share by position, `scan(x, shared)`"
         # The likely mistake: one key for all layers.
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) and not leaf.shape:
+        if is_key(leaf.dtype) and not leaf.shape:
             remedy = f"split it, `jax.random.split(key, {depth})`"
         why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
         why += f", and there are {depth} layers"

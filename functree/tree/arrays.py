@@ -32,9 +32,14 @@ def is_array(value: object) -> TypeGuard[AnyArray]:
 
     Python numbers are not arrays, and neither are NumPy arrays that JAX cannot hold.
     """
-    if isinstance(value, np.ndarray | np.generic):
+    # This runs for each leaf, and to join the classes by `|` would take longer than the check.
+    if isinstance(value, _NUMPY_ARRAYS):
         return _is_held(value)
-    return isinstance(value, jax.Array | jax.ShapeDtypeStruct)
+    return isinstance(value, _JAX_ARRAYS)
+
+
+_NUMPY_ARRAYS = (np.ndarray, np.generic)
+_JAX_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def _is_held(array: np.ndarray | np.generic) -> bool:

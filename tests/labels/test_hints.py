@@ -574,6 +574,13 @@ def test_the_other_half_of_an_alias_of_arrays_may_stay_unknown() -> None:
     assert jax.tree.leaves(told(tree, {"k": x(2)})) == [Axes(None)]
 
 
+def test_the_other_half_is_known_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = hold(Union[jax.Array, dict[str, "ElsewhereTree"]], {"k": x(2)})
+    assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes(None)]
+    monkeypatch.setitem(globals(), "ElsewhereTree", Float[Array, "later"])
+    assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes("later")]
+
+
 def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     module = object.__new__(quoted.ForwardRef)
     object.__setattr__(module, "w", x(2))

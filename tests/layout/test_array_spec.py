@@ -9,9 +9,8 @@ import functree as ft
 from functree.devices.meshes import MeshView
 from functree.errors import ShardingError
 from functree.layout.layout import Layout, as_layout
-from functree.layout.rules import activation, array_spec, spec_of_axes
+from functree.layout.rules import array_spec, spec_of_axes
 from tests.lib.meshes import SIZES
-from tests.lib.trees import x
 
 P = PartitionSpec
 VIEW = MeshView(SIZES)
@@ -21,7 +20,7 @@ RULES: Layout = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None,
 def spec(
     axes: str, *shape: int, layout: Layout = RULES, mesh: MeshView | None = VIEW
 ) -> PartitionSpec:
-    return array_spec(layout, activation(ft.Axes.parse(axes), x(*shape)), mesh)
+    return array_spec(layout, ft.Axes.parse(axes), shape, mesh)
 
 
 SPECS: dict[str, tuple[str, tuple[int, ...], P]] = {
@@ -61,15 +60,15 @@ ERRORS: dict[str, tuple[str, tuple[int, ...], Layout, str, bool]] = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     axes, shape, layout, why, needs_mesh = ERRORS[case]
-    leaf = activation(ft.Axes.parse(axes), x(*shape))
+    array = ft.Axes.parse(axes), shape
     with pytest.raises(ShardingError, match="an array cannot be laid out") as caught:
-        array_spec(layout, leaf, VIEW)
+        array_spec(layout, *array, VIEW)
     assert any(why in problem.why for problem in caught.value.problems)
     if needs_mesh:
-        array_spec(layout, leaf, None)
+        array_spec(layout, *array, None)
         return
     with pytest.raises(ShardingError) as caught:
-        array_spec(layout, leaf, None)
+        array_spec(layout, *array, None)
     assert len(caught.value.problems) == 1 and why in caught.value.problems[0].why
 
 

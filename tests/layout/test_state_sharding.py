@@ -586,3 +586,10 @@ def test_on_abstract_values() -> None:
         tree,
         ft.StateSharding({ft.has_ndim(2): P("data"), ft.is_buffer: P(), "**.bias": P("model")}),
     )["conv.kernel"] == P("data", None)
+
+
+def test_a_filter_before_one_that_gives_no_layout_is_used() -> None:
+    first = ft.StateSharding({"w": P("data"), ...: P()})
+    layout = first | ft.StateSharding({"w": None, ...: ft.FSDP("data", min_size=0)})
+    plan = ft.plan({"w": jnp.ones((4, 4)), "b": jnp.ones(4)}, layout, {"data": 2}, check=False)
+    assert [problem.path for problem in plan.problems] == [("w",)]

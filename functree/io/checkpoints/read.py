@@ -50,6 +50,7 @@ from functree.labels.filters import (
     FunctionFilter,
     Negation,
     as_filter,
+    atoms,
     meant,
     naming,
 )
@@ -417,7 +418,8 @@ def _matched(
     matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []
     # Not properties, such as a dtype, which no array may have.
-    for part in (*naming(only), *_functions(only)):
+    functions = [part for part in atoms(only) if isinstance(part, FunctionFilter)]
+    for part in (*naming(only), *functions):
         if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):
             lost.append(part)
     both = [*leaves, *saved]
@@ -443,22 +445,10 @@ def _matches(item: Filter, leaf: Leaf) -> bool:
         case Disjunction():
             return any(_matches(part, leaf) for part in item.parts)
         case Negation():
-            return not _matches(item.part, leaf)
+            return not _matches(item.parts[0], leaf)
         case ClassFilter() | FunctionFilter():
             return False
     return item(leaf)
-
-
-def _functions(item: Filter) -> Iterator[Filter]:
-    """The functions in a filter."""
-    match item:
-        case FunctionFilter():
-            yield item
-        case Conjunction() | Disjunction():
-            for part in item.parts:
-                yield from _functions(part)
-        case Negation():
-            yield from _functions(item.part)
 
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:

@@ -172,12 +172,21 @@ Values = Mapping[TypeVar, "Hint"]  # the values of type variables
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """Where the names of an annotation are looked up: the module and the class in which it is
-    written, and the values of its type variables."""
+    """Where the names of an annotation are looked up.
+
+    Attributes:
+        module: the module in which it is written.
+        names: the names in the class in which it is written.
+        values: the values of its type variables.
+        optional: whether a name may stay unknown, because the union that it is in also allows any
+            array. The recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...` of optax is
+            one, and cannot be resolved from another module.
+    """
 
     module: str
     names: Mapping[str, Any] = field(default_factory=dict)
     values: Values = field(default_factory=dict)
+    optional: bool = False
 
     def find(self, text: str) -> Any:
         """The value of an expression. Raises what the expression raises."""
@@ -194,15 +203,11 @@ class Reference(NamedTuple):
     Attributes:
         what: the text, or the alias (`type X = ...`) with its arguments.
         namespace: where a text is looked up.
-        optional: whether it may stay unknown, because the union that it is in also allows any
-            array. The recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...` of optax is
-            one, and cannot be resolved from another module.
         spec: the spec of an `Annotated` around it.
     """
 
     what: Any
     namespace: Namespace
-    optional: bool
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
@@ -210,20 +215,22 @@ class Reference(NamedTuple):
         try:
             found = self._found()
         except NameError:
-            if strict or not self.optional:
+            if strict or not self.namespace.optional:
                 raise
             return NOTHING
         return found if self.spec is None else _with_spec(found, self.spec)
 
     def _found(self) -> "Hint":
+        outside = self.namespace
         if isinstance(self.what, str):
-            return parse(self.namespace.find(self.what), self.namespace, self.optional)
+            return parse(outside.find(self.what), outside)
         # An alias is resolved in its own module, which need not be that of the class; its arguments
         # are in the class'.
         alias = typing.get_origin(self.what) or self.what
-        args = [parse(arg, self.namespace) for arg in typing.get_args(self.what)]
+        args = [parse(arg, outside) for arg in typing.get_args(self.what)]
         values = dict(zip(alias.__type_params__, args, strict=False))
-        return parse(alias.__value__, Namespace(alias.__module__, values=values), self.optional)
+        inside = Namespace(alias.__module__, values=values, optional=outside.optional)
+        return parse(alias.__value__, inside)
 
 
 # Quoted names that lead to quoted names are resolved this often. More steps are a name that is
@@ -329,19 +336,17 @@ class Hint:
 
     def _settle(self, strict: bool) -> "Hint":
         """The hint with its references resolved, again and again: one may lead to another."""
-        if not self.references:
-            return self
         hint = self
         for _ in range(_MAX_STEPS):
+            if not hint.references:
+                # Messages show the annotation as it is written.
+                return hint if hint in (self, NOTHING) else replace(hint, text=self.text)
             parts = [one.resolve(strict) for one in hint.references]
             kept = replace(hint, references=())
             # An empty hint that is not `NOTHING` would count as an alternative.
             if not kept._is_empty:
                 parts.insert(0, kept)
             hint = merge(parts)
-            if not hint.references:
-                # Messages show the annotation as it is written.
-                return hint if hint is NOTHING else replace(hint, text=self.text)
         raise RecursionError("it is defined by itself")
 
 
@@ -382,14 +387,14 @@ def merge(hints: Iterable[Hint]) -> Hint:
 # Reading a hint
 
 
-def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
+def parse(hint: Any, namespace: Namespace) -> Hint:
     """A type expression ─► its hint. A type that says nothing about arrays has the hint
     `NOTHING`."""
     # Each case is one form of a type expression. The order matters for those that are also classes.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
-        return _reference(text, text, namespace, optional)
+        return _reference(text, text, namespace)
     if isinstance(hint, TypeVar):
         if hint in namespace.values:
             return namespace.values[hint]
@@ -399,41 +404,40 @@ def parse(hint: Any, namespace: Namespace, optional: bool = False) -> Hint:
     # By name: the class is new in Python 3.12, and typing_extensions has another one for older
     # versions.
     if type(origin or hint).__name__ == "TypeAliasType":
-        return _reference(str(hint), hint, namespace, optional)
+        return _reference(str(hint), hint, namespace)
     if origin is typing.Annotated:
-        return annotated(parse(args[0], namespace, optional), hint.__metadata__)
+        return annotated(parse(args[0], namespace), hint.__metadata__)
     if origin in (typing.Union, types.UnionType):
         # `Array | Iterable["ArrayTree"]`: the union allows any array, so a name in it that cannot
         # be resolved does not hide the axes of an array.
-        optional = optional or any(array in args for array in (jax.Array, np.ndarray, Any))
-        return merge(parse(arg, namespace, optional) for arg in args)
+        if any(array in args for array in (jax.Array, np.ndarray, Any)):
+            namespace = replace(namespace, optional=True)
+        return merge(parse(arg, namespace) for arg in args)
     if origin in (typing.Final, typing.Required, typing.NotRequired):
-        return parse(args[0], namespace, optional)
+        return parse(args[0], namespace)
     if isinstance(hint, typing.NewType):
-        return parse(hint.__supertype__, namespace, optional)
+        return parse(hint.__supertype__, namespace)
     if isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray):
         return Hint(text=hint_text(hint), forms=(array_form(hint.dim_str, hint.dtype),))
     if isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree):
-        leaf = parse(getattr(hint, "leaftype", Any), namespace, optional)
+        leaf = parse(getattr(hint, "leaftype", Any), namespace)
         return NOTHING if leaf is NOTHING else replace(leaf, below=leaf)
     if typing.is_typeddict(hint):
         return Hint(text=hint.__name__, typed_dict=True)
-    return _parametrized(hint, origin, args, namespace, optional)
+    return _parametrized(hint, origin, args, namespace)
 
 
-def _reference(text: str, what: Any, namespace: Namespace, optional: bool) -> Hint:
+def _reference(text: str, what: Any, namespace: Namespace) -> Hint:
     """The hint of a type expression that is resolved when a leaf needs it."""
-    return Hint(text=text, references=(Reference(what, namespace, optional),))
+    return Hint(text=text, references=(Reference(what, namespace),))
 
 
-def _parametrized(
-    hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace, optional: bool
-) -> Hint:
+def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace) -> Hint:
     """The hint of a container or a generic class with arguments."""
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
     if not isinstance(origin, type) or origin in (type, abc.Callable):
         return NOTHING
-    inner = tuple(parse(arg, namespace, optional) for arg in args)
+    inner = tuple(parse(arg, namespace) for arg in args)
     together = merge(inner)
     if together is NOTHING:
         return NOTHING

@@ -89,16 +89,17 @@ STEPS = 8
 
 
 def find_followed(
-    tx: Optimizer, trained: TrainedModel, state: StateArrays
-) -> dict[Path, FollowedLeaf]:
+    tx: Optimizer, trained: TrainedModel, leaves: Sequence[Leaf]
+) -> Sequence[FollowedLeaf]:
     """What each leaf of an optimizer's state follows.
 
     Args:
         tx: the optimizer.
         trained: its parameters.
-        state: the arrays of `tx.init(parameters)`.
+        leaves: the leaves of `tx.init(parameters)`.
     """
     check_optimizer(tx)
+    state = {leaf.path: leaf.value for leaf in leaves}
     parameters = trained.parameters
     owners = owners_of(list(state), parameters)
     found: dict[Path, FollowedLeaf] = {}
@@ -129,7 +130,7 @@ def find_followed(
             if follows is None or not (follows.known or owners[path]):
                 left.append(path)
         unclear = left
-    return found
+    return [found[leaf.path] for leaf in leaves]
 
 
 def _by_shape(

@@ -7,7 +7,7 @@ with the shapes of one layer, in a tree with the same nodes and paths.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import optax
@@ -54,32 +54,23 @@ def single_layers(parameters: Leaves) -> TrainedModel:
     return TrainedModel(parameters.skeleton, layers)
 
 
-class StateLeaf(NamedTuple):
-    """A leaf of an optimizer's state that has a value for each layer.
+def layered_state(tx: Any, parameters: Leaves) -> dict[Path, Leaf]:
+    """The leaves of an optimizer's state, abstract and by path, if it is mapped over the layers of
+    its parameters.
 
-    Attributes:
-        owner: the parameter that it belongs to; None for what is there once, such as a count.
-        stack: the sizes of the stacks that the parameter is in.
-        shape: its shape, with the dimensions of the stacks before those that it has for one layer.
+    What follows a parameter in stacks has their dimensions before those that it has for one layer.
     """
-
-    owner: Path | None
-    stack: Shape
-    shape: Shape
-
-
-def layered_state(tx: Any, parameters: Leaves) -> dict[Path, StateLeaf]:
-    """The leaves of an optimizer's state, by path, if it is mapped over the layers of its
-    parameters."""
     layers = single_layers(parameters)
     with for_layers():
         state = optimizer_state(tx, layers)
     stacks = {leaf.path: stack_sizes(leaf) for leaf in parameters.leaves}
-    found: dict[Path, StateLeaf] = {}
+    found: dict[Path, Leaf] = {}
     for leaf in state.leaves:
         owner = None if leaf.follows is None else leaf.follows.path
+        # What follows no parameter, such as a count, is there once.
         stack = () if owner is None else stacks[owner]
-        found[leaf.path] = StateLeaf(owner, stack, (*stack, *leaf.shape))
+        value = jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.value.dtype)
+        found[leaf.path] = leaf._replace(value=value, stacked=len(stack))
     return found
 
 
@@ -88,7 +79,7 @@ def mapped_init(tx: Any, params: Tree) -> Tree:
     leaves = read(params)
     outputs: dict[Keys, Shape] = {}
     for path, leaf in layered_state(tx, leaves).items():
-        outputs[path] = leaf.stack
+        outputs[path] = stack_sizes(leaf)
     return _mapped(tx.init, params, list(map(stack_sizes, leaves.leaves)), outputs)
 
 
@@ -114,7 +105,7 @@ def mapped_update(
     in_state = arrays_by_path(state)
     _check_state(in_state, layered)
     inputs = list(map(stack_sizes, gradients.leaves))
-    inputs += [layered[path].stack if path in layered else () for path in in_state]
+    inputs += [stack_sizes(layered[path]) if path in layered else () for path in in_state]
     inputs += map(stack_sizes, parameters.leaves)
     known = {leaf.path: leaf for leaf in (*parameters.leaves, *gradients.leaves)}
     for path, value in arrays_by_path(extra).items():
@@ -125,7 +116,7 @@ def mapped_update(
             inputs.append(stack_sizes(same))
     # By the paths in the result, a pair of updates and a state.
     outputs: dict[Keys, Shape] = {(0, *path): stack_sizes(leaf) for path, leaf in known.items()}
-    outputs |= {(1, *path): leaf.stack for path, leaf in layered.items()}
+    outputs |= {(1, *path): stack_sizes(leaf) for path, leaf in layered.items()}
     update = optax.with_extra_args_support(tx).update
 
     def run(given: tuple[Tree, Tree, Tree, Mapping[str, Tree]]) -> tuple[Tree, Tree]:
@@ -183,12 +174,12 @@ def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
     return 0 if level in enumerate(stack) else None
 
 
-def _check_state(arrays: Mapping[Path, AnyArray], layered: Mapping[Path, StateLeaf]) -> None:
+def _check_state(arrays: Mapping[Path, AnyArray], layered: Mapping[Path, Leaf]) -> None:
     """Raise FunctreeError for leaves of the state without the dimensions of their stacks."""
     problems: list[Problem] = []
     for path, array in arrays.items():
         leaf = layered.get(path)
-        if leaf is not None and leaf.stack and tuple(array.shape) != leaf.shape:
+        if leaf is not None and leaf.stacked and tuple(array.shape) != leaf.shape:
             why = f"belongs to layers of a stack, and for these its shape is {list(leaf.shape)}"
             problems.append(array_problem(path, array, why, _MAKE_STATE))
     if problems:

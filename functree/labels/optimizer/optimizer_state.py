@@ -34,7 +34,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
 
     def trace() -> tuple[Leaves, Sequence[FollowedLeaf]]:
         state = _abstract_state(tx, trained)
-        return state, _followed_by(tx, trained, state.leaves)
+        return state, find_followed(tx, trained, state.leaves)
 
     def label() -> Leaves:
         # By the type alone: under other names nothing is traced again.
@@ -70,15 +70,8 @@ def followed_by(
     """What the leaves of a state follow that exists already."""
     leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
     return remembered(
-        tx, ("follows", trained_type(trained), leaves), lambda: _followed_by(tx, trained, state)
+        tx, ("follows", trained_type(trained), leaves), lambda: find_followed(tx, trained, state)
     )
-
-
-def _followed_by(
-    tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
-) -> Sequence[FollowedLeaf]:
-    found = find_followed(tx, trained, {leaf.path: leaf.value for leaf in state})
-    return [found[leaf.path] for leaf in state]
 
 
 def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]) -> Leaf:

@@ -81,19 +81,25 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return row_of(leaf, None, "a numpy array in the host's memory", shape), None
     if isinstance(value, Tracer):
-        return _traced_row(leaf)
-    sharding = value.sharding
+        sharding, reason = jax.typeof(value).sharding, "by its type"
+        if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+            return row_of(leaf, None, "traced, without a mesh in its type", shape), None
+        if not sharding.mesh.are_all_axes_explicit:
+            return row_of(leaf, None, _NOT_EXPLICIT, shape), sharding.mesh
+    else:
+        sharding, reason = value.sharding, "as it is sharded now"
     if sharding is None:
         return row_of(leaf, None, "abstract, with no sharding", shape), None
     local = tuple(sharding.shard_shape(shape))
     kind = other_memory(sharding)
-    # A `ShapeDtypeStruct` has no `committed`; a sharding that it has was given on purpose.
-    committed = bool(getattr(value, "committed", True))
+    # A `ShapeDtypeStruct` and a traced array have no `committed`; a sharding that they have was
+    # given on purpose.
+    committed = isinstance(value, Tracer) or bool(getattr(value, "committed", True))
     if isinstance(sharding, SingleDeviceSharding):
         device = _device_text(next(iter(sharding.device_set)))
         how = "committed to" if committed else "uncommitted, on"
         return row_of(leaf, None, f"{how} the device {device}", local, 1, kind), None
-    reason, parts = "as it is sharded now", _parts(shape, local)
+    parts = _parts(shape, local)
     if not isinstance(sharding, NamedSharding):
         reason += f", by a {type(sharding).__name__}"
         return row_of(leaf, None, reason, local, len(sharding.device_set) // parts, kind), None
@@ -103,21 +109,11 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
     return row_of(leaf, spec, reason, local, mesh.size // parts, kind), mesh
 
 
-def _traced_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
-    """How a traced array is sharded, by its type."""
-    sharding, shape = jax.typeof(leaf.value).sharding, leaf.shape
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return row_of(leaf, None, "traced, without a mesh in its type", shape), None
-    spec, mesh = of_rank(sharding.spec, len(shape)), sharding.mesh
-    if not mesh.are_all_axes_explicit:
-        # The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing
-        # about Auto axes, and inside `shard_map` shapes are local along Manual ones.
-        why = (
-            "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
-        )
-        return row_of(leaf, None, why, shape), mesh
-    local = tuple(sharding.shard_shape(shape))
-    return row_of(leaf, spec, "by its type", local, mesh.size // _parts(shape, local)), mesh
+# The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing about
+# Auto axes, and inside `shard_map` shapes are local along Manual ones.
+_NOT_EXPLICIT = (
+    "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+)
 
 
 def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from functree.devices.meshes import MeshView
-from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding
+from functree.layout.plan.row import Row, axes_of, beside_array, saved_by_sharding, sizes_of
 from functree.layout.plan.text import Group, table_groups
 from functree.report.page import (
     Card,
@@ -25,7 +25,6 @@ from functree.report.page import (
     tree_html,
 )
 from functree.report.table import bytes_text
-from functree.tree.arrays import dtype_text
 from functree.tree.paths import Path
 
 MOST_DEVICES = 16
@@ -134,14 +133,8 @@ class PlanPage(NamedTuple):
 
     def _array(self, row: Row) -> str:
         """The array with the mesh axes that divide it, in their colours."""
-        sizes: list[str] = []
-        for size, axes in zip(row.shape, axes_of(row), strict=True):
-            text = str(size)
-            for axis in axes:
-                text += f"/{mesh_axes_html([axis], self.sizes)}"
-            sizes.append(text)
-        beside = html.escape(beside_array(row))
-        return f"<code>{dtype_text(row.dtype)}[{', '.join(sizes)}]{beside}</code>"
+        sizes = sizes_of(row, lambda axis: mesh_axes_html([axis], self.sizes))
+        return f"<code>{sizes}{html.escape(beside_array(row))}</code>"
 
     def _moved(self, rows: Sequence[Row]) -> str:
         total = sum(self.moved.get(row.path, 0) for row in rows)

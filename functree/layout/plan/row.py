@@ -1,7 +1,7 @@
 """`Row`: what a plan says about one array; and its array as text."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
@@ -86,11 +86,16 @@ def array_of(row: Row) -> str:
 
     The outermost of several mesh axes comes first: `64/data/model`.
     """
+    return sizes_of(row, str) + beside_array(row)
+
+
+def sizes_of(row: Row, axis_text: Callable[[str], str]) -> str:
+    """The dtype and the sizes of an array, with a text for each mesh axis that divides one."""
     sizes = list(map(str, row.shape))
     for dim, axes in enumerate(axes_of(row)):
         for axis in axes:
-            sizes[dim] += f"/{axis}"
-    return f"{dtype_text(row.dtype)}[{', '.join(sizes)}]{beside_array(row)}"
+            sizes[dim] += f"/{axis_text(axis)}"
+    return f"{dtype_text(row.dtype)}[{', '.join(sizes)}]"
 
 
 def axes_of(row: Row) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ import numpy as np
 from jax.extend.core import jaxpr_as_fun
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from functree.argument_checks import FLAG, FUNCTION, SIZE, TEXT, TEXTS, Takes, check
+from functree.argument_checks import FUNCTION, TEXT, TEXTS, Flag, Size, Takes, checked
 from functree.calls.signature import RESULT
 from functree.calls.static_arguments import check_wrapped
 from functree.devices.constraint import with_constraint
@@ -45,20 +45,21 @@ def _is_names(value: object) -> bool:
     return TEXT.fits(value) or TEXTS.fits(value)
 
 
+_Names = str | Iterable[str]
 _NAMES = Takes("the name of a parameter, or several in a tuple", _is_names)
-_NAMES_OR_NONE = Takes("the name of a parameter, several in a tuple", _is_names).or_none()
-_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names).or_none()
+_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names)
 
 
+@checked("accumulate cannot divide the batch")
 def accumulate(
-    fn: Callable[_P, _T],
-    steps: int,
+    fn: Annotated[Callable[_P, _T], FUNCTION],
+    steps: Size,
     *,
-    batch: str | Iterable[str] | None = None,
-    keys: str | Iterable[str] = (),
-    carry: str | Iterable[str] = (),
-    weighted: bool = False,
-    over: str | Iterable[str] | None = None,
+    batch: Annotated[_Names, _NAMES] | None = None,
+    keys: Annotated[_Names, _NAMES] = (),
+    carry: Annotated[_Names, _NAMES] = (),
+    weighted: Flag = False,
+    over: Annotated[_Names, _MESH_AXES] | None = None,
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, by one `lax.scan`, and average the
     results.
@@ -146,16 +147,6 @@ def accumulate(
         >>> print(state[layer.mean].round(4))
         [0.0897 0.1096 0.1295]
     """
-    check(
-        "accumulate cannot divide the batch",
-        fn=(fn, FUNCTION),
-        steps=(steps, SIZE),
-        batch=(batch, _NAMES_OR_NONE),
-        keys=(keys, _NAMES),
-        carry=(carry, _NAMES),
-        weighted=(weighted, FLAG),
-        over=(over, _MESH_AXES),
-    )
     number, axes = int(steps), () if over is None else _names(over)
     check_wrapped("accumulate", fn)
     divided = None if batch is None else _names(batch)
@@ -182,7 +173,7 @@ def accumulate(
     return accumulated
 
 
-def _names(given: str | Iterable[str]) -> tuple[str, ...]:
+def _names(given: _Names) -> tuple[str, ...]:
     return (given,) if isinstance(given, str) else tuple(given)
 
 

@@ -4,13 +4,13 @@ model."""
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import Annotated, Any, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves
 
-from functree.argument_checks import FLAG, FUNCTION, POSITIONS, check, shown
+from functree.argument_checks import FUNCTION, POSITIONS, Flag, checked, shown
 from functree.calls.program import around
 from functree.calls.signature import inspected, wrapper_updates
 from functree.devices.placement import check_deleted, explicit_mesh
@@ -57,11 +57,12 @@ def value_and_grad(
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, tuple[_R, Any]]: ...
+@checked("there is no such gradient")
 def value_and_grad(
-    fn: Callable[_P, Any],
+    fn: Annotated[Callable[_P, Any], FUNCTION],
     wrt: FilterLike = is_trainable,
-    argnums: int | Sequence[int] = 0,
-    has_aux: bool = False,
+    argnums: Annotated[int | Sequence[int], POSITIONS] = 0,
+    has_aux: Flag = False,
     layout: LayoutTree = None,
 ) -> Any:
     """The value of `fn` and its gradient with respect to the leaves that a filter matches, laid out
@@ -121,12 +122,6 @@ def value_and_grad(
         ... ].weight is None
         True
     """
-    check(
-        "there is no such gradient",
-        fn=(fn, FUNCTION),
-        argnums=(argnums, POSITIONS),
-        has_aux=(has_aux, FLAG),
-    )
     chosen = as_filter(wrt)
     several = isinstance(argnums, Sequence)
     numbers = tuple(argnums) if isinstance(argnums, Sequence) else (argnums,)

@@ -2,17 +2,16 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from types import EllipsisType
-from typing import ParamSpec, TypedDict, TypeVar, Unpack, overload
+from typing import Annotated, ParamSpec, TypedDict, TypeVar, Unpack, overload
 
 from jax.sharding import AbstractMesh, Mesh
 
-from functree.argument_checks import FLAG, FUNCTION, MAPPING, POSITION, check
+from functree.argument_checks import FUNCTION, MAPPING, POSITION, Flag, checked
 from functree.calls.signature import Signature
 from functree.devices.meshes import mesh_view
 from functree.errors import FunctreeTypeError, FunctreeValueError, ShardingError, did_you_mean
 from functree.layout.layout import LayoutLike, LayoutTree, as_layout, copied
-from functree.transforms.jit.checked_jit import CheckedJit
-from functree.transforms.jit.jitted import Jit, JitOptions
+from functree.transforms.jit.jitted import CheckedJit, Jit, JitOptions
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -43,8 +42,9 @@ def jit(fun: Callable[_P, _T], **options: Unpack[JitKeywords]) -> Jit[_P, _T]: .
 def jit(
     fun: None = None, **options: Unpack[JitKeywords]
 ) -> Callable[[Callable[_P, _T]], Jit[_P, _T]]: ...
+@checked("jit cannot compile so")
 def jit(
-    fun: Callable[_P, _T] | None = None,
+    fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
     in_shardings: LayoutTree = None,
     out_shardings: LayoutTree = None,
@@ -53,10 +53,10 @@ def jit(
     static_argnums: int | Sequence[int] | None = (),
     static_argnames: str | Sequence[str] | None = (),
     donate: ParametersLike = (),
-    keep_unused: bool = False,
-    inline: bool = False,
-    compiler_options: Mapping[str, object] | None = None,
-    check_processes: bool = False,
+    keep_unused: Flag = False,
+    inline: Flag = False,
+    compiler_options: Annotated[Mapping[str, object], MAPPING] | None = None,
+    check_processes: Flag = False,
     **refused: object,
 ) -> Jit[_P, _T] | Callable[[Callable[_P, _T]], Jit[_P, _T]]:
     """Compile a function of modules. A call costs no more than one of `jax.jit` with the same tree.
@@ -136,17 +136,7 @@ def jit(
     # A plan needs no more than sizes, but a program is compiled for devices.
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit runs on devices: give a `Mesh`, not sizes")
-    check(
-        "jit cannot compile so",
-        fun=(fun, FUNCTION.or_none()),
-        keep_unused=(keep_unused, FLAG),
-        inline=(inline, FLAG),
-        compiler_options=(compiler_options, MAPPING.or_none()),
-        check_processes=(check_processes, FLAG),
-    )
-    layout = None
-    if rules is not None:
-        layout = as_layout(rules)
+    layout = None if rules is None else as_layout(rules)
     # Copies, because the traces are shared by the options as they are now.
     layouts = copied(in_shardings), copied(out_shardings)
     own: dict[str, object] = {"keep_unused": keep_unused, "inline": inline}

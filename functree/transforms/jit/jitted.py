@@ -1,15 +1,17 @@
-"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a
-call."""
+"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a call;
+and `CheckedJit`, which runs only if all processes compile the same program."""
 
 import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, NamedTuple, ParamSpec, Self, TypeVar
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
+from jax.stages import Traced
 from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
@@ -19,7 +21,7 @@ from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
 from functree.calls.program import Program, Shardings, make_program
-from functree.calls.signature import Partial
+from functree.calls.signature import Args, Kwargs
 from functree.calls.static_arguments import opened
 from functree.devices.meshes import NO_MESH, current_mesh, tracing, without_devices
 from functree.devices.placement import (
@@ -27,12 +29,21 @@ from functree.devices.placement import (
     is_concrete,
     is_deleted,
     refuse_deleted,
+    sharding_text,
     with_devices_of,
 )
-from functree.errors import RuleError, ShardingError
+from functree.errors import RuleError, ShardingError, listed, warn
 from functree.layout.layout import Layout, LayoutTree, copied
 from functree.layout.state_sharding import has_filters
 from functree.placing.ambient import Surroundings
+from functree.processes.agreement import Agreement, Facts
+from functree.processes.check_processes import (
+    configuration,
+    facts_of,
+    has_values_here,
+    own_text,
+    settings,
+)
 from functree.surgery.pack import Packed, pack
 from functree.transforms.jit.layouts import (
     Donated,
@@ -40,16 +51,14 @@ from functree.transforms.jit.layouts import (
     StateForm,
     by_in_shardings,
     by_rules,
-    check_known,
     check_rules,
     closed,
     is_unplaced,
     is_worth_telling,
     resolve_out_shardings,
-    warn_placed,
     warn_unplaced,
 )
-from functree.tree.arrays import AnyArray, Tree
+from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
@@ -88,13 +97,11 @@ class Jit(Function[_P, _T]):
     _door = "jit"
     _places = True
 
-    def __init__(
-        self, fun: Callable[_P, _T], partial: Partial, traces: Traces, options: JitOptions
-    ):
-        super().__init__(fun, partial, traces, options)
+    def _set_up(self) -> None:
+        options = self._options
         self._layouts: ParameterLayouts | None = None
         if options.in_shardings is not None:
-            self._layouts = ParameterLayouts("in_shardings", options.in_shardings, traces.signature)
+            self._layouts = ParameterLayouts("in_shardings", options.in_shardings, self._signature)
             _check_static(self._layouts, options.static)
         # How often the array at a path was placed.
         self._placings: Counter[Path] = Counter()
@@ -180,54 +187,55 @@ class Jit(Function[_P, _T]):
         # Inside `shard_map` arrays are local, and the rules are about global ones.
         is_global = not jax.sharding.get_abstract_mesh().manual_axes
         if others and rules is not None and mesh is not None and is_global:
-            self._check_rules(flat)
             shardings |= by_rules(flat.call, others, rules, self._signature, mesh)
         can_run = mesh is not None and without_devices(mesh) is None
         return Placement(shardings, can_run, donated_indices(paths, self._options.donated))
 
     def _warn_placed(self, flat: FlatCall, placement: Placement) -> None:
         """Warn of arrays that a second call places again."""
-        by_entries, others = list[Path](), list[Path]()
+        again: dict[str, list[str]] = {"in_shardings": [], "the rules": []}
         for i in placement.shardings:
             path, array = flat.group.paths[i], flat.arrays[i]
             if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
                 continue
-            if self._has_entry(path):
-                by_entries.append(path)
-            # An array of NumPy is moved in each call in any case.
-            elif is_concrete(array):
-                others.append(path)
-        name = self._signature.name
-        warn_placed(name, by_entries, "in_shardings", self._placings)
-        warn_placed(name, others, "the rules", self._placings)
+            by = "in_shardings" if self._has_entry(path) else "the rules"
+            # An array of NumPy has to be moved in each call in any case.
+            if by == "the rules" and not is_concrete(array):
+                continue
+            self._placings[path] += 1
+            if self._placings[path] == 2:
+                again[by].append(f"`{path}`")
+        for by, paths in again.items():
+            if paths:
+                warn(
+                    f"{self._signature.name}: each call places {listed(paths)} by {by}: use "
+                    "`ft.shard` once, before the calls"
+                )
 
     def _has_entry(self, path: Path) -> bool:
         """Whether `in_shardings` has an entry for the array at a path, which may be `None`."""
         return self._layouts is not None and self._layouts.has_entry(path)
 
-    def _check_rules(self, flat: FlatCall) -> None:
-        """Check the filters in the rules of the function, once for each group of its calls."""
-        # Not those of ambient rules, which are written for more than one function.
-        rules, checked = self._options.rules, flat.group.checked
-        if rules is None or not has_filters(rules) or rules in checked:
-            return
-        check_rules(flat.call, rules, self._signature)
-        checked.add(rules)
-
     def _program(self, flat: FlatCall) -> Program:
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
-        self._check_rules(flat)
+        # Not the filters of ambient rules, which are written for more than one function.
+        if options.rules is not None and has_filters(options.rules):
+            check_rules(flat.call, options.rules, self._signature)
         if not tracing() and self._rules() is None:
             warn_unplaced(name, group.paths, arrays, self._has_entry)
-        mesh, mesh_of_arguments = self._meshes(arrays)
+        mesh, of_arguments = self._mesh(arrays), None
+        if mesh is None:
+            of_arguments = first_mesh(arrays)
+            # A program that does not depend on the shardings of its arguments is used on any mesh.
+            mesh = of_arguments if self._by_shardings else None
         if self._layouts is not None:
             mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
         check_mesh(name, group.paths, arrays, mesh)
         # JAX would report a deleted array without its path.
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
-        surroundings = Surroundings(mesh or mesh_of_arguments, self._rules())
+        surroundings = Surroundings(mesh or of_arguments, self._rules())
         body = self._body(flat, surroundings)
         if body.arguments.donated:
             check_donated(name, group.paths, arrays, body.arguments, by_buffer=True)
@@ -248,32 +256,17 @@ class Jit(Function[_P, _T]):
         if traced is None:
             return program
         warn_constants(name, self._partial.fun, traced)
-        if mesh_of_arguments is None or _uses_mesh(traced.jaxpr.jaxpr):
-            return program
-        # JAX drops unused arguments, and chooses the devices by the others. If it drops all that
-        # are on a mesh, it would run on the default device.
-        if isinstance(mesh_of_arguments, Mesh):
-            return replace(program, entered=mesh_of_arguments)
-        if "sharding_constraint" in str(traced.jaxpr):
-            raise _lost_mesh(name)
-        return program
+        return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
-    def _meshes(
-        self, arrays: Sequence[AnyArray]
-    ) -> tuple[Mesh | AbstractMesh | None, Mesh | AbstractMesh | None]:
-        """The mesh of a call, and that of its arguments if no other one was given."""
-        mesh = self._options.mesh
-        if mesh is None:
-            mesh = current_mesh()
-            if isinstance(mesh, AbstractMesh) and not tracing():
-                # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the
-                # devices.
-                mesh = with_devices_of(mesh, arrays)
-        if mesh is not None:
-            return mesh, None
-        of_arguments = first_mesh(arrays)
-        # A program that does not depend on the shardings of its arguments is used on any mesh.
-        return of_arguments if self._by_shardings else None, of_arguments
+    def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
+        """The mesh of a call, if it is not that of its arguments."""
+        if self._options.mesh is not None:
+            return self._options.mesh
+        mesh = current_mesh()
+        if isinstance(mesh, AbstractMesh) and not tracing():
+            # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
+            return with_devices_of(mesh, arrays)
+        return mesh
 
     def _body(self, flat: FlatCall, surroundings: Surroundings) -> Body:
         """The body for a call: one for all programs with the same surroundings and the same donated
@@ -295,31 +288,29 @@ class Jit(Function[_P, _T]):
     ) -> Shardings | None:
         """The sharding of each array of a result: by `out_shardings`, else that of the donated
         argument it replaces."""
-        options = self._options
+        name, layouts = self._signature.name, self._options.out_shardings
         # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
         result = output.tree
-        kept = closed(result, self._donated(flat))
-        if options.out_shardings is not None:
-            layouts = options.out_shardings
-            wanted = resolve_out_shardings(self._signature, result, layouts, mesh)
-            kept = [one or other for one, other in zip(wanted, kept, strict=True)]
-        shardings = check_known(self._signature.name, kept)
+        given: Shardings = [None] * len(output.values)
+        if layouts is not None:
+            given = resolve_out_shardings(self._signature, result, layouts, mesh)
+        shardings = closed(name, result, self._donated(flat), given)
         if all(sharding is None for sharding in shardings):
             return None
         return shardings
 
-    def _donated(self, flat: FlatCall) -> list[Donated]:
+    def _donated(self, flat: FlatCall) -> Donated:
         """The donated arguments, with the shardings that parts of the result keep."""
         shardings = list(map(_named_sharding, flat.arrays))
         paths = flat.group.paths
-        donated, kept = set(donated_indices(paths, self._options.donated)), list[Donated]()
+        indices = set(donated_indices(paths, self._options.donated))
+        donated = dict[StateForm, dict[Path, tuple[NamedSharding | None, ...]]]()
         for name, value in self._signature.each(flat.call):
             own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
-            if not own or own[0] not in donated:
-                continue
-            own_shardings = tuple(shardings[i] for i in own)
-            kept.append(Donated(name, StateForm.of(value), own_shardings))
-        return kept
+            if own and own[0] in indices:
+                kept = tuple(shardings[i] for i in own)
+                donated.setdefault(StateForm.of(value), {})[name] = kept
+        return donated
 
 
 def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
@@ -384,13 +375,27 @@ def _uses_mesh(jaxpr: Any) -> bool:
     return any(id(x) in needed and not x.aval.sharding.mesh.empty for x in jaxpr.invars)
 
 
-def _lost_mesh(name: str) -> ShardingError:
-    """The error for a function, called in a trace, whose constraints would have no effect."""
-    return ShardingError(
-        f"{name} constrains arrays on the mesh of its arguments, but its result depends on none "
-        "that is on the mesh. JAX drops unused arguments, and the constraints with them: "
-        f"{NO_MESH} with a `Mesh`"
-    )
+def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
+    """A program that runs on the mesh of its arguments, even if its result depends on none of
+    them.
+
+    JAX drops unused arguments, and chooses the devices by the others. If it drops all that are on a
+    mesh, it would run on the default device.
+
+    Raises:
+        ShardingError: the program is called in a trace, and its constraints would have no effect.
+    """
+    if _uses_mesh(traced.jaxpr.jaxpr):
+        return program
+    if isinstance(mesh, Mesh):
+        return replace(program, entered=mesh)
+    if "sharding_constraint" in str(traced.jaxpr):
+        raise ShardingError(
+            f"{program.name} constrains arrays on the mesh of its arguments, but its result "
+            "depends on none that is on the mesh. JAX drops unused arguments, and the constraints "
+            f"with them: {NO_MESH} with a `Mesh`"
+        )
+    return program
 
 
 # Packed trees
@@ -424,3 +429,79 @@ def _repacked(result: Tree, packed: Sequence[Skeleton]) -> Tree:
         return Packed(new.arrays, known[new.static])
 
     return tree_map(packed_again, result, is_leaf=fits)
+
+
+# In several processes
+
+
+class CheckedJit(Jit[_P, _T]):
+    """A function that compares what it compiles with all processes; made by `ft.jit(...,
+    check_processes=True)`."""
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self._agreed: set[Hashable] = set()  # the compilations that were found to be the same
+        self._compares = False  # whether what is prepared is a call, and not only traced
+
+    def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        self._compares = jax.process_count() > 1 and not tracing()
+        return super().__call__(*args, **kwargs)
+
+    def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
+        """As that of every function; and what a call needs that was not compiled yet is
+        compared."""
+        if not self._compares:
+            return super()._prepare(args, kwargs)
+        try:
+            with ExitStack() as stack:
+                # The other processes are at their first call too, and hear of an error in this one.
+                first = None if self._agreed else stack.enter_context(self._agreement())
+                program, flat = super()._prepare(args, kwargs)
+                key = _key(program, flat)
+                if key not in self._agreed:
+                    agreement = first or stack.enter_context(self._agreement())
+                    agreement.compare(lambda: _facts(program, flat))
+            self._agreed.add(key)
+            return program, flat
+        finally:
+            self._compares = False
+
+    def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
+        """As that of every function; and the values that are placed are compared, as
+        `ft.shard` does. JAX compares them too, when it places them, in words of its own."""
+        if self._compares and (rules is not None or self._layouts is not None):
+            pairs = zip(flat.group.paths, flat.arrays, strict=True)
+            own = [f"{path}: {own_text(x)}" for path, x in pairs if has_values_here(x)]
+            if own:
+                with self._agreement() as agreement:
+                    agreement.compare(lambda: {"arguments": own})
+        return super()._placed(flat, rules)
+
+    def _agreement(self) -> Agreement:
+        return Agreement(f"{self.__name__} does not run", f"{self.__name__}(...)")
+
+
+def _facts(program: Program, flat: FlatCall) -> Facts:
+    """What has to be the same in all processes: the arguments, the mesh, the lowered program."""
+    arguments: list[str] = []
+    for path, x in zip(program.group.paths, flat.arrays, strict=True):
+        # What is in this process alone is on devices of its own, and has to have equal values.
+        if has_values_here(x):
+            arguments.append(f"{path}: {own_text(x)}")
+        else:
+            sharding = sharding_text(getattr(x, "sharding", None))
+            arguments.append(f"{path}: {array_text(x)} {sharding}")
+    facts: dict[str, list[str]] = {"settings": settings(), "arguments": arguments}
+    if program.mesh is not None:
+        facts["mesh"] = facts_of(program.mesh)
+    facts["program"] = facts_of(program.trace(flat.arrays).lower())
+    return facts
+
+
+def _key(program: Program, flat: FlatCall) -> Hashable:
+    """All that a compilation depends on."""
+    return (
+        program,
+        configuration(),
+        tuple((jax.typeof(x), getattr(x, "sharding", None)) for x in flat.arrays),
+    )

@@ -1,8 +1,8 @@
 """The arguments of a call ─► the same, placed where `in_shardings` and the rules lay them out if
 nobody has placed them; its result ─► the shardings by `out_shardings` and the donated arguments."""
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -196,22 +196,6 @@ def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: Mesh
         return
     arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in having])
     warn(f"{name}: {forgotten_text(arrays, having[0][1])}")
-
-
-def warn_placed(name: str, placed: Sequence[Path], by: str, known: Counter[Path]) -> None:
-    """Warn of arrays that nobody has placed and that a second call of a function places again.
-
-    Args:
-        name: the name of the function.
-        placed: the paths of the arrays that this call places.
-        by: what places them.
-        known: how often the function has placed the array at a path.
-    """
-    known.update(placed)
-    again = [path for path in placed if known[path] == 2]
-    if again:
-        paths = listed([f"`{path}`" for path in again])
-        warn(f"{name}: each call places {paths} by {by}: use `ft.shard` once, before the calls")
 
 
 def warn_unplaced(
@@ -432,73 +416,61 @@ class StateForm(NamedTuple):
         return cls(type(tree), tuple(arrays))
 
 
-class Donated(NamedTuple):
-    """A donated argument.
-
-    Attributes:
-        path: its path.
-        form: its form.
-        shardings: the sharding of each of its arrays.
-    """
-
-    path: Path
-    form: StateForm
-    shardings: Shardings
+Donated = Mapping[StateForm, Mapping[Path, tuple[NamedSharding | None, ...]]]
+"""The donated arguments by their form: for the path of each, the shardings of its arrays."""
 
 
-Kept = NamedSharding | Problem | None
-"""What an array of a result keeps: a sharding; None if it keeps none; a problem if it is not known
-which one."""
-
-
-def closed(result: Any, donated: Sequence[Donated]) -> list[Kept]:
-    """For each array of a result, the sharding that it keeps from a donated argument.
+def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shardings:
+    """For each array of a result, the sharding that was given, or else the one that it keeps from a
+    donated argument.
 
     Outer parts are compared before inner ones. A bare array never keeps a sharding: that it has the
-    shape of an argument does not mean that it replaces it. A part that has the form of several
-    arguments, which are sharded differently, is a problem.
+    shape of an argument does not mean that it replaces it.
+
+    Args:
+        name: the name of the function.
+        result: its result.
+        donated: the donated arguments.
+        given: for each array of the result the sharding that `out_shardings` gives to it, or None.
+
+    Raises:
+        ShardingError: a part has the form of several arguments, which are sharded differently.
     """
-    by_form: dict[StateForm, list[Donated]] = {}
-    for one in donated:
-        by_form.setdefault(one.form, []).append(one)
-    return _closed(result, (), by_form)
-
-
-def _closed(node: Any, keys: Keys, donated: Mapping[StateForm, Sequence[Donated]]) -> list[Kept]:
-    """The same for the part of a result at some keys."""
-    below = children(node)
-    if below is None:
-        return [None] if is_array(node) else []
-    # To compute the form of every part would be slow.
-    if any(form.root is type(node) for form in donated):
-        same = donated.get(StateForm.of(node), ())
-        if len({one.shardings for one in same}) > 1:
-            return [_problem(Path(keys), same)] * len(same[0].shardings)
-        if same:
-            return list(same[0].shardings)
-    found: list[Kept] = []
-    for key, child in below:
-        found += _closed(child, (*keys, key), donated)
-    return found
-
-
-def _problem(path: Path, same: Sequence[Donated]) -> Problem:
-    """The problem of a part of the result that may replace several arguments."""
-    names = listed([f"`{one.path}`" for one in same])
-    why = f"has the structure of the donated arguments {names}, which are sharded differently"
-    remedy = "write `out_shardings=`, which says how the result is sharded"
-    return Problem(path, None, "" if path else "the result", why, remedy)
-
-
-def check_known(name: str, shardings: Sequence[Kept]) -> list[NamedSharding | None]:
-    """The shardings. Raises ShardingError for problems among them."""
-    problems = list(dict.fromkeys(one for one in shardings if isinstance(one, Problem)))
+    roots = {form.root for form in donated}
+    shardings: list[NamedSharding | None] = []
+    problems: list[Problem] = []
+    waiting: list[tuple[Keys, Any]] = [((), result)]
+    while waiting:
+        keys, node = waiting.pop()
+        below, start = children(node), len(shardings)
+        if below is None:
+            if is_array(node):
+                shardings.append(given[start])
+            continue
+        # To compute the form of every part would be slow.
+        same = donated.get(StateForm.of(node), {}) if type(node) in roots else {}
+        if not same:
+            waiting += reversed([((*keys, key), child) for key, child in below])
+            continue
+        kept, *others = set(same.values())
+        own = given[start : start + len(kept)]
+        if others and None in own:
+            problems.append(_several(Path(keys), same))
+        shardings += [one or other for one, other in zip(own, kept, strict=True)]
     if problems:
         parts = count(len(problems), "part")
         raise ShardingError(
             f"{name}: it is not known which shardings {parts} of the result should keep", problems
         )
-    return [one for one in shardings if not isinstance(one, Problem)]
+    return shardings
+
+
+def _several(path: Path, arguments: Iterable[Path]) -> Problem:
+    """The problem of a part of the result that may replace several arguments."""
+    names = listed([f"`{argument}`" for argument in arguments])
+    why = f"has the structure of the donated arguments {names}, which are sharded differently"
+    remedy = "write `out_shardings=`, which says how the result is sharded"
+    return Problem(path, None, "" if path else "the result", why, remedy)
 
 
 def resolve_out_shardings(
