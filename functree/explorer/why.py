@@ -36,6 +36,8 @@ _CLEARLY = 0.9
 # So many edits of one place are compiled, and so many fixes are printed.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
+# What moves less than that much of what is moved is no fix to speak of.
+_WORTH = 0.97
 
 
 class WhyRow(NamedTuple):
@@ -239,7 +241,7 @@ def why(
                 after = _measured(edit, call, before)
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a result that does not fit its layout
-            if after.fix.moved[1] < after.fix.moved[0]:
+            if after.fix.moved[1] < _WORTH * after.fix.moved[0]:
                 (fixes if after.is_fix else trades).append(after)
     fixes.sort(key=_order)
     trades.sort(key=_order)

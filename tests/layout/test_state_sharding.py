@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.filters import as_filter
-from functree.layout.state_sharding import without_axis
+from functree.layout.state_sharding import with_tables
 from tests.lib.checks import refused
 from tests.lib.meshes import SIZES
 from tests.lib.trees import mlp
@@ -440,10 +440,26 @@ def test_what_was_written_is_kept() -> None:
     assert layout.layouts == (P(), rules, None) and layout.shardings == layout.layouts
 
 
-def test_without_an_axis_the_rest_is_kept() -> None:
+def test_with_other_tables_the_rest_is_kept() -> None:
     layout = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": "model"})}, unused="ignore")
     kept = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": None})}, unused="ignore")
-    assert without_axis(layout, "seq") == kept
+    assert with_tables(layout, lambda table: table.with_rule("seq", None)) == kept
+
+
+@pytest.mark.parametrize(
+    ("pairs", "axis", "mesh_axis", "changed"),
+    [
+        ([("seq", "model")], "seq", "data", [("seq", "data")]),
+        ([("seq", "model"), ("seq", None)], "seq", None, [("seq", None)]),
+        ([("a", "x"), ("seq", "y"), ("b", "z")], "seq", None, [("a", "x"), ("seq", None), ("b", "z")]),
+        ([("a", "x"), (..., None)], "seq", "y", [("seq", "y"), ("a", "x"), (..., None)]),
+    ],
+    ids=["replaced", "fallbacks go", "in its place", "a new one first"],
+)  # fmt: skip
+def test_a_table_with_another_rule(
+    pairs: Any, axis: str, mesh_axis: str | None, changed: Any
+) -> None:
+    assert ft.AxisRules(pairs).with_rule(axis, mesh_axis) == ft.AxisRules(changed)
 
 
 NAMESPACE = {

@@ -128,14 +128,15 @@ def test_whether_the_type_tells(value: Any, untyped: bool):
 
 
 def test_the_error_for_a_call():
-    _, problems = DATA.lay(*read_for(jnp.ones(3), P("data")))
-    error = DATA.refuse("step", problems)
-    assert (
-        isinstance(error, ft.ShardingError)
-        and str(error).startswith("step: ")
-        and list(error.problems) == problems
-    )
-    assert "(data=2, model=4)" in str(error)
+    def step(value: Any) -> Any:
+        return value
+
+    _, problems = DATA.lay(*read_for({"value": jnp.ones(3)}, P("data")))
+    mapped = ft.shard_map(step, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
+    with pytest.raises(ft.ShardingError, match=r"^step: ") as error:
+        mapped(jnp.ones(3))
+    assert list(error.value.problems) == problems
+    assert "(data=2, model=4)" in str(error.value)
 
 
 def test_what_may_differ_along_an_axis_that_its_spec_calls_equal():
