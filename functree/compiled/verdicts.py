@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Hashable, Sequence
 from dataclasses import replace
+from itertools import chain
 
 from functree.compiled.collective import Cause, Collective
 from functree.compiled.layouts import Layouts
@@ -72,9 +73,11 @@ class Verdicts:
         self._batch = set[str]().union(*(named_axes(self._rows[i].spec) for i in data))
         self._results = [i for i, row in enumerate(self._rows) if row.op == RESULT]
         self._by_place = defaultdict[tuple[str | None, str], list[int]](list)
+        self._by_name = defaultdict[str, list[int]](list)
         self._users = defaultdict[int, list[int]](list)
         for i, row in enumerate(self._rows):
             self._by_place[row.source, _primitive(row.name)].append(i)
+            self._by_name[row.name].append(i)
             for operand in row.operands:
                 self._users[operand].append(i)
 
@@ -89,7 +92,7 @@ class Verdicts:
         if one.mesh_axes is None:
             return one
         found = self._operation(one, name, parameters)
-        if found is not None and name.endswith(")"):
+        if found is not None and _is_combined(name):
             name = self._rows[found].name
         reason = _OPAQUE if "shard_map" in name else ""
         reason = reason or self._reason(one, _primitive(name), parameters, found)
@@ -148,12 +151,10 @@ class Verdicts:
             )
 
         places = self._by_place[one.source, _primitive(name)]
-        if name.endswith(")"):
-            # Combined of several: `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
+        if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
-            names = [f"{scope}/{part}" for part in parts[:-1].split(":")]
-            alike = [i for i, row in enumerate(self._rows) if row.name in names]
-            places = [i for i in alike if self._rows[i].bytes_of(self._sizes) == one.bytes]
+            alike = [self._by_name[f"{scope}/{part}"] for part in parts[:-1].split(":")]
+            places = [i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == one.bytes]
         elif not name:
             # The compiler moves arguments and results where no operation is.
             places = self._results
@@ -249,6 +250,12 @@ class Verdicts:
 def _primitive(name: str) -> str:
     """The name of JAX's primitive at the end of that of an operation."""
     return name.rpartition("/")[2]
+
+
+def _is_combined(name: str) -> bool:
+    """Whether a name is of several operations:
+    `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`."""
+    return "/(" in name and name.endswith(")")
 
 
 def _laid_out(row: LaidOut) -> str:

@@ -188,7 +188,7 @@ def why(
     result is laid out as the argument that it replaces or as it comes, a rule of a layout is
     changed. They are ranked by the layouts that Shardy finds, and the best are compiled. The layout
     of data is never changed. On Explicit axes layouts are types, and only rules and results are
-    changed.
+    changed. An interrupt (Ctrl-C) ends the search with what is found until then.
 
     Args:
         fn: a function, as in `ft.ledger`.
@@ -230,32 +230,19 @@ def why(
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
     ranked = _ranked(edits, moved_bytes(call.lowered), progress)
-    before = _Figures.of(ledger, text)
-    fixes: list[_Measured] = []
-    trades: list[_Measured] = []
     chosen = _chosen(ranked, compilations)
-    with shown_progress("why: {} compiled", len(chosen), progress) as show:
-        for done, edit in enumerate(chosen):
-            show(done, edit.change)
-            try:
-                after = _measured(edit, call, before)
-            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
-                continue  # such as a result that does not fit its layout
-            if after.fix.moved[1] < _WORTH * after.fix.moved[0]:
-                (fixes if after.is_fix else trades).append(after)
-    fixes.sort(key=_order)
-    trades.sort(key=_order)
-    if fixes and fixes[0].fix.source is None:
-        _removal_first(fixes)
+    measured = _compiled(chosen, call, _Figures.of(ledger, text), progress)
+    less = sorted((one for one in measured if one.is_less), key=_order)
+    fixes = _removal_first([one for one in less if one.is_fix])
     rows = tuple(_rows(ledger, fixes))
     return Why(
         call.name,
         rows,
         tuple(one.fix for one in fixes),
-        tuple(one.fix for one in trades),
+        tuple(one.fix for one in less if not one.is_fix),
         tuple(_hints(rows)),
         len(edits),
-        len(chosen),
+        len(measured),
     )
 
 
@@ -278,11 +265,13 @@ class _Measured(NamedTuple):
 
     Attributes:
         fix: what it gives.
+        is_less: whether it moves less.
         is_fix: whether it needs no more flops and memory.
         left: the bytes that are still moved, by what tells the collectives apart.
     """
 
     fix: Fix
+    is_less: bool
     is_fix: bool
     left: Mapping[Hashable, int]
 
@@ -296,6 +285,8 @@ def _ranked(edits: Sequence[Edit], before: int, progress: bool) -> list[Edit]:
             show(i, edit.change)
             try:
                 after = moved_bytes(edit.lower())
+            except KeyboardInterrupt:
+                break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a rule that shards an axis by what does not divide it
             if edit.is_blamed or after < before:
@@ -314,6 +305,23 @@ def _chosen(ranked: Sequence[Edit], most: int) -> list[Edit]:
     return chosen[:most]
 
 
+def _compiled(
+    chosen: Sequence[Edit], call: LoweredCall, before: _Figures, progress: bool
+) -> list[_Measured]:
+    """The edits that can be compiled, with what they give."""
+    found: list[_Measured] = []
+    with shown_progress("why: {} compiled", len(chosen), progress) as show:
+        for done, edit in enumerate(chosen):
+            show(done, edit.change)
+            try:
+                found.append(_measured(edit, call, before))
+            except KeyboardInterrupt:
+                break
+            except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
+                continue  # such as a result that does not fit its layout
+    return found
+
+
 def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
     """An edit, compiled."""
     compiled = edit.lower().compile()
@@ -327,7 +335,7 @@ def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
     is_fix &= after.peak <= _MEMORY * before.peak
     is_fix &= after.arguments <= _MEMORY * before.arguments
     fix = Fix(edit.change, edit.source, moved, peak, flops)
-    return _Measured(fix, is_fix, _by_kind(ledger.collectives))
+    return _Measured(fix, moved[1] < _WORTH * moved[0], is_fix, _by_kind(ledger.collectives))
 
 
 def _by_kind(collectives: Sequence[Collective]) -> Counter[Hashable]:
@@ -345,14 +353,13 @@ def _order(one: _Measured) -> tuple[int, ...]:
     return one.fix.moved[1], one.fix.peak[1], one.fix.flops[1]
 
 
-def _removal_first(fixes: list[_Measured]) -> None:
-    """Put the removal of a constraint first, which is the plainest edit, unless another one is
-    clearly better."""
+def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
+    """The fixes with the removal of a constraint first, which is the plainest edit, unless another
+    one is clearly better."""
     for i, one in enumerate(fixes):
-        if one.fix.source is not None:
-            if one.fix.moved[1] * _CLEARLY <= fixes[0].fix.moved[1]:
-                fixes.insert(0, fixes.pop(i))
-            return
+        if one.fix.source is not None and _CLEARLY * one.fix.moved[1] <= fixes[0].fix.moved[1]:
+            return [one, *fixes[:i], *fixes[i + 1 :]]
+    return fixes
 
 
 def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:

@@ -216,23 +216,7 @@ def _others_call(
         return found.named(parameters) or found
 
     def compiled() -> tuple[Ledger, str]:
-        with heard_compiling() as heard:
-            stage = wrapped.compile()
-        inner = getattr(stage, "compiled", stage)
-        used = None if mesh is None else mesh_view(mesh).mesh
-        return (
-            ledger_of(
-                inner,
-                _name(fn),
-                parameters,
-                results,
-                used,
-                heard.warnings,
-                layouts=found_layouts,
-                of_program=False,
-            ),
-            inner.as_text() or "",
-        )
+        return _others_ledger(_name(fn), wrapped, parameters, results, mesh, found_layouts)
 
     skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
 
@@ -252,6 +236,32 @@ def _others_call(
         None,
         None,
     )
+
+
+def _others_ledger(
+    name: str,
+    lowered: Any,
+    parameters: Sequence[Path],
+    results: Sequence[Path],
+    mesh: MeshLike,
+    layouts: Callable[[], Layouts],
+) -> tuple[Ledger, str]:
+    """The ledger and the text of what another library's lowered function compiles to."""
+    with heard_compiling() as heard:
+        stage = lowered.compile()
+    compiled = getattr(stage, "compiled", stage)
+    used = None if mesh is None else mesh_view(mesh).mesh
+    ledger = ledger_of(
+        compiled,
+        name,
+        parameters,
+        results,
+        used,
+        heard.warnings,
+        layouts=layouts,
+        of_program=False,
+    )
+    return ledger, compiled.as_text() or ""
 
 
 def _parameters(
