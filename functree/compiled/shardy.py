@@ -187,7 +187,8 @@ def _iterations(loop: Any) -> int:
         if one.name == "stablehlo.compare":
             limit = one.operands[1].owner
             found = re.match(r"dense<(\d+)>", str(getattr(limit, "attributes", {}).get("value")))
-            return int(found[1]) if found else 1
+            if found:
+                return int(found[1])
     return 1
 
 

@@ -94,31 +94,33 @@ class Verdicts:
         found = self._operation(one, name, parameters)
         if found is not None and _is_combined(name):
             name = self._rows[found].name
-        reason = _OPAQUE if "shard_map" in name else ""
-        reason = reason or self._reason(one, _primitive(name), parameters, found)
-        verdict = ASKED if reason else COMPILER
+        reason = self._reason(one, name, parameters, found)
         if found is None:
             cause = Cause(_primitive(name), one.source, "", (), "", (), reason)
         else:
             cause = self._cause(found, reason)
-        return replace(one, verdict=verdict, cause=cause)
+        return replace(one, verdict=ASKED if reason else COMPILER, cause=cause)
 
     def _reason(
-        self, one: Collective, primitive: str, parameters: Sequence[int], found: int | None
+        self, one: Collective, name: str, parameters: Sequence[int], found: int | None
     ) -> str:
         """Why somebody has asked for a collective; empty if nobody has."""
-        is_sum, axes = one.kind in _SUMS, set(one.mesh_axes or ())
+        primitive, is_sum = _primitive(name), one.kind in _SUMS
+        axes = set(one.mesh_axes or ())
+        if "shard_map" in name:
+            return _OPAQUE
         if found is not None and self._rows[found].op == CONSTRAINT:
             return "a constraint asks for it"
         if primitive in _WRITTEN:
             return _OPAQUE
         if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return "the neighbouring parts have to see each other's edges"
-        if one.moves == "itself":
-            return "its weight is sharded as the batch is" if self._is_fsdp(parameters) else ""
-        if one.moves == "gradient" and (is_sum or self._is_fsdp(parameters)):
+        is_fsdp = self._is_fsdp(parameters)
+        if one.moves == "itself" and is_fsdp:
+            return "its weight is sharded as the batch is"
+        if one.moves == "gradient" and (is_sum or is_fsdp):
             return "a gradient is summed over the batch"
-        if is_sum and primitive.startswith(_REDUCTIONS):
+        if is_sum and one.moves != "itself" and primitive.startswith(_REDUCTIONS):
             return "it sums over a sharded dimension, or looks up in one"
         if is_sum and primitive in _PRODUCTS and (found is None or self._sums(found, axes)):
             # Of an activation and a weight, parts are only summed over an axis of the batch where
@@ -162,15 +164,17 @@ class Verdicts:
         if one.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
             # What it is moved for is some operations behind it.
             return self._reached(min(parameters), axes, named=False)
+        if not ranked:
+            return None
         if one.kind in _SUMS:
-            return ranked[0] if ranked else None
+            return ranked[0]
         # Of operations of one name it is the one whose result is needed in another layout.
         for i in ranked:
             if fit(i)[:2] == fit(ranked[0])[:2]:
                 reached = self._reached(i, axes, named=bool(name))
                 if self._relays(reached, axes):
                     return reached
-        return ranked[0] if ranked else None
+        return ranked[0]
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
         """The operation that needs what another makes in another layout; the one itself, or what

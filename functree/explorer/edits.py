@@ -76,8 +76,7 @@ class Edits:
         for one in sorted(self._ledger.collectives, key=lambda one: -one.total):
             if one.cause is not None:
                 is_blamed = one.verdict == COMPILER or one.cause.op == CONSTRAINT
-                origins = blamed if is_blamed else others
-                origins |= dict.fromkeys(one.cause.origins)
+                (others, blamed)[is_blamed].update(dict.fromkeys(one.cause.origins))
         if self._variant is not None:
             for origin in dict.fromkeys([*blamed, *others]):
                 for edit in self._of_origin(origin, self._variant):
@@ -170,11 +169,7 @@ class Edits:
             for j, path in enumerate(self._call.results)
             if pattern_of(path) == pattern_of(result) and variant.outputs[j] == old
         ]
-        what = (
-            result_name(Path())
-            if not result
-            else common_path([self._call.results[j] for j in alike])
-        )
+        what = common_path([Path(("result", *self._call.results[j])) for j in alike])
         for j, path in enumerate(self._call.parameters):
             sharding = variant.inputs[j].sharding
             if (
@@ -216,7 +211,7 @@ class Edits:
             return one.with_rule(axis, new) if one == table else one
 
         def relaid(one: Any) -> Any:
-            return None if one is None else with_tables(as_layout(one), changed)
+            return one and with_tables(as_layout(one), changed)
 
         def lower() -> Lowered:
             options = {

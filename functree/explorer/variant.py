@@ -59,9 +59,7 @@ class Variant:
                 sharding = getattr(array, "sharding", None)
             inputs.append(_laid(variable.aval, sharding))
         donated = [i for i, one in enumerate(call.params["donated_invars"]) if one]
-        outputs = [
-            one if isinstance(one, NamedSharding) else None for one in call.params["out_shardings"]
-        ]
+        outputs = map(_named, call.params["out_shardings"])
         return cls(call.params["jaxpr"], tuple(inputs), tuple(outputs), tuple(donated), mesh)
 
     def lower(self) -> Lowered:
@@ -96,8 +94,12 @@ class Variant:
 
 
 def _laid(array: Any, sharding: object) -> jax.ShapeDtypeStruct:
-    given = sharding if isinstance(sharding, NamedSharding) else None
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=given)
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=_named(sharding))
+
+
+def _named(sharding: object) -> NamedSharding | None:
+    """A sharding on a mesh; None for one that the compiler chooses, or of a single device."""
+    return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _line(equation: JaxprEqn) -> str | None:

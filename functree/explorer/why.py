@@ -78,13 +78,9 @@ class Fix(NamedTuple):
     flops: tuple[int, int]
 
     def __str__(self) -> str:
-        at = "" if self.source is None else f" at {self.source}"
-        peak, flops = (
-            f"{after / before - 1:+.0%}" if before else "+0%"
-            for before, after in (self.peak, self.flops)
-        )
         moved = f"moved {bytes_text(self.moved[0])} → {bytes_text(self.moved[1])}"
-        return f"{self.change}{at}: {moved}, peak {peak}, flops {flops}"
+        costs = f"peak {_percent(*self.peak)}, flops {_percent(*self.flops)}"
+        return f"{self.change}{_at(self.source)}: {moved}, {costs}"
 
 
 @dataclass(frozen=True, repr=False)
@@ -133,8 +129,9 @@ class Why:
         text = f"{self.name} moves {bytes_text(sum(sizes.values()))} to each device"
         text += f": {bytes_text(sizes[ASKED])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
         text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
-        tried = f"{self.tried} tried, {self.compiled} compiled"
-        return f"{text} ({tried})" if self.fixes else f"{text}; nothing found, {tried}"
+        if not self.fixes:
+            text += "; nothing found"
+        return f"{text}; {self.tried} tried, {self.compiled} compiled"
 
     def to_json(self) -> str:
         """All of it as JSON."""
@@ -155,20 +152,29 @@ class Why:
         content = section_html("Fixes", notes_html([], map(str, self.fixes)))
         content += section_html("Trades", notes_html([], map(str, self.trades)))
         content += section_html("Hints", notes_html([], self.hints))
-        content += section_html(
-            "Collectives", table_html(("collective", "verdict", "cause"), rows) if rows else ""
-        )
+        if rows:
+            table = table_html(("collective", "verdict", "cause"), rows)
+            content += section_html("Collectives", table)
         return report_html(f"Why {self.name} moves arrays", code(self._head()), content, page)
 
 
 def _title(alike: Sequence[WhyRow]) -> str:
     """What rows of one cause are called."""
     one = alike[0].collective
-    times = f" ×{len(alike)}" if len(alike) > 1 else ""
-    axes = ", ".join(one.mesh_axes or ("?",))
-    at = "" if one.source is None else f" at {source_end(one.source)}"
+    axes, kind = ", ".join(one.mesh_axes or ("?",)), one.kind
+    if len(alike) > 1:
+        kind += f" ×{len(alike)}"
     total = bytes_text(sum(row.collective.total for row in alike))
-    return f"{total} {one.kind}{times} over {axes}{at}"
+    return f"{total} {kind} over {axes}{_at(one.source and source_end(one.source))}"
+
+
+def _at(source: str | None) -> str:
+    return f" at {source}" if source else ""
+
+
+def _percent(before: int, after: int) -> str:
+    """What was added or saved: `-12%`."""
+    return f"{(after - before) / max(before, 1):+.0%}"
 
 
 def why(
@@ -370,8 +376,10 @@ def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
         less = any(fix.left.get(_alike(one), 0) < before[_alike(one)] for fix in fixes)
         if verdict == COMPILER and less:
             verdict = AVOIDABLE
-        reason = "" if cause is None else cause.reason
-        yield WhyRow(one, verdict, reason or "nobody asked for it", cause)
+        reason = "nobody asked for it"
+        if cause is not None and cause.reason:
+            reason = cause.reason
+        yield WhyRow(one, verdict, reason, cause)
 
 
 def _hints(rows: Sequence[WhyRow]) -> list[str]:
@@ -379,6 +387,5 @@ def _hints(rows: Sequence[WhyRow]) -> list[str]:
     found: dict[str, None] = {}
     for row in rows:
         if row.verdict == COMPILER and row.cause is not None and row.cause.hint:
-            at = "" if row.cause.source is None else f" at {row.cause.source}"
-            found[f"`{row.cause.expression}`{at}: {row.cause.hint}"] = None
+            found[f"`{row.cause.expression}`{_at(row.cause.source)}: {row.cause.hint}"] = None
     return list(found)
