@@ -163,8 +163,19 @@ class Verdicts:
             found, name = min(parameters), ""
         if found is None or (self._relays(found, axes) and name):
             return found
-        # What is moved for a constraint may be moved before what is constrained is computed, and
-        # what has no name before any operation.
+        return self._needs(found, one, name)
+
+    def _needs(self, found: int, one: Collective, name: str) -> int:
+        """The operation that a collective moves an array for: the one that is found, or one that
+        uses it.
+
+        What is moved for a constraint may be moved before what is constrained is computed, and what
+        has no name before any operation. JAX 0.12 names the operation that makes the array, and JAX
+        0.10 mostly the one that it is moved for. Sums and the edges of a shift belong to the
+        operation that is named.
+        """
+        axes, relays = set(one.mesh_axes or ()), None
+        is_own = one.kind in (*_SUMS, "collective-permute") or self._turns(found, axes)
         reached = found
         for _ in range(_FARTHEST):
             users = self._users[reached]
@@ -174,8 +185,12 @@ class Verdicts:
                 is_constraint = self._rows[i].op in (CONSTRAINT, RESULT)
                 if (is_constraint or not name) and self._relays(i, axes):
                     return i
+                if relays is None and (self._relays(i, axes) or self._turns(i, axes)):
+                    relays = i
             reached = users[0]
-        return found if name or not self._users[found] else self._users[found][0]
+        if not name and self._users[found]:
+            return self._users[found][0]
+        return found if relays is None or not name or is_own else relays
 
     def _outside(self, i: int) -> int:
         """The row of what a loop carries, before the loop."""
@@ -194,6 +209,20 @@ class Verdicts:
                 continue
             for before, after in zip(operand.spec.partitions, row.spec.partitions, strict=True):
                 if axes & (set(mesh_axes(before)) - set(mesh_axes(after))):
+                    return True
+        return False
+
+    def _turns(self, i: int, axes: set[str]) -> bool:
+        """Whether one of these mesh axes shards an operand, and the result in a dimension of
+        another size."""
+        row = self._rows[i]
+        for operand in (self._rows[j] for j in row.operands):
+            for size, before in zip(operand.shape, operand.spec.partitions, strict=True):
+                kept = set[str]()
+                for other, after in zip(row.shape, row.spec.partitions, strict=True):
+                    if other == size:
+                        kept.update(mesh_axes(after))
+                if axes & named_axes(row.spec) & set(mesh_axes(before)) - kept:
                     return True
         return False
 
