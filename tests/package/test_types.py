@@ -115,6 +115,8 @@ FUNCTIONS = {
     "value_and_grad": ("ft.value_and_grad(loss)(model, x)", "tuple[Array, Model]"),
     "accumulate": ("ft.accumulate(ft.value_and_grad(loss), 4)(model, x)", "tuple[Array, Model]"),
     "ledger": ("ft.ledger(loss, model, x)", "Ledger"),
+    "layouts": ("ft.layouts(loss, model, x)", "Layouts"),
+    "why": ("ft.why(loss, model, x)", "Why"),
     "explore": ('ft.explore(loss, (model, x), meshes=8, layouts={"data": ft.P("data")})', "Ranking"),
     "make_state": ("ft.make_state(model)", "tuple[Model, State]"),
     "apply_gradients": ("ft.apply_gradients(ts, model)", "TrainState[Model]"),
