@@ -354,7 +354,7 @@ WRONG: dict[str, tuple[list[str], str]] = {
     ),
     "no number of devices": (
         ["ledger", "demo:call", *MESH, *RULES, "--devices", "eight"],
-        "argument --devices: 'eight' is no number of devices",
+        "argument --devices: 'eight' is no positive number",
     ),
     "a page that cannot be written": (
         ["plan", "demo:tree", *MESH, *RULES, "--html", "nowhere/out.html"],
