@@ -213,7 +213,8 @@ def _known_passes() -> Iterator[None]:
     except (ValueError, ir.MLIRError) as error:
         what = str(error).partition("\n")[0]
         raise FunctreeError(
-            f"layouts are not known: the passes of Shardy in this jaxlib are others ({what})"
+            f"layouts are not known: the passes of Shardy in this jaxlib are others ({what}); take "
+            "a jaxlib that functree was tested with. Ledgers work, without verdicts"
         ) from error
 
 

@@ -144,13 +144,11 @@ class Verdicts:
             return any(self._outside(j) in parameters for j in self._rows[i].operands)
 
         def fit(i: int) -> tuple[bool, ...]:
-            row, moves_it = self._rows[i], one.moves == "itself"
-            return (
-                row.name == name,
-                moves_it and takes(i),
-                self._relays(i, axes),
-                bool(row.operands),
-            )
+            row = self._rows[i]
+            serves = takes(i)
+            if one.moves == "gradient":
+                serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
+            return row.name == name, serves, self._relays(i, axes), bool(row.operands)
 
         places = self._by_place[one.source, _primitive(name)]
         if _is_combined(name):
@@ -172,23 +170,29 @@ class Verdicts:
         for i in ranked:
             if fit(i)[:2] == fit(ranked[0])[:2]:
                 reached = self._reached(i, axes, named=bool(name))
-                if self._relays(reached, axes):
+                if reached != i or self._relays(i, axes):
                     return reached
         return ranked[0]
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
         """The operation that needs what another makes in another layout; the one itself, or what
         uses it first if it has no name, if there is none."""
+        row = self._rows[i]
         if named and self._relays(i, axes):
             return i
+        # What loses its layout in any case is moved for itself, unless a constraint asks for it.
+        passed = {"reduce"}  # a sum has no need of the whole
+        if not named:
+            passed.add("dot_general")
         reached = i
         for _ in range(_FARTHEST):
             users = self._users[reached]
             # A constraint asks, and is told rather than what else takes the same.
             for user in sorted(users, key=lambda j: self._rows[j].op not in (CONSTRAINT, RESULT)):
-                # A sum has no need of the whole.
-                sums = self._rows[user].op in (("reduce",) if named else ("reduce", "dot_general"))
-                if not sums and self._relays(user, axes):
+                op = self._rows[user].op
+                if named and row.op in _HINTS and op not in (CONSTRAINT, RESULT):
+                    continue
+                if op not in passed and self._relays(user, axes):
                     return user
             if not users or self._rows[users[0]].op in _TURNS:
                 break
@@ -203,15 +207,21 @@ class Verdicts:
 
     def _relays(self, i: int, axes: set[str]) -> bool:
         """Whether an operand is sharded by one of these mesh axes, and the result is not, or in
-        another dimension of the same array."""
+        another dimension."""
         row = self._rows[i]
         for operand in (self._rows[j] for j in row.operands):
             if axes & named_axes(operand.spec) - named_axes(row.spec):
                 return True
-            if row.op in _TURNS or operand.shape != row.shape:
+            if row.op not in _TURNS and operand.shape != row.shape:
                 continue
-            for before, after in zip(operand.spec.partitions, row.spec.partitions, strict=True):
-                if axes & (set(mesh_axes(before)) - set(mesh_axes(after))):
+            for dim, (size, before) in enumerate(
+                zip(operand.shape, operand.spec.partitions, strict=True)
+            ):
+                after = {dim}
+                if row.op in _TURNS:  # known by its size
+                    after = {j for j, other in enumerate(row.shape) if other == size}
+                kept = set[str]().union(*(mesh_axes(row.spec.partitions[j]) for j in after))
+                if after and axes & set(mesh_axes(before)) - kept:
                     return True
         return False
 

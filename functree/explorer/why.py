@@ -16,6 +16,7 @@ from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import moved_bytes
 from functree.compiled.sources import source_end
+from functree.compiled.table import VERDICTS
 from functree.compiled.verdicts import ASKED, COMPILER
 from functree.errors import USERS_ERRORS, FunctreeError, count
 from functree.explorer.edits import Edit, Edits
@@ -109,7 +110,8 @@ class Why:
         lines = [self._head()]
         told = [row for row in self.rows if row.verdict != ASKED]
         for alike in grouped(told, lambda row: (row.verdict, row.collective.kind, row.cause)):
-            lines += paragraphs([f"{_title(alike)}: {alike[0].verdict}: {alike[0].cause}"])
+            verdict = _verdict_text(alike[0])
+            lines += paragraphs([f"{_title(alike)}: {verdict}: {alike[0].cause}"])
         for title, fixes in (("fixes", self.fixes), ("trades", self.trades)):
             if fixes:
                 lines += ["", f"{title}, each compiled:"]
@@ -130,7 +132,7 @@ class Why:
         text += f": {bytes_text(sizes[ASKED])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
         text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
         if not self.fixes:
-            text += "; nothing found"
+            text += "; no fix found"
         return f"{text}; {self.tried} tried, {self.compiled} compiled"
 
     def to_json(self) -> str:
@@ -146,7 +148,7 @@ class Why:
 
     def _html(self, page: bool) -> str:
         rows = [
-            (html.escape(_title([row])), row.verdict or "not known", html.escape(str(row.cause)))
+            (html.escape(_title([row])), _verdict_text(row), html.escape(str(row.cause)))
             for row in self.rows
         ]
         content = section_html("Fixes", notes_html([], map(str, self.fixes)))
@@ -166,6 +168,10 @@ def _title(alike: Sequence[WhyRow]) -> str:
         kind += f" ×{len(alike)}"
     total = bytes_text(sum(row.collective.total for row in alike))
     return f"{total} {kind} over {axes}{_at(one.source and source_end(one.source))}"
+
+
+def _verdict_text(row: WhyRow) -> str:
+    return VERDICTS.get(row.verdict or "", row.verdict or "not known")
 
 
 def _at(source: str | None) -> str:
