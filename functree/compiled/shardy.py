@@ -125,8 +125,6 @@ def laid_out(
         FunctreeError: this version of JAX does not have the passes.
     """
     with _propagated(lowered, _PASSES) as (main, sizes, given):
-        if results is None:
-            results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
         return _Reader().rows_of(main, results, given), sizes
 
 
@@ -200,8 +198,11 @@ def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _bytes_of(shape: Sequence[int], dtype: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    return math.prod(shape) * max(int(bits[0] if bits else 8), 8) // 8
+    found = re.search(r"\d+", dtype)
+    bits = max(int(found[0] if found else 8), 8)
+    if dtype.startswith("complex"):  # `complex<f32>`: two of these
+        bits *= 2
+    return math.prod(shape) * bits // 8
 
 
 @contextmanager
@@ -222,6 +223,13 @@ def _inside(outer: Any) -> Iterator[Any]:
         for block in region.blocks:
             for one in list(block.operations):
                 yield one.operation
+
+
+def _all_inside(outer: Any) -> Iterator[Any]:
+    """The operations inside of one, and those inside of these."""
+    for one in _inside(outer):
+        yield one
+        yield from _all_inside(one)
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
@@ -266,7 +274,7 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     an argument is constrained as that is; other groups go.
     """
     groups: dict[int, list[Any]] = {}
-    for one in _inside(main):
+    for one in list(_all_inside(main)):
         if one.name == "sdy.sharding_group":
             groups.setdefault(one.attributes["group_id"].value, []).append(one.operands[0])
             one.erase()
@@ -275,15 +283,24 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
         for value in values:
             if argument is None or value in shardings:
                 continue
+            if isinstance(value.owner, ir.Block):  # an argument, or what a loop carries
+                place = ir.InsertionPoint.at_block_begin(value.owner)
+            else:
+                place = ir.InsertionPoint.after(value.owner)
             constraint = ir.Operation.create(
                 "sdy.sharding_constraint",
                 results=[value.type],
                 operands=[value],
                 attributes={"sharding": shardings[argument]},
                 loc=argument.location,
-                ip=ir.InsertionPoint.after(value.owner),
+                ip=place,
             )
             value.replace_all_uses_except(constraint.results[0], constraint)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array, and no token, by which effects are in order."""
+    return isinstance(value.type, ir.RankedTensorType)
 
 
 def _arguments(operation: Any) -> Sequence[Any]:
@@ -312,29 +329,35 @@ class _Reader:
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
     def rows_of(
-        self, function: Any, results: Sequence[str], given: Collection[Any]
+        self, function: Any, results: Sequence[str] | None, given: Collection[Any]
     ) -> tuple[LaidOut, ...]:
         """The rows of a function: its arguments, of which the layout of some was given, what its
         operations make, and its results."""
-        arguments = _arguments(function)
-        for value, attributes in zip(arguments, function.attributes["arg_attrs"], strict=True):
+        arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
+        for i, (value, attributes) in enumerate(arguments):
+            if not _is_array(value):
+                continue
             spec, origins = _layout(attributes)
             if value in given:  # though a constraint right behind it may be named
                 origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
+            self._origins[f"input: {i}"] = self._rows[-1].name
         self._read_inside(function)
+        self._read_results(function, results)
+        return tuple(row._replace(origins=self._named(row)) for row in self._rows)
+
+    def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
         *_, last = _inside(function)
-        returned = zip(last.operands, function.attributes["res_attrs"], results, strict=True)
-        for value, attributes, name in returned:
-            spec, origins = _layout(attributes)
+        arrays = [(i, value) for i, value in enumerate(last.operands) if _is_array(value)]
+        attributes = function.attributes["res_attrs"] if arrays else ()
+        if names is None:
+            names = [attributes[i]["jax.result_info"].value for i, _ in arrays]
+        for (i, value), name in zip(arrays, names, strict=True):
+            spec, origins = _layout(attributes[i])
             if spec and value in self._indices:
                 self._add(value, RESULT, last.location, spec, origins, (self._indices[value],))
                 self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
-        for i in range(len(arguments)):
-            self._origins[f"input: {i}"] = self._rows[i].name
-        for i, name in enumerate(results):
             self._origins[f"output: {i}"] = name
-        return tuple(row._replace(origins=self._named(row)) for row in self._rows)
 
     def _named(self, row: LaidOut) -> dict[str, str]:
         """The origins of a row by name."""
@@ -391,6 +414,8 @@ class _Reader:
             _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
         )
         for i, value in enumerate(one.results):
+            if not _is_array(value):
+                continue
             spec = specs[i] if i < len(specs) else ""
             # Of what a loop carries and nothing shards, no origins are kept.
             own = "" if is_loop and not _AXIS.search(spec) else next(origins, "")
@@ -403,7 +428,8 @@ class _Reader:
             # What a loop carries is laid out as its results are.
             for region in one.regions:
                 for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
-                    self._indices[inner] = self._indices[outer]
+                    if outer in self._indices:
+                        self._indices[inner] = self._indices[outer]
             self._read_inside(one)
 
     def _add(
@@ -473,7 +499,7 @@ _DIMENSION = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 # `[{data = "input: 0"}, {}]`
 _ORIGINS = re.compile(r"\{([^{}]*)\}")
-_ORIGIN = re.compile(r'"?([^\s"{,]+)"? = "([^"]*)"')
+_ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
 
 
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
