@@ -154,7 +154,7 @@ def _propagated(
             if one.name == "func.func":
                 functions[one.attributes["sym_name"].value] = one
             elif one.name == "sdy.mesh":
-                axes = _SIZE.findall(str(one.attributes["mesh"]))
+                axes = _SIZE.findall(_text(one.attributes["mesh"]))
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
@@ -192,7 +192,7 @@ def _iterations(loop: Any) -> int:
 def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
     """The bytes of what a collective makes on one device."""
     made = collective.results[0].type
-    [spec] = _SPEC.findall(str(collective.attributes["out_sharding"]))
+    [spec] = _SPEC.findall(_text(collective.attributes["out_sharding"]))
     devices = math.prod(sizes[axis] for axis, part in _AXIS.findall(spec) if not part)
     return _bytes_of(made.shape, str(made.element_type)) // devices
 
@@ -352,10 +352,12 @@ class _Reader:
         attributes = function.attributes["res_attrs"] if arrays else ()
         if names is None:
             names = [attributes[i]["jax.result_info"].value for i, _ in arrays]
-        for (i, value), name in zip(arrays, names, strict=True):
+        # A value may be returned several times.
+        indices = [self._indices.get(value) for _, value in arrays]
+        for (i, value), name, index in zip(arrays, names, indices, strict=True):
             spec, origins = _layout(attributes[i])
-            if spec and value in self._indices:
-                self._add(value, RESULT, last.location, spec, origins, (self._indices[value],))
+            if spec and index is not None:
+                self._add(value, RESULT, last.location, spec, origins, (index,))
                 self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
             self._origins[f"output: {i}"] = name
 
@@ -450,6 +452,9 @@ class _Reader:
             source, called_from = lines
             expression = _expression(frames, source)
         shape = tuple(value.type.shape)
+        # Shardy keeps origins of axes that the final layout does not have.
+        cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
+        origins = {axis: by for axis, by in origins.items() if axis.partition(":")[0] in cuts}
         self._rows.append(
             LaidOut(
                 op.rpartition(".")[2],
@@ -502,9 +507,21 @@ _ORIGINS = re.compile(r"\{([^{}]*)\}")
 _ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
 
 
+# MLIR writes what is not ASCII in the name of a mesh axis as `\C3\A4`; in a key, twice.
+_ESCAPED = re.compile(r"(?:\\+[0-9A-F]{2})+")
+
+
+def _text(attribute: Any) -> str:
+    return _ESCAPED.sub(_unescaped, str(attribute))
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return bytes.fromhex(found[0].replace("\\", "")).decode(errors="replace")
+
+
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
     """The spec and the origins of an argument or a result; empty if it has none."""
-    own = {one.name: str(one.attr) for one in attributes}
+    own = {one.name: _text(one.attr) for one in attributes}
     origins = _ORIGIN.findall(own.get("sdy.sharding_origins", ""))
     return own.get("sdy.sharding", ""), dict(origins)
 
@@ -513,7 +530,7 @@ def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
     """The texts for each result, of the first of these attributes that there is."""
     for name in names:
         if name in attributes:
-            return each.findall(str(attributes[name]))
+            return each.findall(_text(attributes[name]))
     return []
 
 

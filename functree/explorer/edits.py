@@ -170,11 +170,9 @@ class Edits:
             for j, path in enumerate(self._call.results)
             if pattern_of(path) == pattern_of(result) and variant.outputs[j] == old
         ]
-        what = (
-            result_name(Path())
-            if not result
-            else common_path([self._call.results[j] for j in alike])
-        )
+        what = result_name(Path())
+        if result:
+            what += f".{common_path([self._call.results[j] for j in alike])}"
         for j, path in enumerate(self._call.parameters):
             sharding = variant.inputs[j].sharding
             if (
