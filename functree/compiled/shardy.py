@@ -357,7 +357,8 @@ class _Reader:
         for (i, value), name, index in zip(arrays, names, indices, strict=True):
             spec, origins = _layout(attributes[i])
             if spec and index is not None:
-                self._add(value, RESULT, last.location, spec, origins, (index,))
+                # Its own location is where the program was lowered.
+                self._add(value, RESULT, ir.Location.unknown(), spec, origins, (index,))
                 self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
             self._origins[f"output: {i}"] = name
 
