@@ -413,15 +413,15 @@ class _Reader:
         attributes, is_loop = one.attributes, one.name in _ENTERED
         operands = [self._indices[x] for x in one.operands if x in self._indices]
         specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-        origins = iter(
-            _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
-        )
+        kept = _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
+        # Of what a loop carries and nothing shards, jaxlib 0.10 keeps no origins.
+        are_left_out = is_loop and len(kept) < len(one.results)
+        origins = iter(kept)
         for i, value in enumerate(one.results):
+            spec = specs[i] if i < len(specs) else ""
+            own = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
             if not _is_array(value):
                 continue
-            spec = specs[i] if i < len(specs) else ""
-            # Of what a loop carries and nothing shards, no origins are kept.
-            own = "" if is_loop and not _AXIS.search(spec) else next(origins, "")
             # What a loop carries is made of what it begins with.
             many = len(one.operands) == len(one.results) > 1
             taken = [self._indices.get(one.operands[i], -1)] if is_loop and many else operands
