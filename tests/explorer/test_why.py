@@ -193,6 +193,14 @@ def filtered() -> LoweredCall:
     )
 
 
+def called_module() -> LoweredCall:
+    """The arrays of the module are none of the call's arguments."""
+    mlp, _ = placed_mlp()
+    sharded = NamedSharding(MESH, P("model"))
+    mlp = eqx.tree_at(lambda mlp: mlp.layers[0].weight, mlp, replace_fn=lambda w: jax.device_put(w, sharded))
+    return call(eqx.filter_jit(mlp), lay(jnp.ones(128), "data"))
+
+
 DOORS: dict[str, Callable[[], LoweredCall]] = {
     **{
         f"ft.jit: {name}": partial(call, fn, *args, in_shardings=specs, mesh=MESH)
@@ -222,6 +230,7 @@ DOORS: dict[str, Callable[[], LoweredCall]] = {
         X,
     ),
     "eqx.filter_jit": filtered,
+    "eqx.filter_jit: a module": called_module,
 }
 
 
