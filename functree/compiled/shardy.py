@@ -509,7 +509,7 @@ _ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
 
 
 # MLIR writes what is not ASCII in the name of a mesh axis as `\C3\A4`; in a key, twice.
-_ESCAPED = re.compile(r"(?:\\+[0-9A-F]{2})+")
+_ESCAPED = re.compile(r"(?:\\+[89A-F][0-9A-F])+")
 
 
 def _text(attribute: Any) -> str:

@@ -197,7 +197,9 @@ def called_module() -> LoweredCall:
     """The arrays of the module are none of the call's arguments."""
     mlp, _ = placed_mlp()
     sharded = NamedSharding(MESH, P("model"))
-    mlp = eqx.tree_at(lambda mlp: mlp.layers[0].weight, mlp, replace_fn=lambda w: jax.device_put(w, sharded))
+    mlp = eqx.tree_at(
+        lambda mlp: mlp.layers[0].weight, mlp, replace_fn=lambda w: jax.device_put(w, sharded)
+    )
     return call(eqx.filter_jit(mlp), lay(jnp.ones(128), "data"))
 
 
@@ -430,6 +432,16 @@ def test_a_hint_where_no_edit_helps():
     [hint] = answer.hints
     assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each part" in hint
     assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each part" in answer.html()
+
+
+def test_a_constraint_whose_source_is_not_known():
+    typed: dict[str, Any] = {"jnp": jnp, "ft": ft, "P": P}
+    text = "def typed(x):\n    return jnp.sum(ft.constrain(jnp.sin(x), P('model', None)) ** 2.0)\n"
+    exec(compile(text, "<stdin>", "exec"), typed)
+    answer = why(typed["typed"], X, in_shardings=P("data"), mesh=MESH)
+    assert [(fix.change, fix.source) for fix in answer.fixes] == [
+        ("remove the constraint", "<stdin>:2")
+    ]
 
 
 def test_text(found: Why):
