@@ -87,6 +87,10 @@ def alike_in_a_loop(x: Any, y: Any) -> Any:
     return lax.fori_loop(0, 3, lambda i, a: lies_as(jnp.sin(a), x), y)
 
 
+def alike_in_a_branch(x: Any, y: Any) -> Any:
+    return lax.cond(y[0, 0] > 0.0, lambda: lies_as(jnp.sin(y), x), lambda: jnp.cos(y))
+
+
 def mapped(x: Any) -> Any:
     def summed(x: Any) -> Any:
         return lax.psum(jnp.sin(x), "data")
@@ -190,6 +194,12 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (X, X),
         (P("data"), P()),
         {"argument": [("f32[16/data, 64]", DATA_X), ("f32[16, 64]", {})]},
+    ),
+    "a group inside a branch": (
+        alike_in_a_branch,
+        (X, X),
+        (P("data"), P()),
+        {"sine": [("f32[16/data, 64]", DATA_X)]},
     ),
     "shard_map, whose body is not read": (
         mapped,

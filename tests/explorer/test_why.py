@@ -20,6 +20,7 @@ import functree as ft
 from functree.calls.program_ledger import ledger_of
 from functree.compiled.flops import count_flops
 from functree.compiled.ledger import Ledger
+from functree.explorer.edits import Edits
 from functree.explorer.variant import Variant
 from functree.explorer.why import Why
 from functree.transforms.ledger import LoweredCall, call_of
@@ -365,6 +366,16 @@ def test_what_follows_a_parameter():
     moved, flops, sizes = figures(compiled.ledger(), compiled.as_text() or "")
     assert fix.moved[1] == sum(size * times for _, _, size, times in moved)
     assert (fix.peak[1], fix.flops[1]) == (sizes[-1], flops)
+
+
+def test_the_layout_of_data_is_never_changed():
+    one = call(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
+    ledger, _ = one.compiled()
+    origins = {by for row in ledger.collectives if row.cause for by in row.cause.origins}
+    assert ledger.data == ("x",) and "x" in origins
+    changes = [edit.change for edit in Edits(one, (W, X), {}, one.layouts(), ledger)]
+    assert any("lay out `w.up`" in change for change in changes)
+    assert not any("`x`" in change or "``" in change for change in changes)
 
 
 def test_rows(found: Why):
