@@ -125,8 +125,6 @@ def laid_out(
         FunctreeError: this version of JAX does not have the passes.
     """
     with _propagated(lowered, _PASSES) as (main, sizes, given):
-        if results is None:
-            results = [one["jax.result_info"].value for one in main.attributes["res_attrs"]]
         return _Reader().rows_of(main, results, given), sizes
 
 
@@ -156,7 +154,7 @@ def _propagated(
             if one.name == "func.func":
                 functions[one.attributes["sym_name"].value] = one
             elif one.name == "sdy.mesh":
-                axes = _SIZE.findall(str(one.attributes["mesh"]))
+                axes = _SIZE.findall(_text(one.attributes["mesh"]))
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
@@ -195,14 +193,17 @@ def _iterations(loop: Any) -> int:
 def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
     """The bytes of what a collective makes on one device."""
     made = collective.results[0].type
-    [spec] = _SPEC.findall(str(collective.attributes["out_sharding"]))
+    [spec] = _SPEC.findall(_text(collective.attributes["out_sharding"]))
     devices = math.prod(sizes[axis] for axis, part in _AXIS.findall(spec) if not part)
     return _bytes_of(made.shape, str(made.element_type)) // devices
 
 
 def _bytes_of(shape: Sequence[int], dtype: str) -> int:
-    bits = re.search(r"\d+", dtype)
-    return math.prod(shape) * max(int(bits[0] if bits else 8), 8) // 8
+    found = re.search(r"\d+", dtype)
+    bits = max(int(found[0] if found else 8), 8)
+    if dtype.startswith("complex"):  # `complex<f32>`: two of these
+        bits *= 2
+    return math.prod(shape) * bits // 8
 
 
 @contextmanager
@@ -224,6 +225,13 @@ def _inside(outer: Any) -> Iterator[Any]:
         for block in region.blocks:
             for one in list(block.operations):
                 yield one.operation
+
+
+def _all_inside(outer: Any) -> Iterator[Any]:
+    """The operations inside of one, and those inside of these."""
+    for one in _inside(outer):
+        yield one
+        yield from _all_inside(one)
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
@@ -268,7 +276,7 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     an argument is constrained as that is; other groups go.
     """
     groups: dict[int, list[Any]] = {}
-    for one in _inside(main):
+    for one in list(_all_inside(main)):
         if one.name == "sdy.sharding_group":
             groups.setdefault(one.attributes["group_id"].value, []).append(one.operands[0])
             one.erase()
@@ -277,15 +285,24 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
         for value in values:
             if argument is None or value in shardings:
                 continue
+            if isinstance(value.owner, ir.Block):  # an argument, or what a loop carries
+                place = ir.InsertionPoint.at_block_begin(value.owner)
+            else:
+                place = ir.InsertionPoint.after(value.owner)
             constraint = ir.Operation.create(
                 "sdy.sharding_constraint",
                 results=[value.type],
                 operands=[value],
                 attributes={"sharding": shardings[argument]},
                 loc=argument.location,
-                ip=ir.InsertionPoint.after(value.owner),
+                ip=place,
             )
             value.replace_all_uses_except(constraint.results[0], constraint)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value is an array, and no token, by which effects are in order."""
+    return isinstance(value.type, ir.RankedTensorType)
 
 
 def _arguments(operation: Any) -> Sequence[Any]:
@@ -314,29 +331,38 @@ class _Reader:
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
     def rows_of(
-        self, function: Any, results: Sequence[str], given: Collection[Any]
+        self, function: Any, results: Sequence[str] | None, given: Collection[Any]
     ) -> tuple[LaidOut, ...]:
         """The rows of a function: its arguments, of which the layout of some was given, what its
         operations make, and its results."""
-        arguments = _arguments(function)
-        for value, attributes in zip(arguments, function.attributes["arg_attrs"], strict=True):
+        arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
+        for i, (value, attributes) in enumerate(arguments):
+            if not _is_array(value):
+                continue
             spec, origins = _layout(attributes)
             if value in given:  # though a constraint right behind it may be named
                 origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
+            self._origins[f"input: {i}"] = self._rows[-1].name
         self._read_inside(function)
-        *_, last = _inside(function)
-        returned = zip(last.operands, function.attributes["res_attrs"], results, strict=True)
-        for value, attributes, name in returned:
-            spec, origins = _layout(attributes)
-            if spec and value in self._indices:
-                self._add(value, RESULT, last.location, spec, origins, (self._indices[value],))
-                self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
-        for i in range(len(arguments)):
-            self._origins[f"input: {i}"] = self._rows[i].name
-        for i, name in enumerate(results):
-            self._origins[f"output: {i}"] = name
+        self._read_results(function, results)
         return tuple(row._replace(origins=self._named(row)) for row in self._rows)
+
+    def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
+        *_, last = _inside(function)
+        arrays = [(i, value) for i, value in enumerate(last.operands) if _is_array(value)]
+        attributes = function.attributes["res_attrs"] if arrays else ()
+        if names is None:
+            names = [attributes[i]["jax.result_info"].value for i, _ in arrays]
+        # A value may be returned several times.
+        indices = [self._indices.get(value) for _, value in arrays]
+        for (i, value), name, index in zip(arrays, names, indices, strict=True):
+            spec, origins = _layout(attributes[i])
+            if spec and index is not None:
+                # Its own location is where the program was lowered.
+                self._add(value, RESULT, ir.Location.unknown(), spec, origins, (index,))
+                self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
+            self._origins[f"output: {i}"] = name
 
     def _named(self, row: LaidOut) -> dict[str, str]:
         """The origins of a row by name."""
@@ -389,13 +415,15 @@ class _Reader:
         attributes, is_loop = one.attributes, one.name in _ENTERED
         operands = [self._indices[x] for x in one.operands if x in self._indices]
         specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-        origins = iter(
-            _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
-        )
+        kept = _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
+        # Of what a loop carries and nothing shards, jaxlib 0.10 keeps no origins.
+        are_left_out = is_loop and len(kept) < len(one.results)
+        origins = iter(kept)
         for i, value in enumerate(one.results):
             spec = specs[i] if i < len(specs) else ""
-            # Of what a loop carries and nothing shards, no origins are kept.
-            own = "" if is_loop and not _AXIS.search(spec) else next(origins, "")
+            own = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
+            if not _is_array(value):
+                continue
             # What a loop carries is made of what it begins with.
             many = len(one.operands) == len(one.results) > 1
             taken = [self._indices.get(one.operands[i], -1)] if is_loop and many else operands
@@ -405,7 +433,8 @@ class _Reader:
             # What a loop carries is laid out as its results are.
             for region in one.regions:
                 for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
-                    self._indices[inner] = self._indices[outer]
+                    if outer in self._indices:
+                        self._indices[inner] = self._indices[outer]
             self._read_inside(one)
 
     def _add(
@@ -426,6 +455,9 @@ class _Reader:
             source, called_from = lines
             expression = _expression(frames, source)
         shape = tuple(value.type.shape)
+        # Shardy keeps origins of axes that the final layout does not have.
+        cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
+        origins = {axis: by for axis, by in origins.items() if axis.partition(":")[0] in cuts}
         self._rows.append(
             LaidOut(
                 op.rpartition(".")[2],
@@ -475,12 +507,24 @@ _DIMENSION = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
 # `[{data = "input: 0"}, {}]`
 _ORIGINS = re.compile(r"\{([^{}]*)\}")
-_ORIGIN = re.compile(r'"?([^\s"{,]+)"? = "([^"]*)"')
+_ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
+
+
+# MLIR writes what is not ASCII in the name of a mesh axis as `\C3\A4`; in a key, twice.
+_ESCAPED = re.compile(r"(?:\\+[89A-F][0-9A-F])+")
+
+
+def _text(attribute: Any) -> str:
+    return _ESCAPED.sub(_unescaped, str(attribute))
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    return bytes.fromhex(found[0].replace("\\", "")).decode(errors="replace")
 
 
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
     """The spec and the origins of an argument or a result; empty if it has none."""
-    own = {one.name: str(one.attr) for one in attributes}
+    own = {one.name: _text(one.attr) for one in attributes}
     origins = _ORIGIN.findall(own.get("sdy.sharding_origins", ""))
     return own.get("sdy.sharding", ""), dict(origins)
 
@@ -489,7 +533,7 @@ def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
     """The texts for each result, of the first of these attributes that there is."""
     for name in names:
         if name in attributes:
-            return each.findall(str(attributes[name]))
+            return each.findall(_text(attributes[name]))
     return []
 
 

@@ -86,7 +86,8 @@ class Edits:
 
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
         if origin in self._constraints:
-            change = f"remove `{self._constraints[origin]}`"
+            expression = self._constraints[origin]  # which is not known of code without a file
+            change = f"remove `{expression}`" if expression else "remove the constraint"
             changed = variant.without_constraint(origin)
             yield Edit(change, origin, origin, True, changed.lower)
         for i, path in enumerate(self._call.parameters):

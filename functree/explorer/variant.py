@@ -50,12 +50,14 @@ class Variant:
         if len(traced.eqns) != 1 or "out_shardings" not in traced.eqns[0].params:
             return None
         [call] = traced.eqns
-        given = dict(zip(traced.jaxpr.invars, arrays, strict=True))
+        given: dict[Any, Any] = dict(zip(traced.jaxpr.invars, arrays, strict=True))
+        # The arrays of a module that is the function itself.
+        given |= zip(traced.jaxpr.constvars, traced.consts, strict=True)
         inputs: list[jax.ShapeDtypeStruct] = []
         own = call.params["in_shardings"]
         for variable, sharding in zip(call.invars, own, strict=True):
             if not isinstance(sharding, NamedSharding):
-                array = None if isinstance(variable, Literal) else given.get(variable)
+                array = variable.val if isinstance(variable, Literal) else given.get(variable)
                 sharding = getattr(array, "sharding", None)
             inputs.append(_laid(variable.aval, sharding))
         donated = [i for i, one in enumerate(call.params["donated_invars"]) if one]

@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh
 from jax.stages import Lowered
-from jax.tree_util import tree_flatten_with_path
+from jax.tree_util import keystr, tree_flatten_with_path
 
 from functree.argument_checks import FUNCTION, check
 from functree.calls.callbacks import check_callbacks
@@ -21,6 +21,7 @@ from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import AnyFunction
 from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.ledger import Ledger
+from functree.compiled.shardy import ARGUMENT
 from functree.devices.meshes import MeshLike, mesh_view
 from functree.errors import FunctreeValueError
 from functree.layout.layout import LayoutTree
@@ -213,7 +214,9 @@ def _others_call(
 
     def found_layouts() -> Layouts:
         found = layouts_of(lowered, results)
-        return found.named(parameters) or found
+        own = None if known else fn
+        used = _used(found, _ends_of_names(own, lowered, len(args)))
+        return found.named([parameters[i] for i in used]) or found
 
     def compiled() -> tuple[Ledger, str]:
         return _others_ledger(_name(fn), wrapped, parameters, results, mesh, found_layouts)
@@ -278,6 +281,40 @@ def _parameters(
         beginning = beginnings[first] if which == 0 else (first,)
         found.append(known.get(path) or Path((*beginning, *rest)))
     return found
+
+
+def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
+    """How JAX's name of each array of a call ends: `['up']` of `params['up']`; of the arguments of
+    a function whose signature is known, all of it."""
+    traced = len(lowered.in_avals[0])
+    beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
+    found: list[str] = []
+    for path, _ in tree_flatten_with_path(lowered.in_avals)[0]:
+        which, first, *_ = Path.of(path)
+        end = keystr(path[2:])
+        if which == 0 and beginnings is not None:
+            name, *index = beginnings[first]
+            end = name + "".join(f"[{i}]" for i in index) + end
+        found.append(end)
+    return found
+
+
+def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
+    """The indices of the arrays of a call that its program has, by the ends of JAX's names: JAX
+    leaves out those that are not used. Empty if it is not certain."""
+    names = [row.name for row in layouts if row.op == ARGUMENT]
+    if len(names) == len(ends):
+        return list(range(len(names)))
+    earliest = _earliest(names, ends)
+    backwards = _earliest(names[::-1], ends[::-1])
+    latest = [len(ends) - 1 - i for i in reversed(backwards)]
+    return earliest if earliest == latest else []
+
+
+def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
+    """The earliest ends of these names, in their order."""
+    left = iter(enumerate(ends))
+    return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
 
 
 def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:

@@ -108,6 +108,15 @@ def printing():
     return nothing()
 
 
+def mistaken(layer, x: Float[Array, "batch embed"]):
+    hidden = ft.constrain(jnp.tanh(x @ layer.up), ft.P("model", None))
+    return x + hidden @ layer.down
+
+
+def with_a_mistake():
+    return mistaken, call()[1]
+
+
 value = 3
 rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 data = ft.AxisRules({"batch": "data", ...: None})

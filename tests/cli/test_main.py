@@ -102,6 +102,40 @@ def test_explore(cli: Cli, folder: Path) -> None:
     assert "functree explore" in (folder / "out.html").read_text()
 
 
+WHY = ["why", "demo:with_a_mistake", *MESH, *RULES]
+CHANGE = 'remove `ft.constrain(jnp.tanh(x @ layer.up), ft.P("model", None))`'
+
+
+def test_why(cli: Cli, folder: Path) -> None:
+    code, out, err = cli(*WHY)
+    assert (code, err) == (0, "")
+    assert out.startswith("mistaken moves ") and " avoidable, " in out
+    assert f"fixes, each compiled: 1. {CHANGE} at {folder / 'demo.py'}:" in " ".join(out.split())
+
+
+def test_why_as_json_and_as_a_page(cli: Cli, folder: Path) -> None:
+    code, out, err = cli(*WHY, "--json", "--html", "out.html")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    assert found["functree"] == "why" and found["fixes"][0]["change"] == CHANGE
+    page = (folder / "out.html").read_text()
+    assert page.startswith("<!doctype html>") and "Why mistaken moves arrays" in page
+
+
+def test_why_compiles_as_many_edits_as_it_may(cli: Cli) -> None:
+    compiled: list[int] = []
+    for most in ("1", "2"):
+        code, out, err = cli(*WHY, "--compilations", most, "--json")
+        assert (code, err) == (0, "")
+        compiled.append(json.loads(out)["compiled"])
+    assert compiled == [1, 2]
+
+
+def test_why_where_nothing_is_found(cli: Cli) -> None:
+    code, out, err = cli("why", "demo:own")
+    assert (code, err) == (0, "") and "; nothing found, 0 tried, 0 compiled" in out
+
+
 # The layout of `plan` for `demo:call`, and how `up` lies.
 GIVEN: dict[str, tuple[list[str], ft.P]] = {
     "a layout": (["--layout", "demo:rules"], ft.P(None, "model")),
@@ -246,6 +280,22 @@ WRONG: dict[str, tuple[list[str], str]] = {
     "other arguments than the function has": (
         ["ledger", "demo:fewer", *MESH, *RULES],
         "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
+    ),
+    "the same, explained": (
+        ["why", "demo:fewer", *MESH, *RULES],
+        "why: error: demo:fewer: apply: missing a required argument: 'layer'",
+    ),
+    "no compilations": (
+        [*WHY, "--compilations", "0"],
+        "argument --compilations: '0' is no positive number",
+    ),
+    "a layout without a mesh": (
+        ["why", "demo:call", *RULES],
+        "a layout and --target need a mesh: `--mesh data=8,model=4`",
+    ),
+    "several layouts for why": (
+        [*WHY, *MESH],
+        "--mesh is given 2 times: only `explore` takes several",
     ),
     "the same, explored": (
         ["explore", "demo:fewer", *MESH, *RULES],

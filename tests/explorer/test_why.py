@@ -1,0 +1,521 @@
+"""`ft.why`: whatever jitted function it is given, its variants are the function's own program, and a
+fix gives the figures of the program changed by hand."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import ShapeDtypeStruct, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+import functree as ft
+from functree.calls.program_ledger import ledger_of
+from functree.compiled.flops import count_flops
+from functree.compiled.ledger import Ledger
+from functree.explorer.edits import Edits
+from functree.explorer.variant import Variant
+from functree.explorer.why import Why
+from functree.transforms.ledger import LoweredCall, call_of
+from tests.lib.checks import compilations, raises
+from tests.lib.meshes import MESH, lay
+
+pytestmark = pytest.mark.usefixtures("compiles_anew")
+
+P = PartitionSpec
+why = partial(ft.why, progress=False)
+
+
+def abstract(*shape: int, spec: P | None = None) -> ShapeDtypeStruct:
+    sharding = None if spec is None else NamedSharding(MESH, spec)
+    return ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+
+def on(*specs: Any) -> Any:
+    return jax.tree.map(
+        lambda spec: NamedSharding(MESH, spec), specs, is_leaf=lambda one: isinstance(one, P)
+    )
+
+
+def line_of(text: str) -> str:
+    """The first line of this file with a text."""
+    lines = Path(__file__).read_text().splitlines()
+    return f"{__file__}:{next(i for i, line in enumerate(lines, 1) if text in line)}"
+
+
+# Programs. `wrong` lays out rows of the batch by the axis of the model.
+
+
+def wrong(x: Any) -> Any:
+    return ft.constrain(x, P("model", None))
+
+
+def loss(w: Any, x: Any) -> Any:
+    h = wrong(jax.nn.relu(x @ w["up"]))
+    return jnp.mean((h @ w["down"]) ** 2)
+
+
+def mended(w: Any, x: Any) -> Any:
+    h = jax.nn.relu(x @ w["up"])
+    return jnp.mean((h @ w["down"]) ** 2)
+
+
+W = {"up": abstract(128, 256), "down": abstract(256, 128)}
+X = abstract(64, 128)
+TENSOR = {"up": P(None, "model"), "down": P("model", None)}
+SPECS: Any = (TENSOR, P("data", None))
+
+
+def scanned(w: Any, x: Any) -> Any:
+    return lax.scan(lambda x, w: (wrong(jnp.tanh(x @ w)), jnp.sum(x)), x, w)
+
+
+def rematerialized(w: Any, x: Any) -> Any:
+    body = jax.checkpoint(lambda w, x: wrong(jnp.tanh(x @ w)))
+    return jax.grad(lambda w: jnp.sum(body(w, x)))(w)
+
+
+@jax.custom_vjp
+def sine(x: Any) -> Any:
+    return wrong(jnp.sin(x))
+
+
+sine.defvjp(lambda x: (sine(x), x), lambda x, g: (wrong(g) * jnp.cos(x),))
+
+
+def with_own_derivative(w: Any, x: Any) -> Any:
+    return jax.grad(lambda w: jnp.sum(sine(x @ w)))(w)
+
+
+def branched(w: Any, x: Any) -> Any:
+    return lax.cond(x[0, 0] > 0.0, lambda x: wrong(x @ w), lambda x: x, x)
+
+
+def nested(w: Any, x: Any) -> Any:
+    layer = jax.jit(lambda x: wrong(jnp.tanh(x @ w)))
+    return layer(layer(x))
+
+
+def looped(w: Any, x: Any) -> Any:
+    return lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: wrong(jnp.tanh(x @ w)), x)
+
+
+SQUARE = abstract(128, 128)
+COLUMNS: Any = (P(None, "model"), P("data", None))
+PROGRAMS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
+    "a gradient": (jax.grad(loss), (W, X), SPECS),
+    "scan": (scanned, (abstract(3, 128, 128), X), (P(None, None, "model"), P("data", None))),
+    "remat": (rematerialized, (SQUARE, X), COLUMNS),
+    "custom_vjp": (with_own_derivative, (SQUARE, X), COLUMNS),
+    "cond": (branched, (SQUARE, X), COLUMNS),
+    "jit": (nested, (SQUARE, X), COLUMNS),
+    "while": (looped, (SQUARE, X), COLUMNS),
+}
+
+
+def call(fn: Any, *args: Any, **options: Any) -> LoweredCall:
+    shardings = options.pop("in_shardings", None), options.pop("out_shardings", None)
+    return call_of(
+        "why", fn, args, options.pop("kwargs", {}), *shardings, options.pop("mesh", None)
+    )
+
+
+def variant_of(one: LoweredCall) -> Variant:
+    variant = Variant.of(one.of_arrays, one.arrays, one.mesh)
+    assert variant is not None
+    return variant
+
+
+def figures(ledger: Ledger, text: str) -> tuple[Any, ...]:
+    moved = sorted(
+        (one.kind, one.mesh_axes or (), one.bytes, one.count or 0) for one in ledger.collectives
+    )
+    memory = ledger.memory
+    sizes = sum(memory.arguments.values()), memory.outputs, memory.aliases, memory.peak
+    return moved, count_flops(text).total, sizes
+
+
+def figures_of(variant: Variant, one: LoweredCall) -> tuple[Any, ...]:
+    compiled = variant.lower().compile()
+    ledger = ledger_of(
+        compiled, one.name, one.parameters, one.results, None, None, of_program=False
+    )
+    return figures(ledger, compiled.as_text() or "")
+
+
+class State(eqx.Module):
+    up: Float[Array, "embed hidden"]
+    down: Float[Array, "hidden embed"]
+
+
+TX = optax.adam(1e-3)
+
+
+def train(state: Any, x: Float[Array, "batch embed"]) -> Any:
+    def of(model: State) -> Any:
+        h = jax.nn.relu(x @ model.up)
+        return jnp.mean((h @ model.down) ** 2)
+
+    value, gradient = ft.value_and_grad(of)(state.model)
+    with jax.numpy_dtype_promotion("standard"):  # of adam's bias correction
+        return ft.apply_gradients(state, gradient), value
+
+
+def train_state() -> Any:
+    return ft.TrainState.create(State(abstract(128, 256), abstract(256, 128)), TX)
+
+
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
+
+
+def trained() -> LoweredCall:
+    step = ft.jit(train, in_shardings=(RULES, RULES), donate="state", mesh=MESH)
+    return call(step, train_state(), X)
+
+
+def placed_mlp() -> tuple[Any, Any]:
+    mlp = eqx.nn.MLP(128, 8, 64, 1, key=jax.random.key(0))
+    params, static = eqx.partition(mlp, eqx.is_array)
+    params = jax.tree.map(lay, params)
+    return eqx.combine(params, static), lay(jnp.ones((64, 128)), "data")
+
+
+def filtered() -> LoweredCall:
+    return call(
+        eqx.filter_jit(eqx.filter_grad(lambda mlp, x: jnp.sum(wrong(jax.vmap(mlp)(x)) ** 2.0))),
+        *placed_mlp(),
+    )
+
+
+def called_module() -> LoweredCall:
+    """The arrays of the module are none of the call's arguments."""
+    mlp, _ = placed_mlp()
+    sharded = NamedSharding(MESH, P("model"))
+    mlp = eqx.tree_at(
+        lambda mlp: mlp.layers[0].weight, mlp, replace_fn=lambda w: jax.device_put(w, sharded)
+    )
+    return call(eqx.filter_jit(mlp), lay(jnp.ones(128), "data"))
+
+
+DOORS: dict[str, Callable[[], LoweredCall]] = {
+    **{
+        f"ft.jit: {name}": partial(call, fn, *args, in_shardings=specs, mesh=MESH)
+        for name, (fn, args, specs) in PROGRAMS.items()
+    },
+    "ft.jit: donated state with rules": trained,
+    "jax.jit": lambda: call(
+        jax.jit(jax.grad(loss), in_shardings=on(*SPECS), out_shardings=on(TENSOR)[0]), W, X
+    ),
+    "jax.jit: donated": lambda: call(
+        jax.jit(
+            nested, in_shardings=on(*COLUMNS), out_shardings=on(P("data"))[0], donate_argnums=1
+        ),
+        SQUARE,
+        X,
+    ),
+    "jax.jit: static and by keyword": lambda: call(
+        jax.jit(lambda x, n, *, w: wrong(x @ w) * n, static_argnums=1),
+        abstract(64, 128, spec=P("data")),
+        2.0,
+        kwargs={"w": abstract(128, 128, spec=P(None, "model"))},
+    ),
+    "jax.jit: an argument is not used": lambda: call(
+        jax.jit(lambda w, unused, x: wrong(x @ w), in_shardings=on(P(), P("model"), P("data"))),
+        SQUARE,
+        X,
+        X,
+    ),
+    "eqx.filter_jit": filtered,
+    "eqx.filter_jit: a module": called_module,
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_variant_without_an_edit_is_the_function(door: str):
+    one = DOORS[door]()
+    assert figures_of(variant_of(one), one) == figures(*one.compiled())
+
+
+@pytest.mark.parametrize("case", PROGRAMS)
+def test_a_constraint_goes_wherever_it_is(case: str, monkeypatch: pytest.MonkeyPatch):
+    """As if the user had written the program without it."""
+    fn, args, specs = PROGRAMS[case]
+    one = call(fn, *args, in_shardings=specs, mesh=MESH)
+    variant = variant_of(one)
+    lines = list(variant.constraints())
+    # JAX gives what the forward pass of a `custom_vjp` does the line of its call.
+    first = [line_of("jnp.sum(sine(x @ w))")] if case == "custom_vjp" else []
+    assert lines == [*first, line_of('return ft.constrain(x, P("model", None))')]
+    without = variant
+    for line in lines:
+        without = without.without_constraint(line)
+    assert list(without.constraints()) == []
+    assert figures_of(variant.without_constraint("elsewhere.py:1"), one) == figures(*one.compiled())
+    monkeypatch.setitem(globals(), "wrong", lambda x: x)
+    jax.clear_caches()
+    by_hand = call(fn, *args, in_shardings=specs, mesh=MESH)
+    assert list(variant_of(by_hand).constraints()) == []
+    assert figures_of(without, one) == figures(*by_hand.compiled())
+
+
+def test_other_constraints_stay():
+    def both(w: Any, x: Any) -> Any:
+        return ft.constrain(wrong(x @ w), P(None, "data"))
+
+    variant = variant_of(call(both, SQUARE, X, in_shardings=COLUMNS, mesh=MESH))
+    first, second = variant.constraints()
+    assert list(variant.without_constraint(first).constraints()) == [second]
+    assert list(variant.without_constraint(second).constraints()) == [first]
+
+
+@pytest.fixture(scope="module")
+def found() -> Why:
+    return why(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
+
+
+def test_the_figures_of_a_fix_are_those_of_the_program_changed_by_hand(found: Why):
+    ledgers = [
+        ft.jit(jax.grad(fn), in_shardings=SPECS, mesh=MESH).lower(W, X).compile()
+        for fn in (loss, mended)
+    ]
+    fix = found.fixes[0]
+    assert fix.change == 'remove `ft.constrain(x, P("model", None))`'
+    assert fix.source == line_of('return ft.constrain(x, P("model", None))')
+    before, after = (figures(one.ledger(), one.as_text() or "") for one in ledgers)
+    for i, (moved, flops, sizes) in enumerate((before, after)):
+        assert fix.moved[i] == sum(size * times for _, _, size, times in moved)
+        assert (fix.flops[i], fix.peak[i]) == (flops, sizes[-1])
+
+
+# Functions in which a spec, a result or a rule is wrong: the arguments, the options, the change that
+# mends it, and the options after it.
+
+
+def mixed(w: Any, x: Any) -> Any:
+    return jnp.sum(jnp.tanh(x @ w["up"]) @ w["down"])
+
+
+def one_layer(w: Any, x: Any) -> Any:
+    return jnp.sum(jnp.tanh(x @ w["up"]))
+
+
+def named_mlp(model: State, x: Float[Array, "batch embed"]) -> Any:
+    return jnp.sum((jax.nn.relu(x @ model.up) @ model.down) ** 2)
+
+
+TURNED = {"up": P("model", None), "down": P("model", None)}
+MODEL = State(abstract(128, 256), abstract(256, 128))
+BATCH = ft.AxisRules({"batch": "data", ...: None})
+SWAPPED = ft.AxisRules({"batch": None, "hidden": "model", "embed": "data"})
+MISTAKES: dict[str, tuple[Any, Any, Any, str, Any]] = {
+    "a spec": (
+        mixed,
+        (W, X),
+        {"in_shardings": (TURNED, P("data", None))},
+        "lay out `w.up` by P(None, 'model'), not by P('model', None)",
+        {"in_shardings": SPECS},
+    ),
+    "a result": (
+        jax.grad(one_layer),
+        ({"up": W["up"]}, X),
+        {
+            "in_shardings": ({"up": COLUMNS[0]}, COLUMNS[1]),
+            "out_shardings": {"up": P("model", None)},
+        },
+        "lay out `result.up` by P(None, 'model'), as `w.up`",
+        {"in_shardings": ({"up": COLUMNS[0]}, COLUMNS[1]), "out_shardings": {"up": COLUMNS[0]}},
+    ),
+}
+
+
+def measured(fn: Any, args: Any, options: Any) -> tuple[int, int, int]:
+    """The moved bytes, the peak and the flops."""
+    compiled = ft.jit(fn, mesh=MESH, **options).lower(*args).compile()
+    moved, flops, sizes = figures(compiled.ledger(), compiled.as_text() or "")
+    return sum(size * times for _, _, size, times in moved), sizes[-1], flops
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_layouts_that_are_wrong(case: str):
+    fn, args, options, change, right = MISTAKES[case]
+    answer = why(fn, *args, mesh=MESH, **options)
+    [fix] = [fix for fix in answer.fixes if fix.change == change]
+    before, after = (measured(fn, args, given) for given in (options, right))
+    assert tuple(zip(before, after, strict=True)) == (fix.moved, fix.peak, fix.flops)
+
+
+def test_what_follows_a_parameter():
+    """The moments of an optimizer and the new state are laid out as the parameter."""
+    specs = {"model.up": P("model", None), "model.down": P("model", None), ...: P()}
+    layout = ft.StateSharding(specs)
+    right = ft.StateSharding({**specs, "model.up": P(None, "model")})
+    args = train_state(), X
+    step = ft.jit(train, in_shardings=(layout, P("data", None)), donate="state", mesh=MESH)
+    answer = why(step, *args)
+    change = "lay out `state.model.up` by P(None, 'model'), not by P('model', None)"
+    [fix] = [fix for fix in answer.fixes if fix.change == change]
+    mended = ft.jit(train, in_shardings=(right, P("data", None)), donate="state", mesh=MESH)
+    compiled = mended.lower(*args).compile()
+    moved, flops, sizes = figures(compiled.ledger(), compiled.as_text() or "")
+    assert fix.moved[1] == sum(size * times for _, _, size, times in moved)
+    assert (fix.peak[1], fix.flops[1]) == (sizes[-1], flops)
+
+
+def test_the_layout_of_data_is_never_changed():
+    one = call(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
+    ledger, _ = one.compiled()
+    origins = {by for row in ledger.collectives if row.cause for by in row.cause.origins}
+    assert ledger.data == ("x",) and "x" in origins
+    changes = [edit.change for edit in Edits(one, (W, X), {}, one.layouts(), ledger)]
+    assert any("lay out `w.up`" in change for change in changes)
+    assert not any("`x`" in change or "``" in change for change in changes)
+
+
+def test_rows(found: Why):
+    ledger = ft.ledger(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
+    totals = [row.collective.total for row in found.rows]
+    assert totals == sorted((one.total for one in ledger.collectives), reverse=True)
+    verdicts = {row.verdict for row in found.rows}
+    assert "avoidable" in verdicts and verdicts <= {"avoidable", "asked", "compiler"}
+    for row in found.rows:
+        assert row.cause is not None and row.reason
+        assert row.verdict == "asked" or row.reason == "nobody asked for it"
+
+
+ALL = {
+    **{name: (fn, args, {"in_shardings": specs}) for name, (fn, args, specs) in PROGRAMS.items()},
+    **{name: (fn, args, options) for name, (fn, args, options, _, _) in MISTAKES.items()},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ALL)
+def test_what_every_answer_keeps_to(case: str):
+    fn, args, options = ALL[case]
+    answer = why(fn, *args, mesh=MESH, compilations=16, **options)
+    for fix in answer.fixes:
+        assert fix.moved[1] < fix.moved[0]
+        assert fix.peak[1] <= 1.02 * fix.peak[0] and fix.flops[1] <= 1.05 * fix.flops[0]
+    for fix in answer.trades:
+        assert fix.moved[1] < fix.moved[0]
+        assert fix not in answer.fixes
+    ledger = ft.jit(fn, mesh=MESH, **options).lower(*args).compile().ledger()
+    for fix in (*answer.fixes, *answer.trades):
+        for data in ledger.data:
+            assert f"`{data}`" not in fix.change and f"`{data}." not in fix.change
+    avoided = {row.verdict for row in answer.rows if row.verdict == "avoidable"}
+    assert bool(avoided) <= bool(answer.fixes)
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_compilations_are_bounded(most: int):
+    def fresh(w: Any, x: Any) -> Any:  # which JAX has not compiled
+        return loss(w, x) * most
+
+    with compilations() as heard:
+        answer = why(jax.grad(fresh), W, X, in_shardings=SPECS, mesh=MESH, compilations=most)
+    assert answer.compiled <= most and len(heard) == 1 + answer.compiled
+    assert answer.tried >= answer.compiled
+
+
+def test_nothing_is_found():
+    answer = why(lambda w, x: jnp.sum(x @ w), SQUARE, X, in_shardings=COLUMNS, mesh=MESH)
+    assert answer.fixes == () and "; nothing found, " in str(answer)
+    alone = why(jnp.sin, jnp.ones(3))
+    assert str(alone) == (
+        "sin moves 0 B to each device: 0 B asked for, 0 B avoidable, 0 B by the compiler's choice; "
+        "nothing found, 0 tried, 0 compiled"
+    )
+
+
+def test_a_hint_where_no_edit_helps():
+    def ordered(w: Any, x: Any) -> Any:
+        return jnp.sort(x @ w, axis=1)
+
+    answer = why(ordered, SQUARE, X, in_shardings=COLUMNS, mesh=MESH)
+    [hint] = answer.hints
+    assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each part" in hint
+    assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each part" in answer.html()
+
+
+def test_a_constraint_whose_source_is_not_known():
+    typed: dict[str, Any] = {"jnp": jnp, "ft": ft, "P": P}
+    text = "def typed(x):\n    return jnp.sum(ft.constrain(jnp.sin(x), P('model', None)) ** 2.0)\n"
+    exec(compile(text, "<stdin>", "exec"), typed)
+    answer = why(typed["typed"], X, in_shardings=P("data"), mesh=MESH)
+    assert [(fix.change, fix.source) for fix in answer.fixes] == [
+        ("remove the constraint", "<stdin>:2")
+    ]
+
+
+def test_text(found: Why):
+    text = str(found)
+    assert text.startswith("loss moves ") and " avoidable, " in text
+    assert "fixes, each compiled:" in text and "1. remove `ft.constrain(" in text
+    assert ": avoidable: nobody asked for it" in text
+    assert all(len(line) <= 100 for line in text.splitlines()[1:])
+    assert str(found.fixes[0]).startswith("remove `ft.constrain(x, P(")
+    assert "moved " in str(found.fixes[0]) and repr(found).startswith("<Why of loss: ")
+
+
+def test_page(found: Why):
+    page = found.html()
+    assert page.startswith("<!doctype html>") and "http" not in page
+    assert "Why loss moves arrays" in page
+    assert "remove <code>ft.constrain(x, P(&quot;model&quot;, None))</code>" in page
+    assert page.count("<table") == page.count("</table>") == 1
+    fragment = found._repr_html_()
+    assert "<html" not in fragment and "avoidable" in fragment
+
+
+def test_json(found: Why):
+    data = json.loads(found.to_json())
+    assert data["functree"] == "why" and data["name"] == "loss"
+    assert len(data["rows"]) == len(found.rows)
+    assert data["fixes"][0]["change"] == found.fixes[0].change
+    assert tuple(data["fixes"][0]["moved"]) == found.fixes[0].moved
+
+
+JITTED = jax.jit(lambda x: x)
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "no compilations": (lambda: why(JITTED, 1.0, compilations=0), "compilations=0"),
+    "compilations that are no number": (
+        lambda: why(JITTED, 1.0, compilations="8"),  # pyright: ignore[reportArgumentType]
+        "compilations='8'",
+    ),
+    "progress that is no flag": (
+        lambda: ft.why(JITTED, 1.0, progress="no"),  # pyright: ignore[reportArgumentType]
+        "progress='no'",
+    ),
+    "not a function": (lambda: why(3, X), "why"),  # pyright: ignore[reportArgumentType]
+    "layouts for a jitted function": (
+        lambda: why(JITTED, X, in_shardings=P()),
+        "is jitted already: give the layouts where it is jitted",
+    ),
+    "an argument too few": (lambda: ft.why(ft.jit(loss), W, progress=False), "x"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case: str):
+    run, fragment = REFUSED[case]
+    with raises(fragment, error=TypeError if case == "an argument too few" else ft.FunctreeError):
+        run()
+
+
+def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("functree.explorer.progress.PATIENCE", 0.0)
+    ft.why(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH, compilations=1, progress=True)
+    said = capsys.readouterr().err
+    assert "why: 0 of " in said and " ranked; now remove `ft.constrain(" in said
+    assert "why: 0 of 1 compiled; now remove `ft.constrain(" in said
+    why(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH, compilations=1)
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", "")
