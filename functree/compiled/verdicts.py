@@ -221,7 +221,7 @@ class Verdicts:
                 if row.op in _TURNS:  # known by its size
                     after = {j for j, other in enumerate(row.shape) if other == size}
                 kept = set[str]().union(*(mesh_axes(row.spec.partitions[j]) for j in after))
-                if after and axes & set(mesh_axes(before)) - kept:
+                if axes & set(mesh_axes(before)) - kept:
                     return True
         return False
 

@@ -78,6 +78,10 @@ class Edits:
                 is_blamed = one.verdict == COMPILER or one.cause.op == CONSTRAINT
                 (others, blamed)[is_blamed].update(dict.fromkeys(one.cause.origins))
         if self._variant is not None:
+            # What is laid out otherwise than the parameter that it replaces need not be named.
+            for i, path in enumerate(self._call.results):
+                if self._replaced(i, self._variant) is not None:
+                    others[result_name(path)] = None
             for origin in dict.fromkeys([*blamed, *others]):
                 for edit in self._of_origin(origin, self._variant):
                     yield edit._replace(is_blamed=origin in blamed)
@@ -171,20 +175,24 @@ class Edits:
             if pattern_of(path) == pattern_of(result) and variant.outputs[j] == old
         ]
         what = common_path([Path(("result", *self._call.results[j])) for j in alike])
-        for j, path in enumerate(self._call.parameters):
-            sharding = variant.inputs[j].sharding
-            if (
-                isinstance(sharding, NamedSharding)
-                and sharding != old
-                and _ends_with(result, {_inside(path)})
-            ):
-                changed = variant.with_outputs(dict.fromkeys(alike, sharding))
-                text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
-                yield Edit(text, None, what, True, changed.lower)
-                break
+        replaced = self._replaced(i, variant)
+        if replaced is not None:
+            path, sharding = replaced
+            changed = variant.with_outputs(dict.fromkeys(alike, sharding))
+            text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
+            yield Edit(text, None, what, True, changed.lower)
         changed = variant.with_outputs(dict.fromkeys(alike, None))
         text = f"give `{what}` no layout, not {spec_text(old.spec)}"
         yield Edit(text, None, what, True, changed.lower)
+
+    def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
+        """The parameter that a result replaces, if the result has a layout, and another one."""
+        own = variant.outputs[i]
+        for path, one in zip(self._call.parameters, variant.inputs, strict=True):
+            replaces = _ends_with(self._call.results[i], {_inside(path)})
+            if own is not None and replaces and isinstance(one.sharding, NamedSharding):
+                return None if one.sharding == own else (path, one.sharding)
+        return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
         """Other mesh axes for the axes in the tables of a function of functree."""

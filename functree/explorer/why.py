@@ -18,7 +18,7 @@ from functree.compiled.shardy import moved_bytes
 from functree.compiled.sources import source_end
 from functree.compiled.table import VERDICTS
 from functree.compiled.verdicts import ASKED, COMPILER
-from functree.errors import USERS_ERRORS, FunctreeError, count
+from functree.errors import USERS_ERRORS, FunctreeError
 from functree.explorer.edits import Edit, Edits
 from functree.explorer.progress import shown_progress
 from functree.layout.layout import LayoutTree
@@ -107,7 +107,7 @@ class Why:
     compiled: int
 
     def __str__(self) -> str:
-        lines = [self._head()]
+        lines = paragraphs([self._head()])
         told = [row for row in self.rows if row.verdict != ASKED]
         for alike in grouped(told, lambda row: (row.verdict, row.collective.kind, row.cause)):
             verdict = _verdict_text(alike[0])
@@ -122,7 +122,7 @@ class Why:
         return lines_text(lines)
 
     def __repr__(self) -> str:
-        return f"<Why of {self.name}: {count(len(self.fixes), 'fix')}>"
+        return f"<Why of {self.name}: {len(self.fixes)} fixes, {len(self.trades)} trades>"
 
     def _head(self) -> str:
         sizes = {None: 0, ASKED: 0, COMPILER: 0, AVOIDABLE: 0}

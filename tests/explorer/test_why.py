@@ -425,13 +425,17 @@ def test_compilations_are_bounded(most: int):
     assert answer.tried >= answer.compiled
 
 
+def words(answer: ft.Why) -> str:
+    return " ".join(str(answer).split())
+
+
 def test_nothing_is_found():
     answer = why(lambda w, x: jnp.sum(x @ w), SQUARE, X, in_shardings=COLUMNS, mesh=MESH)
-    assert answer.fixes == () and "; nothing found, " in str(answer)
+    assert answer.fixes == () and "; no fix found; " in words(answer)
     alone = why(jnp.sin, jnp.ones(3))
-    assert str(alone) == (
+    assert words(alone) == (
         "sin moves 0 B to each device: 0 B asked for, 0 B avoidable, 0 B by the compiler's choice; "
-        "nothing found, 0 tried, 0 compiled"
+        "no fix found; 0 tried, 0 compiled"
     )
 
 
