@@ -67,8 +67,12 @@ class Edits:
         self._ledger = ledger
         self._variant = Variant.of(call.of_arrays, call.arrays, call.mesh)
         self._data = [i for i, path in enumerate(call.parameters) if str(path[0]) in ledger.data]
+        # Those on Explicit axes are none of the trace: they are types.
+        there = set[str]() if self._variant is None else set(self._variant.constraints())
         self._constraints = {
-            row.source: row.expression for row in layouts if row.op == CONSTRAINT and row.source
+            row.source: row.expression
+            for row in layouts
+            if row.op == CONSTRAINT and row.source in there
         }
 
     def __iter__(self) -> Iterator[Edit]:

@@ -148,6 +148,9 @@ class _Without:
         return jaxpr.replace(eqns=equations, outvars=seen(jaxpr.outvars))
 
     def _parameter(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(map(self._parameter, value))
-        return self.program(value) if isinstance(value, ClosedJaxpr | Jaxpr) else value
+        if isinstance(value, ClosedJaxpr | Jaxpr):
+            return self.program(value)
+        # Of `cond` the branches. Others are named tuples, such as the dimensions of a convolution.
+        if type(value) is tuple and value and isinstance(value[0], ClosedJaxpr | Jaxpr):
+            return tuple(map(self.program, value))
+        return value

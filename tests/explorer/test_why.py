@@ -107,6 +107,12 @@ def looped(w: Any, x: Any) -> Any:
     return lax.while_loop(lambda x: jnp.sum(x) < 9.0, lambda x: wrong(jnp.tanh(x @ w)), x)
 
 
+def convolved(w: Any, x: Any) -> Any:
+    """Its operations have named tuples among their parameters."""
+    smooth = lax.conv_general_dilated(wrong(x @ w)[:, None], jnp.ones((1, 1, 3)), (1,), "SAME")
+    return jnp.sort(jnp.take(smooth, jnp.arange(4), axis=0))
+
+
 SQUARE = abstract(128, 128)
 COLUMNS: Any = (P(None, "model"), P("data", None))
 PROGRAMS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
@@ -117,6 +123,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Any, Any]] = {
     "cond": (branched, (SQUARE, X), COLUMNS),
     "jit": (nested, (SQUARE, X), COLUMNS),
     "while": (looped, (SQUARE, X), COLUMNS),
+    "a convolution and a look-up": (convolved, (SQUARE, X), COLUMNS),
 }
 
 

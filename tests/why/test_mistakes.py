@@ -10,6 +10,8 @@ from jax.sharding import Mesh
 
 import functree as ft
 import tests.why
+from functree.explorer.edits import Edits
+from functree.transforms.ledger import call_of
 from tests.why.mistake import Mistake
 from tests.why.program import text_of
 
@@ -60,6 +62,19 @@ def test_it_is_named_and_mended(mistake: Mistake):
         assert why.hints and not why.fixes
     elif wanted != "not":
         assert wanted in found, edits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", MISTAKES, ids=named)
+def test_edits_but_for_rules_give_a_program(mistake: Mistake):
+    """The search passes over an edit that cannot be lowered, so that it would hide a defect."""
+    mesh = ft.make_mesh(data=2, model=2, **{mistake.third: 2})
+    fn, args, layouts = mistake.make(mesh)
+    call = call_of("why", fn, args, {}, layouts["in_shardings"], layouts.get("out_shardings"), mesh)
+    ledger, _ = call.compiled()
+    for edit in Edits(call, args, {}, call.layouts(), ledger):
+        if not edit.place.startswith("rule "):
+            assert edit.lower() is not None, edit.change
 
 
 def explained(fn: Any, args: tuple[Any, ...], layouts: dict[str, Any], mesh: Mesh) -> ft.Why:
