@@ -82,20 +82,6 @@ class Layouts:
         for source, rows in groupby(self.rows, lambda row: row.source):
             yield source or "no line", list(rows)
 
-    def named(self, parameters: Sequence[Path]) -> "Layouts | None":
-        """The same with these paths of the arguments; None if there are more or fewer of them."""
-        old = [row.name for row in self.rows if row.op == ARGUMENT]
-        if len(old) != len(parameters):
-            return None
-        new = dict(zip(old, map(str, parameters), strict=True))
-        rows: list[LaidOut] = []
-        for i, row in enumerate(self.rows):
-            origins = {axis: new.get(by, by) for axis, by in row.origins.items()}
-            if i < len(old):
-                row = row._replace(name=new[row.name], expression=new[row.name])
-            rows.append(row._replace(origins=origins))
-        return replace(self, rows=tuple(rows))
-
     def diff(self, other: "Layouts") -> Diff:
         """What is laid out otherwise in another program of the same lines.
 
@@ -188,3 +174,18 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
 def result_name(path: Path) -> str:
     """What a result is called among origins: `result.loss`."""
     return f"result.{path}" if path else "result"
+
+
+def named(layouts: Layouts, parameters: Sequence[Path]) -> Layouts | None:
+    """Layouts with these paths of the arguments; None if there are more or fewer of them."""
+    old = [row.name for row in layouts.rows if row.op == ARGUMENT]
+    if len(old) != len(parameters):
+        return None
+    new = dict(zip(old, map(str, parameters), strict=True))
+    rows: list[LaidOut] = []
+    for i, row in enumerate(layouts.rows):
+        origins = {axis: new.get(by, by) for axis, by in row.origins.items()}
+        if i < len(old):
+            row = row._replace(name=new[row.name], expression=new[row.name])
+        rows.append(row._replace(origins=origins))
+    return replace(layouts, rows=tuple(rows))

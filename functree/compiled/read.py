@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from functree.compiled.collective import BytesByPath, Collective, Memory
 from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
-from functree.compiled.layouts import Layouts
+from functree.compiled.layouts import Layouts, named
 from functree.compiled.ledger import Ledger
 from functree.compiled.moved_arrays import (
     MovedArray,
@@ -140,11 +140,11 @@ class _Reader:
 
     def judge_by(self, layouts: Layouts) -> None:
         """Tell by layouts whether somebody has asked for a collective."""
-        named = layouts.named(self._parameters)
-        if named is not None:
-            shapes = [row.shape for row in named.rows[: len(self._parameters)]]
+        own = named(layouts, self._parameters)
+        if own is not None:
+            shapes = [row.shape for row in own.rows[: len(self._parameters)]]
             data = data_of(self._parameters, shapes, self._provenance.trained)
-            self._verdicts = Verdicts(named, data)
+            self._verdicts = Verdicts(own, data)
             self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
 
     def collective(self, moved: MovedArray) -> Collective:

@@ -17,7 +17,7 @@ from functree.errors import FunctreeError
 from functree.explorer.variant import Variant
 from functree.labels.leaves import read
 from functree.layout.layout import LayoutTree, as_layout, is_layout, walk
-from functree.layout.rules import AxisRules
+from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
 from functree.report.table import common_path, pattern_of
 from functree.transforms.jit.jitted import Jit
@@ -221,7 +221,7 @@ class Edits:
         self, fn: Jit[..., Tree], table: AxisRules, axis: str, old: Any, new: str | None
     ) -> Edit:
         def changed(one: AxisRules) -> AxisRules:
-            return one.with_rule(axis, new) if one == table else one
+            return with_rule(one, axis, new) if one == table else one
 
         def relaid(one: Any) -> Any:
             return one and with_tables(as_layout(one), changed)

@@ -217,15 +217,6 @@ class AxisRules(Layout):
         """The rules as a user writes them."""
         return _pairs(self.table, self.closed)
 
-    def with_rule(self, axis: str, mesh_axis: Any) -> "AxisRules":
-        """The same with one rule for an axis, in the place of its first."""
-        pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in self.pairs]
-        if axis not in self.mentioned:
-            pairs.insert(0, (axis, mesh_axis))
-        # Others for the same axis go, since a rule after `None` for it is refused.
-        kept = [pair for i, pair in enumerate(pairs) if pair[0] not in dict(pairs[:i])]
-        return AxisRules(kept, dict(self.names), self.unnamed)
-
     def __repr__(self) -> str:
         texts = [("..." if name is ... else repr(name), repr(axes)) for name, axes in self.pairs]
         given = [pairs_text(texts)]
@@ -235,6 +226,16 @@ class AxisRules(Layout):
         if self.unnamed != "error":
             given.append("unnamed=P()")
         return f"AxisRules({', '.join(given)})"
+
+
+def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
+    """A table with one rule for an axis, in the place of its first."""
+    pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in table.pairs]
+    if axis not in table.mentioned:
+        pairs.insert(0, (axis, mesh_axis))
+    # Others for the same axis go, since a rule after `None` for it is refused.
+    kept = [pair for i, pair in enumerate(pairs) if pair[0] not in dict(pairs[:i])]
+    return AxisRules(kept, dict(table.names), table.unnamed)
 
 
 def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:

@@ -22,7 +22,7 @@ from jaxtyping import Array, Int, Shaped
 from functree.devices.meshes import devices_along
 from functree.devices.specs import Entry, mesh_axes, named_axes, of_rank, without
 from functree.devices.varying import unchecked, without_varying
-from functree.layout.rules import AxisRules
+from functree.layout.rules import AxisRules, with_rule
 from functree.layout.state_sharding import with_tables
 from functree.placing.ambient import ambient_rules, axis_rules, has_axis_rules, spec
 from functree.placing.constrain import constrain
@@ -80,7 +80,7 @@ def unsharded_sequence() -> Iterator[None]:
         yield
         return
     # A step may have one token, which no mesh axis divides: that would be a ShardingError.
-    with axis_rules(with_tables(rules, lambda table: table.with_rule("seq", None))):
+    with axis_rules(with_tables(rules, lambda table: with_rule(table, "seq", None))):
         yield
 
 

@@ -19,7 +19,7 @@ from functree.calls.callbacks import check_callbacks
 from functree.calls.function import Function
 from functree.calls.program_ledger import heard_compiling, ledger_of
 from functree.calls.signature import AnyFunction
-from functree.compiled.layouts import Layouts, layouts_of
+from functree.compiled.layouts import Layouts, layouts_of, named
 from functree.compiled.ledger import Ledger
 from functree.compiled.shardy import ARGUMENT
 from functree.devices.meshes import MeshLike, mesh_view
@@ -216,7 +216,7 @@ def _others_call(
         found = layouts_of(lowered, results)
         own = None if known else fn
         used = _used(found, _ends_of_names(own, lowered, len(args)))
-        return found.named([parameters[i] for i in used]) or found
+        return named(found, [parameters[i] for i in used]) or found
 
     def compiled() -> tuple[Ledger, str]:
         return _others_ledger(_name(fn), wrapped, parameters, results, mesh, found_layouts)
@@ -224,8 +224,8 @@ def _others_call(
     skeleton, arrays = Skeleton.apart((tuple(args), kwargs))
 
     def of_arrays(*arrays: AnyArray) -> Tree:
-        positional, named = skeleton.fill(arrays)
-        return Skeleton.apart(fn(*positional, **named))[1]
+        positional, by_name = skeleton.fill(arrays)
+        return Skeleton.apart(fn(*positional, **by_name))[1]
 
     return LoweredCall(
         _name(fn),

@@ -74,6 +74,7 @@ NONSENSE: dict[str, Any] = {
 BY_NAME = {"rules": ft.AxisRules({"batch": "data", ...: None})}
 PLAN = ft.plan(MODEL, RULES, MESH)
 LEDGER = ft.ledger(double, X, in_shardings=P("data"), mesh=MESH)
+LAYOUTS = ft.layouts(double, X, in_shardings=RULES, mesh=MESH)
 FUNCTIONS = ("a class", "a mesh", "a jitted function", "a function", "a module", "an init")
 
 
@@ -202,6 +203,17 @@ USES: dict[str, Use] = {
         lambda fn, args, kwargs, **k: ft.ledger(fn, args, **k),
         {"fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH, "kwargs": None},
     ),
+    "layouts": (
+        lambda fn, args, kwargs, **k: ft.layouts(fn, args, **k),
+        {"fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH, "kwargs": None},
+    ),
+    "why": (
+        lambda fn, args, kwargs, **k: ft.why(fn, args, **k),
+        {
+            "fn": double, "args": X, "in_shardings": RULES, "out_shardings": None, "mesh": MESH,
+            "compilations": 1, "progress": False, "kwargs": None,
+        },
+    ),
     "explore": (
         ft.explore,
         {
@@ -225,6 +237,8 @@ USES: dict[str, Use] = {
     "Ledger.diff": (LEDGER.diff, {"other": LEDGER}),
     "Ledger.html": (LEDGER.html, {"plan": PLAN}),
     "Ledger.from_json": (ft.Ledger.from_json, {"text": LEDGER.to_json()}),
+    "Layouts.diff": (LAYOUTS.diff, {"other": LAYOUTS}),
+    "Layouts.from_json": (ft.Layouts.from_json, {"text": LAYOUTS.to_json()}),
     "Plan.diff": (PLAN.diff, {"other": PLAN}),
     "Plan.table": (PLAN.table, {"sort": "bytes"}),
     "Plan.from_json": (ft.Plan.from_json, {"text": PLAN.to_json()}),
@@ -449,7 +463,7 @@ USES: dict[str, Use] = {
 # own function or array. A layer of a Sequential or a Stacked, for example, is called with `x`.
 OF_THE_USER: dict[str, set[str]] = {
     "accumulate": {"fn"}, "on_whole_matrices": {"fn"}, "grad": {"fn"}, "value_and_grad": {"fn"}, "init": {"make"}, "abstract": {"make"},
-    "ledger": {"fn"}, "explore": {"step"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
+    "ledger": {"fn"}, "layouts": {"fn"}, "why": {"fn"}, "explore": {"step"}, "testing.assert_closed": {"step"}, "testing.assert_same_as_unsharded": {"fn"},
     "testing.first_nonfinite": {"fn"},
     "stack": {"make"}, "jit": {"fun"}, "shard_map": {"fun"}, "typed": {"fun"}, "Selection.at": {"where"},
     "Selection.apply": {"fn"},
@@ -458,7 +472,7 @@ OF_THE_USER: dict[str, set[str]] = {
 }  # fmt: skip
 COMPUTED_WITH = {
     ("Stacked.scan", "x"), ("nn.Transformer.logits", "x"), ("nn.Embedding.logits", "x"), ("ledger", "args"),
-    ("explore", "args"),
+    ("layouts", "args"), ("why", "args"), ("explore", "args"),
     ("testing.assert_closed", "args"), ("testing.assert_same_as_unsharded", "args"),
     ("testing.first_nonfinite", "args"),
 }  # fmt: skip
@@ -492,7 +506,9 @@ RESULTS = {
     "SavedArray",
     "Diff",
     "Filter",
+    "Fix",
     "Layout",
+    "Layouts",
     "Ledger",
     "Memory",
     "Packed",
@@ -505,6 +521,7 @@ RESULTS = {
     "P",
     "PartitionSpec",
     "TrainState",
+    "Why",
 }
 RESULTS |= {"nn.Transformer", "nn.MoELosses", "testing.Operation"}
 

@@ -264,6 +264,8 @@ def test_every_function_has_a_row():
         "copy",
         "accumulate",
         "ledger",
+        "layouts",
+        "why",
         "shard_map",
         "signature_layouts",
         "typed",

@@ -16,6 +16,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.filters import as_filter
+from functree.layout.rules import with_rule
 from functree.layout.state_sharding import with_tables
 from tests.lib.checks import refused
 from tests.lib.meshes import SIZES
@@ -443,7 +444,7 @@ def test_what_was_written_is_kept() -> None:
 def test_with_other_tables_the_rest_is_kept() -> None:
     layout = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": "model"})}, unused="ignore")
     kept = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": None})}, unused="ignore")
-    assert with_tables(layout, lambda table: table.with_rule("seq", None)) == kept
+    assert with_tables(layout, lambda table: with_rule(table, "seq", None)) == kept
 
 
 @pytest.mark.parametrize(
@@ -459,7 +460,7 @@ def test_with_other_tables_the_rest_is_kept() -> None:
 def test_a_table_with_another_rule(
     pairs: Any, axis: str, mesh_axis: str | None, changed: Any
 ) -> None:
-    assert ft.AxisRules(pairs).with_rule(axis, mesh_axis) == ft.AxisRules(changed)
+    assert with_rule(ft.AxisRules(pairs), axis, mesh_axis) == ft.AxisRules(changed)
 
 
 NAMESPACE = {
