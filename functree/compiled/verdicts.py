@@ -150,7 +150,8 @@ class Verdicts:
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
             return row.name == name, serves, self._relays(i, axes), bool(row.operands)
 
-        places = self._by_place[one.source, _primitive(name)]
+        # By name alone where a program from a compilation cache has the lines of another run.
+        places = self._by_place[one.source, _primitive(name)] or self._by_name[name]
         if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
             alike = [self._by_name[f"{scope}/{part}"] for part in parts[:-1].split(":")]

@@ -38,6 +38,7 @@ FOUND = {
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("mistake", MISTAKES, ids=named)
 def test_it_is_named_and_mended(mistake: Mistake):
     mesh = ft.make_mesh(data=2, model=2, **{mistake.third: 2})

@@ -52,6 +52,7 @@ def ledger_of(program: Program) -> ft.Ledger:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_verdicts_and_causes(name: str):
     program = PROGRAMS[name]
