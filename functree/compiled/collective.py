@@ -24,7 +24,7 @@ class Cause(NamedTuple):
         after: how its result lies, likewise.
         origins: who has decided so, each once: paths of arguments and results, and lines of
             constraints.
-        reason: why somebody has asked for the collective; empty if nobody has.
+        reason: what asks for the collective; empty if nothing does.
         hint: what other code would do without it; empty if that is not known.
     """
 

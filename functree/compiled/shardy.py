@@ -74,7 +74,6 @@ class LaidOut(NamedTuple):
             (`result.loss`), or the line of a constraint or of a `shard_map`.
         name: the name that JAX gives the operation: `jit(step)/jvp()/dot_general`.
         operands: the indices of the rows that it is made of.
-        called_from: the line of the user's own code, if `source` is in a package, as in a ledger.
     """
 
     op: str
@@ -86,7 +85,6 @@ class LaidOut(NamedTuple):
     origins: Mapping[str, str]
     name: str
     operands: tuple[int, ...] = ()
-    called_from: str | None = None
 
     @property
     def array(self) -> str:
@@ -270,10 +268,10 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
 
 
 def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
-    """Put constraints in the place of `jax.experimental.shard_alike`, as by `ft.grad`.
+    """Replace the groups that `jax.experimental.shard_alike` makes, and so `ft.grad`.
 
-    Propagation ends the process if it has to tell origins and there is such a group. What is alike
-    an argument is constrained as that is; other groups go.
+    Propagation with origins ends the process if a program has such a group. The members of a group
+    with an argument are constrained to the argument's layout. Other groups are dropped.
     """
     groups: dict[int, list[Any]] = {}
     for one in list(_all_inside(main)):
@@ -340,7 +338,8 @@ class _Reader:
             if not _is_array(value):
                 continue
             spec, origins = _layout(attributes)
-            if value in given:  # though a constraint right behind it may be named
+            # Shardy may name a constraint that follows the argument instead.
+            if value in given:
                 origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
             self._origins[f"input: {i}"] = self._rows[-1].name
@@ -379,7 +378,7 @@ class _Reader:
             return known or row.name
         if row.op == CONSTRAINT:
             return row.source or row.name
-        # On Explicit axes each operation has a type, which follows from those of its operands.
+        # On Explicit axes the type of an operation is its layout. It follows from the operands.
         made = self._rows[self._by_type[by]] if by in self._by_type else row
         for operand in (self._rows[i] for i in made.operands):
             if axis in operand.origins and operand.name not in seen:
@@ -449,11 +448,9 @@ class _Reader:
         self._indices[value] = len(self._rows)
         frames, name = self._frames_of(location), _name(location)
         lines = lines_of(frame[:2] for frame in frames)
-        source = called_from = None
-        expression = name
+        source, expression = None, name
         if lines is not None:
-            source, called_from = lines
-            expression = _expression(frames, source)
+            source, expression = lines.source, _expression(frames, lines.source)
         shape = tuple(value.type.shape)
         # Shardy keeps origins of axes that the final layout does not have.
         cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
@@ -469,7 +466,6 @@ class _Reader:
                 origins,
                 name,
                 operands,
-                called_from,
             )
         )
 

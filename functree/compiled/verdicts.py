@@ -252,7 +252,7 @@ class Verdicts:
     def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
         """What other code is needed for an operation that loses its layout; empty if no hint is
         known."""
-        if row.op == "reshape":
+        if row.op == "reshape" and operands:
             kept = set(zip(row.shape, row.spec.partitions, strict=True))
             for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
                 number = math.prod(self._sizes.get(axis, 1) for axis in mesh_axes(before[1]))

@@ -33,15 +33,15 @@ class Edit(NamedTuple):
         change: what to write, or to remove.
         source: the line that it is about; None if it is about a layout.
         place: what it is about; the edits of one place are alternatives.
-        is_blamed: whether it is about a cause of what nobody asked for.
         lower: lowers the changed program. It raises what the trace of a function may raise.
+        is_blamed: whether it is about a cause of what nobody asked for.
     """
 
     change: str
     source: str | None
     place: str
-    is_blamed: bool
     lower: Callable[[], Lowered]
+    is_blamed: bool = True
 
 
 class Edits:
@@ -97,7 +97,7 @@ class Edits:
             expression = self._constraints[origin]  # which is not known of code without a file
             change = f"remove `{expression}`" if expression else "remove the constraint"
             changed = variant.without_constraint(origin)
-            yield Edit(change, origin, origin, True, changed.lower)
+            yield Edit(change, origin, origin, changed.lower)
         for i, path in enumerate(self._call.parameters):
             if str(path) == origin and i not in self._data:
                 yield from self._of_parameter(i, variant)
@@ -112,12 +112,10 @@ class Edits:
         # On Explicit axes the types of the trace would be others.
         if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:
             return
-        paths = self._call.parameters
-        alike = [
-            j for j in self._laid_as(i, variant) if pattern_of(paths[j]) == pattern_of(paths[i])
-        ]
+        paths, same = self._call.parameters, self._laid_as(i, variant)
+        alike = [j for j in same if pattern_of(paths[j]) == pattern_of(paths[i])]
         tails = {_inside(paths[j]) for j in alike}
-        inputs = [j for j in self._laid_as(i, variant) if _ends_with(paths[j], tails)]
+        inputs = [j for j in same if _ends_with(paths[j], tails)]
         outputs = [
             j
             for j, one in enumerate(variant.outputs)
@@ -130,7 +128,7 @@ class Edits:
             changed = variant.with_inputs(dict.fromkeys([*alike, *inputs], new))
             changed = changed.with_outputs(dict.fromkeys(outputs, new))
             text = f"lay out `{what}` by {spec_text(spec)}, not by {spec_text(old)}"
-            yield Edit(text, None, what, True, changed.lower)
+            yield Edit(text, None, what, changed.lower)
 
     def _laid_as(self, i: int, variant: Variant) -> list[int]:
         """The parameters with the shape and the layout of one; none of them is data."""
@@ -184,10 +182,10 @@ class Edits:
             path, sharding = replaced
             changed = variant.with_outputs(dict.fromkeys(alike, sharding))
             text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
-            yield Edit(text, None, what, True, changed.lower)
+            yield Edit(text, None, what, changed.lower)
         changed = variant.with_outputs(dict.fromkeys(alike, None))
         text = f"give `{what}` no layout, not {spec_text(old.spec)}"
-        yield Edit(text, None, what, True, changed.lower)
+        yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
         """The parameter that a result replaces, if the result has a layout, and another one."""
@@ -239,7 +237,7 @@ class Edits:
                     raise FunctreeError("the layout of data stays as it is")
             return traced.lower().jax
 
-        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", True, lower)
+        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", lower)
 
     def _axes(self) -> Iterator[str]:
         """The names of the axes of all arguments."""

@@ -94,7 +94,8 @@ class Why:
         fixes: edits that move less for no more flops and memory, best first.
         trades: edits that move less for more flops or memory, best first.
         hints: what other code would do where no edit was found.
-        tried: the number of edits that were ranked.
+        data: the arguments that count as data. Their layouts are not changed.
+        tried: the number of edits that gave a program and were ranked.
         compiled: the number of those that were compiled.
     """
 
@@ -103,6 +104,7 @@ class Why:
     fixes: tuple[Fix, ...]
     trades: tuple[Fix, ...]
     hints: tuple[str, ...]
+    data: tuple[str, ...]
     tried: int
     compiled: int
 
@@ -111,7 +113,7 @@ class Why:
         told = [row for row in self.rows if row.verdict != ASKED]
         for alike in grouped(told, lambda row: (row.verdict, row.collective.kind, row.cause)):
             verdict = _verdict_text(alike[0])
-            lines += paragraphs([f"{_title(alike)}: {verdict}: {alike[0].cause}"])
+            lines += paragraphs([f"{_title(alike)}: {verdict}: {_cause_text(alike[0])}"])
         for title, fixes in (("fixes", self.fixes), ("trades", self.trades)):
             if fixes:
                 lines += ["", f"{title}, each compiled:"]
@@ -131,9 +133,14 @@ class Why:
         text = f"{self.name} moves {bytes_text(sum(sizes.values()))} to each device"
         text += f": {bytes_text(sizes[ASKED])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
         text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
+        if sizes[None]:
+            text += f", {bytes_text(sizes[None])} not known"
         if not self.fixes:
             text += "; no fix found"
-        return f"{text}; {self.tried} tried, {self.compiled} compiled"
+        text += f"; {self.tried} tried, {self.compiled} compiled"
+        if self.data:
+            text += f"; data: {', '.join(self.data)}"
+        return text
 
     def to_json(self) -> str:
         """All of it as JSON."""
@@ -148,7 +155,7 @@ class Why:
 
     def _html(self, page: bool) -> str:
         rows = [
-            (html.escape(_title([row])), _verdict_text(row), html.escape(str(row.cause)))
+            (html.escape(_title([row])), _verdict_text(row), html.escape(_cause_text(row)))
             for row in self.rows
         ]
         content = section_html("Fixes", notes_html([], map(str, self.fixes)))
@@ -174,6 +181,10 @@ def _verdict_text(row: WhyRow) -> str:
     return VERDICTS.get(row.verdict or "", row.verdict or "not known")
 
 
+def _cause_text(row: WhyRow) -> str:
+    return str(row.cause or "the mesh axes of its groups of devices are not known")
+
+
 def _at(source: str | None) -> str:
     return f" at {source}" if source else ""
 
@@ -196,7 +207,7 @@ def why(
 ) -> Why:
     """Why the program of a function moves arrays, and which edits remove that. Nothing is run.
 
-    The edits are: a constraint is removed, the spec of an argument is changed in one mesh axis, a
+    The edits are: a constraint is removed, the spec of an argument is changed in one dimension, a
     result is laid out as the argument that it replaces or as it comes, a rule of a layout is
     changed. They are ranked by the layouts that Shardy finds, and the best are compiled. The layout
     of data is never changed. On Explicit axes layouts are types, and only rules and results are
@@ -241,8 +252,8 @@ def why(
     layouts = call.layouts()  # which says if they are not known, before anything is compiled
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
-    ranked = _ranked(edits, moved_bytes(call.lowered), progress)
-    chosen = _chosen(ranked, compilations)
+    ranked = _ranked(edits, progress)
+    chosen = _chosen(ranked, moved_bytes(call.lowered), compilations)
     measured = _compiled(chosen, call, _Figures.of(ledger, text), progress)
     less = sorted((one for one in measured if one.is_less), key=_order)
     fixes = _removal_first([one for one in less if one.is_fix])
@@ -253,7 +264,8 @@ def why(
         tuple(one.fix for one in fixes),
         tuple(one.fix for one in less if not one.is_fix),
         tuple(_hints(rows)),
-        len(edits),
+        ledger.data,
+        len(ranked),
         len(measured),
     )
 
@@ -288,29 +300,36 @@ class _Measured(NamedTuple):
     left: Mapping[Hashable, int]
 
 
-def _ranked(edits: Sequence[Edit], before: int, progress: bool) -> list[Edit]:
-    """The edits that give a program, those first that move least as far as layouts tell. Of those
-    about what somebody asked for, only the ones that move less than before."""
-    found: list[tuple[int, int]] = []
+class _Ranked(NamedTuple):
+    """An edit, and about how many bytes its program moves."""
+
+    moved: int
+    edit: Edit
+
+
+def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
+    """The edits that give a program, those first that move least as far as layouts tell."""
+    found: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
-        for i, edit in enumerate(edits):
-            show(i, edit.change)
+        for done, edit in enumerate(edits):
+            show(done, edit.change)
             try:
-                after = moved_bytes(edit.lower())
+                found.append(_Ranked(moved_bytes(edit.lower()), edit))
             except KeyboardInterrupt:
                 break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a rule that shards an axis by what does not divide it
-            if edit.is_blamed or after < before:
-                found.append((after, i))
-    return [edits[i] for _, i in sorted(found)]
+    return sorted(found, key=lambda one: one.moved)
 
 
-def _chosen(ranked: Sequence[Edit], most: int) -> list[Edit]:
-    """The edits to compile: the best, and not all of them about one place."""
+def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
+    """The edits to compile: the best, and not all of them about one place. Of those about what
+    somebody asked for, only the ones that move less than before."""
     chosen: list[Edit] = []
     places = Counter[str]()
-    for edit in ranked:
+    for moved, edit in ranked:
+        if not edit.is_blamed and moved >= before:
+            continue
         places[edit.place] += 1
         if places[edit.place] <= _OF_ONE_PLACE:
             chosen.append(edit)

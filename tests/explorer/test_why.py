@@ -3,6 +3,7 @@ fix gives the figures of the program changed by hand."""
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -430,6 +431,33 @@ def test_compilations_are_bounded(most: int):
         answer = why(jax.grad(fresh), W, X, in_shardings=SPECS, mesh=MESH, compilations=most)
     assert answer.compiled <= most and len(heard) == 1 + answer.compiled
     assert answer.tried >= answer.compiled
+
+
+def test_what_counts_as_data_is_said(found: Why):
+    assert found.data == ("x",)
+    assert words(found).partition(" compiled; data: x ")[1] and json.loads(found.to_json())[
+        "data"
+    ] == ["x"]
+
+
+def test_tried_are_the_edits_that_give_a_program():
+    """Ten heads divide two devices and not four: some rules cannot be tried."""
+    rules = ft.AxisRules({"heads": "data", ...: None})
+
+    def attend(w: Float[Array, "embed heads"], x: Float[Array, "batch embed"]) -> Array:
+        return jax.grad(lambda w: jnp.sum((x @ w) ** 2))(w)
+
+    given = abstract(128, 10), X
+    step = ft.jit(attend, rules=rules, in_shardings=(rules, P("model", None)), mesh=MESH)
+    one = call(step, *given)
+    edits = list(Edits(one, given, {}, one.layouts(), one.compiled()[0]))
+    failed = 0
+    for edit in edits:
+        with suppress(ft.FunctreeError, ValueError):
+            edit.lower()
+            continue
+        failed += 1
+    assert failed and why(step, *given).tried == len(edits) - failed
 
 
 def words(answer: ft.Why) -> str:
