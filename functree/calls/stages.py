@@ -224,6 +224,7 @@ class Lowered(Stage[jax.stages.Lowered]):
     def __init__(self, stage: jax.stages.Lowered, call: StagedCall, closes_over_refs: bool):
         super().__init__(stage, call)
         self._closes_over_refs = closes_over_refs
+        self._layouts: Layouts | None = None
 
     def compile(
         self,
@@ -303,7 +304,10 @@ class Lowered(Stage[jax.stages.Lowered]):
             >>> print(scale.lower(jnp.ones((16, 4))).layouts().rows[-1].array)
             f32[16/data, 4]
         """
-        return layouts_of(self.jax, self.jax.out_info.paths())
+        # Kept, because a ledger has them too.
+        if self._layouts is None:
+            self._layouts = layouts_of(self.jax, self.jax.out_info.paths())
+        return self._layouts
 
     def cost_analysis(self) -> Any | None:
         """The compiler's estimate of the costs, before compilation."""

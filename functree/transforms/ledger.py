@@ -1,6 +1,7 @@
 """A function, jitted or not, and its arguments ─► the `Layouts` of its lowered program, and the
 `Ledger` of its compiled one."""
 
+import functools
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import groupby
@@ -212,6 +213,7 @@ def _others_call(
     # Flax returns its modules too, in the trees in which they came.
     results = [known.get(path, path) for path in (Path.of(path) for path, _ in entries)]
 
+    @functools.cache
     def found_layouts() -> Layouts:
         found = layouts_of(lowered, results)
         own = None if known else fn
