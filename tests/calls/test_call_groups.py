@@ -14,6 +14,7 @@ from functree.calls.call_groups import CallGroups
 from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
+from tests.lib.meshes import lay
 from tests.lib.trees import Leafy, x
 
 A = jnp.ones(2)
@@ -102,6 +103,20 @@ def test_refusals_by_what_is_new_in_each_call_are_not_kept_for_ever():
 ], ids=["one", "two", "one without", "none"])  # fmt: skip
 def test_the_first_array_of_each_parameter(call: Any, heads: tuple[int, ...]):
     assert CallGroups().find(call).group.heads == heads
+
+
+@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.parametrize("options", [{}, {"donate": "x"}], ids=["", "donated"])
+@pytest.mark.parametrize("beside", [A, np.ones(2, np.float32)], ids=["array", "numpy"])
+def test_an_array_is_refused_that_is_committed_where_one_before_it_was_not(
+    beside: Any, options: Any
+):
+    """They have the same type and sharding, and the second cannot be on the mesh of `w`."""
+    f = ft.jit(lambda w, x, beside: (w * 2, x + 1, beside), **options)
+    w = lay(jnp.ones(8), "data")
+    f(w, jnp.ones(8), beside)
+    with raises("1 argument is not on it", "x   f32[8]\n      is committed to cpu:0 only"):
+        f(w, jax.device_put(jnp.ones(8), jax.devices()[0]), beside)
 
 
 def test_what_cannot_be_hashed_is_refused_once_and_again():

@@ -146,8 +146,8 @@ def _tag(source: str | None) -> str:
 
 
 # What is moved has another size there than what it is: a partial sum of a gradient, a cache of
-# activations that is an argument, copies of a parameter for each row of the batch.
-OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp"), ("k_means", "fsdp")}
+# activations that is an argument.
+OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp")}
 
 
 def sizes_of(one: Audited) -> dict[str, int]:
