@@ -51,25 +51,18 @@ def test_calls_of_functions_with_equal_parameters_are_of_one_class():
 
 SAID: list[tuple[Any, Any]] = [
     (Float[Array, "batch embed"], P("data", None)),
-    ("Float[Array, 'batch hidden']", P("data", "model")),
     ("BatchHidden", P("data", "model")),
     (Float[Array, "batch"] | None, P("data")),
     (Float[Array, ""], P()),
     (Float[Array, "batch 4 _pad"], P("data", None, None)),
     (Annotated[Float[Array, "a b"], P(None, "model")], P(None, "model")),
     (Annotated[Array, ft.Axes("batch", "hidden")], P("data", "model")),
-    (Annotated[Array, P("data")], P("data")),
     (Float[Array, "batch"] | Int[Array, "batch"], P("data")),
     (tuple[Float[Array, "batch"], MLP], (P("data"), RULES)),
     (list[Float[Array, "hidden"]], P("model")),
     (dict[str, Float[Array, "hidden"]], P("model")),
-    (list[MLP], RULES),
-    (MLP, RULES),
-    (Array, RULES),
     (Any, RULES),
     (int, None),
-    (str, None),
-    (None, None),
 ]
 
 
@@ -118,7 +111,6 @@ def test_annotations_in_quotes_see_local_names():
 
 WAITING: list[tuple[Any, Any, Any]] = [
     (Float[Array, "*batch embed"], jnp.ones((4, 2)), P("data", None)),
-    (Float[Array, "*batch embed"], jnp.ones((4, 2, 2)), P(None, None, None)),
     (Float[Array, "#batch embed"], jnp.ones((1, 2)), P(None, None)),
     (Float[Array, "batch embed"] | Float[Array, "hidden"], jnp.ones(4), P("model")),
     (Float[Array, "batch"] | Int[Array, "hidden"], jnp.ones(4, int), P("model")),
@@ -128,13 +120,6 @@ WAITING: list[tuple[Any, Any, Any]] = [
         [(P("data"), P("model"))],
     ),
     (PyTree[Float[Array, "batch"]], {"a": [jnp.ones(2)]}, {"a": [P("data")]}),
-    (list[Float[Array, "*batch embed"]], [jnp.ones((4, 2))], [P("data", None)]),
-    (
-        dict[str, list[Float[Array, "#batch embed"]]],
-        {"a": [jnp.ones((1, 2))]},
-        {"a": [P(None, None)]},
-    ),
-    (list[Annotated[Array, ft.names({"**": "batch"})]], [jnp.ones(4)], [P("data")]),
     (
         Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")],
         None,
@@ -174,15 +159,8 @@ def test_other_layouts_that_go_by_size_wait_too():
 HERE = NamedSharding(ft.make_mesh(data=2, model=4), P())
 WITH_MORE: list[tuple[Any, Any, Any]] = [
     (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
-    (Float[Array, "batch hidden"], RULES | HERE, P("data", "model")),
     (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
-    (Float[Array, "*batch hidden"], HERE, P(None, None)),
     (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
-    (
-        Annotated[Float[Array, "batch hidden"], P("model")],
-        ft.on_host(RULES) | HERE,
-        P("model", None),
-    ),
     (list[Annotated[Float[Array, "batch hidden"], P("model")]], RULES | HERE, P("model", None)),
     (
         Annotated[Float[Array, "a b"], P("model")],
@@ -307,13 +285,8 @@ def test_a_call_is_a_tuple_of_all_parameters():
 UNREADABLE = [
     "D['a']",
     "1/0",
-    "nowhere.at.all",
     "a b",
-    "int()()",
     "Float[Array, 3]",
-    "(",
-    "D[",
-    "int + 'x'",
 ]
 
 
@@ -359,12 +332,9 @@ AGREE: list[tuple[list[Any], list[Any]]] = [
     ([Float[Array, "_a b"], Float[Array, "_a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "4 b"], Float[Array, "b=3"]], [(4, 3), (3,)]),
     ([Float[Array, "a*b"], Float[Array, "a b"]], [(6,), (2, 3)]),
-    ([Float[Array, "*a b"], Float[Array, "b *a"]], [(2, 2, 3), (3, 2, 2)]),
     ([Float[Array, "... b"], Float[Array, "b ..."]], [(2, 2, 3), (3, 5)]),
     ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
-    ([Array, FLOATS], [(5,), (2, 3)]),
-    ([Float[Array, "rows=a"], Float[Array, "a"]], [(5,), (5,)]),
     ([Float[Array, "rows=_"], Float[Array, "rows"]], [(5,), (4,)]),
     ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (5,)]),
 ]
@@ -385,23 +355,7 @@ GIVEN: list[tuple[Any, Any, str | None]] = [
         'y.*"batch" has size 2 here, and 7 in `x`',
     ),
     (
-        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
-        (5, 6),
-        'x.*has 2 dimensions; `"x y batch"` has 3',
-    ),
-    (Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})], [(5,)], None),
-    (
-        Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})],
-        [(2,), (5,)],
-        '"batch" has size 2 here, and 5',
-    ),
-    (
         Annotated[list[Array], ft.names({"0": "batch"})],
-        [(5,)],
-        'y.*"batch" has size 2 here, and 5 in `x.0`',
-    ),
-    (
-        list[Annotated[Array, ft.names({"**": "batch"})]],
         [(5,)],
         'y.*"batch" has size 2 here, and 5 in `x.0`',
     ),
@@ -430,7 +384,6 @@ DIFFER: list[tuple[list[Any], list[Any], str]] = [
         r'y   f32\[2, 4\]   "batch embed"\n +"embed" has size 4 here, and 3 in `x`',
     ),
     ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], r'x   .*"a" has size 3 here, and 2 in `x`'),
-    ([FLOATS, Float[Array, "4"]], [(2, 3), (5,)], r'y.*"4" requires size 4, but the size is 5'),
     (
         [FLOATS, Float[Array, "dim=4"]],
         [(2, 3), (5,)],
@@ -442,28 +395,16 @@ DIFFER: list[tuple[list[Any], list[Any], str]] = [
         r"y.*`batch\*embed` is 6, but the size is 5",
     ),
     (
-        [FLOATS, Float[Array, "batch*head"]],
-        [(2, 3), (5,)],
-        r"`batch\*head` cannot be evaluated: name 'head' is not",
-    ),
-    (
         [Float[Array, "*a b"]] * 2,
         [(2, 2, 3), (2, 3)],
         r'"a" has size \(2,\) here, and \(2, 2\) in `x`',
     ),
-    ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
     ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimension; `Float.* has 2"),
     (
         [FLOATS, Int[Array, "batch"]],
         [(2, 3), (2,)],
         r"y.*its dtype is float32, but the annotation says Int",
     ),
-    (
-        [FLOATS, Float[Array, "rows=batch"]],
-        [(2, 3), (5,)],
-        r'"batch" has size 5 here, and 2 in `x`',
-    ),
-    ([FLOATS, Float[Array, "batch==2"]], [(2, 3), (5,)], r"`batch==2` is True, but the size is 5"),
     ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (4,)], r'"_a" has size 4 here, and 5 in `x`'),
     ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
 ]
@@ -570,17 +511,7 @@ def flagged(x: Any, *, flag: Any = True) -> Any:
 # What passes on the arguments that it is given: an argument more or less is another call of it.
 PASSING: dict[str, tuple[Any, Any]] = {
     "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
-    "filter_vmap": (eqx.filter_vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
-    "vmap of a gradient": (jax.vmap(ft.grad(scaled_sum), in_axes=(0, None)), [[2.0, 2.0]] * 3),
-    "gradient of a vmap": (
-        ft.grad(lambda x, y: jax.vmap(scaled_sum, in_axes=(0, None))(x, y).sum()),
-        [[2.0, 2.0]] * 3,
-    ),
-    "checkpoint": (jax.checkpoint(lambda x, y, scale=2.0: scaled_sum(x, y, scale)), 12.0),
-    "jit": (jax.jit(scaled_sum, static_argnames=("scale", "mask")), 12.0),
     "ft.jit": (ft.jit(scaled_sum), 12.0),
-    "filter_jit": (eqx.filter_jit(scaled_sum), 12.0),
-    "typed": (ft.typed(scaled_sum), 12.0),
     "passing": (passing(scaled_sum), 12.0),
     "partial": (
         functools.partial(jax.vmap(scaled_sum, in_axes=(0, None)), jnp.ones((3, 2))),
@@ -592,12 +523,10 @@ PASSING: dict[str, tuple[Any, Any]] = {
     ),
     "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
     "jit with a flag": (jax.jit(flagged), 6.0),
-    "jit of a vmap": (jax.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
     "jit of a jit of a vmap": (
         jax.jit(jax.jit(jax.vmap(scaled_sum, in_axes=(0, None)))),
         [4.0, 4.0, 4.0],
     ),
-    "ft.jit of a vmap": (ft.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
 }
 
 

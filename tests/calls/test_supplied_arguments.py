@@ -43,10 +43,6 @@ def last(x: Float[Array, "batch"], scale: Any) -> Array:
     return scale * x
 
 
-def only_by_name(x: Float[Array, "batch"], *, scale: Any) -> Array:
-    return scale * x
-
-
 def begins(scale: Any, x: Any) -> Array:
     return scale * x
 
@@ -55,9 +51,7 @@ def begins(scale: Any, x: Any) -> Array:
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "the last": (named(last), lambda f: f(X)),
     "the last, by name": (named(last), lambda f: f(x=X)),
-    "by name only": (named(only_by_name), lambda f: f(X)),
     "the first": (first(begins), lambda f: f(X)),
-    "of a decorated function": (functools.wraps(last)(lambda *args: named(last)(*args)), lambda f: f(X)),
     "in a partial": (functools.partial(named(last)), lambda f: f(X)),
 }  # fmt: skip
 
@@ -80,13 +74,10 @@ GRADIENT = np.asarray(18 * X)
 # What it gives for a function and a way to call it, and the value.
 DOORS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
     "jit": (lambda f, how: how(ft.jit(f)), OUT),
-    "jit with rules": (lambda f, how: how(ft.jit(f, rules=RULES, mesh=MESH)), OUT),
     "lower": (lambda f, how: how(ft.jit(f).eval_shape).shape, X.shape),
     "shard_map": (lambda f, how: how(ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data"))), OUT),
     "init": (lambda f, how: how(ft.init(f, P("data"), MESH)), OUT),
     "typed": (lambda f, how: how(ft.typed(f)), OUT),
-    "grad": (gradient(ft.grad), GRADIENT),
-    "value_and_grad": (gradient(lambda f: lambda *xs, **named: ft.value_and_grad(f)(*xs, **named)[1]), GRADIENT),
     "jit of grad": (gradient(lambda f: ft.jit(ft.grad(f), rules=RULES, mesh=MESH)), GRADIENT),
     "ledger": (lambda f, how: how(lambda *xs, **named: ft.ledger(ft.jit(f), *xs, **named)).totals(), {}),
 }  # fmt: skip
@@ -121,13 +112,9 @@ CALLS: dict[str, Callable[[Any], Any]] = {
     "lower": lambda f: ft.jit(f).lower(X),
     "shard_map": lambda f: ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(X),
     "init": lambda f: ft.init(f, P("data"), MESH)(X),
-    "abstract": lambda f: ft.abstract(f)(X),
     "typed": lambda f: ft.typed(f)(X),
     "grad": lambda f: ft.grad(f)(X),
-    "value_and_grad": lambda f: ft.value_and_grad(f)(X),
-    "jit of grad": lambda f: ft.jit(ft.grad(f))(X),
     "accumulate": lambda f: ft.accumulate(ft.grad(lacks), 2, batch="x")(X, X),
-    "ledger": lambda f: ft.ledger(ft.jit(f), X),
     "explore": lambda f: ft.explore(f, (X,), meshes=[{"data": 8}], layouts={"rules": RULES}),
 }
 
