@@ -205,9 +205,6 @@ class CallGroups:
             raise
         self._last = found.group
         for group, refusal in ends:
-            # More of them than groups: they are of static values that are new in every call.
-            if len(group.others) > len(self._known):
-                group.others.clear()
             group.others[refusal] = found.group
         return found
 

@@ -77,13 +77,6 @@ def test_one_group_leads_to_another(what: str, monkeypatch: pytest.MonkeyPatch):
     assert max(len(group.others) for group in made) <= len(calls) + 1
 
 
-def test_refusals_by_what_is_new_in_each_call_are_not_kept_for_ever():
-    groups = CallGroups()
-    for _ in range(100):
-        assert groups.find([A]).group is not groups.find([Node(A)]).group
-    assert all(len(group.others) <= len(groups._known) + 1 for group in groups._known.values())
-
-
 @pytest.mark.parametrize(("call", "heads"), [
     ({"a": A}, (0,)), ({"a": [A, A], "b": A}, (0, 2)), ({"a": {"x": 1}, "b": [A, A], "c": (A,)}, (0, 2)),
     ({"a": 1}, ()),

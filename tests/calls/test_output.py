@@ -49,6 +49,7 @@ def test_taken_apart_and_built_again(case: str):
 def test_others_for_its_values():
     output = Output.of([A, B, A, "text"], "f")
     assert output.like("abc") == ["a", "b", "c", "text"]
+    assert [str(path) for path in output.distinct().paths()] == ["0", "1"], "the first of each"
     assert output.distinct().which == (0, 1, 0) and output.distinct().like("ab") == [
         "a",
         "b",

@@ -104,14 +104,16 @@ def test_what_is_bound_is_an_argument():
 
 
 @pytest.mark.parametrize("first", ["bound", "plain"])
-def test_what_is_bound_is_no_parameter(first: str):
+@pytest.mark.parametrize("by", ["name", "position"])
+def test_what_is_bound_is_no_parameter(by: str, first: str):
     """Positional layouts are for the parameters that are left: with equal options they are
     others."""
     f, _ = counted()
+    bound = functools.partial(f, y=3.0) if by == "name" else functools.partial(f, 3.0)
     options = {"in_shardings": (P("data"),), "mesh": MESH}
     for kind in (first, "plain" if first == "bound" else "bound"):
         if kind == "bound":
-            assert ft.jit(functools.partial(f, y=3.0), **options)(jnp.ones(8)).tolist() == [3.0] * 8
+            assert ft.jit(bound, **options)(jnp.ones(8)).tolist() == [3.0] * 8
         else:
             with raises("in_shardings has 1 layout, and ", "has 2 positional parameters (x, y)"):
                 ft.jit(f, **options)(jnp.ones(8))

@@ -96,7 +96,7 @@ def test_nothing_is_named_in_a_program_without_its_faults(number: int) -> None:
 QUICK = (
     "MLP by hand, outside gradient, True", "fsdp_by_hand", "ring_of_products", "softmax_by_hand", "all_to_all",
     "vocabulary_by_hand", "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton", "integers",
-    "dropout", "cancelling_sums", "masks", "spectrum", "experts", "half_precision",
+    "dropout", "cancelling_sums", "masks", "spectrum", "experts", "half_precision", "effects",
 )  # fmt: skip
 
 
@@ -448,6 +448,8 @@ def test_a_checksum_tells_values_apart(dtype: str) -> None:
 
 def check_checksum(x: Any) -> None:
     sum_ = checksum(x)
+    if jnp.iscomplexobj(x):
+        assert checksum(x * jnp.complex64(1j)) != sum_
     assert sum_ == checksum(x) and sum_.shape == ()
     for changed in (
         x[::-1],

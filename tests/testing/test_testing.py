@@ -268,6 +268,13 @@ def test_states_with_static_leaves_are_closed(name: str) -> None:
     assert_closed(ft.jit(step, donate="state"), (STATES[name](), jnp.ones(3)))
 
 
+def test_of_two_successors_the_first_is_the_state() -> None:
+    def step(state: Any) -> Any:
+        return state, jax.tree.map(lambda x: x.astype("bfloat16"), state)
+
+    assert_closed(step, ({"w": jnp.ones(3), "n": jnp.ones(2)},))
+
+
 def test_a_static_leaf_that_changes_is_not_closed() -> None:
     with failing as caught:
         assert_closed(lambda s: {"w": s["w"], "n": s["n"] + 1}, ({"w": jnp.ones(3), "n": 0},))
