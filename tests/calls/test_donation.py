@@ -422,9 +422,7 @@ def test_an_array_that_was_not_donated_is_deleted():
     assert "was donated to" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "around", [jax.jit, jax.grad], ids=lambda f: f.__name__
-)
+@pytest.mark.parametrize("around", [jax.jit, jax.grad], ids=lambda f: f.__name__)
 def test_a_tracer_is_donated_twice(around: Any):
     """An error as well: `grad` runs at once what it differentiates, and JAX 0.10 ended the
     process."""

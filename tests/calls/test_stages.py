@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 import functree as ft
 from tests.lib.checks import compilations, raises
-from tests.lib.meshes import MESH, mesh_of
+from tests.lib.meshes import MESH
 from tests.lib.trees import MLP
 
 P = PartitionSpec

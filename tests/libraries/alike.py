@@ -84,7 +84,10 @@ def train_alike(
         updates, opt_state = tx.update(gradients, opt_state)
         return after(eqx.apply_updates(model, updates)), opt_state, value
 
-    opt_state, placed = tx.init(eqx.filter(model, eqx.is_inexact_array)), ft.shard(batch, spec, MESH)
+    opt_state, placed = (
+        tx.init(eqx.filter(model, eqx.is_inexact_array)),
+        ft.shard(batch, spec, MESH),
+    )
     for _ in range(2):
         ts, found = step(ts, placed)
         model, opt_state, expected = plain(model, opt_state, batch)

@@ -846,5 +846,3 @@ def differential_equation(p, x):
         return (solution.ys**2).mean()
 
     return sgd(p, jax.grad(loss)(p))
-
-

@@ -2,7 +2,6 @@
 axes."""
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -34,7 +34,7 @@ MESHES = (
 )
 OF_WEIGHTS = ("embed", "hidden", "experts", "heads", "kv_heads", "vocab")
 NAMES = ("batch", "seq", *OF_WEIGHTS, "layers", "head_dim")
-KINDS = ("experts", "attention", "model", "model", "stack")
+KINDS = ("experts", "model", "model", "stack")
 RTOL = 3e-5
 
 # What functree says, by the documentation, that it cannot do. Another error is a failure.
@@ -110,8 +110,7 @@ def make(seed: int) -> Program:
     mesh = rng.choice(MESHES)
     has_stack = kind in ("model", "stack")
     pipe = rng.random() < 0.5 and has_stack
-    make_options = {"experts": experts_options, "attention": attention_options}
-    options = make_options.get(kind, model_options)(rng, pipe)
+    options = (experts_options if kind == "experts" else model_options)(rng, pipe)
     if kind == "stack":
         options |= {"order": "in order", "segments": False}
     return Program(
@@ -240,7 +239,7 @@ def run(program: Program) -> Sequence[str]:
         What the compiler warns of.
     """
     attending.CHUNK = program.chunk  # some sequences are longer, so that there are several
-    case = {"experts": of_experts, "attention": of_attention}.get(program.kind, of_model)(program)
+    case = (of_experts if program.kind == "experts" else of_model)(program)
     arrays, inverse = in_another_order(program, case.arrays)
     mesh = ft.make_mesh(**program.mesh, explicit=program.explicit)
     with jax.default_matmul_precision("highest"):
@@ -424,30 +423,6 @@ def token_parts(program: Program, shape: tuple[int, ...]) -> tuple[int, int]:
     if count(of_experts) > 1 and exchanged and more and fits:
         entries[fits[0]] += more
     return count(entries[0]), count(entries[1])
-
-
-def of_attention(program: Program) -> Case:
-    given = program.options
-    options: dict[str, Any] = {"window": given["window"], "use_bias": given["bias"]}
-    options |= {"qk_norm": given["qk_norm"]}
-    sizes = given["embed"], given["heads"], given["kv_heads"], 4
-    own = {"context": given["context"], "attention": given["attention"]}
-    layer, reference = (
-        made(program, lambda key, more=more: ft.nn.Attention(*sizes, **more, **options, key=key))
-        for more in (own, {"attention": "xla"})
-    )
-    shape = given["batch"], given["seq"], given["embed"]
-    arrays = {"x": random_of(program).normal(size=shape).astype(np.float32)}
-    names = {"x": "batch seq embed", "positions": "seq", "segments": "batch seq"}
-    with_segments(program, arrays)
-
-    def fun(layer: Any, arrays: Any) -> Any:
-        positions = arrays.get("positions")
-        in_order = positions is None
-        y = layer(arrays["x"], positions, arrays.get("segments"), in_order=in_order)
-        return jnp.sum(jnp.sin(y)), y
-
-    return Case(fun, layer, reference, arrays, names)
 
 
 def with_segments(program: Program, arrays: dict[str, Any]) -> None:

@@ -21,7 +21,6 @@ from jax import lax
 from jaxtyping import Array
 
 import functree as ft
-from tests.lib.meshes import MESH
 
 P = ft.P
 
@@ -311,36 +310,6 @@ def custom_derivative() -> Faulty:
     )
 
 
-@program
-def gradient_inside() -> Faulty:
-    def body(x: Any, w: Any) -> Any:
-        def loss(w: Any) -> Any:
-            y = x @ w  # fault: a gradient of one part
-            return (y**2).sum()
-
-        return jax.grad(loss)(w)
-
-    return Faulty(
-        mapped(body, (P("data"), P()), P()), (normal(0, 8, 8), normal(1, 8, 4)), (P("data"), P()),
-        ("a gradient of one part",),
-    )
-
-
-@program
-def local_means() -> Faulty:
-    def body(x: Any, w: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return (jnp.tanh(x @ w) ** 2).mean()
-
-        grads = jax.grad(loss)(w)
-        return lax.psum(grads, "data")  # fault: a sum of gradients of means
-
-    return Faulty(
-        mapped(body, (P("data"), P()), P()), (normal(0, 8, 8), normal(1, 8, 4)), (P("data"), P()),
-        ("a sum of gradients of means",),
-    )
-
-
 # Specs
 
 
@@ -352,28 +321,6 @@ def order_of_axes() -> Faulty:
         return y * jnp.arange(8.0)[:, None]
 
     return Faulty(fn, (normal(0, 8, 8),), (P("data"),), ("the order of axes in a spec",))
-
-
-@program
-def swapped_spec() -> Faulty:
-    def fn(x: Any) -> Any:
-        y = x + 1
-        z = ft.shard_map(jnp.sin, in_specs=P("data", "model"), out_specs=P("model", "data"), check_vma=False)(y)  # fault: a swapped spec
-        return z.mean(0)
-
-    return Faulty(fn, (normal(0, 8, 8),), (P("data"),), ("a swapped spec",))
-
-
-@program
-def replicated_spec() -> Faulty:
-    def fn(x: Any, scale: Any) -> Any:
-        def body(x: Any, scale: Any) -> Any:
-            total = (x * scale).sum(0)
-            return lax.psum(total, "data")  # fault: a spec that does not cut
-
-        return mapped(body, (P(), P()), P())(x, scale) + 1
-
-    return Faulty(fn, (normal(0, 8, 8), jnp.ones(())), (P("data"), P()), ("a spec that does not cut",))
 
 
 @program
@@ -433,12 +380,6 @@ def _sharded() -> bool:
     return _devices("data") > 1
 
 
-def divided(net: Any, x: Any) -> Any:
-    y = net(x)
-    loss = y.sum() / (y.size * _devices("data"))  # fault: divided by the number of devices
-    return loss
-
-
 def rounded(net: Any, x: Any) -> Any:
     y = net(x)
     if _sharded():
@@ -474,36 +415,16 @@ def jitted(net: Any, x: Any) -> Any:
     return inner(net(x)).sum()
 
 
-def vectorized(net: Any, x: Any) -> Any:
-    def row(x: Any) -> Any:
-        y = x @ net.w
-        return y - _devices("data")  # fault: in a vmap
-
-    return jax.vmap(row)(x).mean()
-
-
-def differentiated(net: Any, x: Any) -> Any:
-    def loss(w: Any) -> Any:
-        y = jnp.sin(x @ w)
-        return (y**2).sum()
-
-    grads = jax.grad(jax.checkpoint(loss))(net.w)
-    return net.w - 0.1 * grads * _devices("data")  # fault: an update by the number of devices
-
-
 def indexed(net: Any, x: Any) -> Any:
     first = x[_devices("data") - 1]  # fault: another row
     return net(x) + first[None]
 
 
-asking(divided, "divided by the number of devices")
 asking(rounded, "another dtype")
 asking(left_out, "an operation that the mesh leaves out")
 asking(inserted, "an operation that only the mesh has")
 asking(constant, "another constant")
 asking(jitted, "in an inner jit")
-asking(vectorized, "in a vmap")
-asking(differentiated, "an update by the number of devices")
 asking(indexed, "another row")
 
 
@@ -518,4 +439,3 @@ FAULTS = [
     for number in range(len(PROGRAMS))
     for k, fault in enumerate(faulty(number).faults)
 ]
-MESH_OF_FAULTS = MESH
