@@ -18,11 +18,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-import diffrax
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
@@ -274,19 +272,6 @@ def gan_both(gen, disc, z, real):
 
 
 @program(
-    "dp fsdp",
-    {"p": MLP, "anchor": MLP, "fisher": MLP, "x": "BD", "y": "BO"},
-    {**mlp("p")},
-)
-def elastic_weights(p, anchor, fisher, x, y):
-    def loss(p):
-        near = jax.tree.map(lambda p, a, f: (f * (p - a) ** 2).sum(), p, anchor, fisher)
-        return loss_of(p, x, y) + sum(jax.tree.leaves(near))
-
-    return sgd(p, jax.grad(loss)(p))
-
-
-@program(
     "dp fsdp tp",
     {"enc": {"w1": "DH", "w2": "HO"}, "dec": {"w1": "OH", "w2": "HD"}, "x": "BD", "noise": "BO"},
     {
@@ -401,26 +386,6 @@ def quantized(p, x):
     return h @ (p["q2"].astype("float32") * p["s2"])
 
 
-@program("dp fsdp tp", {"p": {"v": "DH", "g": "H", "w2": "HO"}, "x": "BD"},
-         {"DH": "p.v p.g", "H": "p.g p.v", "HO": "p.w2", "BD": "x p.v p.g",
-          "BH": "p.v p.g p.w2", "BO": "p.w2"})  # fmt: skip
-def weight_norm(p, x):
-    def loss(p):
-        w = p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)
-        return ((jnp.tanh(x @ w) @ p["w2"]) ** 2).mean()
-
-    return sgd(p, jax.grad(loss)(p))
-
-
-@program("dp fsdp", {"gen": "KDH", "z": "K", "x": "BD"},
-         {"KDH": "gen", "DH": "gen +z", "BD": "x gen", "BH": "gen", "K": "z"})  # fmt: skip
-def hypernetwork(gen, z, x):
-    def loss(gen):
-        return (jnp.tanh(x @ jnp.tensordot(z, gen, 1)) ** 2).mean()
-
-    return jax.grad(loss)(gen)
-
-
 # Optimizers and accumulators
 
 
@@ -436,40 +401,6 @@ def microbatches(p, x, y):
 
     g, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, p), (x, y))
     return sgd(p, g)
-
-
-@program("dp fsdp tp", {"ema": MLP, "p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def moving_average(ema, p, x, y):
-    new = sgd(p, jax.grad(loss_of)(p, x, y))
-    return jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, ema, new), new
-
-
-ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
-FLAX = {
-    "DH": "params.Dense_0.kernel", "H": "params.Dense_0.bias", "HO": "params.Dense_1.kernel",
-    "O": "params.Dense_1.bias", "BD": "x params.Dense_0.kernel",
-    "BH": "params.Dense_0.kernel params.Dense_1.kernel", "BO": "params.Dense_1.kernel",
-}  # fmt: skip
-DENSE = {
-    "Dense_0": {"kernel": "DH", "bias": "H"},
-    "Dense_1": {"kernel": "HO", "bias": "O"},
-}
-
-
-def dense(params, x):
-    h = jax.nn.relu(x @ params["Dense_0"]["kernel"] + params["Dense_0"]["bias"])
-    return h @ params["Dense_1"]["kernel"] + params["Dense_1"]["bias"]
-
-
-@program(
-    "dp fsdp tp both",
-    {"params": DENSE, "opt": jax.eval_shape(ADAM.init, abstract(DENSE)), "x": "BD", "y": "BO"},
-    FLAX,
-)
-def linen_like(params, opt, x, y):
-    value, g = jax.value_and_grad(lambda p: ((dense(p, x) - y) ** 2).mean())(params)
-    updates, opt = ADAM.update(g, opt, params)
-    return optax.apply_updates(params, updates), opt, value
 
 
 @program(
@@ -535,12 +466,6 @@ def scanned_layers(layers, x):
     return sgd(layers, jax.grad(loss)(layers))
 
 
-@program("fsdp tp", {"w": "DD", "b": "D", "x": "BD"},
-         {"DD": "w", "D": "b", "BD": "w x"})  # fmt: skip
-def until_small(w, b, x):
-    return lax.while_loop(lambda x: (x**2).sum() > 1, lambda x: jnp.tanh(jnp.sin(x) @ w + b), x)
-
-
 @program("dp fsdp tp", {"a": {"w": "DD"}, "b": {"w": "DD"}, "x": "BD", "flag": ""},
          {"@a DD": "a.w", "@b DD": "b.w", "@- all-gather DD": "a.w b.w", "@a BD": "a.w x", "@b BD": "b.w x"})  # fmt: skip
 def branches(a, b, x, flag):
@@ -561,22 +486,6 @@ def tied_weights(embed, w, tokens, labels):
         return -jnp.take_along_axis(logp, labels[:, None], 1).mean()
 
     return jax.grad(loss)({"embed": embed, "w": w})
-
-
-@program("dp fsdp", {"p": {"w": "DH", "scale": "H", "shift": "H"},
-                     "stats": {"mean": "H", "var": "H"}, "x": "BD"},
-         {"DH": "p.w", "BD": "x p.w", "BH": "p.w", "forward H": "stats.mean stats.var p.w p.scale p.shift",
-          "backward H": "p.scale p.shift", "all-gather H": "p.scale p.shift"})  # fmt: skip
-def batch_norm(p, stats, x):
-    def loss(p):
-        h = x @ p["w"]
-        mean, var = h.mean(0), h.var(0)
-        h = (h - mean) / jnp.sqrt(var + 1e-5) * p["scale"] + p["shift"]
-        new = {"mean": 0.9 * stats["mean"] + 0.1 * mean, "var": 0.9 * stats["var"] + 0.1 * var}
-        return (jnp.tanh(h) ** 2).mean(), new
-
-    g, new = jax.grad(loss, has_aux=True)(p)
-    return sgd(p, g), new
 
 
 ATTENTION = {
@@ -601,32 +510,6 @@ def attention(p, x):
     return sgd(p, jax.grad(loss)(p))
 
 
-@program("tp fsdp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"},
-                     "cache": {"k": "BiH", "v": "BiH"}, "x": "BD", "at": "i:"},
-         {"DH": "p.q p.k p.v p.o", "BD": "p.q p.k p.v p.o x",
-          "BH": "p.q p.k p.v p.o cache.k cache.v +x"})  # fmt: skip
-def decode(p, cache, x, at):
-    q, k, v = (x @ p[name] for name in "qkv")
-    keys = lax.dynamic_update_slice_in_dim(cache["k"], k[:, None], at, 1)
-    values = lax.dynamic_update_slice_in_dim(cache["v"], v[:, None], at, 1)
-    split = lambda y: y.reshape(*y.shape[:-1], 8, -1)  # noqa: E731
-    scores = jnp.einsum("bhd,bjhd->bhj", split(q), split(keys)) * 0.1
-    y = jnp.einsum("bhj,bjhd->bhd", jax.nn.softmax(scores), split(values))
-    return x + y.reshape(x.shape[0], -1) @ p["o"], {"k": keys, "v": values}
-
-
-@program("dp fsdp", {"nodes": "BD", "w1": "DH", "w2": "HO", "src": "i:K", "dst": "i:K"},
-         {"DH": "w1", "HO": "w2", "BD": "nodes w1", "BH": "w1 w2 +nodes", "KD": "nodes w1",
-          "KH": "w1 w2", "BO": "w2", "K": "src dst"})  # fmt: skip
-def graph(nodes, w1, w2, src, dst):
-    def loss(p):
-        h = jax.nn.relu(nodes @ p["w1"])
-        h = h + jax.ops.segment_sum(h[src], dst, nodes.shape[0])
-        return (jnp.tanh(h @ p["w2"]) ** 2).mean()
-
-    return sgd({"w1": w1, "w2": w2}, jax.grad(loss)({"w1": w1, "w2": w2}))
-
-
 @program("dp fsdp tp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
          {"DH": "p.up p.down", "D": "p.router", "BD": "x p.router p.up p.down",
           "BH": "p.up p.down", "B": "p.router p.up p.down +x"})  # fmt: skip
@@ -636,20 +519,6 @@ def experts(p, x):
         h = jax.nn.relu(jnp.einsum("bd,edh->ebh", x, p["up"]))
         y = jnp.einsum("ebh,ehd,be->bd", h, p["down"], gates)
         return (jnp.tanh(y) ** 2).mean()
-
-    return jax.grad(loss)(p)
-
-
-@program("dp fsdp tp", {"p": {"w": "DH", "u": "HH", "o": "HO"}, "xs": "lBD"},
-         {"DH": "p.w", "HH": "p.u", "HO": "p.o", "BD": "xs p.w", "BH": "p.w p.u p.o",
-          "BO": "p.o"})  # fmt: skip
-def recurrent(p, xs):
-    def loss(p):
-        def body(h, x):
-            return jnp.tanh(x @ p["w"] + h @ p["u"]), None
-
-        h, _ = lax.scan(body, jnp.zeros((xs.shape[1], p["w"].shape[1])), xs)
-        return ((h @ p["o"]) ** 2).mean()
 
     return jax.grad(loss)(p)
 
@@ -667,31 +536,10 @@ def convolutional(kernel, last, x):
     return sgd(p, jax.grad(loss)(p))
 
 
-@program("dp fsdp", {"filter": "c:S", "w": "SO", "x": "BS"},
-         {"S": "filter", "SO": "w", "BS": "x w filter", "BO": "w"})  # fmt: skip
-def spectral_filter(filter, w, x):
-    def loss(p):
-        y = jnp.fft.ifft(jnp.fft.fft(x) * p["filter"]).real
-        return (jnp.tanh(y @ p["w"]) ** 2).mean()
-
-    p = {"filter": filter, "w": w}
-    return sgd(p, jax.grad(loss)(p))
-
-
 @program("dp fsdp tp", {"w1": "DH", "w2": "HO", "x": "BD"},
          {"DH": "w1", "HO": "w2", "BD": "x w1", "BH": "w1 w2", "BO": "w2"})  # fmt: skip
 def bare_arrays(w1, w2, x):
     return jax.grad(lambda w1, w2: ((jnp.tanh(x @ w1) @ w2) ** 2).mean(), (0, 1))(w1, w2)
-
-
-@program("dp fsdp", {"a": "DD", "b": "DD", "x": "BD"},
-         {"@a DD": "a", "@b DD": "b", "@a BD": "a x", "@b BD": "b"})  # fmt: skip
-def bare_arrays_alike(a, b, x):
-    def loss(a, b):
-        h = jnp.tanh(x @ a)  # @a
-        return (jnp.sin(h @ b) ** 2).mean()  # @b
-
-    return jax.grad(loss, (0, 1))(a, b)
 
 
 @jax.custom_vjp
@@ -770,22 +618,6 @@ def by_hand_tensor_parallel(p, x):
     return jax.grad(lambda p: (apply(p, x) ** 2).mean())(p)
 
 
-@program("dp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "eBD"},
-         {"DH": "p.q p.k p.v p.o", "forward BH": "p.q p.k p.v p.o +x", "backward BH": "p.o"})  # fmt: skip
-def ulysses(p, x):
-    @mapped((P(), P(None, "data")), P(None, "data"))
-    def apply(p, x):
-        split = lambda y: y.reshape(*y.shape[:2], 8, -1)  # noqa: E731
-        to_heads = lambda y: lax.all_to_all(y, "data", 2, 1, tiled=True)  # noqa: E731
-        q, k, v = (to_heads(split(x @ p[name])) for name in "qkv")
-        scores = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) * 0.1)
-        y = jnp.einsum("bhij,bjhd->bihd", scores, v)
-        y = lax.all_to_all(y, "data", 1, 2, tiled=True)
-        return y.reshape(*y.shape[:2], -1) @ p["o"]
-
-    return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
-
-
 @program("dp", {"stages": "rDD", "x": "BD"}, {"DD": "stages", "BD": "stages"},
          by_argument={"stages": "first"})  # fmt: skip
 def pipeline(stages, x):
@@ -833,16 +665,3 @@ def equinox_model(model, x, y):
 
     value, g = loss(model)
     return eqx.apply_updates(model, g), value
-
-
-@program("dp fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},
-         {"DH": "p.w1 p.w2", "BD": "x p.w1 p.w2", "BH": "p.w1 p.w2", "backward BDD": "p.w1 p.w2"})  # fmt: skip
-def differential_equation(p, x):
-    def loss(p):
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w1"]) @ p["w2"]),
-            diffrax.Euler(), 0.0, 1.0, 0.25, x, args=p, max_steps=8,
-        )  # fmt: skip
-        return (solution.ys**2).mean()
-
-    return sgd(p, jax.grad(loss)(p))

@@ -145,11 +145,6 @@ def _tag(source: str | None) -> str:
     return "-" if file.endswith("audit_programs.py") else ""
 
 
-# What is moved has another size there than what it is: a partial sum of a gradient, a cache of
-# activations that is an argument.
-OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp")}
-
-
 def sizes_of(one: Audited) -> dict[str, int]:
     """The odd part of the number of elements of each argument, which tells its dimensions."""
     found: dict[str, int] = {}
@@ -210,7 +205,7 @@ def audit(cells: Iterable[tuple[str, str]], target: str | None = None) -> Audit:
             found.append(one)
             if one.is_wrong:
                 wrong.append(f"{name} {layout}: {one}")
-            if not is_moved(one, sizes) and (name, layout) not in OTHERWISE:
+            if not is_moved(one, sizes):
                 misread.append(f"{name} {layout}: {one}, said to move {one.entry.moves}")
     unnamed = [one for one in found if not one.names]
     moved = sum(one.entry.total for one in found)
