@@ -239,38 +239,6 @@ def two_towers_gradients(user, item, xu, xi):
     return jax.value_and_grad(towers_loss, (0, 1))(user, item, xu, xi)
 
 
-GAN = {
-    "@gen DH": "gen.w1", "@gen HD": "gen.w1 gen.w2", "@disc DH": "disc.w1 disc.w2",
-    "@gen BH": "gen.w1 gen.w2", "@disc BH": "disc.w1 disc.w2", "@gen BD": "gen.w1 gen.w2 z",
-    "@disc BD": "disc.w1 disc.w2 real", "@disc backward H": "disc.w2",
-}  # fmt: skip
-GAN_ARGS = {
-    "gen": {"w1": "DH", "w2": "HD"}, "disc": {"w1": "DH", "w2": "HD"}, "z": "BD", "real": "BD",
-}  # fmt: skip
-
-
-def generate(gen, z):
-    return jnp.tanh(jax.nn.relu(z @ gen["w1"]) @ gen["w2"])  # @gen
-
-
-def judge(disc, x):
-    return (jax.nn.relu(x @ disc["w1"]) @ disc["w2"]).mean(1)  # @disc
-
-
-def disc_loss(disc, gen, z, real):
-    return (jax.nn.softplus(judge(disc, generate(gen, z))) - judge(disc, real)).mean()
-
-
-def gen_loss(gen, disc, z):
-    return -judge(disc, generate(gen, z)).mean()
-
-
-@program("dp fsdp tp", GAN_ARGS, GAN)
-def gan_both(gen, disc, z, real):
-    new = sgd(disc, jax.grad(disc_loss)(disc, gen, z, real))
-    return sgd(gen, jax.grad(gen_loss)(gen, new, z)), new
-
-
 @program(
     "dp fsdp tp",
     {"enc": {"w1": "DH", "w2": "HO"}, "dec": {"w1": "OH", "w2": "HD"}, "x": "BD", "noise": "BO"},
@@ -444,13 +412,6 @@ def lion_donated(p, m, x, y):
     return new, jax.tree.map(lambda m, g: 0.99 * m + 0.01 * g, m, g)
 
 
-@program("dp fsdp", {"p": MLP, "x": "BD", "y": "BO"},
-         {**mlp("p"), "1": "p.w1 p.b1 p.w2 p.b2"})  # fmt: skip
-def norms_of_layers(p, x, y):
-    g = jax.grad(loss_of)(p, x, y)
-    return jax.tree.map(lambda p, g: p - 0.1 * g * jnp.linalg.norm(p) / jnp.linalg.norm(g), p, g)
-
-
 # Models
 
 
@@ -523,39 +484,13 @@ def experts(p, x):
     return jax.grad(loss)(p)
 
 
-@program("dp fsdp", {"kernel": "llrD", "last": "DO", "x": "Biir"},
-         {"D": "kernel", "DO": "last", "BD": "kernel last", "B": "x kernel", "BO": "last"})  # fmt: skip
-def convolutional(kernel, last, x):
-    def loss(p):
-        y = lax.conv_general_dilated(
-            x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
-        return ((jnp.tanh(y).mean((1, 2)) @ p["last"]) ** 2).mean()
-
-    p = {"kernel": kernel, "last": last}
-    return sgd(p, jax.grad(loss)(p))
-
-
 @program("dp fsdp tp", {"w1": "DH", "w2": "HO", "x": "BD"},
          {"DH": "w1", "HO": "w2", "BD": "x w1", "BH": "w1 w2", "BO": "w2"})  # fmt: skip
 def bare_arrays(w1, w2, x):
     return jax.grad(lambda w1, w2: ((jnp.tanh(x @ w1) @ w2) ** 2).mean(), (0, 1))(w1, w2)
 
 
-@jax.custom_vjp
-def clipped(x):
-    return jnp.tanh(x)
-
-
 clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -1, 1),))
-
-
-@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def own_gradients(p, x, y):
-    def loss(p):
-        return ((clipped(x @ p["w1"] + p["b1"]) @ p["w2"] + p["b2"] - y) ** 2).mean()
-
-    return sgd(p, jax.grad(loss)(p))
 
 
 @program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))

@@ -1,7 +1,7 @@
 """Models of libraries whose classes have no axis names, laid out from outside by `names=` and trained
 by FSDP and tensor parallelism as without a mesh: a vision transformer of equimo, the protein model
-of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The
-weights of timm's vision transformer are loaded into equimo's."""
+of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The weights of timm's vision transformer are loaded into
+equimo's."""
 
 import warnings
 from collections.abc import Callable
@@ -77,20 +77,6 @@ VISION_NAMES = {
     Mlp: ft.names({"fc1.weight": "hidden embed", "fc2.weight": "embed hidden"}),
     **ft.equinox_names,
 }
-
-
-def test_equimo_says_which_arrays_have_no_names():
-    shapes = ft.abstract(vision_transformer)(jax.random.key(0))
-    rules = ft.AxisRules(TABLE, names=ft.equinox_names)
-    problems = ft.plan(shapes, rules | FSDP, SIZES, check=False).problems
-    assert [str(problem.path) for problem in problems] == [
-        "global_pos_embed.weight",
-        "cls_token",
-        "reg_tokens",
-    ]
-    assert {problem.why for problem in problems} == {
-        "has no axis names, and rules shard axes by name"
-    }
 
 
 def test_equimo_is_trained_by_rules_and_fsdp():

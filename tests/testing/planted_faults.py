@@ -151,18 +151,6 @@ def random_numbers() -> Faulty:
     )
 
 
-@program
-def local_mask() -> Faulty:
-    def fn(x: Any, key: Any) -> Any:
-        def body(x: Any, key: Any) -> Any:
-            keep = jax.random.bernoulli(key, 0.5, x.shape)  # fault: one mask for all parts
-            return jnp.where(keep, x, 0.0)
-
-        return mapped(body, (P("data"), P()), P("data"))(x, key).sum()
-
-    return Faulty(fn, (normal(0, 8, 8), jax.random.key(3)), (P("data"), P()), ("one mask for all parts",))
-
-
 # Loops
 
 
@@ -281,32 +269,6 @@ def backward_by_hand() -> Faulty:
     return switched(
         mapped(body, specs, specs[:-1]), (normal(0, 8, 8), normal(1, 8, 16)), specs[:-1],
         "a missing psum of a gradient", "a gradient summed twice", "a mean of gradients",
-    )
-
-
-@program
-def custom_derivative() -> Faulty:
-    @jax.custom_vjp
-    def column(x: Any, w: Any) -> Any:
-        return x @ w
-
-    def backward(kept: Any, ct: Any) -> Any:
-        x, w = kept
-        return ct @ w.T, x.T @ ct  # where the psum is missing
-
-    column.defvjp(lambda x, w: (x @ w, (x, w)), backward)
-
-    def body(x: Any, w: Any) -> Any:
-        def loss(x: Any) -> Any:
-            y = column(x, w)  # fault: of operations of a backward rule JAX keeps the line of the call
-            return (jnp.sin(y) ** 2).sum()
-
-        return jax.grad(loss)(x)
-
-    return Faulty(
-        mapped(body, (P("data"), P(None, "model")), P("data")), (normal(0, 8, 8), normal(1, 8, 16)),
-        (P("data"), P(None, "model")),
-        ("of operations of a backward rule JAX keeps the line of the call",),
     )
 
 

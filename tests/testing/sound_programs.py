@@ -11,7 +11,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax import lax
 from jaxtyping import Array
 
@@ -46,38 +45,8 @@ def gradient(name: str, mesh: Any = MESH, **options: Any) -> Case:
 
 for _name in LAYOUTS:
     SOUND[f"transformer {_name}"] = functools.partial(gradient, _name)
-for _remat in ("full", "dots"):
-    SOUND[f"transformer, remat {_remat}"] = functools.partial(gradient, "FSDP+TP", remat=_remat)
-SOUND["transformer unrolled"] = functools.partial(gradient, "TP", unrolled=True)
+SOUND["transformer, remat"] = functools.partial(gradient, "FSDP+TP", remat="full")
 SOUND["transformer Explicit"] = functools.partial(gradient, "FSDP", mesh=EXPLICIT)
-
-
-def config(**options: Any) -> ft.nn.TransformerConfig:
-    sizes = {"layers": 2, "heads": 4, "kv_heads": 4, "head_dim": 4, "hidden": 32}
-    return ft.nn.TransformerConfig(64, 16, **{**sizes, **options})
-
-
-@sound
-def training_step() -> Case:
-    layout = LAYOUTS["FSDP+TP"]
-    model = ft.nn.Transformer.create(config(), key=jax.random.key(0))
-    with jax.numpy_dtype_promotion("standard"):
-        state = ft.TrainState.create(model, optax.adam(1e-2))
-
-    def step(state: Any, tokens: Any) -> Any:
-        value, grads = ft.value_and_grad(loss)(state.model, tokens)
-        with jax.numpy_dtype_promotion("standard"):
-            return ft.apply_gradients(state, grads), value
-
-    fun = ft.jit(step, rules=layout, mesh=MESH, donate="state")
-    return fun, (state, TOKENS % 64), (layout, P("data")), MESH
-
-
-# By hand, in shard_maps
-
-
-def mapped(body: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
-    return ft.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
 
 
 @sound

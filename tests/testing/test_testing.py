@@ -23,7 +23,7 @@ from functree.testing import (
 )
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH, SIZES
-from tests.lib.training import LAYOUTS, batch_spec, gradient, loss, make, training_step
+from tests.lib.training import LAYOUTS, batch_spec, gradient, loss, make
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 failing = pytest.raises(AssertionError)
@@ -344,11 +344,3 @@ def test_arguments_are_not_donated() -> None:
     step = ft.jit(lambda x, key: (x + 1, jax.random.split(key)), donate="x")
     assert_same_as_unsharded(step, (x, key), (ft.P("data"), None), MESH)
     assert not x.is_deleted() and np.asarray(x).sum() == 8
-
-
-def test_the_training_step_of_other_tests_is_closed_and_within_budget() -> None:
-    compiled, plan = training_step("FSDP+TP")
-    assert_collectives(
-        compiled, allow={("all-reduce", "model"), ("all-reduce", "data"), ("all-gather", "data")}
-    )
-    assert compiled.ledger().memory.aliases == plan.bytes_per_device
