@@ -47,7 +47,7 @@ class Audited(NamedTuple):
         name: its name.
         fun: the function.
         args: its arguments, each array as its letters, with a dtype before them if it is no float.
-        layouts: the layouts that it is compiled under.
+        layouts: the layouts that it is compiled under. The tests have the first.
         names: the table, as the module says.
         by_argument: the layout of single arguments, instead.
         jit: what jits it.
@@ -204,12 +204,12 @@ def td_loss(online: Any, target: Any, s: Any, s2: Any, a: Any, r: Any) -> Any:
     return ((chosen - r - 0.99 * q2.max(1)) ** 2).mean()
 
 
-@program("dp fsdp both", {"target": MLP, **DQN_ARGS}, DQN)
+@program("fsdp dp both", {"target": MLP, **DQN_ARGS}, DQN)
 def dqn_gradient_only(target, online, s, s2, a, r):
     return jax.grad(td_loss)(online, target, s, s2, a, r)
 
 
-@program("dp fsdp", {**DQN_ARGS, "opt": {"mu": MLP, "nu": MLP}}, DQN)
+@program("fsdp dp", {**DQN_ARGS, "opt": {"mu": MLP, "nu": MLP}}, DQN)
 def dqn_adam(online, target, s, s2, a, r, opt):
     g = jax.grad(td_loss)(online, target, s, s2, a, r)
     mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, opt["mu"], g)
@@ -234,7 +234,7 @@ def towers_loss(user, item, xu, xi):
     return -jax.nn.log_softmax(logits).trace() / len(logits)
 
 
-@program("dp fsdp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
+@program("fsdp dp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
 def two_towers_gradients(user, item, xu, xi):
     return jax.value_and_grad(towers_loss, (0, 1))(user, item, xu, xi)
 
@@ -286,7 +286,7 @@ def lists_of_moments(ms, ps, x):
 
 
 @program(
-    "dp fsdp tp",
+    "tp dp fsdp",
     {"state": [["DH", "HO"], ["DH", "HO"]], "x": "BD", "y": "BO"},
     {"DH": "state.0.0", "HO": "state.0.1", "BD": "x state.0.0", "BH": "state.0.0 state.0.1",
      "BO": "state.0.1"},
@@ -301,7 +301,7 @@ def nested_lists(state, x, y):
 # Gradients within gradients
 
 
-@program("dp fsdp tp both", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+@program("tp dp fsdp both", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
 def sam(p, x, y):
     g = jax.grad(loss_of)(p, x, y)
     norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(g)))
@@ -309,7 +309,7 @@ def sam(p, x, y):
     return sgd(p, jax.grad(loss_of)(near, x, y))
 
 
-@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO", "x2": "BD", "y2": "BO"},
+@program("fsdp dp tp", {"p": MLP, "x": "BD", "y": "BO", "x2": "BD", "y2": "BO"},
          {**mlp("p"), "BD": "p.w1 x x2"})  # fmt: skip
 def maml(p, x, y, x2, y2):
     def outer(p):
@@ -319,7 +319,7 @@ def maml(p, x, y, x2, y2):
     return sgd(p, g), value
 
 
-@program("dp fsdp tp", {"p": MLP, "v": MLP, "x": "BD", "y": "BO"},
+@program("tp dp fsdp", {"p": MLP, "v": MLP, "x": "BD", "y": "BO"},
          {**mlp("p"), "all-gather DH": "p.w1 v.w1", "all-gather HO": "p.w2 v.w2",
           "all-gather H": "p.b1 v.b1", "all-gather O": "p.b2 v.b2",
           "forward H": "p.b1 v.b1", "forward O": "p.b2 v.b2",
@@ -347,7 +347,7 @@ QUANTIZED = {
 }  # fmt: skip
 
 
-@program("fsdp tp both", {"p": {"q1": "q:DH", "s1": "H", "q2": "q:HO", "s2": "O"}, "x": "BD"},
+@program("tp fsdp both", {"p": {"q1": "q:DH", "s1": "H", "q2": "q:HO", "s2": "O"}, "x": "BD"},
          QUANTIZED)  # fmt: skip
 def quantized(p, x):
     h = jax.nn.relu(x @ (p["q1"].astype("float32") * p["s1"]))
@@ -362,7 +362,7 @@ def accumulated_gradient(p, acc, x, y):
     return jax.tree.map(jnp.add, acc, jax.grad(loss_of)(p, x, y))
 
 
-@program("dp fsdp tp", {"p": MLP, "x": "lBD", "y": "lBO"}, mlp("p"))
+@program("tp dp fsdp", {"p": MLP, "x": "lBD", "y": "lBO"}, mlp("p"))
 def microbatches(p, x, y):
     def body(acc, batch):
         return jax.tree.map(jnp.add, acc, jax.grad(loss_of)(p, *batch)), None
@@ -405,7 +405,7 @@ def shampoo(p, left, right, x, y):
     return new, left, right
 
 
-@program("dp fsdp tp", {"p": MLP, "m": MLP, "x": "BD", "y": "BO"}, mlp("p"), donate=True)
+@program("fsdp dp tp", {"p": MLP, "m": MLP, "x": "BD", "y": "BO"}, mlp("p"), donate=True)
 def lion_donated(p, m, x, y):
     g = jax.grad(loss_of)(p, x, y)
     new = jax.tree.map(lambda p, m, g: p - 0.1 * jnp.sign(0.9 * m + 0.1 * g), p, m, g)
@@ -415,7 +415,7 @@ def lion_donated(p, m, x, y):
 # Models
 
 
-@program("dp fsdp tp both", {"layers": {"w": "lDD", "b": "lD"}, "x": "BD"},
+@program("both dp fsdp tp", {"layers": {"w": "lDD", "b": "lD"}, "x": "BD"},
          {"DD": "layers.w", "D": "layers.b", "BD": "layers.w x"})  # fmt: skip
 def scanned_layers(layers, x):
     def loss(layers):
@@ -438,7 +438,7 @@ def branches(a, b, x, flag):
     return sgd((a, b), jax.grad(loss)((a, b)))
 
 
-@program("dp fsdp tp", {"embed": "VD", "w": "DD", "tokens": "i:B", "labels": "i:B"},
+@program("tp dp fsdp", {"embed": "VD", "w": "DD", "tokens": "i:B", "labels": "i:B"},
          {"VD": "embed", "DD": "w", "BD": "embed w", "BV": "embed", "B": "embed tokens labels"})  # fmt: skip
 def tied_weights(embed, w, tokens, labels):
     def loss(p):
@@ -456,7 +456,7 @@ ATTENTION = {
 }  # fmt: skip
 
 
-@program("dp fsdp tp both", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "BiD"},
+@program("fsdp dp tp both", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "BiD"},
          {key: value for key, value in ATTENTION.items() if key != "BD "})  # fmt: skip
 def attention(p, x):
     def loss(p):
@@ -471,7 +471,7 @@ def attention(p, x):
     return sgd(p, jax.grad(loss)(p))
 
 
-@program("dp fsdp tp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
+@program("tp dp fsdp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
          {"DH": "p.up p.down", "D": "p.router", "BD": "x p.router p.up p.down",
           "BH": "p.up p.down", "B": "p.router p.up p.down +x"})  # fmt: skip
 def experts(p, x):
@@ -484,16 +484,7 @@ def experts(p, x):
     return jax.grad(loss)(p)
 
 
-@program("dp fsdp tp", {"w1": "DH", "w2": "HO", "x": "BD"},
-         {"DH": "w1", "HO": "w2", "BD": "x w1", "BH": "w1 w2", "BO": "w2"})  # fmt: skip
-def bare_arrays(w1, w2, x):
-    return jax.grad(lambda w1, w2: ((jnp.tanh(x @ w1) @ w2) ** 2).mean(), (0, 1))(w1, w2)
-
-
-clipped.defvjp(lambda x: (jnp.tanh(x), x), lambda x, g: (jnp.clip(g * jnp.cos(x), -1, 1),))
-
-
-@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
+@program("fsdp dp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
 def printed(p, x, y):
     value, g = jax.value_and_grad(loss_of)(p, x, y)
     jax.debug.print("{}", value)
@@ -551,21 +542,6 @@ def by_hand_tensor_parallel(p, x):
         return lax.psum(jax.nn.relu(x @ p["w1"]) @ p["w2"], "model")
 
     return jax.grad(lambda p: (apply(p, x) ** 2).mean())(p)
-
-
-@program("dp", {"stages": "rDD", "x": "BD"}, {"DD": "stages", "BD": "stages"},
-         by_argument={"stages": "first"})  # fmt: skip
-def pipeline(stages, x):
-    turn = [(i, (i + 1) % 8) for i in range(8)]
-
-    @mapped((P("data"), P("data")), P("data"))
-    def apply(w, x):
-        def body(x, _):
-            return lax.ppermute(jnp.tanh(x @ w[0]), "data", turn), None
-
-        return lax.scan(body, x, None, length=8)[0]
-
-    return jax.grad(lambda w: (apply(w, x) ** 2).mean())(stages)
 
 
 # Of libraries

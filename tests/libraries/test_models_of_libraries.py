@@ -159,7 +159,7 @@ def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
     assert_lies(block.mlp.fc2.weight, "data", "model")
     assert_lies(model.patch_embed.proj.weight, "data", None, None, None)
     np.testing.assert_array_equal(block.attn.qkv.weight, weights["blocks.2.attn.qkv.weight"])
-    np.testing.assert_array_equal(model.cls_token, weights["cls_token"])
+    np.testing.assert_array_equal(model.cls_token, weights["cls_token"][0])
     bias = weights["patch_embed.proj.bias"]
     np.testing.assert_array_equal(model.patch_embed.proj.bias, bias[:, None, None])
 
