@@ -205,7 +205,6 @@ PLACES: dict[str, Any] = {
     "single devices": [jax.device_put(np.ones(8, np.float32), device) for device in DEVICES[:3]],
     "meshes": [placed_on(DEVICES[:4]), placed_on(DEVICES[4:])],
     "the order of devices": [placed_on(DEVICES), placed_on(DEVICES[::-1])],
-    "meshes of one device": [placed_on(DEVICES[:1]), placed_on(DEVICES[1:2])],
 }
 WRAPPERS: dict[str, Any] = {
     "jit": lambda: ft.jit(lambda x: x * 2),

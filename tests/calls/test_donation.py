@@ -16,7 +16,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.calls.body import Arguments, donated_indices
 from functree.calls.checks import check_donated
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, assert_lies, lay
@@ -107,16 +106,6 @@ FORMS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[..., Any], Any]] 
     "alone": (lambda: (model(),), lambda m: spread(m), ["w", "b"]),
     "in a tuple": (lambda: (model(),), lambda m: (spread(m), m.w.sum()), ["w", "b", None]),
     "a dict": (lambda: ({"w": model().w},), lambda m: spread(m), ["w"]),
-    "twice in the result": (
-        lambda: (model(),),
-        lambda m: (spread(m), spread(m)),
-        ["w", "b", "w", "b"],
-    ),
-    "two alike": (
-        lambda: (model(), model()),
-        lambda a, b: spread((b, a)),
-        ["w", "b", "w", "b"],
-    ),
     "outermost first": (
         lambda: ([model(P("model"), P())], model()),
         lambda a, b: spread((b, [a[0]])),
@@ -209,14 +198,6 @@ def test_packed_arguments():
     assert result.static is ft.pack(result.tree).static or result.static == packed.static
 
 
-def test_a_packed_argument_inside_another():
-    f = ft.jit(lambda states: [states["a"], states["b"], Model(states["a"].b, states["a"].b)])
-    a, b, c = f({"a": ft.pack(model()), "b": model()})
-    assert (
-        isinstance(a, ft.Packed) and isinstance(b, ft.Packed) and isinstance(c, ft.Packed | Model)
-    )
-
-
 # Twice
 
 
@@ -277,10 +258,6 @@ UNPLACED: dict[str, Callable[[Any], Any]] = {"numpy": np.asarray, "uncommitted":
 BY: dict[str, tuple[bool, Callable[[Any], dict[str, Any]]]] = {
     "mesh=": (False, lambda specs: {"out_shardings": specs, "mesh": MESH}),
     "set_mesh": (True, lambda specs: {"out_shardings": specs}),
-    "shardings": (
-        False,
-        lambda specs: {"out_shardings": [NamedSharding(MESH, spec) for spec in specs]},
-    ),
 }
 
 
@@ -364,15 +341,6 @@ def test_paths_are_compared_only_if_a_donated_array_is_there_twice():
     assert python_calls(lambda: f([other.copy()], [other, other]), of=check_donated) == 0
     with raises("t.0", "is the same array as `s.0`, and that one is donated"):
         f([other], [other, jnp.ones(8)])
-
-
-def test_arrays_without_elements_have_no_buffer():
-    x = lay(jnp.ones((0, 2)), "data")
-    paths = [ft.Path(("s",)), ft.Path(("t",))]
-    arguments = Arguments(paths, donated_indices(paths, {"s"}))
-    check_donated("f", paths, [x, lay(x, "data", None)], arguments, by_buffer=True)
-    with raises("f: 1 array is donated twice"):
-        check_donated("f", paths, [x, x], arguments, by_buffer=False)
 
 
 def test_keys_and_empty_arrays_share_no_buffer():

@@ -102,37 +102,6 @@ def layer() -> Faulty:
 
 
 @program
-def cross_entropy() -> Faulty:
-    def body(logits: Any, labels: Any, n: Any) -> Any:
-        width = logits.shape[1]
-        start = lax.axis_index("model") * width
-        start = jnp.where(n == 1, start + lax.axis_size("model") - 1, start)  # fault: an offset by one
-        top = logits.max(1)  # fault: a maximum that is local
-        most = lax.pmax(top, "model")
-        most = jnp.where(n == 2, top, most)
-        terms = jnp.exp(logits - most[:, None])
-        total = terms.sum(1)  # fault: a denominator that is local
-        total = jnp.where(n == 3, total, lax.psum(total, "model"))
-        local = labels - start
-        mine = (local >= 0) & (local < width)
-        mine = jnp.where(n == 4, local < width, mine)  # fault: a mask with one bound
-        picked = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], 1)[:, 0]
-        picked = lax.psum(jnp.where(mine, picked, 0.0), "model")
-        losses = jnp.log(total) + most - picked
-        mean = losses.mean()
-        mean = jnp.where(n == 5, lax.psum(mean, "data"), lax.pmean(mean, "data"))  # fault: psum for pmean
-        return mean
-
-    specs = P("data", "model"), P("data"), P()
-    labels = jax.random.randint(jax.random.key(1), (8,), 0, 16)
-    return switched(
-        mapped(body, specs, P()), (normal(0, 8, 16), labels), specs[:-1],
-        "an offset by one", "a maximum that is local", "a denominator that is local", "a mask with one bound",
-        "psum for pmean",
-    )
-
-
-@program
 def random_numbers() -> Faulty:
     def body(x: Any, key: Any, n: Any) -> Any:
         me = lax.axis_index("model")

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -58,26 +57,6 @@ def fsdp_by_hand() -> Case:
     specs = P("data", "model"), P("model", "data")
     args = normal(0, 8, 8), normal(1, 8, 8)
     return mapped(body, specs, P("data", "model")), args, specs, MESH
-
-
-@sound
-def ring_of_products() -> Case:
-    def body(x: Any, w: Any) -> Any:
-        n, me = lax.axis_size("model"), lax.axis_index("model")
-        out = jnp.zeros((x.shape[0], w.shape[1]), x.dtype)
-        for i in range(n):
-            k = w.shape[0]
-            part = lax.dynamic_slice_in_dim(x, ((me + i) % n) * k, k, 1)
-            out = out + part @ w
-            w = lax.ppermute(w, "model", [(j, (j - 1) % n) for j in range(n)])
-        return lax.psum(out, "model") / n
-
-    return (
-        mapped(body, (P("data"), P("model")), P("data"), False),
-        (normal(0, 8, 8), normal(1, 8, 8)),
-        (P("data"), P("model")),
-        MESH,
-    )
 
 
 @sound
@@ -207,19 +186,3 @@ def half_precision() -> Case:
 
     args = normal(0, 8, 64, dtype=jnp.bfloat16), normal(1, 64, 64, dtype=jnp.bfloat16)
     return fun, args, (P("data", "model"), P("model")), MESH
-
-
-@sound
-def effects() -> Case:
-    def fun(x: Any) -> Any:
-        sums = jax.new_ref(jnp.zeros(8))
-
-        def add(i: Any, none: Any) -> Any:
-            sums[...] = sums[...] + x[i]
-            return none
-
-        lax.fori_loop(0, 4, add, None)
-        x = eqx.error_if(x, (x > 1e9).any(), "too large")
-        return sums[...], jax.vmap(lambda row: lax.cond(row[0] > 0, jnp.sin, jnp.cos, row))(x)
-
-    return fun, (normal(0, 8, 8),), (P("data"),), MESH
