@@ -46,6 +46,7 @@ CASES: dict[str, Callable[[Array], Any]] = {
     "a recomputation": ft.jit(ft.value_and_grad(jax.checkpoint(square))),
     "vmap": ft.jit(jax.vmap(check)),
     "donated": lambda x: ft.jit(check, donate="x")(ft.copy(x)),
+    "compared": ft.jit(check, check_processes=True),
     "compiled": lambda x: ft.jit(check).lower(X).compile()(x),
 }
 

@@ -57,11 +57,14 @@ SAID: list[tuple[Any, Any]] = [
     (Float[Array, "batch 4 _pad"], P("data", None, None)),
     (Annotated[Float[Array, "a b"], P(None, "model")], P(None, "model")),
     (Annotated[Array, ft.Axes("batch", "hidden")], P("data", "model")),
+    (Annotated[Array, P("data")], P("data")),
     (Float[Array, "batch"] | Int[Array, "batch"], P("data")),
     (tuple[Float[Array, "batch"], MLP], (P("data"), RULES)),
     (list[Float[Array, "hidden"]], P("model")),
     (dict[str, Float[Array, "hidden"]], P("model")),
     (Any, RULES),
+    (Array, RULES),
+    (None, None),
     (int, None),
 ]
 
@@ -285,6 +288,8 @@ def test_a_call_is_a_tuple_of_all_parameters():
 UNREADABLE = [
     "D['a']",
     "1/0",
+    "nowhere.at.all",
+    "int()()",
     "a b",
     "Float[Array, 3]",
 ]

@@ -256,6 +256,7 @@ NOT_STAGES: dict[str, tuple[dict[str, Any], str]] = {
     "lower": ({"lowering_platforms": "tpu"}, "it must be a collection of texts, or None"),
     "compile": ({"compiler_options": 3}, "it must be a mapping, or None"),
     "compile ": ({"device_assignment": ("cpu",)}, "it must be a tuple of devices, or None"),
+    "compile  ": ({"device_assignment": 3}, "it must be a tuple of devices, or None"),
 }
 
 

@@ -187,6 +187,13 @@ def test_equal_callables_are_two_functions(wrap: Callable[[Any], Any], bind: Cal
 CHANGED: dict[str, Any] = {
     "in_shardings": lambda f, layouts: ft.jit(f, in_shardings=(layouts, None), mesh=MESH),
     "out_shardings": lambda f, layouts: ft.jit(f, out_shardings=layouts, mesh=MESH),
+    "in_specs": lambda f, layouts: ft.shard_map(
+        f, in_specs=(layouts, None), out_specs=P("data"), mesh=MESH
+    ),
+    "out_specs": lambda f, layouts: ft.shard_map(
+        f, in_specs=(P(), None), out_specs=layouts, mesh=MESH
+    ),
+    "init": lambda f, layouts: ft.init(f, layouts, MESH),
 }
 
 
@@ -199,6 +206,8 @@ def test_layouts_that_are_changed_after_wrapping(option: str):
     first = CHANGED[option](f, layouts)
     layouts["a"][0] = P("model")
     tree = {"a": [ft.shard(jnp.arange(8.0), P("data"), MESH)]}
+    if option in ("out_specs", "init"):
+        tree = {"a": [jnp.arange(8.0)]}
     expected = jax.tree.leaves(
         CHANGED[option](lambda tree, y=2.0: f(tree, y), {"a": [P("data")]})(tree)
     )[0]

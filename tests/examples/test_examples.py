@@ -49,7 +49,14 @@ TWO_AXES = "data=2, model=4"
 # The rules, other options, the mesh, how the embedding is sharded, what is moved, and the sample.
 TRAINED: list[tuple[str, str, str, str, str, str]] = [
     ("fsdp", "--generate class", "data=8", r"\d+/data, \d+", "all-gather +data", "class"),
-    ("tp", "--accumulate 2", TWO_AXES, r"\d+/model, \d+", "all-reduce +model", "def "),
+    (
+        "tp",
+        "--accumulate 2 --dtype bfloat16 --sample 40",
+        TWO_AXES,
+        r"\d+/model, \d+",
+        "all-reduce +model",
+        "def ",
+    ),
     ("fsdp+tp+sp", "--sample 0", TWO_AXES, r"\d+/model, \d+/data", "all-gather +model", ""),
 ]
 
@@ -177,7 +184,9 @@ def await_step(folder: Path, step: int, running: "subprocess.Popen[str]") -> Non
         time.sleep(0.05)
 
 
-def test_two_processes_of_which_one_dies_or_is_preempted(unbroken: list[float], tmp_path: Path):
+def test_two_processes_of_which_one_dies_or_is_preempted(
+    unbroken: list[float], tmp_path: Path, capsys: Captured
+):
     """A killed one ends the other, and the run goes on on fewer devices; SIGTERM stops both at one
     saved step."""
     one = [*RUN, "--out", str(tmp_path / "curve.png"), "--save-every", "5"]
@@ -206,6 +215,8 @@ def test_two_processes_of_which_one_dies_or_is_preempted(unbroken: list[float], 
     running = started(*one, devices=4)
     out, err = running.communicate(timeout=120)
     assert running.returncode == 0 and f"Going on after step {stopped} of" in out, err
+    code, _, err = run_here(capsys, "train_lm.py", *one, "--lr", "1.0")
+    assert code == 2 and "has a run with --lr 0.003: give the same, or another folder" in err
     np.testing.assert_allclose(losses(tmp_path / "two"), unbroken, rtol=1e-5)
 
 

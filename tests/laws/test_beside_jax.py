@@ -105,6 +105,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
             "use the arrays in it, or `jax.",
         ),
     ),
+    "hijax as a result": (
+        lambda: ft.jit(Pair)(X),
+        ("result   Pair\n", "is a value of `jax.experimental.hijax`"),
+    ),
     "abstract": (
         lambda: ft.jit(lambda x: (x, abstract()))(X),
         ("the result has 1 abstract array", "result.1   f32[3]\n      is abstract", "outside of"),
@@ -117,6 +121,10 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         exported_with_ref,
         ("<lambda> closes over a `jax.Ref`, which stays in this process: pass and return the",),
     ),
+    "an option of lower": (
+        lambda: ft.jit(lambda x: x).trace(X).lower(lowering_platform=("cpu",)),
+        ("there is no option `lowering_platform`", "`lowering_platforms`"),
+    ),
     "typed class": (
         lambda: ft.typed(Bias),
         (
@@ -126,6 +134,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "one device, in": (lambda: ft.jit(lambda x: x, in_shardings=SINGLE)(X), (ONE,)),
     "one device, shard": (lambda: ft.shard(X, SINGLE, MESH), (ONE,)),
+    "a device": (lambda: ft.shard(X, DEVICE, MESH), (ONE,)),
     "a format": (lambda: ft.shard(X, FORMAT, MESH), (OF_FORMAT,)),
 }
 

@@ -594,6 +594,10 @@ SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a class as a tree": (
         lambda: ft.plan(ft.nn.MLP, RULES, MESH), ["plan takes a tree", "MLP is a class", "`ft.abstract(MLP)(...)`"]
     ),
+    "a function as a tree": (lambda: ft.tree_axes(mlp), ["tree_axes takes a tree", "mlp is a function"]),
+    "a value without its aux": (
+        lambda: ft.grad(loss, has_aux=True)(MODEL, X), ["with has_aux=True the function returns `(value, aux)`"]
+    ),
     "no layout for a plan": (lambda: ft.plan(MODEL, None, MESH), ["plan: the layout is None", "leave it out"]),
     "a mapping for rules": (
         lambda: ft.plan(MODEL, {"embed": "data", "hidden": None}, MESH), [FOR_RULES]
