@@ -443,28 +443,10 @@ def test_masks_and_numbers():
     )
 
 
-def another(fun: Any) -> Any:
-    """Passes one argument more than it gets."""
-
-    @functools.wraps(fun)
-    def wrapper(x: Any) -> Any:
-        return fun(jnp.float32(2), x)
-
-    return wrapper
-
-
 def passing(fun: Any) -> Any:
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
-
-    return wrapper
-
-
-def with_option(fun: Any) -> Any:
-    @functools.wraps(fun)
-    def wrapper(factor: Any, x: Any, extra: Any = 1.0) -> Any:
-        return fun(factor, x) * extra
 
     return wrapper
 
@@ -576,27 +558,6 @@ def test_a_default_that_is_not_as_annotated():
 class Twice(eqx.Module):
     def __call__(self, x: Any) -> Any:
         return x * 2
-
-
-WRAPPED: dict[str, tuple[Any, Any]] = {
-    "one argument less": (another, lambda f, x: f(x)),
-    "the same": (passing, lambda f, x: f(jnp.float32(2), x=x)),
-    "one more": (with_option, lambda f, x: f(jnp.float32(2), x, extra=jnp.float32(1))),
-}
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-@pytest.mark.parametrize(
-    "wrap", [ft.jit, lambda f: ft.init(f, ft.P(), mesh_of()), ft.typed, jax.jit, ft.grad]
-)
-def test_decorators_that_change_the_parameters(case: str, wrap: Any):
-    decorate, call = WRAPPED[case]
-    x = jnp.arange(4.0)
-    found = call(wrap(decorate(scaled)), x)
-    if wrap is ft.grad:
-        assert found.shape == (x.shape if case == "one argument less" else ())
-    else:
-        assert found == 12.0
 
 
 def test_a_parameter_called_self():

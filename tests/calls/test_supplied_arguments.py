@@ -1,5 +1,5 @@
-"""A decorator made with `functools.wraps` may supply an argument of its function. Each door takes
-such a function; a call that lacks an argument names the function."""
+"""A decorator made with `functools.wraps` may supply an argument of its function, or take one more.
+Each door takes such a function; a call that lacks an argument names the function."""
 
 import functools
 from collections.abc import Callable
@@ -39,6 +39,26 @@ def first(fun: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
+def passing(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Passes on what it gets."""
+
+    @functools.wraps(fun)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return fun(*args, **kwargs)
+
+    return wrapper
+
+
+def with_option(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """Takes an argument more."""
+
+    @functools.wraps(fun)
+    def wrapper(x: Any, scale: Any, extra: Any = 1.0) -> Any:
+        return fun(x, scale) * extra
+
+    return wrapper
+
+
 def last(x: Float[Array, "batch"], scale: Any) -> Array:
     return scale * x
 
@@ -52,6 +72,8 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Any], Any]]] = {
     "the last": (named(last), lambda f: f(X)),
     "the last, by name": (named(last), lambda f: f(x=X)),
     "the first": (first(begins), lambda f: f(X)),
+    "passed on": (passing(last), lambda f: f(X, scale=3.0)),
+    "one more": (with_option(last), lambda f: f(X, 1.5, extra=2.0)),
     "in a partial": (functools.partial(named(last)), lambda f: f(X)),
 }  # fmt: skip
 
@@ -83,12 +105,12 @@ DOORS: dict[str, tuple[Callable[[Any, Any], Any], Any]] = {
 }  # fmt: skip
 
 
-# What is differentiated is passed by position.
+# What is differentiated is passed by position, and to a loss with the parameters of `last`.
 CASES = [
     (door, fun)
     for door in DOORS
     for fun in FUNCTIONS
-    if not ("grad" in door and fun == "the last, by name")
+    if not ("grad" in door and fun in ("the last, by name", "one more"))
 ]
 
 
