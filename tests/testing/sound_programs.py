@@ -48,6 +48,13 @@ SOUND["transformer, remat"] = functools.partial(gradient, "FSDP+TP", remat="full
 SOUND["transformer Explicit"] = functools.partial(gradient, "FSDP", mesh=EXPLICIT)
 
 
+# By hand, in shard_maps
+
+
+def mapped(body: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: bool = True) -> Any:
+    return ft.shard_map(body, in_specs=in_specs, out_specs=out_specs, check_vma=check_vma)
+
+
 @sound
 def fsdp_by_hand() -> Case:
     def body(x: Any, w: Any) -> Any:
