@@ -467,6 +467,39 @@ def printed(p, x, y):
 # What moves nothing but data
 
 
+@program("dp fsdp tp", {"a": {"w": "DD"}, "b": {"w": "DD"}, "x": "BD", "flag": ""},
+         {"@a DD": "a.w", "@b DD": "b.w", "@- all-gather DD": "a.w b.w", "@a BD": "a.w x", "@b BD": "b.w x"})  # fmt: skip
+def branches(a, b, x, flag):
+    def loss(both):
+        left = lambda x: jnp.tanh(x @ both[0]["w"])  # noqa: E731 # @a
+        right = lambda x: jnp.sin(x @ both[1]["w"])  # noqa: E731 # @b
+        return (lax.cond(flag > 0, left, right, x) ** 2).mean()
+
+    return sgd((a, b), jax.grad(loss)((a, b)))
+
+
+@program("dp", {"x": "BD", "y": "B"}, {"DD": "x", "D": "x y", "BD": "x"})
+def least_squares(x, y):
+    return jax.scipy.linalg.solve(x.T @ x + jnp.eye(x.shape[1]), x.T @ y, assume_a="pos")
+
+
+@program(
+    "fsdp",
+    {"p": MLP, "mu": MLP, "nu": MLP, "x": "BD", "y": "BO"},
+    {**mlp("p")},
+    by_argument={"p": "dp"},
+)
+def zero_one(p, mu, nu, x, y):
+    g = jax.grad(loss_of)(p, x, y)
+    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mu, g)
+    nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, nu, g)
+    return {
+        "p": jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), p, mu, nu),
+        "mu": mu,
+        "nu": nu,
+    }
+
+
 # By hand, in shard_map
 
 
