@@ -26,7 +26,9 @@ from tests.libraries.audit_programs import (
 CELLS = [(name, layout) for name, one in PROGRAMS.items() for layout in one.layouts]
 """Each program with each of its layouts."""
 
-COVERING = [(name, one.layouts[0]) for name, one in PROGRAMS.items()]
+COVERING = [
+    (name, one.layouts[i % len(one.layouts)]) for i, (name, one) in enumerate(PROGRAMS.items())
+]
 """Each program with one of its layouts."""
 
 
@@ -143,6 +145,11 @@ def _tag(source: str | None) -> str:
     return "-" if file.endswith("audit_programs.py") else ""
 
 
+# What is moved has another size there than what it is: a partial sum of a gradient, a cache of
+# activations that is an argument, copies of a parameter for each row of the batch.
+OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp"), ("k_means", "fsdp")}
+
+
 def sizes_of(one: Audited) -> dict[str, int]:
     """The odd part of the number of elements of each argument, which tells its dimensions."""
     found: dict[str, int] = {}
@@ -203,7 +210,7 @@ def audit(cells: Iterable[tuple[str, str]], target: str | None = None) -> Audit:
             found.append(one)
             if one.is_wrong:
                 wrong.append(f"{name} {layout}: {one}")
-            if not is_moved(one, sizes):
+            if not is_moved(one, sizes) and (name, layout) not in OTHERWISE:
                 misread.append(f"{name} {layout}: {one}, said to move {one.entry.moves}")
     unnamed = [one for one in found if not one.names]
     moved = sum(one.entry.total for one in found)

@@ -8,7 +8,7 @@ from tests.libraries.name_audit import CELLS, COVERING, audit
 
 # At most this share of the bytes may be without a name, and could have one, by layout. Many could only
 # be named by a reader of the program, such as the gradients of two arguments that are alike.
-MISSING = {"dp": 0.11, "fsdp": 0.19, "tp": 0.08, "both": 0.0}
+MISSING = {"dp": 0.14, "fsdp": 0.19, "tp": 0.04, "both": 0.0}
 
 
 @pytest.mark.usefixtures("compiles_anew")  # tables know lines of source
