@@ -123,8 +123,12 @@ class FlatCall(NamedTuple):
         if not self.concrete:
             meshes = tuple(map(mesh_of, self.arrays))
             distinct = frozenset(meshes)
-            # If some are on a mesh and others are not, it matters which: nobody has placed those.
-            return distinct if len(distinct) == 1 else meshes
+            if len(distinct) == 1:
+                return distinct
+            # If some are on a mesh and others are not, it matters which. Those that nobody has
+            # placed are replicated, and those that are committed to a device cannot be used.
+            apart = [x for x, mesh in zip(self.arrays, meshes, strict=True) if mesh is None]
+            return meshes, tuple([x.committed for x in apart if is_concrete(x)])
         if not self.group.several_devices:
             return tuple([_SHARDING(self.arrays[i]) for i in self.group.heads])
         every = tuple(map(_SHARDING, self.arrays))
@@ -201,9 +205,6 @@ class CallGroups:
             raise
         self._last = found.group
         for group, refusal in ends:
-            # More of them than groups: they are of static values that are new in every call.
-            if len(group.others) > len(self._known):
-                group.others.clear()
             group.others[refusal] = found.group
         return found
 

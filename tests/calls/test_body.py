@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,8 @@ PATHS = [
 DONATED: list[tuple[set[str], tuple[int, ...]]] = [
     (set(), ()),
     ({"x"}, (2,)),
-    ({"state"}, (0, 1)),
     ({"more.mode"}, (3,)),
     ({"more.mode", "more.rate"}, (3, 4)),
-    ({"more"}, (3, 4)),
     ({"w", "state.w.0", "rate"}, ()),
     ({"state", "x", "more"}, (0, 1, 2, 3, 4)),
 ]
@@ -81,18 +78,3 @@ def test_equal_labels_are_one_object():
     one, other = (Arguments(PATHS, ()).split(range(5)) for _ in range(2))
     assert [a.labels for a in one] == [b.labels for b in other]
     assert one[0].labels.keys == (".w", ".b")
-
-
-def test_a_trace_in_a_trace_makes_one_function_of_jax(monkeypatch: pytest.MonkeyPatch):
-    made: list[object] = []
-    jit = jax.jit
-
-    def counted(fun: Any, **options: Any) -> Any:
-        if isinstance(fun, Body):
-            made.append(fun)
-        return jit(fun, **options)
-
-    inner = ft.jit(lambda x: x + 1)
-    monkeypatch.setattr("functree.calls.program.jax.jit", counted)
-    jit(lambda x: inner(x) * 2).trace(jnp.ones(3))
-    assert len(made) == 1

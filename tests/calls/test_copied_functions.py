@@ -43,18 +43,14 @@ BIAS = jnp.ones(())  # an array that any mesh has whole
 LAYER = Layer(BIAS)
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "jit": lambda: ft.jit(lambda x: x + 1),
-    "of a module's function": lambda: ft.jit(plain),
     "decorated": lambda: decorated,
     "with options": lambda: ft.jit(
         plain, rules=ft.AxisRules({"a": "data"}), out_shardings=P(), donate=...
     ),
     "of a module": lambda: ft.jit(LAYER),
     "of a bound method": lambda: LAYER.step,
-    "of a method": lambda: lambda x, step=Layer.step: step(LAYER, x),
     "in a module": lambda: Layer(BIAS, ft.jit(lambda x: x + 1)),
     "shard_map": lambda: ft.shard_map(plain, in_specs=P("data"), out_specs=P("data")),
-    "init": lambda: ft.init(plain, P("data")),
-    "checked": lambda: ft.jit(plain, check_processes=True),
 }
 COPIES: dict[str, Callable[[Any], Any]] = {
     "copy": copy.copy,

@@ -51,7 +51,6 @@ def test_calls_of_functions_with_equal_parameters_are_of_one_class():
 
 SAID: list[tuple[Any, Any]] = [
     (Float[Array, "batch embed"], P("data", None)),
-    ("Float[Array, 'batch hidden']", P("data", "model")),
     ("BatchHidden", P("data", "model")),
     (Float[Array, "batch"] | None, P("data")),
     (Float[Array, ""], P()),
@@ -63,13 +62,10 @@ SAID: list[tuple[Any, Any]] = [
     (tuple[Float[Array, "batch"], MLP], (P("data"), RULES)),
     (list[Float[Array, "hidden"]], P("model")),
     (dict[str, Float[Array, "hidden"]], P("model")),
-    (list[MLP], RULES),
-    (MLP, RULES),
-    (Array, RULES),
     (Any, RULES),
-    (int, None),
-    (str, None),
+    (Array, RULES),
     (None, None),
+    (int, None),
 ]
 
 
@@ -118,7 +114,6 @@ def test_annotations_in_quotes_see_local_names():
 
 WAITING: list[tuple[Any, Any, Any]] = [
     (Float[Array, "*batch embed"], jnp.ones((4, 2)), P("data", None)),
-    (Float[Array, "*batch embed"], jnp.ones((4, 2, 2)), P(None, None, None)),
     (Float[Array, "#batch embed"], jnp.ones((1, 2)), P(None, None)),
     (Float[Array, "batch embed"] | Float[Array, "hidden"], jnp.ones(4), P("model")),
     (Float[Array, "batch"] | Int[Array, "hidden"], jnp.ones(4, int), P("model")),
@@ -128,13 +123,6 @@ WAITING: list[tuple[Any, Any, Any]] = [
         [(P("data"), P("model"))],
     ),
     (PyTree[Float[Array, "batch"]], {"a": [jnp.ones(2)]}, {"a": [P("data")]}),
-    (list[Float[Array, "*batch embed"]], [jnp.ones((4, 2))], [P("data", None)]),
-    (
-        dict[str, list[Float[Array, "#batch embed"]]],
-        {"a": [jnp.ones((1, 2))]},
-        {"a": [P(None, None)]},
-    ),
-    (list[Annotated[Array, ft.names({"**": "batch"})]], [jnp.ones(4)], [P("data")]),
     (
         Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")],
         None,
@@ -174,15 +162,8 @@ def test_other_layouts_that_go_by_size_wait_too():
 HERE = NamedSharding(ft.make_mesh(data=2, model=4), P())
 WITH_MORE: list[tuple[Any, Any, Any]] = [
     (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
-    (Float[Array, "batch hidden"], RULES | HERE, P("data", "model")),
     (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
-    (Float[Array, "*batch hidden"], HERE, P(None, None)),
     (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
-    (
-        Annotated[Float[Array, "batch hidden"], P("model")],
-        ft.on_host(RULES) | HERE,
-        P("model", None),
-    ),
     (list[Annotated[Float[Array, "batch hidden"], P("model")]], RULES | HERE, P("model", None)),
     (
         Annotated[Float[Array, "a b"], P("model")],
@@ -308,12 +289,9 @@ UNREADABLE = [
     "D['a']",
     "1/0",
     "nowhere.at.all",
-    "a b",
     "int()()",
+    "a b",
     "Float[Array, 3]",
-    "(",
-    "D[",
-    "int + 'x'",
 ]
 
 
@@ -352,6 +330,8 @@ def checked(annotations: dict[str, Any], *values: Any) -> None:
 
 
 FLOATS = Float[Array, "batch embed"]
+NAMED = Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})]
+NAMED_LIST = Annotated[list[Int[Array, "a"]], ft.names({"0": "batch"})]
 AGREE: list[tuple[list[Any], list[Any]]] = [
     ([FLOATS, FLOATS], [(2, 3), (2, 3)]),
     ([Float[Array, "a b"], Float[Array, "b a"]], [(2, 3), (3, 2)]),
@@ -359,120 +339,75 @@ AGREE: list[tuple[list[Any], list[Any]]] = [
     ([Float[Array, "_a b"], Float[Array, "_a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "4 b"], Float[Array, "b=3"]], [(4, 3), (3,)]),
     ([Float[Array, "a*b"], Float[Array, "a b"]], [(6,), (2, 3)]),
-    ([Float[Array, "*a b"], Float[Array, "b *a"]], [(2, 2, 3), (3, 2, 2)]),
     ([Float[Array, "... b"], Float[Array, "b ..."]], [(2, 2, 3), (3, 5)]),
     ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
-    ([Array, FLOATS], [(5,), (2, 3)]),
-    ([Float[Array, "rows=a"], Float[Array, "a"]], [(5,), (5,)]),
     ([Float[Array, "rows=_"], Float[Array, "rows"]], [(5,), (4,)]),
     ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (5,)]),
+    ([NAMED, FLOATS], [(5, 6, 2), (2, 3)]),
 ]
+
+
+def ones(shape: Any) -> Any:
+    """An array, or a list of them."""
+    return [ones(each) for each in shape] if isinstance(shape, list) else jnp.ones(shape)
 
 
 @pytest.mark.parametrize(("hints", "shapes"), AGREE)
 def test_sizes_that_agree(hints: list[Any], shapes: list[Any]):
-    checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+    checked(dict(zip("xy", hints, strict=True)), *map(ones, shapes))
 
 
-# Axes by `ft.names` in an annotation replace those that it has otherwise, and are of the function
-# itself too.
-GIVEN: list[tuple[Any, Any, str | None]] = [
-    (Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})], (5, 6, 2), None),
-    (
-        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
-        (5, 6, 7),
-        'y.*"batch" has size 2 here, and 7 in `x`',
-    ),
-    (
-        Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})],
-        (5, 6),
-        'x.*has 2 dimensions; `"x y batch"` has 3',
-    ),
-    (Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})], [(5,)], None),
-    (
-        Annotated[list[Float[Array, "batch"]], ft.names({"0": "other"})],
-        [(2,), (5,)],
-        '"batch" has size 2 here, and 5',
-    ),
-    (
-        Annotated[list[Array], ft.names({"0": "batch"})],
-        [(5,)],
-        'y.*"batch" has size 2 here, and 5 in `x.0`',
-    ),
-    (
-        list[Annotated[Array, ft.names({"**": "batch"})]],
-        [(5,)],
-        'y.*"batch" has size 2 here, and 5 in `x.0`',
-    ),
-    (
-        Annotated[list[Int[Array, "a"]], ft.names({"0": "batch"})],
-        [(2,)],
-        "x.0.*its dtype is float32, .* says Int",
-    ),
-]
-
-
-@pytest.mark.parametrize(("hint", "shapes", "message"), GIVEN)
-def test_sizes_of_axes_by_names(hint: Any, shapes: Any, message: str | None):
-    x = [jnp.ones(shape) for shape in shapes] if isinstance(shapes, list) else jnp.ones(shapes)
-    hints = {"x": hint, "y": FLOATS}
-    if message is None:
-        return checked(hints, x, jnp.ones((2, 3)))
-    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
-        checked(hints, x, jnp.ones((2, 3)))
-
-
-DIFFER: list[tuple[list[Any], list[Any], str]] = [
-    (
-        [FLOATS, FLOATS],
-        [(2, 3), (2, 4)],
-        r'y   f32\[2, 4\]   "batch embed"\n +"embed" has size 4 here, and 3 in `x`',
-    ),
-    ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], r'x   .*"a" has size 3 here, and 2 in `x`'),
-    ([FLOATS, Float[Array, "4"]], [(2, 3), (5,)], r'y.*"4" requires size 4, but the size is 5'),
-    (
-        [FLOATS, Float[Array, "dim=4"]],
-        [(2, 3), (5,)],
-        r'y.*"dim=4" requires size 4, but the size is 5',
-    ),
+# The annotations and the shapes of `x` and `y`, and what is wrong where.
+DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
+    ([FLOATS, FLOATS], [(2, 3), (2, 4)], "y", '"embed" has size 4 here, and 3 in `x`'),
+    ([Float[Array, "a a"], FLOATS], [(2, 3), (2, 3)], "x", '"a" has size 3 here, and 2 in `x`'),
+    ([FLOATS, Float[Array, "dim=4"]], [(2, 3), (5,)], "y", '"dim=4" requires size 4, but the size'),
     (
         [FLOATS, Float[Array, "batch*embed"]],
         [(2, 3), (5,)],
-        r"y.*`batch\*embed` is 6, but the size is 5",
+        "y",
+        "`batch*embed` is 6, but the size",
     ),
-    (
-        [FLOATS, Float[Array, "batch*head"]],
-        [(2, 3), (5,)],
-        r"`batch\*head` cannot be evaluated: name 'head' is not",
-    ),
-    (
-        [Float[Array, "*a b"]] * 2,
-        [(2, 2, 3), (2, 3)],
-        r'"a" has size \(2,\) here, and \(2, 2\) in `x`',
-    ),
-    ([Float[Array, "#a"], Float[Array, "a"]], [(3,), (2,)], r'"a" has size 2 here, and 3 in `x`'),
-    ([FLOATS, FLOATS], [(2, 3), (2,)], r"y.*has 1 dimension; `Float.* has 2"),
+    ([Float[Array, "*a b"]] * 2, [(2, 2, 3), (2, 3)], "y", '"a" has size (2,) here, and (2, 2) in'),
+    ([FLOATS, FLOATS], [(2, 3), (2,)], "y", "has 1 dimension; `Float"),
     (
         [FLOATS, Int[Array, "batch"]],
         [(2, 3), (2,)],
-        r"y.*its dtype is float32, but the annotation says Int",
+        "y",
+        "its dtype is float32, but the annotation",
     ),
     (
-        [FLOATS, Float[Array, "rows=batch"]],
-        [(2, 3), (5,)],
-        r'"batch" has size 5 here, and 2 in `x`',
+        [Annotated[Array, ft.Axes("_a")]] * 2,
+        [(5,), (4,)],
+        "y",
+        '"_a" has size 4 here, and 5 in `x`',
     ),
-    ([FLOATS, Float[Array, "batch==2"]], [(2, 3), (5,)], r"`batch==2` is True, but the size is 5"),
-    ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (4,)], r'"_a" has size 4 here, and 5 in `x`'),
-    ([FLOATS, "Nowhere"], [(2, 3), (2,)], r"y.*its annotation `Nowhere` cannot be resolved"),
+    ([FLOATS, "Nowhere"], [(2, 3), (2,)], "y", "its annotation `Nowhere` cannot be resolved"),
+    # Axes by `ft.names` in an annotation replace those that it has otherwise, and are of the
+    # function itself too.
+    ([NAMED, FLOATS], [(5, 6, 7), (2, 3)], "y", '"batch" has size 2 here, and 7 in `x`'),
+    (
+        [Annotated[list[Array], ft.names({"0": "batch"})], FLOATS],
+        [[(5,)], (2, 3)],
+        "y",
+        '"batch" has size 2 here, and 5 in `x.0`',
+    ),
+    (
+        [NAMED_LIST, FLOATS],
+        [[(2,)], (2, 3)],
+        "x.0",
+        "its dtype is float32, but the annotation says I",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("hints", "shapes", "message"), DIFFER)
-def test_sizes_that_differ(hints: list[Any], shapes: list[Any], message: str):
-    with pytest.raises(ft.AxesError, match=r"(?s)^f: 1 array not as annotated\n.*" + message):
-        checked(dict(zip("xy", hints, strict=True)), *(jnp.ones(shape) for shape in shapes))
+@pytest.mark.parametrize(("hints", "shapes", "path", "why"), DIFFER)
+def test_sizes_that_differ(hints: list[Any], shapes: list[Any], path: str, why: str):
+    with raises("f: 1 array not as annotated", error=ft.AxesError) as caught:
+        checked(dict(zip("xy", hints, strict=True)), *map(ones, shapes))
+    (problem,) = caught.value.problems
+    assert str(problem.path) == path and problem.why.startswith(why)
 
 
 def test_all_mismatches_are_told():
@@ -508,28 +443,10 @@ def test_masks_and_numbers():
     )
 
 
-def another(fun: Any) -> Any:
-    """Passes one argument more than it gets."""
-
-    @functools.wraps(fun)
-    def wrapper(x: Any) -> Any:
-        return fun(jnp.float32(2), x)
-
-    return wrapper
-
-
 def passing(fun: Any) -> Any:
     @functools.wraps(fun)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         return fun(*args, **kwargs)
-
-    return wrapper
-
-
-def with_option(fun: Any) -> Any:
-    @functools.wraps(fun)
-    def wrapper(factor: Any, x: Any, extra: Any = 1.0) -> Any:
-        return fun(factor, x) * extra
 
     return wrapper
 
@@ -570,17 +487,7 @@ def flagged(x: Any, *, flag: Any = True) -> Any:
 # What passes on the arguments that it is given: an argument more or less is another call of it.
 PASSING: dict[str, tuple[Any, Any]] = {
     "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
-    "filter_vmap": (eqx.filter_vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
-    "vmap of a gradient": (jax.vmap(ft.grad(scaled_sum), in_axes=(0, None)), [[2.0, 2.0]] * 3),
-    "gradient of a vmap": (
-        ft.grad(lambda x, y: jax.vmap(scaled_sum, in_axes=(0, None))(x, y).sum()),
-        [[2.0, 2.0]] * 3,
-    ),
-    "checkpoint": (jax.checkpoint(lambda x, y, scale=2.0: scaled_sum(x, y, scale)), 12.0),
-    "jit": (jax.jit(scaled_sum, static_argnames=("scale", "mask")), 12.0),
     "ft.jit": (ft.jit(scaled_sum), 12.0),
-    "filter_jit": (eqx.filter_jit(scaled_sum), 12.0),
-    "typed": (ft.typed(scaled_sum), 12.0),
     "passing": (passing(scaled_sum), 12.0),
     "partial": (
         functools.partial(jax.vmap(scaled_sum, in_axes=(0, None)), jnp.ones((3, 2))),
@@ -592,12 +499,10 @@ PASSING: dict[str, tuple[Any, Any]] = {
     ),
     "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
     "jit with a flag": (jax.jit(flagged), 6.0),
-    "jit of a vmap": (jax.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
     "jit of a jit of a vmap": (
         jax.jit(jax.jit(jax.vmap(scaled_sum, in_axes=(0, None)))),
         [4.0, 4.0, 4.0],
     ),
-    "ft.jit of a vmap": (ft.jit(jax.vmap(scaled_sum, in_axes=(0, None))), [4.0, 4.0, 4.0]),
 }
 
 
@@ -655,27 +560,6 @@ class Twice(eqx.Module):
         return x * 2
 
 
-WRAPPED: dict[str, tuple[Any, Any]] = {
-    "one argument less": (another, lambda f, x: f(x)),
-    "the same": (passing, lambda f, x: f(jnp.float32(2), x=x)),
-    "one more": (with_option, lambda f, x: f(jnp.float32(2), x, extra=jnp.float32(1))),
-}
-
-
-@pytest.mark.parametrize("case", WRAPPED)
-@pytest.mark.parametrize(
-    "wrap", [ft.jit, lambda f: ft.init(f, ft.P(), mesh_of()), ft.typed, jax.jit, ft.grad]
-)
-def test_decorators_that_change_the_parameters(case: str, wrap: Any):
-    decorate, call = WRAPPED[case]
-    x = jnp.arange(4.0)
-    found = call(wrap(decorate(scaled)), x)
-    if wrap is ft.grad:
-        assert found.shape == (x.shape if case == "one argument less" else ())
-    else:
-        assert found == 12.0
-
-
 def test_a_parameter_called_self():
     f = ft.jit(lambda self: self * 2)
     x = jnp.ones(2)
@@ -719,14 +603,13 @@ def test_functions_of_code_without_a_name(future: bool) -> None:
     rules = ft.AxisRules({"batch": "data", ...: None})
     mesh = ft.make_mesh(data=8)
     x = ft.shard(jnp.ones((8, 4)), rules, mesh, axes="batch embed")
-    found = {
-        "jit": ft.jit(double, rules=rules)(x),
-        "in_shardings": ft.jit(double, in_shardings=rules, mesh=mesh)(jnp.ones((8, 4))),
-        "shard_map": ft.shard_map(double, rules=rules, mesh=mesh)(x),
-        "typed": ft.typed(double)(x),
-        "grad": ft.jit(ft.grad(total, layout=P("data")), rules=rules)(x),
-    }
-    assert {name: float(y[0, 0]) for name, y in found.items()} == dict.fromkeys(found, 2.0)
+    for function in (
+        ft.jit(double, rules=rules),
+        ft.shard_map(double, rules=rules, mesh=mesh),
+        ft.typed(double),
+        ft.jit(ft.grad(total, layout=P("data")), rules=rules),
+    ):
+        assert float(function(x)[0, 0]) == 2
     layouts = {"data": rules}
     ranking = ft.explore(double, (x,), meshes={"data": 8}, layouts=layouts, progress=False)
     assert ranking[0].score is not None

@@ -43,9 +43,6 @@ def counted() -> tuple[Callable[..., Any], list[int]]:
 OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "nothing": dict,
     "a spec": lambda: {"in_shardings": (P("data"), None), "mesh": MESH},
-    "by name": lambda: {"in_shardings": {"x": ft.StateSharding({...: P("data")})}, "mesh": MESH},
-    "rules": lambda: {"rules": ft.AxisRules({"embed": "data"})},
-    "out": lambda: {"out_shardings": P("data"), "mesh": MESH},
     "donated": lambda: {"donate": ["x"]},
     "static": lambda: {"static_argnames": "y"},
     "the compiler's": lambda: {"compiler_options": {"xla_cpu_enable_fast_math": True}},
@@ -107,14 +104,16 @@ def test_what_is_bound_is_an_argument():
 
 
 @pytest.mark.parametrize("first", ["bound", "plain"])
-def test_what_is_bound_is_no_parameter(first: str):
+@pytest.mark.parametrize("by", ["name", "position"])
+def test_what_is_bound_is_no_parameter(by: str, first: str):
     """Positional layouts are for the parameters that are left: with equal options they are
     others."""
     f, _ = counted()
+    bound = functools.partial(f, y=3.0) if by == "name" else functools.partial(f, 3.0)
     options = {"in_shardings": (P("data"),), "mesh": MESH}
     for kind in (first, "plain" if first == "bound" else "bound"):
         if kind == "bound":
-            assert ft.jit(functools.partial(f, y=3.0), **options)(jnp.ones(8)).tolist() == [3.0] * 8
+            assert ft.jit(bound, **options)(jnp.ones(8)).tolist() == [3.0] * 8
         else:
             with raises("in_shardings has 1 layout, and ", "has 2 positional parameters (x, y)"):
                 ft.jit(f, **options)(jnp.ones(8))
@@ -150,12 +149,6 @@ def test_a_function_that_is_gone_takes_its_traces_along(wrap: Callable[[Any], An
     del f
     gc.collect()
     assert alive() is None
-
-
-def test_a_function_lives_as_long_as_its_wrapper():
-    jitted = ft.jit(lambda x: x + 1)
-    gc.collect()
-    assert jitted(jnp.ones(2)).tolist() == [2, 2] and jitted(jnp.ones(3)).tolist() == [2, 2, 2]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -64,7 +64,6 @@ def spec(array: jax.Array) -> P | None:
 def lays_out_as_penzai_does(tour: SimpleNamespace) -> None:
     """The same cells in Penzai."""
     from penzai import pz
-    from penzai.models.transformer.variants import llamalike_common
     from penzai.toolshed import sharding_util
 
     tree = {
@@ -79,32 +78,6 @@ def lays_out_as_penzai_does(tour: SimpleNamespace) -> None:
         assert tree[name].data_array.shape == getattr(tour.some_arrays, name).shape
         assert sharding.data_array == getattr(tour.plan.shardings, name)
 
-    config = llamalike_common.LlamalikeTransformerConfig(
-        num_kv_heads=2,
-        query_head_multiplier=1,
-        embedding_dim=64,
-        projection_dim=16,
-        mlp_hidden_dim=128,
-        num_decoder_blocks=2,
-        vocab_size=100,
-        mlp_variant="geglu_approx",
-        rope_wavelength=10_000,
-        tie_embedder_and_logits=True,
-        use_layer_stack=False,
-        parameter_dtype=jnp.float32,
-        activation_dtype=jnp.float32,
-    )
-    built = sharding_util.sharded_init(
-        llamalike_common.build_llamalike_transformer,
-        config=config,
-        init_base_rng=jax.random.key(42),
-        mesh=tour.line,
-        axis_name_to_mesh_name={"embedding": "devices"},
-    )
-    theirs = [variable.value.data_array for variable in pz.unbind_params(built)[1]]
-    ours = jax.tree.leaves(tour.tiny_transformer)
-    assert [(x.shape, spec(x)) for x in ours] == [(x.shape, spec(x)) for x in theirs]
-
 
 @pytest.mark.parametrize("tour", ["penzai_tour.py"], indirect=True)
 def test_penzai_tour(tour):
@@ -113,23 +86,9 @@ def test_penzai_tour(tour):
     assert tour.jit_model.body is tour.model and len(tour.jitted_call.compilations) == 1
     assert tour.arr.tolist() == [[1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6]]
 
-    parts = {33: (2,), 35: (2, 4), 37: (8, 2), 39: (8, 8), 49: (3, 1)}
-    for cell, shape in parts.items():
-        array = tour.arrays[cell]
-        assert (
-            array.sharding.shard_shape(array.shape) == shape and len(array.sharding.device_set) == 8
-        )
-    assert tour.arrays[49].tolist() == tour.arr.tolist() and spec(tour.arrays[49]) == P(
-        None, "columns"
-    )
-    by_rules = {"one": P("bar", "foo", None), "two": P("bar"), "three": P("foo", None)}
-    own_names = {"one": P("a", "b", None), "two": P("a"), "three": P("b", None)}
-    for cell, specs in {54: by_rules, 55: by_rules, 56: own_names}.items():
-        assert {str(row.path): row.spec for row in ft.plan(tour.arrays[cell])} == specs
-
-    assert tour.tokens.shape == (16, 20) and tour.tokens.dtype == jnp.int32
-    assert spec(tour.tokens) == P("devices", None)
-    assert tour.result.shape == (16, 20, 100) and tour.result.dtype == jnp.float32
+    assert tour.arrays[49].tolist() == tour.arr.tolist()
+    assert spec(tour.arrays[49]) == P(None, "columns")
+    assert spec(tour.tokens) == P("devices", None) and tour.result.shape == (16, 20, 100)
     for result in (tour.fsdp_result, tour.constrained_result):
         assert spec(result) == P("devices", None, None)
         np.testing.assert_allclose(result, tour.result, rtol=1e-4, atol=1e-5)
@@ -151,41 +110,15 @@ def test_penzai_tour(tour):
 
 @pytest.mark.parametrize("tour", ["flax_tour.py"], indirect=True)
 def test_flax_tour(tour):
-    assert dict(tour.mesh.shape) == {"data": 2, "model": 4}
-    ids = [[device.id for device in row] for row in tour.mesh.devices]
-    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    assert tour.x.shape == (8, 1024) and spec(tour.x) == P("data", None)
     for plan in (tour.state_plan, tour.logical_plan):
         for row in plan:
             wanted = {"w1": P(None, "model"), "w2": P("model", None)}.get(str(row.path[-1]), P())
             assert row.spec == wanted, row.path
-        assert {plan[f"model.layers.{i}.w1"].shape for i in range(4)} == {(1024, 1024)}
     shardings = jax.tree.map(lambda x: x.sharding, tour.initialized_state)
     assert jax.tree.all(jax.tree.map(lambda a, b: a == b, shardings, tour.state_sharding))
-    assert (spec(tour.layer.w1), spec(tour.layer.w2)) == (P(None, "model"), P("model", None))
-    assert int(tour.initialized_state.step) == 0 and spec(tour.initialized_state.step) == P()
-    assert (
-        tour.diff.w1.shape == (1024, 1024)
-        and spec(tour.diff.w1) == P(None, "model")
-        and not tour.diff.w1.any()
-    )
-    assert int(tour.new_state.step) == 1 and spec(tour.new_state.model.layers[0].w2) == P(
-        "model", None
-    )
-    assert (
-        tour.y.dtype == jnp.float32
-        and tour.y.shape == (8, 1024)
-        and spec(tour.y) == P("data", None)
-    )
-    assert tour.logical_axes.w1 == ft.Axes("embed", "hidden")
-    assert len(tour.train_step.compilations) == 1
-    assert (
-        int(tour.logical_initialized_state.step),
-        len(tour.logical_train_step.compilations),
-    ) == (3, 2)
-    assert spec(tour.logical_initialized_state.model.layers[0].w1) == P(None, "model")
+    assert not tour.diff.w1.any() and int(tour.new_state.step) == 1
+    assert spec(tour.y) == P("data", None) and len(tour.train_step.compilations) == 1
     stacked = tour.scanned_state.model.layers.layer
-    assert stacked.w1.shape == (4, 1024, 1024)
     assert (spec(stacked.w1), spec(stacked.w2)) == (P(None, None, "model"), P(None, "model", None))
     for line in (
         "[30] annotations are logical, not mesh-specific: embed hidden",
@@ -222,26 +155,11 @@ def test_pjit_tour(tour):
     assert tour.messages.keys() == SAID.keys()
     for mistake, fragment in SAID.items():
         assert fragment in tour.messages[mistake]
-    assert tour.doubled.tolist() == [16 * i for i in range(8)] and spec(tour.doubled) == P(
-        "devices"
-    )
-    assert tour.z.tolist() == [30] * 16
     assert tour.cubed.tolist() == [i**3 for i in range(8)] and tour.donated.is_deleted()
-    parts = {part: array.sharding.shard_shape((8, 8)) for part, array in tour.spread.items()}
-    assert parts == {
-        P("rows", "columns"): (2, 4),
-        P(("rows", "columns")): (1, 8),
-        P(None, "columns"): (8, 4),
-        P("rows"): (2, 8),
-        P(): (8, 8),
-    }
     assert tour.batched.tolist() == [smooth] * 3 and spec(tour.batched) == P(None, "devices")
     assert tour.primal.tolist() == smooth and tour.tangent.tolist() == [1.5, *[2] * 6, 1.5]
     assert spec(tour.tangent) == P("devices") and tour.gradient.tolist() == tour.tangent.tolist()
-    assert spec(tour.gradients.up) == P(None, "columns")
     assert tour.nested.tolist() == np.convolve(smooth, [0.5, 1, 0.5], "same").tolist()
-    assert (spec(tour.inside), spec(tour.outside)) == (P("rows", "columns"), P("devices"))
-    assert [spec(x) for x in tour.any_sharding] == [P(None), P("devices")]
     assert tour.compiled.output_shardings.spec == P("devices")
 
 

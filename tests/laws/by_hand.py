@@ -1,5 +1,4 @@
-"""A SwiGLU layer and a Llama-like transformer in plain JAX: parameters in dicts, every layout
-written out by hand.
+"""A Llama-like transformer in plain JAX: parameters in dicts, every layout written out by hand.
 
 The oracle of `test_parity.py`, on a mesh with axes `data` and `model`. It knows nothing of the
 library; so keep it.
@@ -29,11 +28,6 @@ class Layout(NamedTuple):
     logits: P = P("data", None, None)
 
 
-MLP_TP = Layout(
-    params={"gate": P(None, "model"), "up": P(None, "model"), "down": P("model", None)},
-    hidden=P("data", None, "model"),
-)
-
 # Each array is split over `data` along its largest dimension, and gathered where it is used.
 FSDP = Layout(
     params={
@@ -54,31 +48,8 @@ FSDP = Layout(
     },
 )
 
-# Heads, hidden units and vocabulary are split over `model`, and their work with them.
-TP = Layout(
-    params={
-        "embed": P("model", None),
-        "blocks": {
-            "attn_norm": P(None, None),
-            "query": P(None, None, "model", None),
-            "key": P(None, None, "model", None),
-            "value": P(None, None, "model", None),
-            "out": P(None, "model", None, None),
-            "mlp_norm": P(None, None),
-            "gate": P(None, None, "model"),
-            "up": P(None, None, "model"),
-            "down": P(None, "model", None),
-        },
-        "norm": P(None),
-        "unembed": P(None, "model"),
-    },
-    table=P("model", None),
-    heads=P("data", None, "model", None),
-    hidden=P("data", None, "model"),
-    logits=P("data", None, "model"),
-)
-
-# Both: what TP leaves whole, FSDP splits over `data`.
+# Heads, hidden units and vocabulary are split over `model`, and their work with them; what that leaves
+# whole is split over `data`.
 FSDP_TP = Layout(
     params={
         "embed": P("model", "data"),
@@ -158,11 +129,6 @@ def transformer(params: Params, tokens: Array, layout: Layout) -> Array:
 
 
 # The losses, and what is compiled
-
-
-def mlp_loss(params: Params, x: Array, layout: Layout) -> Array:
-    """The layer learns to return its input."""
-    return jnp.mean((mlp(params, x, layout) - x) ** 2)
 
 
 def next_token_loss(params: Params, tokens: Array, layout: Layout) -> Array:

@@ -1,5 +1,5 @@
-"""A program under `ft.jit` beside the same under `eqx.filter_jit`: the same tree, and the same
-values."""
+"""A program under `ft.jit`, or a sharded training, beside the same of Equinox: the same tree, and
+the same values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +9,7 @@ import jax
 import numpy as np
 
 import functree as ft
+from tests.lib.meshes import MESH
 
 TOLERANCE = 1e-5
 
@@ -43,6 +44,57 @@ def jit_alike(
     jitted(*jax.tree.map(lambda x: x, args))
     assert len(jitted.compilations) == 1
     return found
+
+
+def train_alike(
+    model: Any,
+    loss: Callable[[Any, Any], Any],
+    tx: Any,
+    batch: Any,
+    layout: Any,
+    *,
+    spec: ft.P = ft.P("data"),  # noqa: B008 (it is immutable)
+    after: Callable[[Any], Any] = lambda model: model,
+    tolerance: float = TOLERANCE,
+) -> Any:
+    """The training state after two sharded steps that donate it. They are compiled once, and give
+    what two steps of Equinox on one device give.
+
+    Args:
+        model: the model, of which copies are trained.
+        loss: of a model and a batch.
+        tx: the optimizer.
+        batch: of both steps.
+        layout: of the training state, and the ambient rules.
+        spec: of the batch.
+        after: what becomes of a model after each step.
+        tolerance: of the values.
+    """
+    ts = ft.TrainState.create(ft.copy(model), tx, layout=layout, mesh=MESH)
+
+    @ft.jit(rules=layout, donate="ts")
+    def step(ts: Any, batch: Any) -> Any:
+        value, gradients = ft.value_and_grad(loss)(ts.model, batch)
+        ts = ft.apply_gradients(ts, gradients)
+        return eqx.tree_at(lambda ts: ts.model, ts, after(ts.model)), value
+
+    @eqx.filter_jit
+    def plain(model: Any, opt_state: Any, batch: Any) -> Any:
+        value, gradients = eqx.filter_value_and_grad(loss)(model, batch)
+        updates, opt_state = tx.update(gradients, opt_state)
+        return after(eqx.apply_updates(model, updates)), opt_state, value
+
+    opt_state, placed = (
+        tx.init(eqx.filter(model, eqx.is_inexact_array)),
+        ft.shard(batch, spec, MESH),
+    )
+    for _ in range(2):
+        ts, found = step(ts, placed)
+        model, opt_state, expected = plain(model, opt_state, batch)
+        assert_alike(found, expected, tolerance)
+    assert_alike(ts.model, model, tolerance)
+    assert len(step.compilations) == 1
+    return ts
 
 
 def assert_parts(tree: Any) -> None:

@@ -11,6 +11,7 @@ from tests.libraries.name_audit import CELLS, COVERING, audit
 MISSING = {"dp": 0.14, "fsdp": 0.19, "tp": 0.04, "both": 0.0}
 
 
+@pytest.mark.usefixtures("compiles_anew")  # tables know lines of source
 @pytest.mark.filterwarnings("ignore")  # those of the libraries
 @pytest.mark.parametrize("layout", MISSING)
 def test_no_name_is_wrong(layout: str) -> None:

@@ -9,12 +9,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import optax
-import pytest
 from jax import Array
 
 import functree as ft
-from tests.lib.meshes import MESH, assert_lies, lay
-from tests.libraries.alike import assert_alike, assert_parts, jit_alike
+from tests.lib.meshes import assert_lies
+from tests.libraries.alike import assert_alike, assert_parts, jit_alike, train_alike
 
 
 class VectorField(eqx.Module):
@@ -91,30 +90,10 @@ def test_noise_is_an_argument_and_a_result():
 
 def test_a_neural_ode_is_trained_sharded():
     rules = ft.StateSharding({"**.mlp.layers.0.weight": ft.P("model"), ...: ft.P()})
-    tx, y = optax.sgd(1e-2), jax.random.normal(jax.random.key(1), (8, 2))
-    adjoint = dfx.RecursiveCheckpointAdjoint()
+    y, adjoint = jax.random.normal(jax.random.key(1), (8, 2)), dfx.RecursiveCheckpointAdjoint()
 
-    @ft.jit(rules=rules, donate="ts")
-    def step(ts: Any, y: Array) -> Any:
-        value, gradients = ft.value_and_grad(loss)(ts.model, y, adjoint)
-        return ft.apply_gradients(ts, gradients), value
+    def with_checkpoints(field: Any, y: Array) -> Array:
+        return loss(field, y, adjoint)
 
-    @eqx.filter_jit
-    def plain(model: Any, y: Array) -> Any:
-        value, gradients = eqx.filter_value_and_grad(loss)(model, y, adjoint)
-        updates, _ = tx.update(gradients, tx.init(model))
-        return eqx.apply_updates(model, updates), value
-
-    ts, model = ft.TrainState.create(field(), tx, layout=rules, mesh=MESH), field()
-    for _ in range(2):
-        ts, found = step(ts, lay(y, "data"))
-        model, expected = plain(model, y)
-        assert_alike(found, expected, 1e-4)
-    assert_alike(ts.model, model, 1e-4)
+    ts = train_alike(field(), with_checkpoints, optax.sgd(1e-2), y, rules, tolerance=1e-4)
     assert_lies(ts.model.mlp.layers[0].weight, "model")
-    assert len(step.compilations) == 1
-
-
-def test_a_solve_that_throws():
-    with pytest.raises(eqx.EquinoxRuntimeError, match="maximum number of solver steps"):
-        ft.jit(lambda field, y: adaptive(field, y, max_steps=1).ys)(field(), y0())

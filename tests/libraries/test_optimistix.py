@@ -6,7 +6,6 @@ from typing import Any
 import equinox as eqx
 import jax.numpy as jnp
 import optimistix as optx
-import pytest
 from jax import Array
 
 import functree as ft
@@ -78,11 +77,3 @@ def test_a_loop_step_by_step():
         assert_alike(found, expected)
     assert len(jitted.compilations) == 1
     assert_parts(found)
-
-
-def test_too_few_steps_are_its_own_error():
-    def solve(args: Args) -> Values:
-        return optx.root_find(residuals, NEWTON, start(), args, has_aux=True, max_steps=1).value
-
-    with pytest.raises(eqx.EquinoxRuntimeError, match="maximum number of steps"):
-        ft.jit(solve)(ARGS)

@@ -21,7 +21,6 @@ from jax import lax
 from jaxtyping import Array
 
 import functree as ft
-from tests.lib.meshes import MESH
 
 P = ft.P
 
@@ -103,37 +102,6 @@ def layer() -> Faulty:
 
 
 @program
-def cross_entropy() -> Faulty:
-    def body(logits: Any, labels: Any, n: Any) -> Any:
-        width = logits.shape[1]
-        start = lax.axis_index("model") * width
-        start = jnp.where(n == 1, start + lax.axis_size("model") - 1, start)  # fault: an offset by one
-        top = logits.max(1)  # fault: a maximum that is local
-        most = lax.pmax(top, "model")
-        most = jnp.where(n == 2, top, most)
-        terms = jnp.exp(logits - most[:, None])
-        total = terms.sum(1)  # fault: a denominator that is local
-        total = jnp.where(n == 3, total, lax.psum(total, "model"))
-        local = labels - start
-        mine = (local >= 0) & (local < width)
-        mine = jnp.where(n == 4, local < width, mine)  # fault: a mask with one bound
-        picked = jnp.take_along_axis(logits, jnp.clip(local, 0, width - 1)[:, None], 1)[:, 0]
-        picked = lax.psum(jnp.where(mine, picked, 0.0), "model")
-        losses = jnp.log(total) + most - picked
-        mean = losses.mean()
-        mean = jnp.where(n == 5, lax.psum(mean, "data"), lax.pmean(mean, "data"))  # fault: psum for pmean
-        return mean
-
-    specs = P("data", "model"), P("data"), P()
-    labels = jax.random.randint(jax.random.key(1), (8,), 0, 16)
-    return switched(
-        mapped(body, specs, P()), (normal(0, 8, 16), labels), specs[:-1],
-        "an offset by one", "a maximum that is local", "a denominator that is local", "a mask with one bound",
-        "psum for pmean",
-    )
-
-
-@program
 def random_numbers() -> Faulty:
     def body(x: Any, key: Any, n: Any) -> Any:
         me = lax.axis_index("model")
@@ -150,18 +118,6 @@ def random_numbers() -> Faulty:
         mapped(body, specs, P("data")), (normal(0, 8, 8), jax.random.key(3)), specs[:-1],
         "a key for each device", "noise by device",
     )
-
-
-@program
-def local_mask() -> Faulty:
-    def fn(x: Any, key: Any) -> Any:
-        def body(x: Any, key: Any) -> Any:
-            keep = jax.random.bernoulli(key, 0.5, x.shape)  # fault: one mask for all parts
-            return jnp.where(keep, x, 0.0)
-
-        return mapped(body, (P("data"), P()), P("data"))(x, key).sum()
-
-    return Faulty(fn, (normal(0, 8, 8), jax.random.key(3)), (P("data"), P()), ("one mask for all parts",))
 
 
 # Loops
@@ -285,62 +241,6 @@ def backward_by_hand() -> Faulty:
     )
 
 
-@program
-def custom_derivative() -> Faulty:
-    @jax.custom_vjp
-    def column(x: Any, w: Any) -> Any:
-        return x @ w
-
-    def backward(kept: Any, ct: Any) -> Any:
-        x, w = kept
-        return ct @ w.T, x.T @ ct  # where the psum is missing
-
-    column.defvjp(lambda x, w: (x @ w, (x, w)), backward)
-
-    def body(x: Any, w: Any) -> Any:
-        def loss(x: Any) -> Any:
-            y = column(x, w)  # fault: of operations of a backward rule JAX keeps the line of the call
-            return (jnp.sin(y) ** 2).sum()
-
-        return jax.grad(loss)(x)
-
-    return Faulty(
-        mapped(body, (P("data"), P(None, "model")), P("data")), (normal(0, 8, 8), normal(1, 8, 16)),
-        (P("data"), P(None, "model")),
-        ("of operations of a backward rule JAX keeps the line of the call",),
-    )
-
-
-@program
-def gradient_inside() -> Faulty:
-    def body(x: Any, w: Any) -> Any:
-        def loss(w: Any) -> Any:
-            y = x @ w  # fault: a gradient of one part
-            return (y**2).sum()
-
-        return jax.grad(loss)(w)
-
-    return Faulty(
-        mapped(body, (P("data"), P()), P()), (normal(0, 8, 8), normal(1, 8, 4)), (P("data"), P()),
-        ("a gradient of one part",),
-    )
-
-
-@program
-def local_means() -> Faulty:
-    def body(x: Any, w: Any) -> Any:
-        def loss(w: Any) -> Any:
-            return (jnp.tanh(x @ w) ** 2).mean()
-
-        grads = jax.grad(loss)(w)
-        return lax.psum(grads, "data")  # fault: a sum of gradients of means
-
-    return Faulty(
-        mapped(body, (P("data"), P()), P()), (normal(0, 8, 8), normal(1, 8, 4)), (P("data"), P()),
-        ("a sum of gradients of means",),
-    )
-
-
 # Specs
 
 
@@ -352,28 +252,6 @@ def order_of_axes() -> Faulty:
         return y * jnp.arange(8.0)[:, None]
 
     return Faulty(fn, (normal(0, 8, 8),), (P("data"),), ("the order of axes in a spec",))
-
-
-@program
-def swapped_spec() -> Faulty:
-    def fn(x: Any) -> Any:
-        y = x + 1
-        z = ft.shard_map(jnp.sin, in_specs=P("data", "model"), out_specs=P("model", "data"), check_vma=False)(y)  # fault: a swapped spec
-        return z.mean(0)
-
-    return Faulty(fn, (normal(0, 8, 8),), (P("data"),), ("a swapped spec",))
-
-
-@program
-def replicated_spec() -> Faulty:
-    def fn(x: Any, scale: Any) -> Any:
-        def body(x: Any, scale: Any) -> Any:
-            total = (x * scale).sum(0)
-            return lax.psum(total, "data")  # fault: a spec that does not cut
-
-        return mapped(body, (P(), P()), P())(x, scale) + 1
-
-    return Faulty(fn, (normal(0, 8, 8), jnp.ones(())), (P("data"), P()), ("a spec that does not cut",))
 
 
 @program
@@ -433,12 +311,6 @@ def _sharded() -> bool:
     return _devices("data") > 1
 
 
-def divided(net: Any, x: Any) -> Any:
-    y = net(x)
-    loss = y.sum() / (y.size * _devices("data"))  # fault: divided by the number of devices
-    return loss
-
-
 def rounded(net: Any, x: Any) -> Any:
     y = net(x)
     if _sharded():
@@ -474,36 +346,16 @@ def jitted(net: Any, x: Any) -> Any:
     return inner(net(x)).sum()
 
 
-def vectorized(net: Any, x: Any) -> Any:
-    def row(x: Any) -> Any:
-        y = x @ net.w
-        return y - _devices("data")  # fault: in a vmap
-
-    return jax.vmap(row)(x).mean()
-
-
-def differentiated(net: Any, x: Any) -> Any:
-    def loss(w: Any) -> Any:
-        y = jnp.sin(x @ w)
-        return (y**2).sum()
-
-    grads = jax.grad(jax.checkpoint(loss))(net.w)
-    return net.w - 0.1 * grads * _devices("data")  # fault: an update by the number of devices
-
-
 def indexed(net: Any, x: Any) -> Any:
     first = x[_devices("data") - 1]  # fault: another row
     return net(x) + first[None]
 
 
-asking(divided, "divided by the number of devices")
 asking(rounded, "another dtype")
 asking(left_out, "an operation that the mesh leaves out")
 asking(inserted, "an operation that only the mesh has")
 asking(constant, "another constant")
 asking(jitted, "in an inner jit")
-asking(vectorized, "in a vmap")
-asking(differentiated, "an update by the number of devices")
 asking(indexed, "another row")
 
 
@@ -518,4 +370,3 @@ FAULTS = [
     for number in range(len(PROGRAMS))
     for k, fault in enumerate(faulty(number).faults)
 ]
-MESH_OF_FAULTS = MESH

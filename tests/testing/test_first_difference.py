@@ -66,22 +66,12 @@ def switched(program: Program, fault: int) -> Program:
 
 compared = functools.cache(Compared)
 
-# Where values alone do not tell. The mask is right on a device for the labels that it has, and
-# different from that of the whole in any case; so is the offset from which it is made, and that is
-# named.
-MISSED = {"a mask with one bound": "an offset by one"}
-
 
 @pytest.mark.parametrize(("number", "fault", "name"), FAULTS, ids=[name for *_, name in FAULTS])
 def test_the_line_of_a_fault_is_named(number: int, fault: int, name: str) -> None:
     finding = compared(number).finding(fault)
     assert finding is not None
-    assert source_text(finding.step.source)[0] == line_of(MISSED.get(name, name))
-
-
-def test_the_tables_are_long_enough() -> None:
-    assert len(FAULTS) - len(MISSED) >= 50 and len(MISSED) <= 2
-    assert len(SOUND) + sum(faulty(n).switched for n in range(len(PROGRAMS))) >= 50
+    assert source_text(finding.step.source)[0] == line_of(name)
 
 
 # Sound programs
@@ -94,9 +84,8 @@ def test_nothing_is_named_in_a_program_without_its_faults(number: int) -> None:
 
 # Those that compile quickly. `python -m tests.soak --tables` runs all.
 QUICK = (
-    "MLP by hand, outside gradient, True", "fsdp_by_hand", "ring_of_products", "softmax_by_hand", "all_to_all",
-    "vocabulary_by_hand", "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton", "integers",
-    "dropout", "cancelling_sums", "masks", "spectrum", "experts", "half_precision",
+    "fsdp_by_hand", "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton",
+    "integers", "dropout", "cancelling_sums", "masks", "spectrum", "experts", "half_precision",
 )  # fmt: skip
 
 
@@ -324,11 +313,6 @@ def on_a_device(x: Any) -> Any:
     return jax.shard_map(body, mesh=MESH, in_specs=spec, out_specs=spec, check_vma=False)(x)
 
 
-def overflow(x: Any) -> Any:
-    y = (x * 1e5).astype(jnp.float16)  # out of range
-    return y * 2
-
-
 def variance(x: Any) -> Any:
     y = 1 / (x - x.var() - x)  # a variance that is zero
     return y * 2
@@ -344,11 +328,18 @@ def marked(x: Any) -> Any:
     return y * 2
 
 
+def through_a_ref(x: Any) -> Any:
+    kept = jax.new_ref(jnp.zeros(3))
+    y = jnp.log(x)  # written to a ref
+    kept[...] = y
+    return kept[...]
+
+
 POSITIVE = jnp.abs(X) + 1
 WRITTEN = "a NaN of finite values, or of a NaN that is written into the program"
 NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
     "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity of finite values: 1 of 3", ""),
-    "a NaN": (logarithm, jnp.arange(3.0), "log", "log of zero", "a NaN of finite values: 1 of 3", ""),
+    "a ref": (through_a_ref, jnp.arange(3.0), "log", "written to a ref", "an infinity of finite values: 1 of 3", ""),
     "of infinities": (masked_row, POSITIVE, "sub", "softmax of nothing", "a NaN of infinities: 64 of 64", ""),
     "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity of finite values: 64 of 64", ""),
     "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity of finite values: 64 of 64", "in iteration 5"),
@@ -364,7 +355,6 @@ NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
         deviation, jnp.array([0, 1e30]), "square", "a variance that overflows", "an infinity of finite values: 2 of 2", "",
     ),
     "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3", ""),
-    "a dtype": (overflow, POSITIVE, "convert_element_type", "out of range", "an infinity of finite values: 64 of 64", ""),
 }  # fmt: skip
 
 
@@ -448,6 +438,8 @@ def test_a_checksum_tells_values_apart(dtype: str) -> None:
 
 def check_checksum(x: Any) -> None:
     sum_ = checksum(x)
+    if jnp.iscomplexobj(x):
+        assert checksum(x * jnp.complex64(1j)) != sum_
     assert sum_ == checksum(x) and sum_.shape == ()
     for changed in (
         x[::-1],

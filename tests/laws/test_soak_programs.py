@@ -1,9 +1,9 @@
-"""Training steps of the soak: some of each kind, and that a wrong one is told."""
+"""Programs of the soak: some of each kind, and that a wrong one is told."""
 
 import jax
 import pytest
 
-from tests.soak import training_programs
+from tests.soak import layout_programs, training_programs
 from tests.soak.each import run_each
 
 # Chosen so that each layout is with and without `over=` and `layout=`, and each population with and
@@ -16,6 +16,11 @@ PROGRAMS = {seed: training_programs.make(seed) for seed in SEEDS}
 def test_a_step_is_that_of_one_device(seed: int):
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         training_programs.run(PROGRAMS[seed])
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_program_is_that_of_numpy(seed: int):
+    layout_programs.run(layout_programs.make(seed))
 
 
 def test_there_are_some_of_each_kind():
