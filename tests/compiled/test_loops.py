@@ -114,3 +114,22 @@ def test_a_loop_that_is_not_understood_has_no_length() -> None:
     ]
     for other in changed:
         assert other != text and trip_count(DataFlow(Hlo(other)), loop) is None
+
+
+TWICE = """HloModule jit_f
+
+%layer (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  ROOT %sum = f32[8]{0} all-reduce(%x), replica_groups={{0,1}}
+}
+
+ENTRY %main (y: f32[8]) -> f32[8] {
+  %y = f32[8]{0} parameter(0)
+  %once = f32[8]{0} call(%y), to_apply=%layer
+  ROOT %again = f32[8]{0} call(%once), to_apply=%layer
+}
+"""
+
+
+def test_a_computation_that_is_called_twice_runs_twice() -> None:
+    assert runs(DataFlow(Hlo(TWICE))) == {"main": 1, "layer": 2}

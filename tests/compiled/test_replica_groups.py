@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from functree.compiled.moved_arrays import groups_of, mesh_axes_of
+from tests.lib.meshes import SIZES
 
 SPELLINGS: dict[str, tuple[tuple[int, ...], ...] | None] = {
     "{{0,1},{2,3}}": ((0, 1), (2, 3)),
     "{{0,3,2},{1}}": ((0, 3, 2), (1,)),
+    "{{0,4},{4,0}}": ((0, 4), (4, 0)),
     "{}": ((0, 1, 2, 3, 4, 5, 6, 7),),
     "[2,4]<=[8]": ((0, 1, 2, 3), (4, 5, 6, 7)),
     "[4,2]<=[2,4]T(1,0)": ((0, 4), (1, 5), (2, 6), (3, 7)),
@@ -70,17 +72,18 @@ def test_all_spellings_of_some_axes_have_these_axes(
         )
 
 
-def test_a_part_of_an_axis_varies_along_the_axis() -> None:
-    assert mesh_axes_of(((0, 2), (1, 3), (4, 6), (5, 7)), {"data": 8}) == ("data",)
-    assert mesh_axes_of(((0, 1), (2, 3)), {"data": 2, "model": 4}) == ("model",)
+# Groups, or the pairs of a permute, and the mesh axes that vary in them.
+VARYING: list[tuple[Any, dict[str, int], tuple[str, ...] | None]] = [
+    (((0, 2), (1, 3), (4, 6), (5, 7)), {"data": 8}, ("data",)),  # a part of an axis
+    (((0, 1), (2, 3)), SIZES, ("model",)),
+    (((0, 4), (4, 0), (1, 5), (5, 1)), SIZES, ("data",)),
+    (((3, 4),), SIZES, ("data", "model")),
+    ((), SIZES, ()),
+    (((3,), ()), SIZES, ()),
+    (((0, 8),), SIZES, None),  # a position that the mesh does not have
+]
 
 
-def test_pairs_of_a_permute() -> None:
-    pairs = groups_of("{{0,4},{4,0},{1,5},{5,1}}", 8)
-    assert pairs is not None and mesh_axes_of(pairs, {"data": 2, "model": 4}) == ("data",)
-    assert mesh_axes_of(((3, 4),), {"data": 2, "model": 4}) == ("data", "model")
-
-
-def test_positions_that_the_mesh_does_not_have() -> None:
-    assert mesh_axes_of(((0, 8),), {"data": 8}) is None
-    assert mesh_axes_of((), {"data": 8}) == () == mesh_axes_of(((3,), ()), {"data": 8})
+@pytest.mark.parametrize(("groups", "sizes", "axes"), VARYING)
+def test_mesh_axes_that_vary(groups: Any, sizes: dict[str, int], axes: Any) -> None:
+    assert mesh_axes_of(groups, sizes) == axes
