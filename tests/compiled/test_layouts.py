@@ -1,7 +1,6 @@
 """`ft.layouts`: each operation's layout and who decided it, on programs whose layouts can be written
 by hand."""
 
-import html.parser
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -22,7 +20,7 @@ from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.shardy import ARGUMENT, CONSTRAINT, RESULT, LaidOut, moved_bytes
 from functree.devices.lies_as import lies_as
 from tests.lib.checks import compilations, raises
-from tests.lib.meshes import EXPLICIT, MESH, SIZES, lay
+from tests.lib.meshes import EXPLICIT, MESH, SIZES
 
 P = PartitionSpec
 Specs = dict[str, tuple[Any, ...]]
@@ -85,10 +83,6 @@ def alike_arguments(x: Any, y: Any) -> Any:
 
 def alike_in_a_loop(x: Any, y: Any) -> Any:
     return lax.fori_loop(0, 3, lambda i, a: lies_as(jnp.sin(a), x), y)
-
-
-def alike_in_a_branch(x: Any, y: Any) -> Any:
-    return lax.cond(y[0, 0] > 0.0, lambda: lies_as(jnp.sin(y), x), lambda: jnp.cos(y))
 
 
 def mapped(x: Any) -> Any:
@@ -195,12 +189,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (P("data"), P()),
         {"argument": [("f32[16/data, 64]", DATA_X), ("f32[16, 64]", {})]},
     ),
-    "a group inside a branch": (
-        alike_in_a_branch,
-        (X, X),
-        (P("data"), P()),
-        {"sine": [("f32[16/data, 64]", DATA_X)]},
-    ),
     "shard_map, whose body is not read": (
         mapped,
         (X,),
@@ -217,18 +205,6 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (abstract(64, 32, dtype="complex64"), abstract(16, 64, dtype="complex64")),
         (P(None, "model"), P("data")),
         {"dot_general": [("complex<f32>[16/data, 32/model]", {"data": "x", "model": "w"})]},
-    ),
-    "bfloat16": (
-        product,
-        (abstract(64, 32, dtype="bfloat16"), abstract(16, 64, dtype="bfloat16")),
-        (P(), P("data")),
-        {"dot_general": [("bf16[16/data, 32]", DATA_X)]},
-    ),
-    "no elements": (
-        product,
-        (abstract(0, 32), abstract(16, 0)),
-        (P(), P("data")),
-        {"dot_general": [("f32[16/data, 32]", DATA_X)]},
     ),
 }
 
@@ -256,12 +232,11 @@ def test_arrays_and_who_decided(case: str):
             named = {k: line_of(v) if "(" in v else v for k, v in origins.items()}
             arrays.append((array, named))
         assert [(row.array, dict(row.origins)) for row in rows_of(layouts, op)] == arrays
+    assert Layouts.from_json(layouts.to_json()) == layouts
 
 
-# In a group, the compiler lays out what is not given; what has no elements it does not compute.
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "group" not in case and case != "no elements"]
-)
+# In a group, the compiler lays out what is not given.
+@pytest.mark.parametrize("case", [case for case in CASES if "group" not in case])
 def test_arguments_and_results_are_those_of_the_compiled_program(case: str):
     """JAX says how these are laid out after it has compiled the program."""
     fn, args, specs, _ = CASES[case]
@@ -328,8 +303,10 @@ def test_a_value_that_is_returned_twice():
 
 
 def test_effects_in_order():
+    """Tokens come before the arguments, and before the results."""
     layouts = ft.layouts(jax.jit(in_order), jnp.ones((16, 64)))
     assert [row.name for row in rows_of(layouts, ARGUMENT)] == ["x"]
+    assert list(ft.ledger(in_order, jnp.ones((16, 64))).memory.arguments) == [ft.Path("x")]
     assert len(rows_of(layouts, "sine")) == 1
 
     def looped(x: Any) -> Any:
@@ -356,81 +333,7 @@ def test_explicit_axes():
     )
 
 
-class Linear(eqx.Module):
-    weight: Any
-    bias: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.weight
-
-    @eqx.filter_jit
-    def jitted(self, x: Any) -> Any:
-        return self(x)
-
-
-def gradient(model: Any, x: Any, flag: bool) -> Any:
-    return eqx.filter_grad(lambda model: jnp.sum(model(x) ** 2.0))(model)
-
-
 GIVEN = abstract(16, 64, spec=P("data"))
-LINEAR = Linear(lay(jnp.ones((64, 32))), lay(jnp.ones(32), "model"))
-PLACED = lay(jnp.ones((16, 64)), "data")
-# Calls, and the names of the arguments that their programs have.
-NAMED: dict[str, tuple[Callable[[], Layouts], list[str]]] = {
-    "jax.jit": (lambda: ft.layouts(jax.jit(product), abstract(64, 32), GIVEN), ["w", "x"]),
-    "an argument that is not used": (
-        lambda: ft.layouts(jax.jit(lambda a, b, c: a + c), GIVEN, GIVEN, GIVEN),
-        ["a", "c"],
-    ),
-    "a leaf that is not used": (
-        lambda: ft.layouts(jax.jit(lambda model, x: model(x)), LINEAR, GIVEN),
-        ["model.weight", "x"],
-    ),
-    "by keyword": (
-        lambda: ft.layouts(jax.jit(lambda x, *, w: x @ w["a"]), GIVEN, w={"a": abstract(64, 32)}),
-        ["x", "w.a"],
-    ),
-    "several of them": (
-        lambda: ft.layouts(jax.jit(lambda *xs: xs[0] + xs[2]), GIVEN, GIVEN, GIVEN),
-        ["xs.0", "xs.2"],
-    ),
-    "a static argument": (
-        lambda: ft.layouts(jax.jit(lambda x, n: x * n, static_argnums=1), GIVEN, 3.0),
-        ["args.0"],  # JAX does not say which ones are static
-    ),
-    "eqx.filter_jit": (
-        lambda: ft.layouts(eqx.filter_jit(lambda model, x: model(x)), LINEAR, PLACED),
-        ["model.weight", "x"],
-    ),
-    "a gradient by Equinox": (
-        lambda: ft.layouts(eqx.filter_jit(gradient), LINEAR, PLACED, True),
-        ["model.weight", "x"],
-    ),
-    "a method": (lambda: ft.layouts(LINEAR.jitted, PLACED), ["self.weight", "x"]),
-    "ft.jit": (
-        lambda: ft.layouts(lambda model, x: model(x), LINEAR, GIVEN, mesh=MESH),
-        ["model.weight", "x"],
-    ),
-    "functools.partial": (
-        lambda: ft.layouts(partial(jax.jit(product), abstract(64, 32, spec=P())), GIVEN),
-        ["w", "x"],
-    ),
-    "keys": (
-        lambda: ft.layouts(
-            jax.jit(lambda key, c, x: x + jax.random.normal(key, x.shape)),
-            jax.random.key(0),
-            GIVEN,
-            GIVEN,
-        ),
-        ["key", "x"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NAMED)
-def test_names_of_arguments(case: str):
-    call, names = NAMED[case]
-    assert [row.name for row in rows_of(call(), ARGUMENT)] == names
 
 
 def test_functions_with_the_same_program():
@@ -440,11 +343,6 @@ def test_functions_with_the_same_program():
         layouts = ft.layouts(fn, GIVEN)
         [row] = rows_of(layouts, "sine")
         assert row.origins == {"data": name} and row.expression == f"jnp.sin({name})"
-    program = [row._replace(name="", expression="", source=None, origins={}) for row in layouts]
-    other = ft.layouts(second, GIVEN)
-    assert program == [
-        row._replace(name="", expression="", source=None, origins={}) for row in other
-    ]
 
 
 def test_names_of_mesh_axes():
@@ -500,46 +398,13 @@ def test_equal_rows_are_one_line():
     assert text.count("sine") == 1
 
 
-class Tags(html.parser.HTMLParser):
-    """Checks that tags are closed in order, and counts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any):
-        self.seen.append(tag)
-        if tag not in ("meta", "rect", "use", "path", "line", "input", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str):
-        if tag in self.open:
-            assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: Any):
-        self.seen.append(tag)
-
-
 def test_page():
     layouts = ft.layouts(constrained, X, in_shardings=P("data"), mesh=MESH)
     page = layouts.html()
-    tags = Tags()
-    tags.feed(page)
-    assert page.startswith("<!doctype html>") and "http" not in page and tags.open == []
+    assert page.startswith("<!doctype html>") and "http" not in page and "<svg" in page
     assert "ft.constrain(jnp.exp(x), P(&quot;model&quot;))" in page
-    assert tags.seen.count("svg") > 0
     fragment = layouts._repr_html_()
     assert "<html" not in fragment and "f32[16/model, 64]" in fragment
-
-
-def test_json_is_equal_again():
-    for case in CASES:
-        fn, args, specs, _ = CASES[case]
-        layouts = ft.layouts(jax.jit(fn), *placed(args, specs))
-        assert Layouts.from_json(layouts.to_json()) == layouts
-    with raises("JSON"):
-        Layouts.from_json("{}")
 
 
 def test_diff():
@@ -552,13 +417,8 @@ def test_diff():
         before.diff(3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")
-
-
-@pytest.mark.usefixtures("without_passes")
-def test_without_the_passes():
     message = re.compile("layouts are not known: the passes of Shardy in this jaxlib are others .*")
     call: Any = (product, W, X)
     options: Any = {"in_shardings": (P("model"), P("data")), "mesh": MESH}
@@ -595,13 +455,6 @@ MOVED: dict[str, tuple[Callable[..., Any], Any, Any, Any, int]] = {
         (P("model"), P("data")),
         P("data"),
         (5 + 1) * 8 * 64 * 4,
-    ),
-    "complex numbers": (
-        product,
-        (abstract(64, 32, dtype="complex64"), abstract(16, 64, dtype="complex64")),
-        (P("model"), P("data", "model")),
-        P("data"),
-        8 * 32 * 8,
     ),
 }
 

@@ -197,15 +197,15 @@ def test_a_norm_that_scales_two_scalars_is_named_by_neither() -> None:
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.1))
 
     def loss(p: Any, x: Any) -> jax.Array:
-        return (p["scale"] * (x @ p["w"]) + p["shift"]).mean()
+        return jnp.sin(p["outside"] * jnp.sin(p["inside"] * (x @ p["w"]))).mean()
 
     def step(p: Any, opt_state: Any, x: Any) -> Any:
         updates, opt_state = tx.update(jax.grad(loss)(p, x), opt_state)
         return optax.apply_updates(p, updates), opt_state
 
     scalar = jax.ShapeDtypeStruct((), "float32")
-    p = {"scale": scalar, "shift": scalar, "w": jax.ShapeDtypeStruct((64, 32), "float32")}
-    layout = {"scale": ft.P(), "shift": ft.P(), "w": ft.P("model")}
+    p = {"inside": scalar, "outside": scalar, "w": jax.ShapeDtypeStruct((64, 32), "float32")}
+    layout = {"inside": ft.P(), "outside": ft.P(), "w": ft.P("model")}
     given = {"in_shardings": (layout, None, ft.P("data")), "out_shardings": (layout, None)}
     x = jax.ShapeDtypeStruct((16, 64), "float32")
     ledger = ft.ledger(step, p, jax.eval_shape(tx.init, p), x, mesh=MESH, **given)
