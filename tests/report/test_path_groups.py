@@ -15,14 +15,11 @@ def paths(*several: str) -> list[ft.Path]:
 COMMON: dict[str, tuple[list[ft.Path], str]] = {
     "one": (paths("blocks.0.w"), "blocks.0.w"),
     "a run": (paths("b.0.w", "b.1.w", "b.2.w"), "b.{0-2}.w"),
-    "two": (paths("b.3", "b.4"), "b.{3-4}"),
-    "with a gap": (paths("b.0", "b.1", "b.3"), "b.{0-1,3}"),
     "single ones": (paths("b.1", "b.3", "b.5"), "b.{1,3,5}"),
     "in any order": (paths("b.10", "b.2", "b.9", "b.1"), "b.{1-2,9-10}"),
     "two indices": (paths("b.0.0", "b.0.1", "b.1.0", "b.1.1"), "b.{0-1}.{0-1}"),
     "one index of two": (paths("b.0.7.w", "b.1.7.w"), "b.{0-1}.7.w"),
     "quoted keys": ([ft.Path(("a.b", 0)), ft.Path(("a.b", 1))], '"a.b".{0-1}'),
-    "names": (paths("b.0.query", "b.0.key"), "b.0.{query,key}"),
     "names and indices": (paths("b.0.q", "b.1.q", "b.0.k", "b.1.k"), "b.{0-1}.{q,k}"),
     "no keys": ([ft.Path()], "(the array)"),
 }

@@ -63,6 +63,7 @@ def test_it_is_named_and_mended(mistake: Mistake):
         assert why.hints and not why.fixes
     elif wanted != "not":
         assert wanted in found, edits
+    assert_keeps_to_its_word(why)
 
 
 @pytest.mark.slow
@@ -76,6 +77,18 @@ def test_edits_but_for_rules_give_a_program(mistake: Mistake):
     for edit in Edits(call, args, {}, call.layouts(), ledger):
         if not edit.place.startswith("rule "):
             assert edit.lower() is not None, edit.change
+
+
+def assert_keeps_to_its_word(why: ft.Why) -> None:
+    """What every answer promises."""
+    for fix in why.fixes:
+        assert fix.peak[1] <= 1.02 * fix.peak[0] and fix.flops[1] <= 1.05 * fix.flops[0]
+    for fix in (*why.fixes, *why.trades):
+        assert fix.moved[1] < fix.moved[0]
+        for data in why.data:
+            assert f"`{data}`" not in fix.change and f"`{data}." not in fix.change
+    assert not set(why.fixes) & set(why.trades)
+    assert why.fixes or all(row.verdict != "avoidable" for row in why.rows)
 
 
 def explained(fn: Any, args: tuple[Any, ...], layouts: dict[str, Any], mesh: Mesh) -> ft.Why:
