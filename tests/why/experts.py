@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.program import Cause, Label, program
 
 GROUPS, SEQ, EMBED, HIDDEN, EXPERTS, CAPACITY = 16, 16, 32, 64, 4, 8
 TOKENS = 256
@@ -59,7 +59,18 @@ class DenseExperts(eqx.Module):
         return jnp.einsum("gsec,egcm->gsm", combine, done)
 
 
-def dense_dispatch(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-to-all", phase="forward"),
+        "ft.constrain(",
+        ('"everyone batch', '"experts groups'),
+    ),
+    third="expert",
+)
+def experts_dense_dispatch(mesh: Mesh):
+    """Gradients of a mixture of experts with one-hot dispatch: constraints exchange the groups
+    of tokens for experts and back, and partial sums and gradients are summed."""
+
     def loss(model, x, y):
         return jnp.mean((x + model(x) - y) ** 2)
 
@@ -94,7 +105,13 @@ def exchanged(x, params):
     return mine[jnp.argsort(order)] * jnp.max(gates, axis=-1, keepdims=True)
 
 
-def sorted_and_exchanged(mesh: Mesh):
+@program(
+    cause=Cause(Label("asked", kind="all-to-all", phase="forward"), "jax.lax.all_to_all("),
+    third="expert",
+)
+def experts_sorted_and_exchanged(mesh: Mesh):
+    """Gradients of a mixture of experts in a shard_map: each device sorts its own tokens and
+    exchanges them by an all-to-all that is written there."""
     tokens = P(("data", "expert"))
     placed = {"router": P(), "up": P("expert"), "down": P("expert")}
     experts = jax.shard_map(
@@ -119,7 +136,15 @@ def expert_shapes():
 # --- All tokens sorted at once, those of other devices too.
 
 
-def sorted_over_devices(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", axes=("data",)), "order", ("x",)),
+    labels=[Label("asked", line="sizes = jnp.sum("), Label("compiler", axes=("data",))],
+    third="expert",
+)
+def experts_sorted_over_devices(mesh: Mesh):
+    """A mixture of experts that sorts all tokens of the batch by their expert: tokens are taken
+    from all devices, where a sort on each one would have moved none."""
+
     def experts(params, x):
         gates = jax.nn.softmax(x @ params["router"], axis=-1)
         chosen = jnp.argmax(gates, axis=-1)
@@ -138,7 +163,17 @@ def sorted_over_devices(mesh: Mesh):
 # --- A loop over experts that are spread over devices.
 
 
-def loop_over_experts(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", axes=("expert",), phase="forward"), "jax.lax.scan(", ("params.up",)
+    ),
+    labels=[Label("compiler", axes=("expert",)), Label("compiler", axes=("data", "expert"))],
+    third="expert",
+)
+def experts_in_a_loop(mesh: Mesh):
+    """Gradients of experts that are sharded over `expert` and run one after the other by a
+    scan: each device needs each expert, so the weights are gathered."""
+
     def experts(params, x):
         gates = jax.nn.softmax(x @ params["router"], axis=-1)
 
@@ -158,64 +193,3 @@ def loop_over_experts(mesh: Mesh):
     placed = {"router": P(), "up": P("expert"), "down": P("expert")}
     layouts = {"in_shardings": (placed, P("data"), P("data")), "out_shardings": (P(), placed)}
     return gradient, (params, *[floats(TOKENS, EMBED)] * 2), layouts
-
-
-PROGRAMS = (
-    Program(
-        name="experts-dense-dispatch",
-        what="Gradients of a mixture of experts with one-hot dispatch: constraints exchange the "
-        "groups of tokens for experts and back, and partial sums and gradients are summed.",
-        make=dense_dispatch,
-        third="expert",
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-to-all", phase="forward"),
-            expression="ft.constrain(",
-            origins=('"everyone batch', '"experts groups'),
-        ),
-    ),
-    Program(
-        name="experts-sorted-and-exchanged",
-        what="Gradients of a mixture of experts in a shard_map: each device sorts its own tokens "
-        "and exchanges them by an all-to-all that is written there.",
-        make=sorted_and_exchanged,
-        third="expert",
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-to-all", phase="forward"),
-            expression="jax.lax.all_to_all(",
-        ),
-    ),
-    Program(
-        name="experts-sorted-over-devices",
-        what="A mixture of experts that sorts all tokens of the batch by their expert: tokens are "
-        "taken from all devices, where a sort on each one would have moved none.",
-        make=sorted_over_devices,
-        third="expert",
-        labels=(
-            Label("asked", line="sizes = jnp.sum("),
-            Label("compiler", axes=("data",)),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("data",)),
-            expression="order",
-            origins=("x",),
-        ),
-    ),
-    Program(
-        name="experts-in-a-loop",
-        what="Gradients of experts that are sharded over `expert` and run one after the other by a "
-        "scan: each device needs each expert, so the weights are gathered.",
-        make=loop_over_experts,
-        third="expert",
-        labels=(
-            Label("compiler", axes=("expert",)),
-            Label("compiler", axes=("data", "expert")),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("expert",), phase="forward"),
-            expression="jax.lax.scan(",
-            origins=("params.up",),
-        ),
-    ),
-)

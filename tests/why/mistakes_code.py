@@ -1,7 +1,5 @@
 """Programs whose mistake is mended by other code: no layout and no constraint does it."""
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
@@ -10,7 +8,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.mistake import Made, mistake
 
 
 def normed(x: Array) -> Array:
@@ -23,8 +21,20 @@ def attended(query: Array, key: Array, value: Array, mask: Array | bool = True) 
     return jnp.einsum("bhst,bthd->bshd", weights, value)
 
 
+@mistake(
+    "small vision transformer: six heads on four devices",
+    wrong=6,
+    right=8,
+    edit=None,
+    named="return y.reshape(*y.shape[:2], heads, -1)",
+    third="tensor",
+)
 def small_vision(mesh: Mesh, heads: int) -> Made:
-    """Attention of a small vision transformer, its width sharded over four devices."""
+    """Attention of a small vision transformer, its width sharded over four devices.
+
+    The width lies on four devices, which do not divide six heads, so queries, keys and values
+    are gathered at the reshape. Eight heads of the same width mend it.
+    """
 
     def attention(params, x):
         def split(y):
@@ -63,8 +73,18 @@ class Fused(eqx.Module):
         return mixed.reshape(*x.shape[:2], -1) @ self.out
 
 
+@mistake(
+    "causal attention: a fused weight split across shards",
+    edit=None,
+    named="jnp.split(qkv, 3, axis=-1)",
+)
 def fused(mesh: Mesh, mistaken: bool) -> Made:
-    """A step of gradient descent for causal attention with a fused weight."""
+    """A step of gradient descent for causal attention with a fused weight.
+
+    The fused result is split into three along its sharded dimension, whose two shards do not
+    end where the parts do. With the heads outermost each shard has its own queries, keys and
+    values.
+    """
 
     def loss(model, x, y):
         return jnp.mean((x + model(normed(x)) - y) ** 2)
@@ -80,27 +100,3 @@ def fused(mesh: Mesh, mistaken: bool) -> Made:
     texts = ft.P("data", None, None)
     layouts = {"in_shardings": (rules, texts, texts), "out_shardings": (rules, ft.P())}
     return step, (model, x, x), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "small vision transformer: six heads on four devices",
-        "The width lies on four devices, which do not divide six heads, so queries, keys and values "
-        "are gathered at the reshape. Eight heads of the same width mend it.",
-        make=partial(small_vision, heads=6),
-        mended=partial(small_vision, heads=8),
-        edit=None,
-        named="return y.reshape(*y.shape[:2], heads, -1)",
-        third="tensor",
-    ),
-    Mistake(
-        "causal attention: a fused weight split across shards",
-        "The fused result is split into three along its sharded dimension, whose two shards do not "
-        "end where the parts do. With the heads outermost each shard has its own queries, keys and "
-        "values.",
-        make=partial(fused, mistaken=True),
-        mended=partial(fused, mistaken=False),
-        edit=None,
-        named="jnp.split(qkv, 3, axis=-1)",
-    ),
-)

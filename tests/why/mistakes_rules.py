@@ -1,7 +1,6 @@
 """Programs over models with axis names, in whose layout one rule is wrong or missing."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import equinox as eqx
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.mistake import Made, mistake
 
 
 def normed(x: Array) -> Array:
@@ -38,8 +37,19 @@ class Forecaster(eqx.Module):
         return x @ self.head
 
 
+@mistake(
+    "forecaster: embed before hidden",
+    wrong={"batch": "data", "embed": "model", "hidden": "model", ...: None},
+    right={"batch": "data", "embed": None, "hidden": "model", ...: None},
+    edit="rule",
+    named="embed",
+)
 def forecast(mesh: Mesh, rules: Mapping) -> Made:
-    """A step of gradient descent for a forecaster; the compiler lays its results out."""
+    """A step of gradient descent for a forecaster; the compiler lays its results out.
+
+    The rule for `embed` comes first and takes `model`, so the first product sums over it: the
+    wide hidden activations are reduced, and not the narrow results.
+    """
 
     def loss(model, x, y):
         return jnp.mean((model(x) - y) ** 2)
@@ -74,8 +84,19 @@ class Grouped(eqx.Module):
         )
 
 
+@mistake(
+    "grouped attention: no rule for kv_heads",
+    wrong={"batch": "data", "heads": "model", ...: None},
+    right={"batch": "data", "heads": "model", "kv_heads": "model", ...: None},
+    edit="rule",
+    named="kv_heads",
+)
 def grouped(mesh: Mesh, rules: Mapping) -> Made:
-    """A step of gradient descent for grouped attention; the new model lies as the old one."""
+    """A step of gradient descent for grouped attention; the new model lies as the old one.
+
+    Keys and values have heads with another name, which has no rule: their weights are
+    replicated, and their gradients, which lie by heads, are gathered.
+    """
 
     def loss(model, x, y):
         return jnp.mean((x + model(normed(x)) - y) ** 2)
@@ -113,8 +134,19 @@ class Inverted(eqx.Module):
         return x + jax.nn.relu6(h) @ self.project
 
 
+@mistake(
+    "inverted residual: an override transposed",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="rule",
+    named="project",
+)
 def inverted(mesh: Mesh, project: ft.P) -> Made:
-    """An inverted residual with one spec that overrides the rules."""
+    """An inverted residual with one spec that overrides the rules.
+
+    The filter for the last weight shards its columns, where the rules would shard its rows, so
+    the wide activations or the weight are relaid.
+    """
 
     def features(block, x):
         return block(x)
@@ -139,8 +171,19 @@ class Document(eqx.Module):
         return x + h @ self.down
 
 
+@mistake(
+    "documents: hidden on the axis of the sequence",
+    wrong={"batch": "data", "hidden": "seq", ...: None},
+    right={"batch": "data", "hidden": "model", ...: None},
+    edit="rule",
+    named="hidden",
+)
 def document(mesh: Mesh, rules: Mapping) -> Made:
-    """Positions of documents, sharded over `data` and `seq`."""
+    """Positions of documents, sharded over `data` and `seq`.
+
+    `hidden` is on the mesh axis that shards the sequence: an activation cannot lie over it
+    twice, so the weights are gathered and `model` computes everything twice.
+    """
 
     def encode(layer, x):
         return layer(x)
@@ -166,8 +209,20 @@ class Layers(eqx.Module):
         return jax.lax.scan(layer, x, self)[0]
 
 
+@mistake(
+    "layers: the stack on the axis of the model",
+    wrong={"batch": "data", "layers": "model", "hidden": "model", ...: None},
+    right={"batch": "data", "layers": None, "hidden": "model", ...: None},
+    edit="rule",
+    named="layers",
+    third="stage",
+)
 def layered(mesh: Mesh, rules: Mapping) -> Made:
-    """A scan over four layers held as one."""
+    """A scan over four layers held as one.
+
+    A rule for a pipeline shards the layers over `model`, which leaves `hidden` unsharded: the
+    scan gathers every layer.
+    """
 
     def encode(layers, x):
         return layers(x)
@@ -176,63 +231,3 @@ def layered(mesh: Mesh, rules: Mapping) -> Made:
     texts = ft.P("data", None, None)
     layouts = {"in_shardings": (ft.AxisRules(rules), texts), "out_shardings": texts}
     return encode, (layers, shape(64, 16, 256)), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "forecaster: embed before hidden",
-        "The rule for `embed` comes first and takes `model`, so the first product sums over it: the "
-        "wide hidden activations are reduced, and not the narrow results.",
-        make=partial(
-            forecast, rules={"batch": "data", "embed": "model", "hidden": "model", ...: None}
-        ),
-        mended=partial(
-            forecast, rules={"batch": "data", "embed": None, "hidden": "model", ...: None}
-        ),
-        edit="rule",
-        named="embed",
-    ),
-    Mistake(
-        "grouped attention: no rule for kv_heads",
-        "Keys and values have heads with another name, which has no rule: their weights are "
-        "replicated, and their gradients, which lie by heads, are gathered.",
-        make=partial(grouped, rules={"batch": "data", "heads": "model", ...: None}),
-        mended=partial(
-            grouped, rules={"batch": "data", "heads": "model", "kv_heads": "model", ...: None}
-        ),
-        edit="rule",
-        named="kv_heads",
-    ),
-    Mistake(
-        "inverted residual: an override transposed",
-        "The filter for the last weight shards its columns, where the rules would shard its rows, "
-        "so the wide activations or the weight are relaid.",
-        make=partial(inverted, project=ft.P(None, "model")),
-        mended=partial(inverted, project=ft.P("model", None)),
-        edit="rule",
-        named="project",
-    ),
-    Mistake(
-        "documents: hidden on the axis of the sequence",
-        "`hidden` is on the mesh axis that shards the sequence: an activation cannot lie over it "
-        "twice, so the weights are gathered and `model` computes everything twice.",
-        make=partial(document, rules={"batch": "data", "hidden": "seq", ...: None}),
-        mended=partial(document, rules={"batch": "data", "hidden": "model", ...: None}),
-        edit="rule",
-        named="hidden",
-    ),
-    Mistake(
-        "layers: the stack on the axis of the model",
-        "A rule for a pipeline shards the layers over `model`, which leaves `hidden` unsharded: the "
-        "scan gathers every layer.",
-        make=partial(
-            layered, rules={"batch": "data", "layers": "model", "hidden": "model", ...: None}
-        ),
-        mended=partial(
-            layered, rules={"batch": "data", "layers": None, "hidden": "model", ...: None}
-        ),
-        edit="rule",
-        named="layers",
-        third="stage",
-    ),
-)

@@ -1,7 +1,5 @@
 """Programs in which one argument has a wrong spec."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import ShapeDtypeStruct
@@ -9,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.mistake import Made, mistake
 
 
 def normed(x: Array) -> Array:
@@ -20,8 +18,20 @@ def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
     return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
 
 
+@mistake(
+    "soft mixture: the second weight transposed",
+    wrong=ft.P("expert", None, "model"),
+    right=ft.P("expert", "model", None),
+    edit="spec",
+    named="params.down",
+    third="expert",
+)
 def soft_experts(mesh: Mesh, down: ft.P) -> Made:
-    """A soft mixture of experts: each slot of an expert is a weighted mean of all tokens."""
+    """A soft mixture of experts: each slot of an expert is a weighted mean of all tokens.
+
+    The second weight of the experts is sharded over its columns, as the first one, so the
+    hidden activations are gathered over `model`.
+    """
 
     def mixture(params, x):
         logits = jnp.einsum("bsd,dep->bsep", normed(x), params["slots"])
@@ -43,8 +53,19 @@ def soft_experts(mesh: Mesh, down: ft.P) -> Made:
     return mixture, (params, x), {"in_shardings": (specs, sentences), "out_shardings": sentences}
 
 
+@mistake(
+    "language model: the table of logits over embed",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="spec",
+    named="params.unembed",
+)
 def language_model(mesh: Mesh, unembed: ft.P) -> Made:
-    """The loss of a small language model, for each text: two tables and an MLP."""
+    """The loss of a small language model, for each text: two tables and an MLP.
+
+    The table of logits is sharded over `embed`, over which the product sums, so all logits are
+    partial sums: 8 MiB are reduced that the vocabulary's shards would not need.
+    """
 
     def losses(params, tokens, targets):
         x = params["embed"][tokens]
@@ -66,8 +87,20 @@ def language_model(mesh: Mesh, unembed: ft.P) -> Made:
     return losses, (params, tokens, tokens), layouts
 
 
+@mistake(
+    "attention: the bias on another axis",
+    wrong=ft.P("head", None, None),
+    right=ft.P("model", None, None),
+    edit="spec",
+    named="params.bias",
+    third="head",
+)
 def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
-    """Attention with a learned bias for each head and pair of positions."""
+    """Attention with a learned bias for each head and pair of positions.
+
+    The bias has its heads on another mesh axis than the queries: it is relaid before it can be
+    added to the scores.
+    """
 
     def attend(params, x):
         query, key, value = jnp.einsum("bse,nehd->nbshd", normed(x), params["qkv"])
@@ -87,8 +120,19 @@ def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
     return attend, (params, x), {"in_shardings": (specs, texts), "out_shardings": texts}
 
 
+@mistake(
+    "recommender: a buffer unlike its table",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="spec",
+    named="squares.items",
+)
 def recommender(mesh: Mesh, squares: ft.P) -> Made:
-    """A step of Adagrad for two factors of a table of ratings."""
+    """A step of Adagrad for two factors of a table of ratings.
+
+    The sums of squares of one table are sharded over its columns, and the table and its
+    gradient over the rows, so 1 MiB is relaid in each step.
+    """
 
     def loss(params, users, items, ratings):
         predicted = jnp.sum(params["users"][users] * params["items"][items], axis=-1)
@@ -114,45 +158,3 @@ def recommender(mesh: Mesh, squares: ft.P) -> Made:
         "out_shardings": (specs, None),
     }
     return step, (params, params, index, index, ratings), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "soft mixture: the second weight transposed",
-        "The second weight of the experts is sharded over its columns, as the first one, so the "
-        "hidden activations are gathered over `model`.",
-        make=partial(soft_experts, down=ft.P("expert", None, "model")),
-        mended=partial(soft_experts, down=ft.P("expert", "model", None)),
-        edit="spec",
-        named="params.down",
-        third="expert",
-    ),
-    Mistake(
-        "language model: the table of logits over embed",
-        "The table of logits is sharded over `embed`, over which the product sums, so all logits "
-        "are partial sums: 8 MiB are reduced that the vocabulary's shards would not need.",
-        make=partial(language_model, unembed=ft.P(None, "model")),
-        mended=partial(language_model, unembed=ft.P("model", None)),
-        edit="spec",
-        named="params.unembed",
-    ),
-    Mistake(
-        "attention: the bias on another axis",
-        "The bias has its heads on another mesh axis than the queries: it is relaid before it can "
-        "be added to the scores.",
-        make=partial(biased_attention, bias=ft.P("head", None, None)),
-        mended=partial(biased_attention, bias=ft.P("model", None, None)),
-        edit="spec",
-        named="params.bias",
-        third="head",
-    ),
-    Mistake(
-        "recommender: a buffer unlike its table",
-        "The sums of squares of one table are sharded over its columns, and the table and its "
-        "gradient over the rows, so 1 MiB is relaid in each step.",
-        make=partial(recommender, squares=ft.P(None, "model")),
-        mended=partial(recommender, squares=ft.P("model", None)),
-        edit="spec",
-        named="squares.items",
-    ),
-)

@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.program import Cause, Label, program
 
 
 def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
@@ -47,7 +47,10 @@ class GRU(eqx.Module):
         return last @ self.readout
 
 
-def make_gru(mesh: Mesh):
+@program(cause=Cause(Label("asked", kind="all-gather"), "ft.constrain(model, P())", ("recurrent",)))
+def gru_fsdp(mesh: Mesh):
+    """A GRU's weights are sharded over the batch's axis; a constraint gathers them before the
+    loop, and their gradients are summed."""
     layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", min_size=0)
 
     def loss(model, series, targets):
@@ -66,7 +69,18 @@ def make_gru(mesh: Mesh):
 # An LSTM whose four gates are one sharded matrix.
 
 
-def make_lstm(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", line="jnp.split"), "jnp.split", ("gates",)),
+    labels=[
+        Label("compiler", line="jnp.split"),
+        Label("asked", kind="all-reduce"),
+        Label("compiler", axes=("model",)),
+    ],
+)
+def lstm_fused_gates(mesh: Mesh):
+    """The four gates of an LSTM are one matrix sharded over `model`, so each gate is on half of
+    the devices, and gates and the state move at each step."""
+
     def cell(weights, carry, x):
         h, memory = carry
         joined = jnp.concatenate([x, h], axis=-1)
@@ -97,7 +111,19 @@ def make_lstm(mesh: Mesh):
 # A recurrent network whose constraint was written before the series became time-major.
 
 
-def make_time_major(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", kind="all-to-all"),
+        "with_sharding_constraint",
+        ("series", "with_sharding_constraint"),
+    ),
+    labels=[Label("asked", moves="gradient"), Label("asked", kind="all-reduce", line="jnp.mean")],
+    otherwise="compiler",
+)
+def time_major_constraint(mesh: Mesh):
+    """A series became time-major for `lax.scan`, and the constraint for its batch now shards
+    the time: the series is relaid, and the loop gathers it."""
+
     def cell(weights, h, x):
         return jnp.tanh(x @ weights["inward"] + h @ weights["recurrent"]), None
 
@@ -120,7 +146,16 @@ def make_time_major(mesh: Mesh):
 # A diagonal linear recurrence whose state is sharded.
 
 
-def make_linear_recurrence(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", axes=("model",), phase="forward"), "out_sharding=whole", ("outward",)
+    ),
+    explicit=True,
+)
+def linear_recurrence(mesh: Mesh):
+    """A diagonal linear recurrence has its states sharded over `model`, so only the projection
+    out of them sums over `model`, and gradients over the batch's axis."""
+
     def combine(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
@@ -157,7 +192,14 @@ def discounted(rewards: Float[Array, "environment time"]):
     return returns.T
 
 
-def make_policy_gradient(mesh: Mesh):
+@program(
+    cause=Cause(Label("asked", moves="gradient"), 'observations @ policy["up"]', ("observations",)),
+    explicit=True,
+)
+def policy_gradient(mesh: Mesh):
+    """Environments are sharded, so the baseline, the loss and the policy's gradients are sums
+    over their axis."""
+
     def loss(policy, observations, actions, rewards):
         h = jax.nn.relu(observations @ policy["up"])
         chances = jax.nn.log_softmax(h @ policy["down"])
@@ -173,75 +215,3 @@ def make_policy_gradient(mesh: Mesh):
     policy = {"up": shaped(32, 64), "down": shaped(64, 4)}
     played = (shaped(32, 16, 32), shaped(32, 16, dtype=jnp.int32), shaped(32, 16))
     return step, (policy, *played), {"in_shardings": (P(), P("data"), P("data"), P("data"))}
-
-
-PROGRAMS: tuple[Program, ...] = (
-    Program(
-        name="gru-fsdp",
-        what="A GRU's weights are sharded over the batch's axis; a constraint gathers them before "
-        "the loop, and their gradients are summed.",
-        make=make_gru,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", kind="all-gather"),
-            expression="ft.constrain(model, P())",
-            origins=("recurrent",),
-        ),
-    ),
-    Program(
-        name="lstm-fused-gates",
-        what="The four gates of an LSTM are one matrix sharded over `model`, so each gate is on half "
-        "of the devices, and gates and the state move at each step.",
-        make=make_lstm,
-        labels=(
-            Label("compiler", line="jnp.split"),
-            Label("asked", kind="all-reduce"),
-            Label("compiler", axes=("model",)),
-        ),
-        cause=Cause(
-            row=Label("compiler", line="jnp.split"), expression="jnp.split", origins=("gates",)
-        ),
-    ),
-    Program(
-        name="time-major-constraint",
-        what="A series became time-major for `lax.scan`, and the constraint for its batch now shards "
-        "the time: the series is relaid, and the loop gathers it.",
-        make=make_time_major,
-        labels=(
-            Label("asked", moves="gradient"),
-            Label("asked", kind="all-reduce", line="jnp.mean"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="all-to-all"),
-            expression="with_sharding_constraint",
-            origins=("series", "with_sharding_constraint"),
-        ),
-        otherwise="compiler",
-    ),
-    Program(
-        name="linear-recurrence",
-        what="A diagonal linear recurrence has its states sharded over `model`, so only the "
-        "projection out of them sums over `model`, and gradients over the batch's axis.",
-        make=make_linear_recurrence,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", axes=("model",), phase="forward"),
-            expression="out_sharding=whole",
-            origins=("outward",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="policy-gradient",
-        what="Environments are sharded, so the baseline, the loss and the policy's gradients are "
-        "sums over their axis.",
-        make=make_policy_gradient,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", moves="gradient"),
-            expression='observations @ policy["up"]',
-            origins=("observations",),
-        ),
-        explicit=True,
-    ),
-)
