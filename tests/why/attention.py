@@ -7,6 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import floats
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, HEADS, DIM = 16, 32, 64, 4, 16
@@ -38,10 +39,6 @@ class Attention(eqx.Module):
         weights = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / DIM**0.5, axis=-1)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, v)
         return jnp.einsum("bqhd,hde->bqe", mixed, self.out)
-
-
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
 
 
 def loss_of(model, x, y):

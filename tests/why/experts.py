@@ -7,16 +7,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import floats
 from tests.why.program import Cause, Label, program
 
 GROUPS, SEQ, EMBED, HIDDEN, EXPERTS, CAPACITY = 16, 16, 32, 64, 4, 8
 TOKENS = 256
 
 P = ft.P
-
-
-def floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 # --- Dense dispatch: each group of tokens has room for some in each expert.

@@ -9,17 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats, shapes
 from tests.why.program import RELAID, Cause, Label, program
-
-
-def shapes(**given: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
-
 
 # A U-Net whose images are sharded along their height.
 
@@ -62,7 +53,7 @@ UNET = shapes(
     up=(3, 3, 96, 32),
     leave=(3, 3, 32, 4),
 )
-IMAGES = jax.ShapeDtypeStruct((16, 32, 32, 4), jnp.float32)
+IMAGES = floats(16, 32, 32, 4)
 UNET_LAYOUTS = {
     "in_shardings": (P(), P("data", "space"), P("data", "space")),
     "out_shardings": P(),
@@ -163,7 +154,7 @@ def diffusion_tensor_parallel(mesh: Mesh):
         return ft.TrainState.create(Denoiser(key), optimizer)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    x = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    x = floats(16, 64, 32)
     return step, (ft.abstract(start)(jax.random.key(0)), x, key), {}
 
 
@@ -191,7 +182,7 @@ def sampler_with_the_layout_of_a_viewer(mesh: Mesh):
         return samples
 
     weights = shapes(up=(32, 128), down=(128, 32))
-    noise = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    noise = floats(16, 64, 32)
     specs = {"up": P(None, "model"), "down": P("model", None)}
     layouts = {"in_shardings": (specs, P("data")), "out_shardings": P(None, "data")}
     return sample, (weights, noise), layouts
@@ -225,7 +216,7 @@ def poisson_points(mesh: Mesh):
         return descend(weights, gradients), value
 
     weights = shapes(enter=(2, 64), middle=(64, 64), leave=(64,))
-    points = jax.ShapeDtypeStruct((256, 2), jnp.float32)
+    points = floats(256, 2)
     return step, (weights, points), {"in_shardings": (P(), P(("data", "model")))}
 
 
@@ -261,5 +252,5 @@ def fourier_operator(mesh: Mesh):
         return descend(weights, gradients), value
 
     weights = shapes(real=(8, 8, 16, 16), imaginary=(8, 8, 16, 16), local=(16, 16))
-    fields = jax.ShapeDtypeStruct((16, 32, 32, 16), jnp.float32)
+    fields = floats(16, 32, 32, 16)
     return step, (weights, fields, fields), {"in_shardings": (P(), P("data"), P("data"))}

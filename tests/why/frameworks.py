@@ -10,16 +10,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats
 from tests.why.program import RELAID, Cause, Label, program
 
 
 def placed(mesh: Mesh, spec: P, *shape: int) -> Array:
     return jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
 
 
 # Equinox' attention, with a residual connection.
@@ -204,7 +200,7 @@ def linen_flattened_width(mesh: Mesh):
     """Images are sharded along their width, and flattening them merges the width into the
     height, where no layout can express it, so they are gathered."""
     model = Autoencoder()
-    images = jax.ShapeDtypeStruct((16, 16, 16, 4), jnp.float32)
+    images = floats(16, 16, 16, 4)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     whole, tiles = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", None, "space"))
 

@@ -5,16 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
+from tests.why.arrays import descend, floats, ints
 from tests.why.program import Cause, Label, program
-
-
-def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
 
 
 def message_passing(weights, nodes, edges):
@@ -38,13 +30,13 @@ def graph_step(weights, nodes, edges, targets):
 
 def graph():
     """The weights, nodes, edges and targets of a graph with 64 nodes and 512 edges."""
-    weights = {"message": shaped(96, 64), "update": shaped(64, 64)}
+    weights = {"message": floats(96, 64), "update": floats(64, 64)}
     edges = {
-        "senders": shaped(512, dtype=jnp.int32),
-        "receivers": shaped(512, dtype=jnp.int32),
-        "features": shaped(512, 32),
+        "senders": ints(512),
+        "receivers": ints(512),
+        "features": floats(512, 32),
     }
-    return weights, shaped(64, 64), edges, shaped(64, 64)
+    return weights, floats(64, 64), edges, floats(64, 64)
 
 
 @program(
@@ -89,7 +81,7 @@ def neighbours_on_one_axis(mesh: Mesh):
         return jax.lax.top_k(scores, 8)
 
     layouts = {"in_shardings": (P("data"), P("data")), "out_shardings": P("data")}
-    return nearest, (shaped(128, 64), shaped(512, 64)), layouts
+    return nearest, (floats(128, 64), floats(512, 64)), layouts
 
 
 @program(
@@ -115,8 +107,8 @@ def two_towers(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, clicks)
         return descend(weights, gradients), value
 
-    weights = {"users": shaped(1024, 32), "items": shaped(1024, 32), "project": shaped(32, 32)}
-    clicks = {"user": shaped(128, dtype=jnp.int32), "item": shaped(128, dtype=jnp.int32)}
+    weights = {"users": floats(1024, 32), "items": floats(1024, 32), "project": floats(32, 32)}
+    clicks = {"user": ints(128), "item": ints(128)}
     specs = {"users": P("model"), "items": P("model"), "project": P()}
     layouts = {"in_shardings": (specs, P("data")), "out_shardings": (specs, P())}
     return step, (weights, clicks), layouts

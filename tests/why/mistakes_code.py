@@ -3,16 +3,12 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats, normed
 from tests.why.mistake import Made, mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
 
 
 def attended(query: Array, key: Array, value: Array, mask: Array | bool = True) -> Array:
@@ -44,11 +40,11 @@ def small_vision(mesh: Mesh, heads: int) -> Made:
         mixed = attended(query, key, value)
         return x + mixed.reshape(x.shape) @ params["out"]
 
-    weight = ShapeDtypeStruct((384, 384), "float32")
+    weight = floats(384, 384)
     params = {name: weight for name in ("q", "k", "v", "out")}
     into = ft.P(None, ("model", "tensor"))
     specs = {"q": into, "k": into, "v": into, "out": ft.P(("model", "tensor"), None)}
-    x = ShapeDtypeStruct((64, 64, 384), "float32")
+    x = floats(64, 64, 384)
     images = ft.P("data", None, None)
     return attention, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
 
@@ -91,12 +87,12 @@ def fused(mesh: Mesh, mistaken: bool) -> Made:
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradients), value
+        return descend(model, gradients), value
 
-    qkv = ShapeDtypeStruct((256, 768), "float32")
-    model = Fused(qkv, ShapeDtypeStruct((256, 256), "float32"), 8, mistaken)
+    qkv = floats(256, 768)
+    model = Fused(qkv, floats(256, 256), 8, mistaken)
     rules = ft.AxisRules({"batch": "data", "heads": "model", "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     texts = ft.P("data", None, None)
     layouts = {"in_shardings": (rules, texts, texts), "out_shardings": (rules, ft.P())}
     return step, (model, x, x), layouts

@@ -3,20 +3,12 @@
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats, normed, shapes
 from tests.why.mistake import Made, mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
 
 
 @mistake(
@@ -53,7 +45,7 @@ def mixer(mesh: Mesh, mistaken: bool) -> Made:
         "channels_up": ft.P(None, "model"),
         "channels_down": ft.P("model", None),
     }
-    x = ShapeDtypeStruct((64, 64, 128), "float32")
+    x = floats(64, 64, 128)
     images = ft.P("data", None, None)
     return block, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
 
@@ -93,11 +85,11 @@ def encoder(mesh: Mesh, mistaken: bool) -> Made:
     def encode(attention: Attention, x):
         return x + attention(normed(x))
 
-    projection = ShapeDtypeStruct((256, 8, 32), "float32")
-    out = ShapeDtypeStruct((8, 32, 256), "float32")
+    projection = floats(256, 8, 32)
+    out = floats(8, 32, 256)
     attention = Attention(projection, projection, projection, out, mistaken)
     rules = ft.AxisRules({"batch": "data", "heads": "model", "dim": None, "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
     layouts = {"in_shardings": (rules, sentences), "out_shardings": sentences}
     return encode, (attention, x), layouts
@@ -128,7 +120,7 @@ def scanned(mesh: Mesh, mistaken: bool) -> Made:
 
     layers = shapes(up=(4, 128, 512), down=(4, 512, 128))
     specs = {"up": ft.P(None, "data", "model"), "down": ft.P(None, "model", "data")}
-    x = ShapeDtypeStruct((64, 32, 128), "float32")
+    x = floats(64, 32, 128)
     layouts = {
         "in_shardings": (specs, ft.P("data", None, None)),
         "out_shardings": ft.P("data", None),
@@ -162,7 +154,7 @@ def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
 
     def step(params, images, noise):
         value, gradients = jax.value_and_grad(loss)(params, images, noise)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+        return descend(params, gradients), value
 
     params = shapes(
         inwards=(256, 512),
@@ -178,8 +170,8 @@ def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
         "outwards": ft.P(None, "model"),
         "draw": ft.P("model", None),
     }
-    images = ShapeDtypeStruct((1024, 256), "float32")
-    noise = ShapeDtypeStruct((1024, 64), "float32")
+    images = floats(1024, 256)
+    noise = floats(1024, 64)
     batch = ft.P("data", None)
     layouts = {"in_shardings": (specs, batch, batch), "out_shardings": (specs, ft.P())}
     return step, (params, images, noise), layouts
@@ -214,7 +206,7 @@ def patches(mesh: Mesh, mistaken: bool) -> Made:
         "up": ft.P(None, "model"),
         "down": ft.P("model", None),
     }
-    images = ShapeDtypeStruct((64, 32, 32, 3), "float32")
+    images = floats(64, 32, 32, 3)
     layouts = {
         "in_shardings": (specs, ft.P("data", None, None, None)),
         "out_shardings": ft.P("data", None, None),
@@ -252,9 +244,9 @@ def gated(mesh: Mesh, mistaken: bool) -> Made:
     def apply(mlp: Gated, x):
         return x + mlp(normed(x))
 
-    into = ShapeDtypeStruct((256, 1024), "float32")
-    mlp = Gated(into, into, ShapeDtypeStruct((1024, 256), "float32"), mistaken)
+    into = floats(256, 1024)
+    mlp = Gated(into, into, floats(1024, 256), mistaken)
     rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
     return apply, (mlp, x), {"in_shardings": (rules, sentences), "out_shardings": sentences}

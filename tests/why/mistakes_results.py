@@ -2,15 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 
 import functree as ft
+from tests.why.arrays import descend, floats, ints, shapes
 from tests.why.mistake import Made, mistake
-
-
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
 
 
 @mistake(
@@ -48,7 +44,7 @@ def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
         "decay": ft.P("model"),
         "outwards": ft.P("model", None),
     }
-    x = ShapeDtypeStruct((64, 16, 256), "float32")
+    x = floats(64, 16, 256)
     series = ft.P("data", None, None)
     layouts = {
         "in_shardings": (specs, series, series),
@@ -79,12 +75,12 @@ def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
 
     def step(params, neighbours, words):
         value, gradients = jax.value_and_grad(loss)(params, neighbours, words)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+        return descend(params, gradients), value
 
     params = shapes(inner=(4096, 128), outer=(4096, 128))
     specs = {"inner": ft.P("model", None), "outer": ft.P("model", None)}
-    neighbours = ShapeDtypeStruct((512, 4), "int32")
-    words = ShapeDtypeStruct((512,), "int32")
+    neighbours = ints(512, 4)
+    words = ints(512)
     layouts = {
         "in_shardings": (specs, ft.P("data", None), ft.P("data")),
         "out_shardings": ({**specs, "outer": outer}, ft.P()),
@@ -123,7 +119,7 @@ def transcriber(mesh: Mesh, logits: ft.P) -> Made:
         "frames": ft.P("model", None),
         "tokens": ft.P(None, "model"),
     }
-    spectra = ShapeDtypeStruct((64, 64, 64), "float32")
+    spectra = floats(64, 64, 64)
     layouts = {
         "in_shardings": (specs, ft.P("data", None, None)),
         "out_shardings": {"logits": logits, "loudness": ft.P("data")},

@@ -5,24 +5,12 @@ from collections.abc import Mapping
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats, normed
 from tests.why.mistake import Made, mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shape(*sizes: int) -> ShapeDtypeStruct:
-    return ShapeDtypeStruct(sizes, "float32")
-
-
-def descended(w: Array, g: Array) -> Array:
-    return w - 0.1 * g
 
 
 class Forecaster(eqx.Module):
@@ -56,12 +44,12 @@ def forecast(mesh: Mesh, rules: Mapping) -> Made:
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(descended, model, gradients), value
+        return descend(model, gradients), value
 
-    model = Forecaster(shape(256, 1024), shape(1024, 256), shape(256, 16))
+    model = Forecaster(floats(256, 1024), floats(1024, 256), floats(256, 16))
     series = ft.P("data", None, None)
     layouts = {"in_shardings": (ft.AxisRules(rules), series, series)}
-    return step, (model, shape(64, 32, 256), shape(64, 32, 16)), layouts
+    return step, (model, floats(64, 32, 256), floats(64, 32, 16)), layouts
 
 
 class Grouped(eqx.Module):
@@ -103,12 +91,12 @@ def grouped(mesh: Mesh, rules: Mapping) -> Made:
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(descended, model, gradients), value
+        return descend(model, gradients), value
 
-    narrow = shape(256, 8, 32)
-    model = Grouped(shape(256, 16, 32), narrow, narrow, shape(16, 32, 256))
+    narrow = floats(256, 8, 32)
+    model = Grouped(floats(256, 16, 32), narrow, narrow, floats(16, 32, 256))
     layout = ft.AxisRules(rules)
-    x = shape(64, 16, 256)
+    x = floats(64, 16, 256)
     texts = ft.P("data", None, None)
     layouts = {"in_shardings": (layout, texts, texts), "out_shardings": (layout, ft.P())}
     return step, (model, x, x), layouts
@@ -151,12 +139,12 @@ def inverted(mesh: Mesh, project: ft.P) -> Made:
     def features(block, x):
         return block(x)
 
-    block = Inverted(shape(256, 1024), shape(3, 3, 1, 1024), shape(1024, 256))
+    block = Inverted(floats(256, 1024), floats(3, 3, 1, 1024), floats(1024, 256))
     rules = ft.AxisRules({"batch": "data", "mid": "model", ...: None})
     layout = ft.StateSharding({"project": project, ...: rules})
     images = ft.P("data", None, None, None)
     layouts = {"in_shardings": (layout, images), "out_shardings": images}
-    return features, (block, shape(64, 8, 8, 256)), layouts
+    return features, (block, floats(64, 8, 8, 256)), layouts
 
 
 class Document(eqx.Module):
@@ -188,10 +176,10 @@ def document(mesh: Mesh, rules: Mapping) -> Made:
     def encode(layer, x):
         return layer(x)
 
-    layer = Document(shape(256), shape(256, 1024), shape(1024, 256))
+    layer = Document(floats(256), floats(256, 1024), floats(1024, 256))
     documents = ft.P("data", "seq", None)
     layouts = {"in_shardings": (ft.AxisRules(rules), documents), "out_shardings": documents}
-    return encode, (layer, shape(16, 128, 256)), layouts
+    return encode, (layer, floats(16, 128, 256)), layouts
 
 
 class Layers(eqx.Module):
@@ -227,7 +215,7 @@ def layered(mesh: Mesh, rules: Mapping) -> Made:
     def encode(layers, x):
         return layers(x)
 
-    layers = Layers(shape(4, 256), shape(4, 256, 1024), shape(4, 1024, 256))
+    layers = Layers(floats(4, 256), floats(4, 256, 1024), floats(4, 1024, 256))
     texts = ft.P("data", None, None)
     layouts = {"in_shardings": (ft.AxisRules(rules), texts), "out_shardings": texts}
-    return encode, (layers, shape(64, 16, 256)), layouts
+    return encode, (layers, floats(64, 16, 256)), layouts

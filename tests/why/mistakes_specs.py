@@ -2,20 +2,11 @@
 
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 import functree as ft
+from tests.why.arrays import floats, ints, normed, shapes
 from tests.why.mistake import Made, mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
 
 
 @mistake(
@@ -48,7 +39,7 @@ def soft_experts(mesh: Mesh, down: ft.P) -> Made:
         "up": ft.P("expert", None, "model"),
         "down": down,
     }
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
     return mixture, (params, x), {"in_shardings": (specs, sentences), "out_shardings": sentences}
 
@@ -81,7 +72,7 @@ def language_model(mesh: Mesh, unembed: ft.P) -> Made:
         "up": ft.P(None, "model"),
         "down": ft.P("model", None),
     }
-    tokens = ShapeDtypeStruct((64, 32), "int32")
+    tokens = ints(64, 32)
     texts = ft.P("data", None)
     layouts = {"in_shardings": (specs, texts, texts), "out_shardings": ft.P("data")}
     return losses, (params, tokens, tokens), layouts
@@ -115,7 +106,7 @@ def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
         "bias": bias,
         "out": ft.P("model", None, None),
     }
-    x = ShapeDtypeStruct((16, 128, 128), "float32")
+    x = floats(16, 128, 128)
     texts = ft.P("data", None, None)
     return attend, (params, x), {"in_shardings": (specs, texts), "out_shardings": texts}
 
@@ -150,8 +141,8 @@ def recommender(mesh: Mesh, squares: ft.P) -> Made:
     params = shapes(users=(4096, 128), items=(4096, 128))
     specs = {"users": ft.P("model", None), "items": ft.P("model", None)}
     sums = {"users": ft.P("model", None), "items": squares}
-    index = ShapeDtypeStruct((1024,), "int32")
-    ratings = ShapeDtypeStruct((1024,), "float32")
+    index = ints(1024)
+    ratings = floats(1024)
     batch = ft.P("data")
     layouts = {
         "in_shardings": (specs, sums, batch, batch, batch),

@@ -8,6 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, EMBED, HIDDEN, CLASSES = 32, 64, 128, 16
@@ -33,10 +34,6 @@ class Classifier(eqx.Module):
 
 def loss_of(model, x, y):
     return jnp.mean((model(x) - y) ** 2)
-
-
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
 
 
 # --- AdamW with the parameters, their gradients and the moments sharded over the batch's axis.
@@ -185,7 +182,7 @@ def average_in_another_layout(mesh: Mesh):
 
     def step(model, average, x, y):
         loss, grads = ft.value_and_grad(loss_of, layout=RULES)(model, x, y)
-        model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+        model = descend(model, grads)
         average = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, average, model)
         return model, average, loss
 

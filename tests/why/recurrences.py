@@ -8,17 +8,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.why.arrays import descend, floats, ints
 from tests.why.program import Cause, Label, program
-
-
-def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
-
 
 # A GRU under FSDP whose weights are gathered once, before the loop.
 
@@ -63,7 +54,7 @@ def gru_fsdp(mesh: Mesh):
         return descend(model, gradients), value
 
     model = ft.abstract(GRU)(jax.random.key(0))
-    return step, (model, shaped(32, 16, 32), shaped(32, 16)), {}
+    return step, (model, floats(32, 16, 32), floats(32, 16)), {}
 
 
 # An LSTM whose four gates are one sharded matrix.
@@ -99,13 +90,13 @@ def lstm_fused_gates(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, series, targets)
         return descend(weights, gradients), value
 
-    weights = {"gates": shaped(96, 256), "readout": shaped(64, 16)}
+    weights = {"gates": floats(96, 256), "readout": floats(64, 16)}
     specs = {"gates": P(None, "model"), "readout": P()}
     layouts = {
         "in_shardings": (specs, P("data"), P("data")),
         "out_shardings": (specs, P()),
     }
-    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+    return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
 # A recurrent network whose constraint was written before the series became time-major.
@@ -138,9 +129,9 @@ def time_major_constraint(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, series, targets)
         return descend(weights, gradients), value
 
-    weights = {"inward": shaped(32, 64), "recurrent": shaped(64, 64), "readout": shaped(64, 16)}
+    weights = {"inward": floats(32, 64), "recurrent": floats(64, 64), "readout": floats(64, 16)}
     layouts = {"in_shardings": (P(), P("data"), P("data")), "out_shardings": P()}
-    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+    return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
 # A diagonal linear recurrence whose state is sharded.
@@ -173,10 +164,10 @@ def linear_recurrence(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights)
         return descend(weights, gradients), value
 
-    weights = {"inward": shaped(32, 128), "decay": shaped(128), "outward": shaped(128, 32)}
+    weights = {"inward": floats(32, 128), "decay": floats(128), "outward": floats(128, 32)}
     specs = {"inward": P(None, "model"), "decay": P("model"), "outward": P("model", None)}
     layouts = {"in_shardings": (specs, P("data"), P("data")), "out_shardings": (specs, P())}
-    signal = shaped(16, 32, 32)
+    signal = floats(16, 32, 32)
     return step, (weights, signal, signal), layouts
 
 
@@ -212,6 +203,6 @@ def policy_gradient(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(policy, observations, actions, rewards)
         return descend(policy, gradients), value
 
-    policy = {"up": shaped(32, 64), "down": shaped(64, 4)}
-    played = (shaped(32, 16, 32), shaped(32, 16, dtype=jnp.int32), shaped(32, 16))
+    policy = {"up": floats(32, 64), "down": floats(64, 4)}
+    played = (floats(32, 16, 32), ints(32, 16), floats(32, 16))
     return step, (policy, *played), {"in_shardings": (P(), P("data"), P("data"), P("data"))}

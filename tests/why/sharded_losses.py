@@ -7,16 +7,13 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 import functree as ft
+from tests.why.arrays import floats, ints
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, VOCAB = 16, 32, 64, 128
 PIXELS, WORDS, SHARED = 64, 128, 32
 
 P = ft.P
-
-
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
 
 
 # --- Cross entropy of logits whose vocabulary is sharded.
@@ -51,7 +48,7 @@ def cross_entropy_by_vocabulary(mesh: Mesh):
     }
     batch = NamedSharding(mesh, P("data"))
     x = floats(BATCH, SEQ, EMBED, sharding=batch)
-    targets = jax.ShapeDtypeStruct((BATCH, SEQ), "int32", sharding=batch)
+    targets = ints(BATCH, SEQ, sharding=batch)
     return gradient, (params, x, targets), {}
 
 
@@ -98,7 +95,7 @@ def label_smoothing_with_swapped_names(mesh: Mesh):
     def gradient(model, x, targets):
         return ft.value_and_grad(smoothed_loss, layout=RULES)(model, x, targets)
 
-    targets = jax.ShapeDtypeStruct((BATCH, SEQ), "int32")
+    targets = ints(BATCH, SEQ)
     args = ft.abstract(Head)(jax.random.key(0)), floats(BATCH, SEQ, EMBED), targets
     parts = P("data", "seq")
     return gradient, args, {"in_shardings": (RULES, parts, parts), "out_shardings": (P(), RULES)}

@@ -1,0 +1,29 @@
+"""Abstract arrays, and what several programs compute with them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, ShapeDtypeStruct
+from jax.sharding import NamedSharding
+
+
+def floats(*shape: int, sharding: NamedSharding | None = None) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, "float32", sharding=sharding)
+
+
+def ints(*shape: int, sharding: NamedSharding | None = None) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, "int32", sharding=sharding)
+
+
+def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
+    return {name: floats(*shape) for name, shape in sizes.items()}
+
+
+def normed(x: Array) -> Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+
+
+def descend(parameters: Any, gradients: Any, rate: float = 0.1) -> Any:
+    """One step of gradient descent."""
+    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
