@@ -174,28 +174,21 @@ def test_moments_with_paths_as_long_as_those_of_the_parameters(names: tuple[str,
 
 def test_what_the_forward_pass_adds_to_an_argument_is_no_gradient_of_it() -> None:
     layouts = {"in_shardings": (SPECS, P("data")), "out_shardings": P("data"), "mesh": MESH}
-    for fun in (
-        dots,
-        lambda params, x: {"up": dots(params, x)},
-        lambda params, x: (dots(params, x), x),
-    ):
-        moved = ft.ledger(fun, SHAPES, BATCH, **layouts).collectives
-        assert [(one.mesh_axes, str(one.path), one.phase) for one in moved] == [
-            (("model",), "down", "forward")
-        ]
+    for fun in (dots, lambda params, x: {"up": dots(params, x)}):
+        [moved] = ft.ledger(fun, SHAPES, BATCH, **layouts).collectives
+        assert (moved.mesh_axes, str(moved.path), moved.phase) == (("model",), "down", "forward")
 
 
 def test_gradients_without_names() -> None:
     """Two bare arrays, whose gradients are two bare results: nobody can tell which is whose, and
     nobody guesses."""
 
-    def step(up: Any, down: Any, x: Any) -> Any:
-        return jax.value_and_grad(
-            lambda up, down: ((jnp.tanh(x @ up) @ down) ** 2).mean(), argnums=(0, 1)
-        )(up, down)
+    def of(up: Any, down: Any, x: Any) -> Any:
+        return ((jnp.tanh(x @ up) @ down) ** 2).mean()
 
     layouts = {"in_shardings": (P(), P(), P("data")), "out_shardings": P(), "mesh": MESH}
-    ledger = ft.ledger(step, SHAPES["up"], SHAPES["down"], BATCH, **layouts)
+    gradients = jax.value_and_grad(of, argnums=(0, 1))
+    ledger = ft.ledger(gradients, SHAPES["up"], SHAPES["down"], BATCH, **layouts)
     assert {one.paths for one in ledger.collectives} == {()} and ledger.attributed == 0
     assert "100.0 % of these bytes serve no parameter" in ledger.summary()
 
@@ -211,57 +204,48 @@ def test_a_mesh_for_a_program_without_one() -> None:
     assert [one.mesh_axes for one in moved] == [("data",)]  # that of its shardings
 
 
-TEXT = """HloModule jit_f
+def ledger_of(text: str, parameters: str, outputs: str, **others: Any) -> ft.Ledger:
+    """The ledger of a text, of whose memory the compiler has told nothing."""
+    paths = [[ft.Path(path) for path in names.split()] for names in (parameters, outputs)]
+    program = CompiledProgram(text, lambda: None, *paths, {"data": 4}, "cpu", None)
+    return read_ledger(program._replace(**others))
 
-ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
-  %x = f32[8,4]{1,0} parameter(0)
-  %sent = f32[8,4]{1,0} collective-broadcast(%x), channel_id=1, replica_groups={{0,1},{2,3}}
-  %sum = f32[8,4]{1,0} all-reduce(%x), channel_id=2, replica_groups=a new spelling
-  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%sent, %sum)
-}
+
+SENT = "collective-broadcast(%x), channel_id=1, replica_groups={{0,1},{2,3}}"
+SPELLED = "all-reduce(%x), channel_id=2, replica_groups=a new spelling"
+TEXT = f"""HloModule jit_f
+
+ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {{
+  %x = f32[8,4]{{1,0}} parameter(0)
+  %sent = f32[8,4]{{1,0}} {SENT}
+  %sum = f32[8,4]{{1,0}} {SPELLED}
+  ROOT %both = (f32[8,4]{{1,0}}, f32[8,4]{{1,0}}) tuple(%sent, %sum)
+}}
 """
-
-
-NOTHING = """HloModule jit_f
-
-ENTRY %main (x: f32[8,4]) -> (f32[8,4], f32[8,4]) {
-  %x = f32[8,4]{1,0} parameter(0)
-  ROOT %both = (f32[8,4]{1,0}, f32[8,4]{1,0}) tuple(%x, %x)
-}
-"""
+ONLY_SENT, ONLY_SPELLED = TEXT.replace(SPELLED, "negate(%x)"), TEXT.replace(SENT, "negate(%x)")
+NOTHING = ONLY_SENT.replace(SENT, "negate(%x)")
 
 
 def test_what_is_not_understood_is_said() -> None:
-    paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
-    ledger = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {"data": 4}, "cpu", None))
+    ledger = ledger_of(TEXT, "x", "0 1")
     assert ledger.not_understood == (
         "collective-broadcast (sent): the ledger does not know this kind of collective, and leaves it out",
         "the groups of devices of sum: they are not on the mesh, or spelled in a new way",
     )
-    assert [(one.op, one.mesh_axes, one.group_size) for one in ledger.collectives] == [
-        ("sum", None, None)
-    ]
-    assert (
-        "not understood: collective-broadcast" in str(ledger) and "not understood" in ledger.html()
-    )
-    assert ledger.memory.peak == 128 + 256  # the compiler has told nothing
-    # Nor is it said of a mesh axis that it is idle.
-    of_none = frozenset[str]()
-    for text, idle in ((TEXT, ()), (NOTHING, ("data",))):
-        program = CompiledProgram(text, lambda: None, *paths, {"data": 4}, "cpu", None, of_none)
-        assert read_ledger(program).idle == idle
-    sent = TEXT.replace("all-reduce(%x), channel_id=2, replica_groups=a new spelling", "negate(%x)")
-    spelled = TEXT.replace(
-        "collective-broadcast(%x), channel_id=1, replica_groups={{0,1},{2,3}}", "negate(%x)"
-    )
-    for text in (sent, spelled):
-        program = CompiledProgram(text, lambda: None, *paths, {"data": 4}, "cpu", None, of_none)
-        assert read_ledger(program).idle == () and read_ledger(program).not_understood
-    without_mesh = read_ledger(CompiledProgram(TEXT, lambda: None, *paths, {}, "cpu", None))
-    assert (
-        "the mesh of the program, so there are no names for the mesh axes"
-        in without_mesh.not_understood[1]
-    )
+    [one] = ledger.collectives
+    assert (one.op, one.mesh_axes, one.group_size) == ("sum", None, None)
+    assert all("not understood" in text for text in (str(ledger), ledger.html()))
+    assert ledger.memory.peak == 128 + 256
+    without_mesh = ledger_of(TEXT, "x", "0 1", sizes={}).not_understood[1]
+    assert "the mesh of the program, so there are no names for the mesh axes" in without_mesh
+
+
+@pytest.mark.parametrize(
+    ("text", "idle"), [(NOTHING, ("data",)), (TEXT, ()), (ONLY_SENT, ()), (ONLY_SPELLED, ())]
+)
+def test_what_may_use_a_mesh_axis_leaves_it_unknown_whether_it_is_idle(text: str, idle: Any):
+    ledger = ledger_of(text, "x", "0 1", sharded=frozenset())
+    assert ledger.idle == idle and bool(ledger.not_understood) == (text != NOTHING)
 
 
 RAGGED = """HloModule jit_f
@@ -273,15 +257,13 @@ ENTRY %main (x: f32[8,4], out: f32[16,4], n: s32[4]) -> (f32[16,4]) {
   %sent = f32[16,4]{1,0} ragged-all-to-all(%x, %out, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1,2,3}}
   %token = token[] after-all()
   %printed = (f32[16,4]{1,0}, u32[], token[]) send(%sent, %token), channel_id=2, is_host_transfer=true
-  %done = token[] send-done(%printed), channel_id=2, is_host_transfer=true
   ROOT %result = (f32[16,4]{1,0}) tuple(%sent)
 }
 """
 
 
 def test_a_ragged_exchange_counts_and_a_print_is_no_collective() -> None:
-    paths = [ft.Path("x"), ft.Path("out"), ft.Path("n")], [ft.Path("0")]
-    ledger = read_ledger(CompiledProgram(RAGGED, lambda: None, *paths, {"data": 4}, "tpu", None))
+    ledger = ledger_of(RAGGED, "x out n", "0")
     assert ledger.totals() == {("ragged-all-to-all", ("data",)): 16 * 4 * 4}
     assert [one.arguments for one in ledger.collectives] == [("x",)]
     assert ledger.not_understood == ()
@@ -299,9 +281,8 @@ class Statistics:
 
 @pytest.mark.parametrize("backend, peak", [("tpu v5e", 40), ("cuda h100", 128), ("cpu", 55)])
 def test_the_peak_is_that_of_the_main_memory(backend: str, peak: int) -> None:
-    paths = [ft.Path("x")], [ft.Path("0"), ft.Path("1")]
-    program = CompiledProgram(NOTHING, Statistics, *paths, {"data": 4}, backend, None)
-    assert read_ledger(program).memory.peak == peak
+    ledger = ledger_of(NOTHING, "x", "0 1", memory=Statistics, backend=backend)
+    assert ledger.memory.peak == peak
 
 
 def test_of_two_meshes_of_one_size_the_given_one_decides() -> None:
@@ -315,8 +296,7 @@ def test_of_two_meshes_of_one_size_the_given_one_decides() -> None:
         assert ft.ledger(fun, *arrays, mesh=mesh).sizes == dict(mesh.shape)
 
 
-def test_a_program_whose_result_is_a_loop() -> None:
-    text = """HloModule jit_f
+OTHER_RESULT = """HloModule jit_f
 
 ENTRY %main (w: f32[8], x: f32[8]) -> (f32[8], f32[8]) {
   %w = f32[8]{0} parameter(0)
@@ -326,19 +306,18 @@ ENTRY %main (w: f32[8], x: f32[8]) -> (f32[8], f32[8]) {
   ROOT %both = (f32[8]{0}, f32[8]{0}) custom-call(%new, %w), custom_call_target="AsyncCollectiveDone"
 }
 """
-    paths = [ft.Path("w"), ft.Path("x")], [ft.Path("0.w"), ft.Path("1")]
-    ledger = read_ledger(CompiledProgram(text, lambda: None, *paths, {"data": 2}, "cpu", None))
+
+
+def test_a_program_whose_result_is_no_tuple() -> None:
+    ledger = ledger_of(OTHER_RESULT, "w x", "0.w 1", sizes={"data": 2})
     assert [one.arguments for one in ledger.collectives] == [("x",)] and ledger.memory.outputs == 64
 
 
 def test_a_program_with_other_parameters_than_the_function() -> None:
-    program = CompiledProgram(
-        TEXT, lambda: None, [], [ft.Path("0"), ft.Path("1")], {"data": 4}, "cpu", None
-    )
     with raises(
         "the ledger cannot name what it reads: the program has 1 parameter, but 0 arrays of the function"
     ):
-        read_ledger(program)
+        ledger_of(TEXT, "", "0 1")
 
 
 def test_on_one_device() -> None:

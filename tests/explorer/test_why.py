@@ -25,7 +25,7 @@ from functree.explorer.edits import Edits
 from functree.explorer.variant import Variant
 from functree.explorer.why import Why
 from functree.transforms.ledger import LoweredCall, call_of
-from tests.lib.checks import compilations, raises
+from tests.lib.checks import compilations
 from tests.lib.meshes import MESH, lay
 
 pytestmark = pytest.mark.usefixtures("compiles_anew")
@@ -460,33 +460,6 @@ def test_text_page_and_json(found: Why):
     assert (data["functree"], data["name"], data["data"]) == ("why", "loss", ["x"])
     assert len(data["rows"]) == len(found.rows)
     assert data["fixes"][0]["change"] == found.fixes[0].change
-
-
-JITTED = jax.jit(lambda x: x)
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no compilations": (lambda: why(JITTED, 1.0, compilations=0), "compilations=0"),
-    "compilations that are no number": (
-        lambda: why(JITTED, 1.0, compilations="8"),  # pyright: ignore[reportArgumentType]
-        "compilations='8'",
-    ),
-    "progress that is no flag": (
-        lambda: ft.why(JITTED, 1.0, progress="no"),  # pyright: ignore[reportArgumentType]
-        "progress='no'",
-    ),
-    "not a function": (lambda: why(3, X), "why"),  # pyright: ignore[reportArgumentType]
-    "layouts for a jitted function": (
-        lambda: why(JITTED, X, in_shardings=P()),
-        "is jitted already: give the layouts where it is jitted",
-    ),
-    "an argument too few": (lambda: ft.why(ft.jit(loss), W, progress=False), "x"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str):
-    run, fragment = REFUSED[case]
-    with raises(fragment, error=TypeError if case == "an argument too few" else ft.FunctreeError):
-        run()
 
 
 def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
