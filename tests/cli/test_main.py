@@ -190,10 +190,10 @@ WRONG: dict[str, str] = {
     f"plan demo.py:tree {LAID}": "'demo.py:tree': a module is named without its file: `demo:tree`",
     f"plan demo:value {LAID}": "demo:value is 3, not a function",
     f"plan demo:wants {LAID}": "demo:wants(config) takes arguments, and a factory takes none",
-    f"plan demo:raising {LAID}": "demo:raising raised: demo.py:42: ValueError: no data (`--traceback` shows all)",
-    f"plan demo:asks {LAID}": "demo:asks needs the value of an array, and it is run without values: demo.py:46:",
-    f"plan demo:ends {LAID}": "demo:ends raised: demo.py:79: SystemExit: 3",
-    f"plan demo:own_error {LAID}": "demo:own_error raised: demo.py:75: Mine: \\x1b[31mred",
+    f"plan demo:raising {LAID}": "demo:raising raised: demo.py:44: ValueError: no data (`--traceback` shows all)",
+    f"plan demo:asks {LAID}": "demo:asks needs the value of an array, and it is run without values: demo.py:48:",
+    f"plan demo:ends {LAID}": "demo:ends raised: demo.py:81: SystemExit: 3",
+    f"plan demo:own_error {LAID}": "demo:own_error raised: demo.py:77: Mine: \\x1b[31mred",
     f"plan demo:no_return {LAID}": "demo:no_return returned None, in which there is no array",
     f"plan broken:tree {LAID}": "broken cannot be imported: broken.py:1: ModuleNotFoundError: No module named",
     f"plan ends:tree {LAID}": "ends cannot be imported: ends.py:2: SystemExit: 4",
@@ -201,10 +201,10 @@ WRONG: dict[str, str] = {
     # Functions
     f"ledger demo:nothing {LAID}": "demo:nothing returned a dict, and here a function with its arguments is needed",
     f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array that the factory makes",
-    f"ledger demo:late {LAID}": "raised_inside raised: demo.py:59: KeyError: 'later' (`--traceback` shows all)",
-    f"explore demo:late {LAID}": "demo:late: the function raised: demo.py:59: KeyError: 'later'",
-    f"why demo:late {LAID}": "raised_inside raised: demo.py:59: KeyError: 'later'",
-    f"ledger demo:own_late {LAID}": "fails raised: demo.py:75: Mine: ",
+    f"ledger demo:late {LAID}": "raised_inside raised: demo.py:61: KeyError: 'later' (`--traceback` shows all)",
+    f"explore demo:late {LAID}": "demo:late: the function raised: demo.py:61: KeyError: 'later'",
+    f"why demo:late {LAID}": "raised_inside raised: demo.py:61: KeyError: 'later'",
+    f"ledger demo:own_late {LAID}": "fails raised: demo.py:77: Mine: ",
     f"ledger demo:fewer {LAID}": "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
     f"explore demo:fewer {LAID}": "explore: error: apply: missing a required argument: 'layer'",
     f"why demo:call {LAID} --compilations 0": "argument --compilations: '0' is no positive number",
@@ -256,7 +256,7 @@ def test_wrong_input_is_one_line(cli: Cli, command: str, monkeypatch: pytest.Mon
 def test_a_traceback_is_shown_if_asked_for(cli: Cli) -> None:
     code, _, err = cli(f"plan demo:raising {LAID} --traceback")
     assert code == 2 and "Traceback" in err and "def raising" not in err
-    assert err.splitlines()[-1].startswith("functree plan: error: demo:raising raised: demo.py:42")
+    assert err.splitlines()[-1].startswith("functree plan: error: demo:raising raised: demo.py:44")
 
 
 def test_help_teaches(cli: Cli) -> None:
