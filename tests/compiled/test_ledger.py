@@ -291,34 +291,32 @@ def test_the_share_without_a_path_is_printed() -> None:
     assert "compiled for CPUs: for TPUs and GPUs the compiler chooses other" in str(ledger)
 
 
-def _lines_of_fsdp(min_size: int, batch: int, gathered: bool = False) -> set[Row]:
-    """What a step of a network of three layers moves under FSDP: 64 wide, 256 inside."""
+def lines_of_fsdp(min_size: int, gathered: bool = False) -> set[tuple[Any, ...]]:
+    """What a step of a network of three layers moves under FSDP: 64 wide, 256 inside, with eight
+    examples."""
     mesh, layout = ft.make_mesh(data=8), ft.FSDP("data", min_size=min_size)
 
-    def loss_fn(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
+    def loss(model: eqx.nn.MLP, x: jax.Array) -> jax.Array:
         if gathered:
             model = ft.constrain(model, ft.P())
         return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
-    gradients = ft.jit(ft.grad(loss_fn), rules=layout)
-    model = ft.init(lambda key: eqx.nn.MLP(64, 64, 256, 2, key=key), layout, mesh)(
-        jax.random.key(0)
-    )
-    x = ft.shard(jnp.ones((batch, 64)), ft.P("data"), mesh)
+    model = eqx.filter_eval_shape(eqx.nn.MLP, 64, 64, 256, 2, key=jax.random.key(0))
+    x = jax.ShapeDtypeStruct((8, 64), "float32")
+    gradients = ft.jit(ft.grad(loss), in_shardings=(layout, ft.P("data")), rules=layout, mesh=mesh)
     return {
-        (one.kind, (one.phase or "",), one.bytes, one.count, ", ".join(map(str, one.paths)))
-        for one in gradients.lower(model, x).compile().ledger().collectives
+        (one.kind, one.phase, one.bytes, ", ".join(map(str, one.paths)))
+        for one in ft.ledger(gradients, model, x).collectives
     }
 
 
 def test_what_a_line_means_under_fsdp_of_a_stock_model():
-    for batch in (8, 64):
-        moved = _lines_of_fsdp(1024, batch)
-        # The result of the last layer, and its gradient: float32, and of all examples.
-        for kind, phase in (("all-reduce", "forward"), ("all-gather", "backward")):
-            assert (kind, (phase,), batch * 64 * 4, 1, "layers.2.weight") in moved
-        # The gradient of a whole bias, of which each device has a part.
-        bias = ("all-gather", ("backward",), 256 * 4, 1, "layers.1.bias")
-        assert bias in moved and bias not in _lines_of_fsdp(0, batch)
-        for kind, (phase,), _, _, path in _lines_of_fsdp(1024, batch, gathered=True):
-            assert path == "" or (kind == "all-gather") == (phase == "forward")
+    moved = lines_of_fsdp(1024)
+    # The result of the last layer, and its gradient: float32, and of all examples.
+    assert ("all-reduce", "forward", 8 * 64 * 4, "layers.2.weight") in moved
+    assert ("all-gather", "backward", 8 * 64 * 4, "layers.2.weight") in moved
+    # The gradient of a whole bias, of which each device has a part.
+    bias = ("all-gather", "backward", 256 * 4, "layers.1.bias")
+    assert bias in moved and bias not in lines_of_fsdp(0)
+    for kind, phase, _, path in lines_of_fsdp(1024, gathered=True):
+        assert path == "" or (kind == "all-gather") == (phase == "forward")

@@ -1,6 +1,5 @@
 """What a ledger says: which collectives are one line, idle mesh axes, warnings, pages."""
 
-import dataclasses
 import re
 from typing import Any
 
@@ -143,7 +142,8 @@ def test_what_is_moved(moves: str | None, text: str) -> None:
 
 
 def ledger(*collectives: ft.Collective, **changes: Any) -> ft.Ledger:
-    return ft.Ledger(collectives, MEMORY, "tpu v5e", {"data": 2, "model": 4}, **changes)
+    values = {"memory": MEMORY, "backend": "tpu v5e", "sizes": {"data": 2, "model": 4}}
+    return ft.Ledger(collectives, **(values | changes))
 
 
 def test_the_whole_text() -> None:
@@ -253,7 +253,7 @@ def test_a_peak_below_one_of_the_parts_is_explained(part: dict[str, int]) -> Non
     """The compiler for TPUs reserves memory for what is printed; arguments may be on the host."""
     sizes = {"x": 512, "outputs": 256, "aliases": 0, "temporaries": 2048, "peak": 3072} | part
     memory = ft.Memory({ft.Path("x"): sizes.pop("x")}, **sizes)
-    one = dataclasses.replace(ledger(), memory=memory)
+    one = ledger(memory=memory)
     for text in (str(one), one.html()):
         assert "the peak is less than one of these" in text
 
@@ -289,35 +289,25 @@ def test_a_notebook_has_the_largest_collectives() -> None:
     assert "p249.w" in fragment and "p0.w" not in fragment
 
 
-W, X = shape(64, 32), shape(16, 64)
-LAYOUTS = (ft.P("model"), ft.P(None, "model"))
+PLAN = ft.plan({"w": shape(64, 32)}, ft.P("model"), MESH)
 MOVES = 'num">moves '
 
 
+def report(*collectives: ft.Collective, **arguments: int) -> str:
+    """The page of a plan and of a ledger, of arguments whose one array is of this size."""
+    sizes = {ft.Path((name, "w")): size for name, size in arguments.items()}
+    return ledger(*collectives, memory=ft.Memory(sizes, 0, 0, 0, 0)).html(plan=PLAN)
+
+
 def test_a_report_of_the_plan_and_the_ledger() -> None:
-    tree = {"w": W}
-    of = ft.ledger(
-        lambda m, x: x @ m["w"], tree, X, in_shardings=LAYOUTS, out_shardings=ft.P(), mesh=MESH
-    )
-    plan = ft.plan(tree, LAYOUTS[0], MESH)
-    page = of.html(plan=plan)
+    page = report(moved("w", bytes=4096, count=2), m=2048)
     assert "Each device has 2 KiB" in page and "Moved between devices" in page
-    # The product serves both; what is moved for `w` alone is nothing.
-    assert MOVES not in page and page.count("<!doctype html>") == 1
-    alone = ft.ledger(
-        lambda m: m["w"], tree, in_shardings=LAYOUTS[0], out_shardings=ft.P(), mesh=MESH
-    )
-    assert f"{MOVES}8 KiB" in alone.html(plan=plan)
+    assert f"{MOVES}8 KiB" in page and page.count("<!doctype html>") == 1
+    # What is moved for several arrays counts for none.
+    both = moved("w", paths=(ft.Path("w"), ft.Path("x")), arguments=("m", "m"))
+    assert MOVES not in report(both, m=2048)
     # Of another layout, or if it may be of either of two arguments, no bytes are told.
-    assert MOVES not in alone.html(plan=ft.plan(tree, ft.P("data"), MESH))
-    twice = ft.ledger(
-        lambda a, b: (a["w"], b["w"]),
-        tree,
-        tree,
-        in_shardings=LAYOUTS[0],
-        out_shardings=ft.P(),
-        mesh=MESH,
-    )
-    assert MOVES not in twice.html(plan=plan)
+    assert MOVES not in report(moved("w"), m=4096)
+    assert MOVES not in report(moved("w"), m=2048, n=2048)
     with raises("the page of a ledger shows a plan, not 3", error=ft.FunctreeError):
-        of.html(plan=3)  # pyright: ignore[reportArgumentType]
+        ledger().html(plan=3)  # pyright: ignore[reportArgumentType]

@@ -157,8 +157,10 @@ def test_a_tie_is_within_15_percent_of_the_best() -> None:
 
 
 def test_the_frontier_is_what_no_other_is_better_than_in_both() -> None:
-    found = ranked([row("fast", 1.0, 9), row("worse", 2.0, 9), row("small", 3.0, 4)])
-    assert [one.is_frontier for one in found] == [True, False, True]
+    given = [row("fast", 1.0, 9), row("worse", 2.0, 9), row("large", 3.0, 5), row("small", 3.0, 4)]
+    assert [(one.layout_name, one.is_frontier) for one in ranked(given)] == [
+        ("fast", True), ("worse", False), ("small", True), ("large", False),
+    ]  # fmt: skip
 
 
 def test_what_does_not_fit_is_dropped_on_paper() -> None:

@@ -137,24 +137,18 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
     assert ft.Ledger.from_json(json.dumps(data)) == before
 
 
-def test_ledgers_differ_by_parameter() -> None:
-    before, after = (gradient(name, None)[0].ledger() for name in ("TP", "FSDP+TP"))
-    assert not before.diff(before)
-    diff = before.diff(after)
-    moved = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
-    assert moved["model.blocks.layer.mlp.up", "all-gather over data (forward)"] == (None, 24 * 1024)
-    assert moved["model.blocks.layer.mlp.up", "bytes on each device"] == (24576, 12288)
-    assert not any(
-        "over model" in what for _, what in moved
-    )  # tensor parallelism is the same in both
-    both = "model.{unembed,embed}.weight: all-gather over data (forward) nothing → 16 KiB (×2)"
-    assert both in str(diff)
-    remat = gradient("TP", "full")[0].ledger()
-    runs = {(str(row.path), row.what): (row.before, row.after) for row in before.diff(remat).rows}
-    assert runs["model.blocks.layer.attn.out", "all-reduce over model (recompute)"] == (
-        None,
-        192 * 1024,
-    )
+def test_ledgers_differ_by_parameter_and_in_their_memory() -> None:
+    before = ledger_of(("w", 64, 3), memory=ft.Memory({ft.Path("m.w"): 24}, 8, 0, 16, 48))
+    given = {ft.Path("m.w"): 12, ft.Path("x"): 4}
+    after = ledger_of(("w", 64, 3), ("v", 32, 3), memory=ft.Memory(given, 8, 4, 16, 40))
+    assert str(before.diff(after)).splitlines() == [
+        "moved to each device: 192 B → 288 B (+50 %)",
+        "m.v: all-reduce over a nothing → 96 B",
+        "m.w: bytes on each device 24 B → 12 B",
+        "bytes of peak 48 B → 40 B",
+        "bytes of aliases 0 B → 4 B",
+        "x: argument nothing → 4 B",
+    ]
     with raises("a ledger is compared with a ledger, not with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
 
@@ -220,7 +214,10 @@ def test_a_change_of_runs_alone_is_not_first() -> None:
     assert by_bytes([SMALL, y, of_none]) == (y, of_none, SMALL)
 
 
-def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
+NO_MEMORY = ft.Memory({}, 0, 0, 0, 0)
+
+
+def ledger_of(*moved: tuple[str, int, int], memory: ft.Memory = NO_MEMORY) -> ft.Ledger:
     """A ledger of all-reduces over `a`: for each the parameter, the bytes and the runs."""
     collectives = [
         ft.Collective(
@@ -228,7 +225,7 @@ def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
         )
         for name, size, runs in moved
     ]
-    return ft.Ledger(tuple(collectives), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+    return ft.Ledger(tuple(collectives), memory, "cpu", {"a": 2})
 
 
 def test_the_total_of_two_ledgers_is_first() -> None:
@@ -284,7 +281,7 @@ def shared(block: int, size: int, runs: int, *names: str) -> ft.Collective:
 
 def test_equal_changes_of_what_several_parameters_share_are_one_line() -> None:
     def ledger(*moved: ft.Collective) -> ft.Ledger:
-        return ft.Ledger(moved, ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+        return ft.Ledger(moved, NO_MEMORY, "cpu", {"a": 2})
 
     before = ledger(*(shared(i, MIB, 4, "q", "k") for i in range(3)))
     after = ledger(
@@ -361,10 +358,7 @@ def test_what_differs_as_a_page() -> None:
 
 
 def test_idle_mesh_axes_differ() -> None:
-    before, after = (
-        ft.Ledger((), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2}, idle=idle)
-        for idle in ((), ("a",))
-    )
+    before, after = (ft.Ledger((), NO_MEMORY, "cpu", {"a": 2}, idle=idle) for idle in ((), ("a",)))
     assert str(before.diff(after)).splitlines() == [
         "moved to each device: 0 B in both",
         "idle mesh axes nothing → a",
