@@ -108,28 +108,19 @@ CHANGE = 'remove `ft.constrain(jnp.tanh(x @ layer.up), ft.P("model", None))`'
 
 
 def test_why(cli: Cli, folder: Path) -> None:
-    code, out, err = cli(WHY)
+    code, out, err = cli(f"{WHY} --html out.html")
     assert (code, err) == (0, "")
+    page = (folder / "out.html").read_text()
+    assert page.startswith("<!doctype html>") and "Why mistaken moves arrays" in page
     assert out.startswith("mistaken moves ") and " avoidable, " in out
     assert f"fixes, each compiled: 1. {CHANGE} at {folder / 'demo.py'}:" in " ".join(out.split())
 
 
-def test_why_as_json_and_as_a_page(cli: Cli, folder: Path) -> None:
-    code, out, err = cli(f"{WHY} --json --html out.html")
-    assert (code, err) == (0, "")
-    found = json.loads(out)
-    assert found["functree"] == "why" and found["fixes"][0]["change"] == CHANGE
-    page = (folder / "out.html").read_text()
-    assert page.startswith("<!doctype html>") and "Why mistaken moves arrays" in page
-
-
 def test_why_compiles_as_many_edits_as_it_may(cli: Cli) -> None:
-    compiled: list[int] = []
     for most in (1, 2):
         code, out, err = cli(f"{WHY} --compilations {most} --json")
-        assert (code, err) == (0, "")
-        compiled.append(json.loads(out)["compiled"])
-    assert compiled == [1, 2]
+        found = json.loads(out)
+        assert (code, err, found["functree"], found["compiled"]) == (0, "", "why", most)
 
 
 # The layout of `plan` for `demo:call`, and how `up` lies.

@@ -257,16 +257,6 @@ def test_arguments_and_results_are_those_of_the_compiled_program(case: str):
             assert NamedSharding(MESH, row.spec).is_equivalent_to(sharding, len(row.shape))
 
 
-def test_the_source_is_quoted():
-    layouts = ft.layouts(constrained, X, in_shardings=P("data"), mesh=MESH)
-    [constraint] = rows_of(layouts, CONSTRAINT)
-    assert constraint.source == line_of("ft.constrain(jnp.exp(x)")
-    assert constraint.expression == 'ft.constrain(jnp.exp(x), P("model"))'
-    [exponential] = rows_of(layouts, "exponential")
-    assert exponential.expression == "jnp.exp(x)"
-    assert [layouts.rows[i].name for i in exponential.operands] == ["x"]
-
-
 def test_expressions_of_unusual_source():
     specs: Any = {"in_shardings": P("data"), "mesh": MESH}
     größe = 3.0

@@ -244,22 +244,6 @@ def test_the_gradient_of_an_activation_is_not_of_what_it_was_compared_with() -> 
     assert activations and {tuple(map(str, one.paths)) for one in activations} == {("down",)}
 
 
-def test_an_unused_argument_is_not_counted() -> None:
-    shape = jax.ShapeDtypeStruct((64, 64), "float32")
-    ledger = ft.ledger(
-        lambda first, unused, last: first @ last,
-        *[shape] * 3,
-        in_shardings=ft.P("model"),
-        out_shardings=ft.P(),
-        mesh=MESH,
-    )
-    assert dict(ledger.memory.arguments) == {ft.Path("first"): 4096, ft.Path("last"): 4096}
-    assert {name for one in ledger.collectives for name in one.arguments} == {"first", "last"}
-    assert ledger.memory.arguments["last"] == 4096
-    with pytest.raises(KeyError, match="no argument at `lost`; did you mean `last`"):
-        ledger.memory.arguments["lost"]
-
-
 def test_what_is_donated_is_memory_of_the_result() -> None:
     x = jax.ShapeDtypeStruct((64, 16), "float32")
     kept, donated = (

@@ -10,7 +10,6 @@ import pytest
 import functree as ft
 from functree.compiled.table import (
     LONGEST,
-    rows_of_parameters,
     short_warning,
     table_rows,
     warning_lines,
@@ -50,8 +49,8 @@ TABLES: dict[str, tuple[list[ft.Collective], list[tuple[str, str, int]]]] = {
         [("m.{q,k}.{weight,bias}", "4", 256)],
     ),
     "one that is much larger": (
-        [moved("a", bytes=1), moved("b", bytes=160), moved("c", bytes=11)],
-        [("m.{b,c}", "2", 171), ("m.a", "1", 1)],
+        [moved("a", bytes=1), moved("b", bytes=160), moved("c", bytes=11), moved("d", bytes=10)],
+        [("m.{b,c}", "2", 171), ("m.{a,d}", "2", 11)],
     ),
     "nothing that is moved": ([moved("a", bytes=0), moved("b", bytes=0)], [("m.{a,b}", "2", 0)]),
     "not in all layers": (
@@ -107,11 +106,6 @@ def test_the_lines_that_call_a_package_are_told() -> None:
     # What serves no parameter is only one line if it is called from one line.
     lost = [moved(None, source=one.source, called_from=one.called_from) for one in both]
     assert len(table_rows(lost)) == 2 and len(table_rows([lost[0], lost[0]])) == 1
-
-
-def test_a_page_has_a_row_for_each_parameter() -> None:
-    titles = [row.title for row in rows_of_parameters(QKV)]
-    assert titles == ["m.b.{0-2}.q", "m.b.{0-2}.k"]
 
 
 def test_lines_of_source() -> None:

@@ -13,37 +13,6 @@ def multiplied(uses: ParameterUses, moved: MovedArray) -> set[int]:
     return {i for product in uses.made_by(moved) for i in product.parameters}
 
 
-# The gradients are divided by their norm, and one of them is a single number.
-CLIPPED = """HloModule jit_step
-
-ENTRY %main (w: f32[8], s: f32[]) -> (f32[8], f32[]) {
-  %w = f32[8]{0} parameter(0)
-  %s = f32[] parameter(1)
-  %grad = f32[8]{0} all-reduce(%w), replica_groups={}
-  %grad.1 = f32[] all-reduce(%s), replica_groups={}
-  %squares = f32[] reduce(%grad, %zero), dimensions={0}, to_apply=%add
-  %norm = f32[] all-reduce(%squares), replica_groups={}
-  %everywhere = f32[8]{0} broadcast(%norm), dimensions={}
-  %scaled = f32[8]{0} divide(%grad, %everywhere)
-  %new = f32[8]{0} add(%w, %scaled)
-  %new.1 = f32[] add(%s, %grad.1)
-  %zero = f32[] constant(0)
-  ROOT %both = (f32[8]{0}, f32[]) tuple(%new, %new.1)
-}
-"""
-
-
-def test_a_norm_reaches_no_output() -> None:
-    flow = DataFlow(Hlo(CLIPPED))
-    uses, moved = ParameterUses(flow), {one.instruction.name: one for one in moved_arrays(flow)}
-    assert {name: set(uses.outputs(one)) for name, one in moved.items()} == {
-        "grad": {0},
-        "grad.1": {1},
-        "norm": set(),
-    }
-    assert uses.made_of(0) == {0} and uses.made_of(1) == {1}
-
-
 # As a TPU multiplies by a weight whose shards travel around a ring: fetched in pieces, and joined
 # by padding.
 RING = """HloModule jit_step

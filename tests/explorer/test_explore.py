@@ -214,19 +214,6 @@ def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
     assert why.endswith("each device, and a TPU v5e has 19.5 KiB")
 
 
-def test_arrays_with_one_problem_are_one_line() -> None:
-    layouts = {"wrong": (ft.P("data", "modle"),)}
-    (row,) = explored(lambda layers: layers, ([LAYER] * 8,), layouts=layouts)
-    up, down = problem_lines(row)
-    assert len(row.problems) == 16
-    assert up == (
-        "layers.0.up, layers.1.up, layers.2.up, layers.3.up, layers.4.up, layers.5.up and 2 more "
-        "f32[32, 128] \"embed hidden\": P('data', 'modle') names `modle`, and the mesh (data=2, "
-        "model=4) has no such axis; did you mean `model`?"
-    )
-    assert down.startswith("layers.0.down, ")
-
-
 def test_of_many_problems_the_first_are_printed() -> None:
     problems = [ft.Problem(ft.Path((i,)), (2,), "f32[2]", f"why {i}", "") for i in range(5)]
     lines = list(problem_lines(Candidate({}, "many", problems=tuple(problems))))

@@ -369,6 +369,15 @@ def test_the_layout_of_data_is_never_changed():
     assert not any("`x`" in change or "``" in change for change in changes)
 
 
+def test_a_batch_with_as_many_arrays_as_the_model_is_data():
+    def of(w: Any, batch: Any) -> Any:
+        return loss(w, batch["x"]) * jnp.mean(batch["y"])
+
+    specs = TENSOR, P("data", None)
+    ledger = ft.ledger(jax.grad(of), W, {"x": X, "y": X}, in_shardings=specs, mesh=MESH)
+    assert ledger.data == ("batch",)
+
+
 def test_rows(found: Why):
     ledger = ft.ledger(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
     totals = [row.collective.total for row in found.rows]
@@ -427,9 +436,12 @@ def test_nothing_is_found():
 
 def test_a_hint_where_no_edit_helps():
     def ordered(w: Any, x: Any) -> Any:
-        return jnp.sort(x @ w, axis=1)
+        return jnp.sort(x @ w, axis=1), jnp.sum(wrong(jnp.sin(x)) ** 2.0)
 
     answer = why(ordered, SQUARE, X, in_shardings=COLUMNS, mesh=MESH)
+    verdicts = {row.cause.op: row.verdict for row in answer.rows if row.cause}
+    # The fix for the constraint leaves what is moved for the sort.
+    assert answer.fixes and verdicts["sort"] == "compiler" and "avoidable" in verdicts.values()
     [hint] = answer.hints
     assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each part" in hint
     assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each part" in answer.html()

@@ -77,15 +77,6 @@ def test_mesh_axes_have_colours_of_their_own() -> None:
     assert 'class="a5"' in mesh_axes_html(["x8"], many)
 
 
-def test_a_list() -> None:
-    assert list_html("title", {"a": 8, "b": 4}) == (
-        '<div><h3>title</h3><div class="item"><span>a</span><span class="num">8 B</span>'
-        '<div class="bar"><i class="p0" style="width:100%" title=": 8 B"></i></div></div>'
-        '<div class="item"><span>b</span><span class="num">4 B</span>'
-        '<div class="bar"><i class="p0" style="width:50%" title=": 4 B"></i></div></div></div>'
-    )
-
-
 def test_a_part_without_content_has_no_title() -> None:
     assert section_html("title", "", "") == ""
     assert section_html("title", "", "x") == "<section><h2>title</h2>x</section>"
