@@ -1,4 +1,4 @@
-"""Abstract arrays, and what several programs compute with them."""
+"""Abstract arrays, layouts, and what several programs compute with them."""
 
 from typing import Any
 
@@ -18,6 +18,11 @@ def ints(*shape: int, sharding: NamedSharding | None = None) -> ShapeDtypeStruct
 
 def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
     return {name: floats(*shape) for name, shape in sizes.items()}
+
+
+def laid(given: Any, returned: Any = None) -> dict[str, Any]:
+    """The layouts of a function: of its arguments, and of its result."""
+    return {"in_shardings": given, "out_shardings": returned}
 
 
 def normed(x: Array) -> Array:

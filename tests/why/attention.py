@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import floats
+from tests.why.arrays import floats, laid
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, HEADS, DIM = 16, 32, 64, 4, 16
@@ -65,10 +65,7 @@ def attention_heads_on_model(mesh: Mesh):
         return ft.value_and_grad(loss_of, layout=HEADS_RULES)(model, x, y)
 
     args = ft.abstract(Attention)(jax.random.key(0)), *[floats(BATCH, SEQ, EMBED)] * 2
-    layouts = {
-        "in_shardings": (HEADS_RULES, P("data"), P("data")),
-        "out_shardings": (P(), HEADS_RULES),
-    }
+    layouts = laid((HEADS_RULES, P("data"), P("data")), (P(), HEADS_RULES))
     return gradient, args, layouts
 
 
@@ -134,10 +131,7 @@ def attention_fully_sharded(mesh: Mesh):
 
     args = ft.abstract(Attention)(jax.random.key(0)), *[floats(BATCH, SEQ, EMBED)] * 2
     batch = P(("data", "model"))
-    layouts = {
-        "in_shardings": (FULLY_SHARDED, batch, batch),
-        "out_shardings": (P(), FULLY_SHARDED),
-    }
+    layouts = laid((FULLY_SHARDED, batch, batch), (P(), FULLY_SHARDED))
     return gradient, args, layouts
 
 
@@ -208,7 +202,7 @@ def grouped_queries_tiled(mesh: Mesh):
         "out": floats(GROUP * HEADS, 2 * DIM, EMBED),
     }
     heads = dict.fromkeys(("query", "key", "value"), P(None, "model")) | {"out": P("model")}
-    layouts = {"in_shardings": (heads, P("data")), "out_shardings": P("data")}
+    layouts = laid((heads, P("data")), P("data"))
     return attend, (shapes, floats(BATCH, SEQ, EMBED)), layouts
 
 

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import floats
+from tests.why.arrays import floats, laid
 from tests.why.program import Cause, Label, program
 
 GROUPS, SEQ, EMBED, HIDDEN, EXPERTS, CAPACITY = 16, 16, 32, 64, 4, 8
@@ -76,7 +76,7 @@ def experts_dense_dispatch(mesh: Mesh):
 
     args = ft.abstract(DenseExperts)(jax.random.key(0)), *[floats(GROUPS, SEQ, EMBED)] * 2
     batch = P(("data", "expert"))
-    return gradient, args, {"in_shardings": (RULES, batch, batch), "out_shardings": (P(), RULES)}
+    return gradient, args, laid((RULES, batch, batch), (P(), RULES))
 
 
 # --- Tokens sorted by their experts on each device, and exchanged.
@@ -118,7 +118,7 @@ def experts_sorted_and_exchanged(mesh: Mesh):
     def gradient(params, x, y):
         return jax.value_and_grad(lambda params: jnp.mean((experts(x, params) - y) ** 2))(params)
 
-    layouts = {"in_shardings": (placed, tokens, tokens), "out_shardings": (P(), placed)}
+    layouts = laid((placed, tokens, tokens), (P(), placed))
     return gradient, (expert_shapes(), *[floats(TOKENS, EMBED)] * 2), layouts
 
 
@@ -153,7 +153,7 @@ def experts_sorted_over_devices(mesh: Mesh):
         restored = done[jnp.argsort(order)]
         return restored * jnp.max(gates, axis=-1, keepdims=True)
 
-    layouts = {"in_shardings": (P(), P("data")), "out_shardings": P("data")}
+    layouts = laid((P(), P("data")), P("data"))
     return experts, (expert_shapes(), floats(TOKENS, EMBED)), layouts
 
 
@@ -188,5 +188,5 @@ def experts_in_a_loop(mesh: Mesh):
 
     params = expert_shapes() | {"up": floats(EXPERTS, EMBED, 2 * HIDDEN)}
     placed = {"router": P(), "up": P("expert"), "down": P("expert")}
-    layouts = {"in_shardings": (placed, P("data"), P("data")), "out_shardings": (P(), placed)}
+    layouts = laid((placed, P("data"), P("data")), (P(), placed))
     return gradient, (params, *[floats(TOKENS, EMBED)] * 2), layouts

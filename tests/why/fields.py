@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats, shapes
+from tests.why.arrays import descend, floats, laid, shapes
 from tests.why.program import RELAID, Cause, Label, program
 
 # A U-Net whose images are sharded along their height.
@@ -54,10 +54,7 @@ UNET = shapes(
     leave=(3, 3, 32, 4),
 )
 IMAGES = floats(16, 32, 32, 4)
-UNET_LAYOUTS = {
-    "in_shardings": (P(), P("data", "space"), P("data", "space")),
-    "out_shardings": P(),
-}
+UNET_LAYOUTS = laid((P(), P("data", "space"), P("data", "space")), P())
 
 
 @program(
@@ -184,7 +181,7 @@ def sampler_with_the_layout_of_a_viewer(mesh: Mesh):
     weights = shapes(up=(32, 128), down=(128, 32))
     noise = floats(16, 64, 32)
     specs = {"up": P(None, "model"), "down": P("model", None)}
-    layouts = {"in_shardings": (specs, P("data")), "out_shardings": P(None, "data")}
+    layouts = laid((specs, P("data")), P(None, "data"))
     return sample, (weights, noise), layouts
 
 
@@ -217,7 +214,7 @@ def poisson_points(mesh: Mesh):
 
     weights = shapes(enter=(2, 64), middle=(64, 64), leave=(64,))
     points = floats(256, 2)
-    return step, (weights, points), {"in_shardings": (P(), P(("data", "model")))}
+    return step, (weights, points), laid((P(), P(("data", "model"))))
 
 
 # A Fourier neural operator.
@@ -253,4 +250,4 @@ def fourier_operator(mesh: Mesh):
 
     weights = shapes(real=(8, 8, 16, 16), imaginary=(8, 8, 16, 16), local=(16, 16))
     fields = floats(16, 32, 32, 16)
-    return step, (weights, fields, fields), {"in_shardings": (P(), P("data"), P("data"))}
+    return step, (weights, fields, fields), laid((P(), P("data"), P("data")))

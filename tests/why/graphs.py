@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.why.arrays import descend, floats, ints
+from tests.why.arrays import descend, floats, ints, laid
 from tests.why.program import Cause, Label, program
 
 
@@ -47,7 +47,7 @@ def graph():
 def graph_sharded_edges(mesh: Mesh):
     """The edges of a graph are sharded and its nodes replicated, so messages are summed over
     the edges' axis, and so are the gradients of the nodes and of the message's weights."""
-    layouts = {"in_shardings": (P(), P(), P("data"), P()), "out_shardings": P()}
+    layouts = laid((P(), P(), P("data"), P()), P())
     return graph_step, graph(), layouts
 
 
@@ -63,7 +63,7 @@ def graph_edges_apart(mesh: Mesh):
     """The ends of the edges are sharded over `data` and their features over `space`, so one of
     the two is relaid before they are concatenated."""
     edges = {"senders": P("data"), "receivers": P("data"), "features": P("space")}
-    layouts = {"in_shardings": (P(), P(), edges, P()), "out_shardings": P()}
+    layouts = laid((P(), P(), edges, P()), P())
     return graph_step, graph(), layouts
 
 
@@ -80,7 +80,7 @@ def neighbours_on_one_axis(mesh: Mesh):
         scores = queries @ database.T
         return jax.lax.top_k(scores, 8)
 
-    layouts = {"in_shardings": (P("data"), P("data")), "out_shardings": P("data")}
+    layouts = laid((P("data"), P("data")), P("data"))
     return nearest, (floats(128, 64), floats(512, 64)), layouts
 
 
@@ -110,5 +110,5 @@ def two_towers(mesh: Mesh):
     weights = {"users": floats(1024, 32), "items": floats(1024, 32), "project": floats(32, 32)}
     clicks = {"user": ints(128), "item": ints(128)}
     specs = {"users": P("model"), "items": P("model"), "project": P()}
-    layouts = {"in_shardings": (specs, P("data")), "out_shardings": (specs, P())}
+    layouts = laid((specs, P("data")), (specs, P()))
     return step, (weights, clicks), layouts

@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats, normed
+from tests.why.arrays import descend, floats, laid, normed
 from tests.why.mistake import Made, mistake
 
 
@@ -46,7 +46,7 @@ def small_vision(mesh: Mesh, heads: int) -> Made:
     specs = {"q": into, "k": into, "v": into, "out": ft.P(("model", "tensor"), None)}
     x = floats(64, 64, 384)
     images = ft.P("data", None, None)
-    return attention, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
+    return attention, (params, x), laid((specs, images), images)
 
 
 class Fused(eqx.Module):
@@ -94,5 +94,5 @@ def fused(mesh: Mesh, mistaken: bool) -> Made:
     rules = ft.AxisRules({"batch": "data", "heads": "model", "embed": None})
     x = floats(64, 32, 256)
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (rules, texts, texts), "out_shardings": (rules, ft.P())}
+    layouts = laid((rules, texts, texts), (rules, ft.P()))
     return step, (model, x, x), layouts

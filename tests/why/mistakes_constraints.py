@@ -7,7 +7,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats, normed, shapes
+from tests.why.arrays import descend, floats, laid, normed, shapes
 from tests.why.mistake import Made, mistake
 
 
@@ -47,7 +47,7 @@ def mixer(mesh: Mesh, mistaken: bool) -> Made:
     }
     x = floats(64, 64, 128)
     images = ft.P("data", None, None)
-    return block, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
+    return block, (params, x), laid((specs, images), images)
 
 
 class Attention(eqx.Module):
@@ -91,7 +91,7 @@ def encoder(mesh: Mesh, mistaken: bool) -> Made:
     rules = ft.AxisRules({"batch": "data", "heads": "model", "dim": None, "embed": None})
     x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    layouts = {"in_shardings": (rules, sentences), "out_shardings": sentences}
+    layouts = laid((rules, sentences), sentences)
     return encode, (attention, x), layouts
 
 
@@ -121,10 +121,7 @@ def scanned(mesh: Mesh, mistaken: bool) -> Made:
     layers = shapes(up=(4, 128, 512), down=(4, 512, 128))
     specs = {"up": ft.P(None, "data", "model"), "down": ft.P(None, "model", "data")}
     x = floats(64, 32, 128)
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None)),
-        "out_shardings": ft.P("data", None),
-    }
+    layouts = laid((specs, ft.P("data", None, None)), ft.P("data", None))
     return features, (layers, x), layouts
 
 
@@ -173,7 +170,7 @@ def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
     images = floats(1024, 256)
     noise = floats(1024, 64)
     batch = ft.P("data", None)
-    layouts = {"in_shardings": (specs, batch, batch), "out_shardings": (specs, ft.P())}
+    layouts = laid((specs, batch, batch), (specs, ft.P()))
     return step, (params, images, noise), layouts
 
 
@@ -207,10 +204,7 @@ def patches(mesh: Mesh, mistaken: bool) -> Made:
         "down": ft.P("model", None),
     }
     images = floats(64, 32, 32, 3)
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None, None)),
-        "out_shardings": ft.P("data", None, None),
-    }
+    layouts = laid((specs, ft.P("data", None, None, None)), ft.P("data", None, None))
     return features, (params, images), layouts
 
 
@@ -249,4 +243,4 @@ def gated(mesh: Mesh, mistaken: bool) -> Made:
     rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
     x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    return apply, (mlp, x), {"in_shardings": (rules, sentences), "out_shardings": sentences}
+    return apply, (mlp, x), laid((rules, sentences), sentences)

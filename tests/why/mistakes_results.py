@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import functree as ft
-from tests.why.arrays import descend, floats, ints, shapes
+from tests.why.arrays import descend, floats, ints, laid, shapes
 from tests.why.mistake import Made, mistake
 
 
@@ -46,10 +46,7 @@ def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
     }
     x = floats(64, 16, 256)
     series = ft.P("data", None, None)
-    layouts = {
-        "in_shardings": (specs, series, series),
-        "out_shardings": (ft.P(), {**specs, "inwards": inwards}),
-    }
+    layouts = laid((specs, series, series), (ft.P(), {**specs, "inwards": inwards}))
     return gradients, (params, x, x), layouts
 
 
@@ -81,10 +78,7 @@ def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
     specs = {"inner": ft.P("model", None), "outer": ft.P("model", None)}
     neighbours = ints(512, 4)
     words = ints(512)
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None), ft.P("data")),
-        "out_shardings": ({**specs, "outer": outer}, ft.P()),
-    }
+    layouts = laid((specs, ft.P("data", None), ft.P("data")), ({**specs, "outer": outer}, ft.P()))
     return step, (params, neighbours, words), layouts
 
 
@@ -120,8 +114,5 @@ def transcriber(mesh: Mesh, logits: ft.P) -> Made:
         "tokens": ft.P(None, "model"),
     }
     spectra = floats(64, 64, 64)
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None)),
-        "out_shardings": {"logits": logits, "loudness": ft.P("data")},
-    }
+    layouts = laid((specs, ft.P("data", None, None)), {"logits": logits, "loudness": ft.P("data")})
     return transcribe, (params, spectra), layouts

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats, normed
+from tests.why.arrays import descend, floats, laid, normed
 from tests.why.mistake import Made, mistake
 
 
@@ -48,7 +48,7 @@ def forecast(mesh: Mesh, rules: Mapping) -> Made:
 
     model = Forecaster(floats(256, 1024), floats(1024, 256), floats(256, 16))
     series = ft.P("data", None, None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), series, series)}
+    layouts = laid((ft.AxisRules(rules), series, series))
     return step, (model, floats(64, 32, 256), floats(64, 32, 16)), layouts
 
 
@@ -98,7 +98,7 @@ def grouped(mesh: Mesh, rules: Mapping) -> Made:
     layout = ft.AxisRules(rules)
     x = floats(64, 16, 256)
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (layout, texts, texts), "out_shardings": (layout, ft.P())}
+    layouts = laid((layout, texts, texts), (layout, ft.P()))
     return step, (model, x, x), layouts
 
 
@@ -143,7 +143,7 @@ def inverted(mesh: Mesh, project: ft.P) -> Made:
     rules = ft.AxisRules({"batch": "data", "mid": "model", ...: None})
     layout = ft.StateSharding({"project": project, ...: rules})
     images = ft.P("data", None, None, None)
-    layouts = {"in_shardings": (layout, images), "out_shardings": images}
+    layouts = laid((layout, images), images)
     return features, (block, floats(64, 8, 8, 256)), layouts
 
 
@@ -178,7 +178,7 @@ def document(mesh: Mesh, rules: Mapping) -> Made:
 
     layer = Document(floats(256), floats(256, 1024), floats(1024, 256))
     documents = ft.P("data", "seq", None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), documents), "out_shardings": documents}
+    layouts = laid((ft.AxisRules(rules), documents), documents)
     return encode, (layer, floats(16, 128, 256)), layouts
 
 
@@ -217,5 +217,5 @@ def layered(mesh: Mesh, rules: Mapping) -> Made:
 
     layers = Layers(floats(4, 256), floats(4, 256, 1024), floats(4, 1024, 256))
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), texts), "out_shardings": texts}
+    layouts = laid((ft.AxisRules(rules), texts), texts)
     return encode, (layers, floats(64, 16, 256)), layouts

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import functree as ft
-from tests.why.arrays import floats, ints, normed, shapes
+from tests.why.arrays import floats, ints, laid, normed, shapes
 from tests.why.mistake import Made, mistake
 
 
@@ -41,7 +41,7 @@ def soft_experts(mesh: Mesh, down: ft.P) -> Made:
     }
     x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    return mixture, (params, x), {"in_shardings": (specs, sentences), "out_shardings": sentences}
+    return mixture, (params, x), laid((specs, sentences), sentences)
 
 
 @mistake(
@@ -74,7 +74,7 @@ def language_model(mesh: Mesh, unembed: ft.P) -> Made:
     }
     tokens = ints(64, 32)
     texts = ft.P("data", None)
-    layouts = {"in_shardings": (specs, texts, texts), "out_shardings": ft.P("data")}
+    layouts = laid((specs, texts, texts), ft.P("data"))
     return losses, (params, tokens, tokens), layouts
 
 
@@ -108,7 +108,7 @@ def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
     }
     x = floats(16, 128, 128)
     texts = ft.P("data", None, None)
-    return attend, (params, x), {"in_shardings": (specs, texts), "out_shardings": texts}
+    return attend, (params, x), laid((specs, texts), texts)
 
 
 @mistake(
@@ -144,8 +144,5 @@ def recommender(mesh: Mesh, squares: ft.P) -> Made:
     index = ints(1024)
     ratings = floats(1024)
     batch = ft.P("data")
-    layouts = {
-        "in_shardings": (specs, sums, batch, batch, batch),
-        "out_shardings": (specs, None),
-    }
+    layouts = laid((specs, sums, batch, batch, batch), (specs, None))
     return step, (params, params, index, index, ratings), layouts

@@ -8,7 +8,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats
+from tests.why.arrays import descend, floats, laid
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, EMBED, HIDDEN, CLASSES = 32, 64, 128, 16
@@ -129,7 +129,7 @@ def muon_on_the_short_side(mesh: Mesh):
     def step(weight, gradient):
         return (1 - 0.02 * 0.1) * weight - 0.02 * orthogonalized(gradient)
 
-    layouts = {"in_shardings": (P("model"), P("model")), "out_shardings": P("model")}
+    layouts = laid((P("model"), P("model")), P("model"))
     return step, (floats(EMBED, HIDDEN), floats(EMBED, HIDDEN)), layouts
 
 
@@ -160,7 +160,7 @@ def clipped_as_one_vector(mesh: Mesh):
 
     params = {"up": floats(EMBED, HIDDEN), "down": floats(HIDDEN, CLASSES)}
     placed = {"up": P(None, "model"), "down": P("model")}
-    layouts = {"in_shardings": (placed, P("data"), P("data")), "out_shardings": placed}
+    layouts = laid((placed, P("data"), P("data")), placed)
     return step, (params, floats(BATCH, EMBED), floats(BATCH, CLASSES)), layouts
 
 
@@ -187,8 +187,5 @@ def average_in_another_layout(mesh: Mesh):
         return model, average, loss
 
     model = ft.abstract(Classifier)(jax.random.key(0))
-    layouts = {
-        "in_shardings": (RULES, OLDER_RULES, P("data"), P("data")),
-        "out_shardings": (RULES, OLDER_RULES, P()),
-    }
+    layouts = laid((RULES, OLDER_RULES, P("data"), P("data")), (RULES, OLDER_RULES, P()))
     return step, (model, model, floats(BATCH, EMBED), floats(BATCH, CLASSES)), layouts

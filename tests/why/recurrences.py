@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.arrays import descend, floats, ints
+from tests.why.arrays import descend, floats, ints, laid
 from tests.why.program import Cause, Label, program
 
 # A GRU under FSDP whose weights are gathered once, before the loop.
@@ -92,10 +92,7 @@ def lstm_fused_gates(mesh: Mesh):
 
     weights = {"gates": floats(96, 256), "readout": floats(64, 16)}
     specs = {"gates": P(None, "model"), "readout": P()}
-    layouts = {
-        "in_shardings": (specs, P("data"), P("data")),
-        "out_shardings": (specs, P()),
-    }
+    layouts = laid((specs, P("data"), P("data")), (specs, P()))
     return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
@@ -130,7 +127,7 @@ def time_major_constraint(mesh: Mesh):
         return descend(weights, gradients), value
 
     weights = {"inward": floats(32, 64), "recurrent": floats(64, 64), "readout": floats(64, 16)}
-    layouts = {"in_shardings": (P(), P("data"), P("data")), "out_shardings": P()}
+    layouts = laid((P(), P("data"), P("data")), P())
     return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
@@ -166,7 +163,7 @@ def linear_recurrence(mesh: Mesh):
 
     weights = {"inward": floats(32, 128), "decay": floats(128), "outward": floats(128, 32)}
     specs = {"inward": P(None, "model"), "decay": P("model"), "outward": P("model", None)}
-    layouts = {"in_shardings": (specs, P("data"), P("data")), "out_shardings": (specs, P())}
+    layouts = laid((specs, P("data"), P("data")), (specs, P()))
     signal = floats(16, 32, 32)
     return step, (weights, signal, signal), layouts
 
@@ -205,4 +202,4 @@ def policy_gradient(mesh: Mesh):
 
     policy = {"up": floats(32, 64), "down": floats(64, 4)}
     played = (floats(32, 16, 32), ints(32, 16), floats(32, 16))
-    return step, (policy, *played), {"in_shardings": (P(), P("data"), P("data"), P("data"))}
+    return step, (policy, *played), laid((P(), P("data"), P("data"), P("data")))

@@ -7,7 +7,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from tests.why.arrays import floats, ints
+from tests.why.arrays import floats, ints, laid
 from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, VOCAB = 16, 32, 64, 128
@@ -98,7 +98,7 @@ def label_smoothing_with_swapped_names(mesh: Mesh):
     targets = ints(BATCH, SEQ)
     args = ft.abstract(Head)(jax.random.key(0)), floats(BATCH, SEQ, EMBED), targets
     parts = P("data", "seq")
-    return gradient, args, {"in_shardings": (RULES, parts, parts), "out_shardings": (P(), RULES)}
+    return gradient, args, laid((RULES, parts, parts), (P(), RULES))
 
 
 # --- A contrastive loss: each image against the texts of the whole batch.
@@ -167,5 +167,5 @@ def contrastive_towers_on_two_axes(mesh: Mesh):
         value, grads = jax.value_and_grad(loss)(params, images, texts)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    layouts = {"in_shardings": (P(), P("data"), P("model")), "out_shardings": (P(), P())}
+    layouts = laid((P(), P("data"), P("model")), (P(), P()))
     return descend, (tower_shapes(), floats(2 * BATCH, PIXELS), floats(2 * BATCH, WORDS)), layouts
