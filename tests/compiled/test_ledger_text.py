@@ -168,6 +168,14 @@ def test_the_whole_text() -> None:
     )
 
 
+def test_many_lines_and_donated_memory() -> None:
+    many = [moved(f"p{i}", kind=f"k{i}", bytes=100_000) for i in range(42)]
+    text = str(ledger(*many, moved(None, bytes=1), memory=ft.Memory({}, 256, 128, 0, 640)))
+    assert "and 3 smaller lines, 195.3 KiB in all (`ledger.collectives` has each)" in text
+    assert "less than 0.1 % of these bytes serve no parameter" in text
+    assert "outputs 256 B (128 B of them in donated arguments)" in text
+
+
 REMATERIALIZED = (
     "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {devices=[4,1]<=[4]} to "
     "{replicated} efficiently for HLO operation %x = f32[8,16]{1,0} copy(%y), sharding={replicated}, "
