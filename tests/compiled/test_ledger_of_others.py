@@ -225,7 +225,7 @@ def test_what_is_not_understood_is_said() -> None:
 @pytest.mark.parametrize(
     ("text", "idle"), [(NOTHING, ("data",)), (TEXT, ()), (ONLY_SENT, ()), (ONLY_SPELLED, ())]
 )
-def test_what_may_use_a_mesh_axis_leaves_it_unknown_whether_it_is_idle(text: str, idle: Any):
+def test_a_mesh_axis_is_not_called_idle_if_something_unknown_may_use_it(text: str, idle: Any):
     ledger = ledger_of(text, "x", "0 1", sharded=frozenset())
     assert ledger.idle == idle and bool(ledger.not_understood) == (text != NOTHING)
 
