@@ -14,7 +14,6 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jaxtyping import Array, Float, Int
 
@@ -111,9 +110,8 @@ def test_sequence_parallelism(platform: str, explicit: bool) -> None:
         return ft.value_and_grad(ft.nn.cross_entropy)(model, tokens[:, :-1], tokens[:, 1:])
 
     model = ft.abstract(make)(jax.random.key(0))
-    ledger = (
-        gradient.lower(model, jax.ShapeDtypeStruct((BATCH, SEQ + 1), "int32")).compile().ledger()
-    )
+    tokens = jax.ShapeDtypeStruct((BATCH, SEQ + 1), "int32")
+    ledger = gradient.lower(model, tokens).compile().ledger()
     runs: Counter[tuple[str, str | None, tuple[str, ...]]] = Counter()
     for one in ledger.collectives:
         names = tuple(sorted(str(path).split(".")[-1] for path in one.paths))
@@ -158,16 +156,12 @@ def test_a_training_step(platform: str, name: str, remat: str | None) -> None:
     assert exact == given if platform == "cuda" else given <= exact
     assert ledger.memory.peak > given
     if name != "TP":
-        weights = [
-            one for one in ledger.collectives if one.kind == "all-gather" and one.path is not None
-        ]
-        gathered = {str(one.path).removeprefix("model.blocks.layer.") for one in weights}
+        weights = [str(one.path) for one in ledger.collectives if one.kind == "all-gather"]
+        gathered = {path.removeprefix("model.blocks.layer.") for path in weights}
         assert {"mlp.gate", "mlp.up", "mlp.down", "attn.query", "attn.out"} <= gathered
     if name == "FSDP":  # on CPUs the gradients are reduced everywhere
-        scattered = sum(one.total for one in ledger.collectives if one.kind == "reduce-scatter")
-        assert scattered > 0 and {
-            str(one.path)[:5] for one in ledger.collectives if one.kind == "reduce-scatter"
-        } == {"model"}
+        scattered = [one for one in ledger.collectives if one.kind == "reduce-scatter"]
+        assert scattered and {str(one.path)[:5] for one in scattered} == {"model"}
 
 
 @pytest.mark.parametrize("remat", [None, "full"])
@@ -309,10 +303,9 @@ def test_prints_are_no_collectives_and_loops_count_down() -> None:
         ("all-reduce", 1),
         ("all-reduce", 5),
     }
-    for fun in (ft.jit(printed, in_shardings=ft.P("data"), mesh=mesh_of("cuda")), jax.jit(printed)):
-        placed = jax.ShapeDtypeStruct(
-            x.shape, x.dtype, sharding=jax.NamedSharding(mesh_of("cuda"), ft.P("data"))
-        )
+    gpus = mesh_of("cuda")
+    placed = x.update(sharding=jax.NamedSharding(gpus, ft.P("data")))
+    for fun in (ft.jit(printed, in_shardings=ft.P("data"), mesh=gpus), jax.jit(printed)):
         with raises(
             "printed prints or calls back to the host, and JAX lowers this for GPUs only where there is one: take out `jax.debug.print`",
             error=ft.ShardingError,
@@ -322,14 +315,6 @@ def test_prints_are_no_collectives_and_loops_count_down() -> None:
 
 def test_devices_of_a_target_are_equal() -> None:
     assert mesh_of("tpu") == mesh_of("tpu") and mesh_of("cuda") == mesh_of("cuda") != mesh_of("tpu")
-    with raises(
-        "data=2 × model=2 is 4 devices, but target='tpu:v5e:2x4' has 8", error=ft.ShardingError
-    ):
-        ft.make_mesh(data=2, model=2, target="tpu:v5e:2x4")
-    with raises("target='tpu:v5e:3x5': there is no such slice", error=ft.ShardingError):
-        ft.make_mesh(data=15, target="tpu:v5e:3x5")
-    for kind in ("a100", "h200", "b200"):
-        assert ft.make_mesh(data=16, target=f"cuda:{kind}:16").size == 16
     # A chip with two cores is one device, and a mesh axis may be a part of an axis of the torus.
     assert ft.make_mesh(data=16, model=4, target="tpu:v4:4x4x4").size == 64
     assert ft.make_mesh(data=2, model=8, target="tpu:v6e:4x4").size == 16
@@ -353,9 +338,6 @@ CALLS: dict[str, Any] = {
     "a call": lambda mesh: ft.jit(
         apply, in_shardings=(RULES, ft.P("data")), mesh=mesh, rules=RULES
     )(MLP, X),
-    "by rules, of NumPy's": lambda mesh: ft.jit(lambda m, x: m(x), rules=RULES, mesh=mesh)(
-        MLP, np.ones((4, 2, 64), "f")
-    ),
     "a compiled call": lambda mesh: (
         ft.jit(apply, rules=RULES, mesh=mesh).lower(MLP, X).compile()(MLP, X)
     ),
@@ -456,24 +438,10 @@ print(ft.ledger(lambda x: x.sum(0), x, in_shardings=ft.P("data"), mesh=mesh).col
 
 def test_several_processes_at_once() -> None:
     run = [sys.executable, "-c", SCRIPT]
-    both = [
-        subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    for process in both:
+    pipe = subprocess.PIPE
+    for process in [subprocess.Popen(run, stdout=pipe, stderr=pipe, text=True) for _ in range(2)]:
         out, err = process.communicate(timeout=300)
         assert process.returncode == 0 and out.strip() == "all-reduce", err
-
-
-def test_the_environment_is_left_as_it_was() -> None:
-    mesh_of("tpu")
-    ours = {
-        "TPU_WORKER_HOSTNAMES",
-        "TPU_ACCELERATOR_TYPE",
-        "TPU_LOG_DIR",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD",
-    }
-    assert not ours & set(os.environ)
 
 
 def test_an_involuntary_rematerialization_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
@@ -490,17 +458,8 @@ def test_an_involuntary_rematerialization_is_heard(capfd: pytest.CaptureFixture[
 
 def test_will_it_fit() -> None:
     script = Path(__file__).parents[2] / "examples" / "will_it_fit.py"
-    command = [
-        sys.executable,
-        str(script),
-        "--model",
-        "8b",
-        "--target",
-        "tpu:v5e:2x4",
-        "cuda:h100:8",
-        "--seq",
-        "256",
-    ]
+    options = "--model 8b --target tpu:v5e:2x4 cuda:h100:8 --seq 256"
+    command = [sys.executable, str(script), *options.split()]
     environment = {**os.environ, "PYTHONPATH": str(script.parents[1])}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

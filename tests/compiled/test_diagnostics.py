@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -173,24 +174,13 @@ def test_nothing_of_the_users_is_lost(capfd: pytest.CaptureFixture[str]) -> None
 
 
 def test_two_threads_compile() -> None:
-    results: dict[int, Any] = {}
+    def ledger_of(size: int) -> ft.Ledger:
+        return compiled(lambda table: moving(table), size).ledger()
 
-    def work(size: int) -> None:
-        def mine(table: Any) -> Any:
-            return ft.constrain(table, ft.P(None, "y"))
-
-        results[size] = compiled(mine, size).ledger()
-
-    threads = [threading.Thread(target=work, args=(size,)) for size in (24, 32)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {size: ledger.collectives[0].bytes for size, ledger in results.items()} == {
-        24: 24 * 64,
-        32: 32 * 64,
-    }
-    assert all(ledger.warnings_known and ledger.warnings for ledger in results.values())
+    with ThreadPoolExecutor(2) as threads:
+        ledgers = list(threads.map(ledger_of, (24, 32)))
+    assert [one.collectives[0].bytes for one in ledgers] == [24 * 64, 32 * 64]
+    assert all(one.warnings_known and one.warnings for one in ledgers)
 
 
 def test_a_process_that_is_started_meanwhile_keeps_its_standard_error(
@@ -207,42 +197,35 @@ def test_a_process_that_is_started_meanwhile_keeps_its_standard_error(
         pytest.fail("what the child wrote was lost")
 
 
+MANY_FILES = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+"""
+LISTENED = """
+import os
+from contextlib import suppress
+from functree.compiled.diagnostics import listening
+with listening() as said, suppress(OSError): os.write(2, b"written")
+print(said.warnings)
+"""
+# What runs before, the log level, what is known of warnings, and what is passed on.
+PROCESSES: dict[str, tuple[str, str, str, str]] = {
+    "many open files": (MANY_FILES, "1", "()", "written"),
+    "no standard error": ("import os; os.close(2)", "1", "None", ""),
+    "errors only": ("", "2", "None", "written"),
+}
+
+
 @pytest.mark.slow
-def test_many_open_files() -> None:
-    code = (
-        "import os, resource\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]\n"
-        "from functree.compiled.diagnostics import listening\n"
-        "with listening() as said: os.write(2, b'heard\\n')\n"
-        "print(said.warnings)"
+@pytest.mark.parametrize("case", PROCESSES)
+def test_other_processes(case: str) -> None:
+    before, level, *expected = PROCESSES[case]
+    done = subprocess.run(
+        [sys.executable, "-c", before + LISTENED],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": level},
+        capture_output=True,
+        text=True,
+        timeout=60,
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert (done.stdout.strip(), done.stderr.strip()) == ("()", "heard")
-
-
-@pytest.mark.slow
-def test_without_standard_error() -> None:
-    code = (
-        "import os; os.close(2)\n"
-        "from functree.compiled.diagnostics import listening\n"
-        "with listening() as said: pass\n"
-        "print(said.warnings)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "None"
-
-
-@pytest.mark.slow
-def test_silenced_by_the_log_level() -> None:
-    code = "from functree.compiled.diagnostics import listening\nwith listening() as said: pass\nprint(said.warnings)"
-    for level, expected in (("1", "()"), ("2", "None")):
-        environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": level}
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stdout.strip() == expected
+    assert [done.stdout.strip(), done.stderr.strip()] == expected

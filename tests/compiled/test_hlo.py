@@ -4,12 +4,10 @@ is missed."""
 import re
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import pytest
 
-import functree as ft
 from functree.compiled.hlo import ArrayType, Hlo, Instruction
+from tests.lib.training import training_step
 
 # Of programs for a CPU, a TPU and a GPU.
 TEXT = """HloModule jit_step, is_scheduled=true, entry_computation_layout={(f32[8]{0})->f32[8]{0}}, num_partitions=8
@@ -38,6 +36,8 @@ ENTRY %main.30_spmd (param.3: f32[8]) -> pred[] {
   %start = ((f32[2]{0}), f32[16]{0}) all-gather-start(%param.3), replica_groups=[4,2]<=[2,4]T(1,0), dimensions={0}
   %while.1 = (s32[], f32[8]{0}) while(%start), condition=%add.clone, body=%body.5_spmd
   %conditional = f32[] conditional(%while.1, %start), branch_computations={%add.clone, %body.5_spmd}
+  %sum = f32[] all-reduce(%param.3), channel_id=8, replica_groups=mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}, \
+use_global_device_ids=true
   ROOT compare.1 = pred[] compare(%param.3, %param.3), direction=LT
 }
 """
@@ -54,7 +54,7 @@ def test_computations() -> None:
         and hlo.entry == "main.30_spmd"
     )
     assert [one.name for one in hlo.computations["main.30_spmd"]] == [
-        "param.3", "start", "while.1", "conditional", "compare.1",
+        "param.3", "start", "while.1", "conditional", "sum", "compare.1",
     ]  # fmt: skip
     roots = {name: root.name for name, root in hlo.roots.items()}
     assert roots == {
@@ -95,6 +95,8 @@ ATTRIBUTES: list[tuple[str, str, str | None]] = [
     ("all-reduce.25", "calls", None),  # only a part of the name of the operation
     ("start", "replica_groups", "[4,2]<=[2,4]T(1,0)"),
     ("start", "dimensions", "{0}"),
+    ("sum", "replica_groups", "mesh['a'=4,'b'=2], device_ids=([2,4]T(1,0)) {'a'}"),
+    ("sum", "use_global_device_ids", "true"),
     ("compare.1", "direction", "LT"),
     ("compare.1", "index", None),
 ]
@@ -130,21 +132,7 @@ def test_bytes(type_: tuple[str, tuple[int, ...]], expected: int) -> None:
 
 
 def test_no_instruction_of_a_program_is_missed() -> None:
-    config = ft.nn.TransformerConfig(
-        64, 16, layers=2, heads=4, kv_heads=2, head_dim=4, hidden=32, max_seq=8
-    )
-    model = ft.nn.Transformer.create(config, key=jax.random.key(0))
-    mesh = ft.make_mesh(data=2, model=4)
-    rules = ft.AxisRules(
-        {"batch": "data", "vocab": "model", "heads": "model", "hidden": "model", ...: None}
-    )
-    step = ft.jit(
-        ft.grad(lambda model, tokens: model(tokens).mean()),
-        in_shardings=(rules, ft.P("data")),
-        mesh=mesh,
-        rules=rules,
-    )
-    text = step.lower(model, jnp.ones((4, 8), int)).compile().as_text() or ""
+    text = training_step("FSDP+TP")[0].as_text()
     hlo = Hlo(text)
     lines = re.findall(r"^ +(?:ROOT )?%?\S+ = ", text, re.MULTILINE)
     assert len(hlo.instructions) == len(lines) > 500
@@ -156,11 +144,3 @@ def test_no_instruction_of_a_program_is_missed() -> None:
     for one in hlo.instructions.values():
         assert all(name in hlo.instructions for name in one.operands), one
         assert all(name in hlo.computations for name in one.computations), one
-
-
-def test_groups_with_the_order_of_their_devices_are_one_attribute() -> None:
-    groups = "mesh['axis_0'=4,'axis_1'=2], device_ids=([2,4]T(1,0)) {'axis_0'}"
-    line = f"  %sum = f32[] all-reduce(%x), channel_id=8, replica_groups={groups}, use_global_device_ids=true"
-    hlo = Hlo(f"ENTRY %main (x: f32[]) -> f32[] {{\n{line}\n}}")
-    assert hlo.instructions["sum"].attribute("replica_groups") == groups
-    assert hlo.instructions["sum"].attribute("use_global_device_ids") == "true"

@@ -1,7 +1,6 @@
 """`ft.layouts`: each operation's layout and who decided it, on programs whose layouts can be written
 by hand."""
 
-import html.parser
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -9,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
@@ -21,8 +19,8 @@ from functree.compiled import shardy
 from functree.compiled.layouts import Layouts, layouts_of
 from functree.compiled.shardy import ARGUMENT, CONSTRAINT, RESULT, LaidOut, moved_bytes
 from functree.devices.lies_as import lies_as
-from tests.lib.checks import compilations, raises
-from tests.lib.meshes import EXPLICIT, MESH, SIZES, lay
+from tests.lib.checks import compilations
+from tests.lib.meshes import EXPLICIT, MESH, SIZES
 
 P = PartitionSpec
 Specs = dict[str, tuple[Any, ...]]
@@ -87,10 +85,6 @@ def alike_in_a_loop(x: Any, y: Any) -> Any:
     return lax.fori_loop(0, 3, lambda i, a: lies_as(jnp.sin(a), x), y)
 
 
-def alike_in_a_branch(x: Any, y: Any) -> Any:
-    return lax.cond(y[0, 0] > 0.0, lambda: lies_as(jnp.sin(y), x), lambda: jnp.cos(y))
-
-
 def mapped(x: Any) -> Any:
     def summed(x: Any) -> Any:
         return lax.psum(jnp.sin(x), "data")
@@ -110,20 +104,19 @@ def in_order(x: Any) -> Any:
 
 ANYWHERE = object()
 W, X = abstract(64, 32), abstract(16, 64)
-DATA_X = {"data": "x"}
-HERE = "ft.constrain(jnp.exp(x)"
-CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[Any]]]] = {
+WRITTEN = ("ft.constrain(jnp.exp(x)", "return jnp.cos(body(")
+CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[str]]]] = {
     "a product": (
         product,
         (W, X),
         (P(None, "model"), P("data")),
-        {"dot_general": [("f32[16/data, 32/model]", {"data": "x", "model": "w"})]},
+        {"dot_general": ["f32[16/data, 32/model]: data by x, model by w"]},
     ),
     "two axes on one dimension": (
         product,
         (W, X),
         (P(), P(("data", "model"))),
-        {"dot_general": [("f32[16/data/model, 32]", {"data": "x", "model": "x"})]},
+        {"dot_general": ["f32[16/data/model, 32]: data by x, model by x"]},
     ),
     "tensor parallelism": (
         two_layers,
@@ -131,10 +124,10 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         ({"up": P(None, "model"), "down": P("model")}, P("data")),
         {
             "dot_general": [
-                ("f32[16/data, 32/model]", {"data": "x", "model": "w.up"}),
-                ("f32[16/data, 64]", DATA_X),
+                "f32[16/data, 32/model]: data by x, model by w.up",
+                "f32[16/data, 64]: data by x",
             ],
-            "maximum": [("f32[16/data, 32/model]", {"data": "x", "model": "w.up"})],
+            "maximum": ["f32[16/data, 32/model]: data by x, model by w.up"],
         },
     ),
     "a constraint": (
@@ -142,9 +135,9 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (X,),
         (P("data"),),
         {
-            "exponential": [("f32[16/data, 64]", DATA_X)],
-            "sharding_constraint": [("f32[16/model, 64]", {"model": HERE})],
-            "multiply": [("f32[16/model, 64]", {"model": HERE})],
+            "exponential": ["f32[16/data, 64]: data by x"],
+            "sharding_constraint": ["f32[16/model, 64]: model by ft.constrain(jnp.exp(x)"],
+            "multiply": ["f32[16/model, 64]: model by ft.constrain(jnp.exp(x)"],
         },
     ),
     "a scan, whose values have origins of their own": (
@@ -153,62 +146,53 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (P(), P("data"), P("model")),
         {
             "while": [
-                ("f32[3, 64, 64]", {}),
-                ("i32[]", {}),
-                ("f32[16/data, 64]", DATA_X),
-                ("f32[8/model, 4]", {"model": "y"}),
+                "f32[3, 64, 64]",
+                "i32[]",
+                "f32[16/data, 64]: data by x",
+                "f32[8/model, 4]: model by y",
             ],
-            "tanh": [("f32[16/data, 64]", DATA_X)],
-            "multiply": [("f32[8/model, 4]", {"model": "y"})],
+            "tanh": ["f32[16/data, 64]: data by x"],
+            "multiply": ["f32[8/model, 4]: model by y"],
         },
     ),
     "a branch": (
         chosen,
         (X, X),
         (P("data"), P("model")),
-        {
-            "case": [("f32[16/model, 64]", {"model": "y"})],
-            "sine": [("f32[16/model, 64]", {"model": "y"})],
-        },
+        {"case": ["f32[16/model, 64]: model by y"], "sine": ["f32[16/model, 64]: model by y"]},
     ),
     "a function that is called twice": (
         called_twice,
         (abstract(64, 64), X),
         (P(), P("data")),
-        {"tanh": [("f32[16/data, 64]", DATA_X)] * 2},
+        {"tanh": ["f32[16/data, 64]: data by x"] * 2},
     ),
     "a group with an argument": (
         alike,
         (X, X),
         (P("data"), P()),
-        {"sine": [("f32[16/data, 64]", DATA_X)]},
+        {"sine": ["f32[16/data, 64]: data by x"]},
     ),
     "a group of arguments": (
         alike_arguments,
         (X, X),
         (P("data"), ANYWHERE),
-        {"argument": [("f32[16/data, 64]", DATA_X)] * 2},
+        {"argument": ["f32[16/data, 64]: data by x"] * 2},
     ),
     "a group inside a loop": (
         alike_in_a_loop,
         (X, X),
         (P("data"), P()),
-        {"argument": [("f32[16/data, 64]", DATA_X), ("f32[16, 64]", {})]},
-    ),
-    "a group inside a branch": (
-        alike_in_a_branch,
-        (X, X),
-        (P("data"), P()),
-        {"sine": [("f32[16/data, 64]", DATA_X)]},
+        {"argument": ["f32[16/data, 64]: data by x", "f32[16, 64]"]},
     ),
     "shard_map, whose body is not read": (
         mapped,
         (X,),
         (P(),),
         {
-            "exponential": [("f32[16/data, 64]", {"data": "return jnp.cos(body("})],
-            "manual_computation": [("f32[8, 64]", {})],
-            "cosine": [("f32[8, 64]", {})],
+            "exponential": ["f32[16/data, 64]: data by return jnp.cos(body("],
+            "manual_computation": ["f32[8, 64]"],
+            "cosine": ["f32[8, 64]"],
             "sine": [],
         },
     ),
@@ -216,19 +200,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         product,
         (abstract(64, 32, dtype="complex64"), abstract(16, 64, dtype="complex64")),
         (P(None, "model"), P("data")),
-        {"dot_general": [("complex<f32>[16/data, 32/model]", {"data": "x", "model": "w"})]},
-    ),
-    "bfloat16": (
-        product,
-        (abstract(64, 32, dtype="bfloat16"), abstract(16, 64, dtype="bfloat16")),
-        (P(), P("data")),
-        {"dot_general": [("bf16[16/data, 32]", DATA_X)]},
-    ),
-    "no elements": (
-        product,
-        (abstract(0, 32), abstract(16, 0)),
-        (P(), P("data")),
-        {"dot_general": [("f32[16/data, 32]", DATA_X)]},
+        {"dot_general": ["complex<f32>[16/data, 32/model]: data by x, model by w"]},
     ),
 }
 
@@ -244,24 +216,26 @@ def placed(args: Any, specs: Any) -> Any:
     return jax.tree.map(on_mesh, specs, args, is_leaf=lambda one: isinstance(one, P))
 
 
+def told(row: LaidOut) -> str:
+    """An array, and who has decided about it; of a line, what stands there."""
+    lines = {line_of(text): text for text in WRITTEN}
+    decided = [f"{axis} by {lines.get(by, by)}" for axis, by in sorted(row.origins.items())]
+    return f"{row.array}: {', '.join(decided)}" if decided else row.array
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_arrays_and_who_decided(case: str):
     fn, args, specs, expected = CASES[case]
     with compilations() as heard:
         layouts = ft.layouts(jax.jit(fn), *placed(args, specs))
     assert not heard and layouts.sizes == SIZES
-    for op, wanted in expected.items():
-        arrays: list[Any] = []
-        for array, origins in wanted:
-            named = {k: line_of(v) if "(" in v else v for k, v in origins.items()}
-            arrays.append((array, named))
-        assert [(row.array, dict(row.origins)) for row in rows_of(layouts, op)] == arrays
+    for op, arrays in expected.items():
+        assert list(map(told, rows_of(layouts, op))) == arrays
+    assert Layouts.from_json(layouts.to_json()) == layouts
 
 
-# In a group, the compiler lays out what is not given; what has no elements it does not compute.
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if "group" not in case and case != "no elements"]
-)
+# In a group, the compiler lays out what is not given.
+@pytest.mark.parametrize("case", [case for case in CASES if "group" not in case])
 def test_arguments_and_results_are_those_of_the_compiled_program(case: str):
     """JAX says how these are laid out after it has compiled the program."""
     fn, args, specs, _ = CASES[case]
@@ -281,16 +255,6 @@ def test_arguments_and_results_are_those_of_the_compiled_program(case: str):
             assert sharding.is_fully_replicated
         else:
             assert NamedSharding(MESH, row.spec).is_equivalent_to(sharding, len(row.shape))
-
-
-def test_the_source_is_quoted():
-    layouts = ft.layouts(constrained, X, in_shardings=P("data"), mesh=MESH)
-    [constraint] = rows_of(layouts, CONSTRAINT)
-    assert constraint.source == line_of("ft.constrain(jnp.exp(x)")
-    assert constraint.expression == 'ft.constrain(jnp.exp(x), P("model"))'
-    [exponential] = rows_of(layouts, "exponential")
-    assert exponential.expression == "jnp.exp(x)"
-    assert [layouts.rows[i].name for i in exponential.operands] == ["x"]
 
 
 def test_expressions_of_unusual_source():
@@ -328,8 +292,10 @@ def test_a_value_that_is_returned_twice():
 
 
 def test_effects_in_order():
+    """Tokens come before the arguments, and before the results."""
     layouts = ft.layouts(jax.jit(in_order), jnp.ones((16, 64)))
     assert [row.name for row in rows_of(layouts, ARGUMENT)] == ["x"]
+    assert list(ft.ledger(in_order, jnp.ones((16, 64))).memory.arguments) == [ft.Path("x")]
     assert len(rows_of(layouts, "sine")) == 1
 
     def looped(x: Any) -> Any:
@@ -356,81 +322,7 @@ def test_explicit_axes():
     )
 
 
-class Linear(eqx.Module):
-    weight: Any
-    bias: Any
-
-    def __call__(self, x: Any) -> Any:
-        return x @ self.weight
-
-    @eqx.filter_jit
-    def jitted(self, x: Any) -> Any:
-        return self(x)
-
-
-def gradient(model: Any, x: Any, flag: bool) -> Any:
-    return eqx.filter_grad(lambda model: jnp.sum(model(x) ** 2.0))(model)
-
-
 GIVEN = abstract(16, 64, spec=P("data"))
-LINEAR = Linear(lay(jnp.ones((64, 32))), lay(jnp.ones(32), "model"))
-PLACED = lay(jnp.ones((16, 64)), "data")
-# Calls, and the names of the arguments that their programs have.
-NAMED: dict[str, tuple[Callable[[], Layouts], list[str]]] = {
-    "jax.jit": (lambda: ft.layouts(jax.jit(product), abstract(64, 32), GIVEN), ["w", "x"]),
-    "an argument that is not used": (
-        lambda: ft.layouts(jax.jit(lambda a, b, c: a + c), GIVEN, GIVEN, GIVEN),
-        ["a", "c"],
-    ),
-    "a leaf that is not used": (
-        lambda: ft.layouts(jax.jit(lambda model, x: model(x)), LINEAR, GIVEN),
-        ["model.weight", "x"],
-    ),
-    "by keyword": (
-        lambda: ft.layouts(jax.jit(lambda x, *, w: x @ w["a"]), GIVEN, w={"a": abstract(64, 32)}),
-        ["x", "w.a"],
-    ),
-    "several of them": (
-        lambda: ft.layouts(jax.jit(lambda *xs: xs[0] + xs[2]), GIVEN, GIVEN, GIVEN),
-        ["xs.0", "xs.2"],
-    ),
-    "a static argument": (
-        lambda: ft.layouts(jax.jit(lambda x, n: x * n, static_argnums=1), GIVEN, 3.0),
-        ["args.0"],  # JAX does not say which ones are static
-    ),
-    "eqx.filter_jit": (
-        lambda: ft.layouts(eqx.filter_jit(lambda model, x: model(x)), LINEAR, PLACED),
-        ["model.weight", "x"],
-    ),
-    "a gradient by Equinox": (
-        lambda: ft.layouts(eqx.filter_jit(gradient), LINEAR, PLACED, True),
-        ["model.weight", "x"],
-    ),
-    "a method": (lambda: ft.layouts(LINEAR.jitted, PLACED), ["self.weight", "x"]),
-    "ft.jit": (
-        lambda: ft.layouts(lambda model, x: model(x), LINEAR, GIVEN, mesh=MESH),
-        ["model.weight", "x"],
-    ),
-    "functools.partial": (
-        lambda: ft.layouts(partial(jax.jit(product), abstract(64, 32, spec=P())), GIVEN),
-        ["w", "x"],
-    ),
-    "keys": (
-        lambda: ft.layouts(
-            jax.jit(lambda key, c, x: x + jax.random.normal(key, x.shape)),
-            jax.random.key(0),
-            GIVEN,
-            GIVEN,
-        ),
-        ["key", "x"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NAMED)
-def test_names_of_arguments(case: str):
-    call, names = NAMED[case]
-    assert [row.name for row in rows_of(call(), ARGUMENT)] == names
 
 
 def test_functions_with_the_same_program():
@@ -440,11 +332,6 @@ def test_functions_with_the_same_program():
         layouts = ft.layouts(fn, GIVEN)
         [row] = rows_of(layouts, "sine")
         assert row.origins == {"data": name} and row.expression == f"jnp.sin({name})"
-    program = [row._replace(name="", expression="", source=None, origins={}) for row in layouts]
-    other = ft.layouts(second, GIVEN)
-    assert program == [
-        row._replace(name="", expression="", source=None, origins={}) for row in other
-    ]
 
 
 def test_names_of_mesh_axes():
@@ -500,46 +387,13 @@ def test_equal_rows_are_one_line():
     assert text.count("sine") == 1
 
 
-class Tags(html.parser.HTMLParser):
-    """Checks that tags are closed in order, and counts them."""
-
-    def __init__(self):
-        super().__init__()
-        self.open: list[str] = []
-        self.seen: list[str] = []
-
-    def handle_starttag(self, tag: str, attrs: Any):
-        self.seen.append(tag)
-        if tag not in ("meta", "rect", "use", "path", "line", "input", "link", "br"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str):
-        if tag in self.open:
-            assert self.open.pop() == tag
-
-    def handle_startendtag(self, tag: str, attrs: Any):
-        self.seen.append(tag)
-
-
 def test_page():
     layouts = ft.layouts(constrained, X, in_shardings=P("data"), mesh=MESH)
     page = layouts.html()
-    tags = Tags()
-    tags.feed(page)
-    assert page.startswith("<!doctype html>") and "http" not in page and tags.open == []
+    assert page.startswith("<!doctype html>") and "http" not in page and "<svg" in page
     assert "ft.constrain(jnp.exp(x), P(&quot;model&quot;))" in page
-    assert tags.seen.count("svg") > 0
     fragment = layouts._repr_html_()
     assert "<html" not in fragment and "f32[16/model, 64]" in fragment
-
-
-def test_json_is_equal_again():
-    for case in CASES:
-        fn, args, specs, _ = CASES[case]
-        layouts = ft.layouts(jax.jit(fn), *placed(args, specs))
-        assert Layouts.from_json(layouts.to_json()) == layouts
-    with raises("JSON"):
-        Layouts.from_json("{}")
 
 
 def test_diff():
@@ -548,17 +402,10 @@ def test_diff():
     assert not before.diff(before).rows
     text = str(before.diff(after))
     assert "x @ w dot_general" in text and "f32[16/data, 32/model]" in text
-    with raises("layouts are compared with layouts, not with 3"):
-        before.diff(3)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture
-def without_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")
-
-
-@pytest.mark.usefixtures("without_passes")
-def test_without_the_passes():
     message = re.compile("layouts are not known: the passes of Shardy in this jaxlib are others .*")
     call: Any = (product, W, X)
     options: Any = {"in_shardings": (P("model"), P("data")), "mesh": MESH}
@@ -595,13 +442,6 @@ MOVED: dict[str, tuple[Callable[..., Any], Any, Any, Any, int]] = {
         (P("model"), P("data")),
         P("data"),
         (5 + 1) * 8 * 64 * 4,
-    ),
-    "complex numbers": (
-        product,
-        (abstract(64, 32, dtype="complex64"), abstract(16, 64, dtype="complex64")),
-        (P("model"), P("data", "model")),
-        P("data"),
-        8 * 32 * 8,
     ),
 }
 

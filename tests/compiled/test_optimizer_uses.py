@@ -96,14 +96,6 @@ def test_partial_products_of_muon() -> None:
     assert set(rows(ledger_of(muon()))) == expected
 
 
-def test_whole_matrices() -> None:
-    tx = ft.muon(0.1, ns_steps=2, muon_weight_dimension_numbers=NUMBERS, layout=SPECS)
-    assert rows(ledger_of(tx)) == [
-        ("all-gather", ("data", "model"), 2048, "up"),
-        ("all-gather", ("data", "model"), 3072, "down"),
-    ]
-
-
 class Stacks(NamedTuple):
     """Two stacks of three layers, whose matrices are alike."""
 

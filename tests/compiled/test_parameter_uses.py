@@ -1,7 +1,4 @@
-"""Which parameters the collectives of a training step serve, against lists that are written
-down."""
-
-from collections import Counter
+"""Which parameters and outputs a moved array has to do with, in texts of programs."""
 
 import pytest
 
@@ -9,123 +6,11 @@ from functree.compiled.data_flow import DataFlow
 from functree.compiled.hlo import Hlo
 from functree.compiled.moved_arrays import MovedArray, moved_arrays
 from functree.compiled.uses import ParameterUses
-from tests.lib.training import ATTENTION, MLP, NORMS, training_step
-
-
-def served(text: str) -> list[tuple[str, str, list[str]]]:
-    """Of each array that is moved the kind, how it serves parameters, and which, by their names in
-    the text."""
-    hlo = Hlo(text)
-    uses = ParameterUses(DataFlow(hlo))
-    named = [one for one in hlo.computations[hlo.entry] if one.opcode == "parameter"]
-    names = {int(one.argument): one.metadata("op_name") or "" for one in named}
-    rows: list[tuple[str, str, list[str]]] = []
-    for moved in moved_arrays(DataFlow(hlo)):
-        found = {
-            "weight": uses.weights(moved),
-            "output": uses.outputs(moved),
-            "product": multiplied(uses, moved),
-        }
-        how = next((how for how, numbers in found.items() if numbers), "")
-        # Output k is the new value of parameter k, and the last one, in the place of the tokens, is
-        # the loss.
-        called = {**names, len(names) - 1: "the loss"} if how == "output" else names
-        rows.append((moved.kind, how, [called[number] for number in sorted(found.get(how, ()))]))
-    return rows
-
-
-@pytest.fixture(scope="module")
-def rows() -> list[tuple[str, str, list[str]]]:
-    return served(training_step("FSDP+TP")[0].as_text())
 
 
 def multiplied(uses: ParameterUses, moved: MovedArray) -> set[int]:
     """The parameters that were multiplied, or looked up in, to make a moved array."""
     return {i for product in uses.made_by(moved) for i in product.parameters}
-
-
-def names(rows: list[tuple[str, str, list[str]]], kind: str, how: str) -> Counter[str]:
-    """How often each parameter of the model is served, by its path in a layer or in the model."""
-    found = [
-        name for one, other, several in rows if (one, other) == (kind, how) for name in several
-    ]
-    prefix = "ts.model."
-    return Counter(
-        name.removeprefix(prefix).removeprefix("blocks.layer.")
-        for name in found
-        if name.startswith(prefix)
-    )
-
-
-def test_weights_are_gathered(rows: list[tuple[str, str, list[str]]]) -> None:
-    # The backward pass needs all weights again, but not the scales of the norms.
-    top = ["embed.weight", "norm.scale", "unembed.weight"]
-    assert names(rows, "all-gather", "weight") == Counter([*NORMS, *2 * ATTENTION, *2 * MLP, *top])
-
-
-def test_partial_results_belong_to_the_weights_that_made_them(
-    rows: list[tuple[str, str, list[str]]],
-) -> None:
-    forward, backward = (
-        ["attn.out", "mlp.down"],
-        ["attn.query", "attn.key", "attn.value", "mlp.gate", "mlp.up"],
-    )
-    assert names(rows, "all-reduce", "product") == Counter(
-        [*forward, *backward, "embed.weight", "unembed.weight"]
-    )
-
-
-def test_gradients_belong_to_their_parameters(rows: list[tuple[str, str, list[str]]]) -> None:
-    found = [
-        several
-        for kind, how, several in rows
-        if kind == "all-reduce" and how == "output" and len(several) > 1
-    ]
-    paths = [*(f"blocks.layer.{name}" for name in [*NORMS, *ATTENTION, *MLP])]
-    paths += ["embed.weight", "norm.scale", "unembed.weight"]
-    expected = [
-        [f"ts.{where}{path}" for where in ("model.", "opt_state.0.mu.", "opt_state.0.nu.")]
-        for path in paths
-    ]
-    assert sorted(found) == sorted(expected)
-
-
-def test_what_serves_no_parameter(rows: list[tuple[str, str, list[str]]]) -> None:
-    rest = [(kind, several) for kind, how, several in rows if how == "" or several == ["the loss"]]
-    # The largest logit, the sum of the exponentials, the logit of the label; and the loss itself,
-    # which is an output.
-    assert Counter(map(str, rest)) == {"('all-reduce', [])": 3, "('all-reduce', ['the loss'])": 1}
-
-
-# The gradients are divided by their norm, and one of them is a single number.
-CLIPPED = """HloModule jit_step
-
-ENTRY %main (w: f32[8], s: f32[]) -> (f32[8], f32[]) {
-  %w = f32[8]{0} parameter(0)
-  %s = f32[] parameter(1)
-  %grad = f32[8]{0} all-reduce(%w), replica_groups={}
-  %grad.1 = f32[] all-reduce(%s), replica_groups={}
-  %squares = f32[] reduce(%grad, %zero), dimensions={0}, to_apply=%add
-  %norm = f32[] all-reduce(%squares), replica_groups={}
-  %everywhere = f32[8]{0} broadcast(%norm), dimensions={}
-  %scaled = f32[8]{0} divide(%grad, %everywhere)
-  %new = f32[8]{0} add(%w, %scaled)
-  %new.1 = f32[] add(%s, %grad.1)
-  %zero = f32[] constant(0)
-  ROOT %both = (f32[8]{0}, f32[]) tuple(%new, %new.1)
-}
-"""
-
-
-def test_a_norm_reaches_no_output() -> None:
-    flow = DataFlow(Hlo(CLIPPED))
-    uses, moved = ParameterUses(flow), {one.instruction.name: one for one in moved_arrays(flow)}
-    assert {name: set(uses.outputs(one)) for name, one in moved.items()} == {
-        "grad": {0},
-        "grad.1": {1},
-        "norm": set(),
-    }
-    assert uses.made_of(0) == {0} and uses.made_of(1) == {1}
 
 
 # As a TPU multiplies by a weight whose shards travel around a ring: fetched in pieces, and joined

@@ -25,7 +25,7 @@ from functree.explorer.edits import Edits
 from functree.explorer.variant import Variant
 from functree.explorer.why import Why
 from functree.transforms.ledger import LoweredCall, call_of
-from tests.lib.checks import compilations, raises
+from tests.lib.checks import compilations
 from tests.lib.meshes import MESH, lay
 
 pytestmark = pytest.mark.usefixtures("compiles_anew")
@@ -213,10 +213,6 @@ def called_module() -> LoweredCall:
 
 
 DOORS: dict[str, Callable[[], LoweredCall]] = {
-    **{
-        f"ft.jit: {name}": partial(call, fn, *args, in_shardings=specs, mesh=MESH)
-        for name, (fn, args, specs) in PROGRAMS.items()
-    },
     "ft.jit: donated state with rules": trained,
     "jax.jit": lambda: call(
         jax.jit(jax.grad(loss), in_shardings=on(*SPECS), out_shardings=on(TENSOR)[0]), W, X
@@ -288,21 +284,16 @@ def found() -> Why:
     return why(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
 
 
-def test_the_figures_of_a_fix_are_those_of_the_program_changed_by_hand(found: Why):
-    ledgers = [
-        ft.jit(jax.grad(fn), in_shardings=SPECS, mesh=MESH).lower(W, X).compile()
-        for fn in (loss, mended)
-    ]
+def test_the_first_fix_is_the_removal_of_the_constraint(found: Why):
     fix = found.fixes[0]
     assert fix.change == 'remove `ft.constrain(x, P("model", None))`'
     assert fix.source == line_of('return ft.constrain(x, P("model", None))')
-    before, after = (figures(one.ledger(), one.as_text() or "") for one in ledgers)
-    for i, (moved, flops, sizes) in enumerate((before, after)):
-        assert fix.moved[i] == sum(size * times for _, _, size, times in moved)
-        assert (fix.flops[i], fix.peak[i]) == (flops, sizes[-1])
+    options = {"in_shardings": SPECS}
+    before, after = (measured(jax.grad(fn), (W, X), options) for fn in (loss, mended))
+    assert tuple(zip(before, after, strict=True)) == (fix.moved, fix.peak, fix.flops)
 
 
-# Functions in which a spec, a result or a rule is wrong: the arguments, the options, the change that
+# Functions in which a spec or a result is wrong: the arguments, the options, the change that
 # mends it, and the options after it.
 
 
@@ -314,14 +305,7 @@ def one_layer(w: Any, x: Any) -> Any:
     return jnp.sum(jnp.tanh(x @ w["up"]))
 
 
-def named_mlp(model: State, x: Float[Array, "batch embed"]) -> Any:
-    return jnp.sum((jax.nn.relu(x @ model.up) @ model.down) ** 2)
-
-
 TURNED = {"up": P("model", None), "down": P("model", None)}
-MODEL = State(abstract(128, 256), abstract(256, 128))
-BATCH = ft.AxisRules({"batch": "data", ...: None})
-SWAPPED = ft.AxisRules({"batch": None, "hidden": "model", "embed": "data"})
 MISTAKES: dict[str, tuple[Any, Any, Any, str, Any]] = {
     "a spec": (
         mixed,
@@ -361,19 +345,18 @@ def test_layouts_that_are_wrong(case: str):
 
 def test_what_follows_a_parameter():
     """The moments of an optimizer and the new state are laid out as the parameter."""
-    specs = {"model.up": P("model", None), "model.down": P("model", None), ...: P()}
-    layout = ft.StateSharding(specs)
-    right = ft.StateSharding({**specs, "model.up": P(None, "model")})
+    wrong = {"model.up": P("model", None), "model.down": P("model", None), ...: P()}
+    right = {**wrong, "model.up": P(None, "model")}
+    given = [
+        {"in_shardings": (ft.StateSharding(specs), P("data", None)), "donate": "state"}
+        for specs in (wrong, right)
+    ]
     args = train_state(), X
-    step = ft.jit(train, in_shardings=(layout, P("data", None)), donate="state", mesh=MESH)
-    answer = why(step, *args)
+    answer = why(ft.jit(train, mesh=MESH, **given[0]), *args)
     change = "lay out `state.model.up` by P(None, 'model'), not by P('model', None)"
     [fix] = [fix for fix in answer.fixes if fix.change == change]
-    mended = ft.jit(train, in_shardings=(right, P("data", None)), donate="state", mesh=MESH)
-    compiled = mended.lower(*args).compile()
-    moved, flops, sizes = figures(compiled.ledger(), compiled.as_text() or "")
-    assert fix.moved[1] == sum(size * times for _, _, size, times in moved)
-    assert (fix.peak[1], fix.flops[1]) == (sizes[-1], flops)
+    before, after = (measured(train, args, options) for options in given)
+    assert tuple(zip(before, after, strict=True)) == (fix.moved, fix.peak, fix.flops)
 
 
 def test_the_layout_of_data_is_never_changed():
@@ -386,40 +369,24 @@ def test_the_layout_of_data_is_never_changed():
     assert not any("`x`" in change or "``" in change for change in changes)
 
 
+def test_a_batch_with_as_many_arrays_as_the_model_is_data():
+    def of(w: Any, batch: Any) -> Any:
+        return loss(w, batch["x"]) * jnp.mean(batch["y"])
+
+    specs = TENSOR, P("data", None)
+    ledger = ft.ledger(jax.grad(of), W, {"x": X, "y": X}, in_shardings=specs, mesh=MESH)
+    assert ledger.data == ("batch",)
+
+
 def test_rows(found: Why):
     ledger = ft.ledger(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH)
     totals = [row.collective.total for row in found.rows]
     assert totals == sorted((one.total for one in ledger.collectives), reverse=True)
-    verdicts = {row.verdict for row in found.rows}
-    assert "avoidable" in verdicts and verdicts <= {"avoidable", "asked", "compiler"}
+    assert {row.verdict for row in found.rows} == {"avoidable", "asked"}
+    assert found.data == ("x",) and " compiled; data: x " in words(found)
     for row in found.rows:
         assert row.cause is not None and row.reason
         assert row.verdict == "asked" or row.reason == "nobody asked for it"
-
-
-ALL = {
-    **{name: (fn, args, {"in_shardings": specs}) for name, (fn, args, specs) in PROGRAMS.items()},
-    **{name: (fn, args, options) for name, (fn, args, options, _, _) in MISTAKES.items()},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ALL)
-def test_what_every_answer_keeps_to(case: str):
-    fn, args, options = ALL[case]
-    answer = why(fn, *args, mesh=MESH, compilations=16, **options)
-    for fix in answer.fixes:
-        assert fix.moved[1] < fix.moved[0]
-        assert fix.peak[1] <= 1.02 * fix.peak[0] and fix.flops[1] <= 1.05 * fix.flops[0]
-    for fix in answer.trades:
-        assert fix.moved[1] < fix.moved[0]
-        assert fix not in answer.fixes
-    ledger = ft.jit(fn, mesh=MESH, **options).lower(*args).compile().ledger()
-    for fix in (*answer.fixes, *answer.trades):
-        for data in ledger.data:
-            assert f"`{data}`" not in fix.change and f"`{data}." not in fix.change
-    avoided = {row.verdict for row in answer.rows if row.verdict == "avoidable"}
-    assert bool(avoided) <= bool(answer.fixes)
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -431,13 +398,6 @@ def test_compilations_are_bounded(most: int):
         answer = why(jax.grad(fresh), W, X, in_shardings=SPECS, mesh=MESH, compilations=most)
     assert answer.compiled <= most and len(heard) == 1 + answer.compiled
     assert answer.tried >= answer.compiled
-
-
-def test_what_counts_as_data_is_said(found: Why):
-    assert found.data == ("x",)
-    assert words(found).partition(" compiled; data: x ")[1] and json.loads(found.to_json())[
-        "data"
-    ] == ["x"]
 
 
 def test_tried_are_the_edits_that_give_a_program():
@@ -476,9 +436,12 @@ def test_nothing_is_found():
 
 def test_a_hint_where_no_edit_helps():
     def ordered(w: Any, x: Any) -> Any:
-        return jnp.sort(x @ w, axis=1)
+        return jnp.sort(x @ w, axis=1), jnp.sum(wrong(jnp.sin(x)) ** 2.0)
 
     answer = why(ordered, SQUARE, X, in_shardings=COLUMNS, mesh=MESH)
+    verdicts = {row.cause.op: row.verdict for row in answer.rows if row.cause}
+    # The fix for the constraint leaves what is moved for the sort.
+    assert answer.fixes and verdicts["sort"] == "compiler" and "avoidable" in verdicts.values()
     [hint] = answer.hints
     assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each part" in hint
     assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each part" in answer.html()
@@ -494,59 +457,21 @@ def test_a_constraint_whose_source_is_not_known():
     ]
 
 
-def test_text(found: Why):
-    text = str(found)
+def test_text_page_and_json(found: Why):
+    text, page, data = str(found), found.html(), json.loads(found.to_json())
     assert text.startswith("loss moves ") and " avoidable, " in text
     assert "fixes, each compiled:" in text and "1. remove `ft.constrain(" in text
     assert ": avoidable: nobody asked for it" in text
     assert all(len(line) <= 100 for line in text.splitlines()[1:])
-    assert str(found.fixes[0]).startswith("remove `ft.constrain(x, P(")
     assert "moved " in str(found.fixes[0]) and repr(found).startswith("<Why of loss: ")
-
-
-def test_page(found: Why):
-    page = found.html()
     assert page.startswith("<!doctype html>") and "http" not in page
-    assert "Why loss moves arrays" in page
+    assert "Why loss moves arrays" in page and page.count("<table") == 1
     assert "remove <code>ft.constrain(x, P(&quot;model&quot;, None))</code>" in page
-    assert page.count("<table") == page.count("</table>") == 1
     fragment = found._repr_html_()
     assert "<html" not in fragment and "avoidable" in fragment
-
-
-def test_json(found: Why):
-    data = json.loads(found.to_json())
-    assert data["functree"] == "why" and data["name"] == "loss"
+    assert (data["functree"], data["name"], data["data"]) == ("why", "loss", ["x"])
     assert len(data["rows"]) == len(found.rows)
     assert data["fixes"][0]["change"] == found.fixes[0].change
-    assert tuple(data["fixes"][0]["moved"]) == found.fixes[0].moved
-
-
-JITTED = jax.jit(lambda x: x)
-REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
-    "no compilations": (lambda: why(JITTED, 1.0, compilations=0), "compilations=0"),
-    "compilations that are no number": (
-        lambda: why(JITTED, 1.0, compilations="8"),  # pyright: ignore[reportArgumentType]
-        "compilations='8'",
-    ),
-    "progress that is no flag": (
-        lambda: ft.why(JITTED, 1.0, progress="no"),  # pyright: ignore[reportArgumentType]
-        "progress='no'",
-    ),
-    "not a function": (lambda: why(3, X), "why"),  # pyright: ignore[reportArgumentType]
-    "layouts for a jitted function": (
-        lambda: why(JITTED, X, in_shardings=P()),
-        "is jitted already: give the layouts where it is jitted",
-    ),
-    "an argument too few": (lambda: ft.why(ft.jit(loss), W, progress=False), "x"),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_refused(case: str):
-    run, fragment = REFUSED[case]
-    with raises(fragment, error=TypeError if case == "an argument too few" else ft.FunctreeError):
-        run()
 
 
 def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):

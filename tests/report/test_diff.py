@@ -16,7 +16,7 @@ from functree.report.diff import Change, Diff, by_bytes
 from functree.report.table import Bytes
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH, SIZES
-from tests.lib.training import LAYOUTS, gradient, make
+from tests.lib.training import gradient
 
 TREE = {
     "layers": [{"w": jnp.ones((8, 16)), "b": jnp.ones(16)} for _ in range(3)],
@@ -32,12 +32,9 @@ def plan(spec: Any, mesh: Any = SIZES, tree: Any = TREE) -> ft.Plan:
 
 
 def test_equal_plans_do_not_differ() -> None:
-    assert (
-        not plan(ft.P("model")).diff(plan(ft.P("model")))
-        and plan(ft.P("model")).diff(plan(ft.P("model"))).rows == ()
-    )
-    assert str(plan(ft.P("model")).diff(plan(ft.P("model")))) == "nothing differs"
-    assert "on each device" not in plan(ft.P()).diff(plan(ft.P())).html()
+    diff = plan(ft.P("model")).diff(plan(ft.P("model")))
+    assert not diff and diff.rows == () and str(diff) == "nothing differs"
+    assert "on each device" not in diff.html()
 
 
 def test_a_plan_differs_by_path() -> None:
@@ -60,13 +57,10 @@ def test_a_plan_differs_in_all_that_it_says() -> None:
     diff = plan(ft.P("model")).diff(plan(ft.P("model"), {"data": 4, "model": 2}, other))
     texts = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
     assert texts["", "mesh"] == ({"data": 2, "model": 4}, {"data": 4, "model": 2})
-    assert texts["key", "array"] == ("key<fry>[] P()", None) and texts["new", "array"] == (
-        None,
-        "f32[2] P(None)",
-    )
-    assert texts["half", "array"] == ("bf16[4, 4]", "bf16[4, 8]") and texts[
-        "half", "bytes on each device"
-    ] == (32, 64)
+    assert texts["key", "array"] == ("key<fry>[] P()", None)
+    assert texts["new", "array"] == (None, "f32[2] P(None)")
+    assert texts["half", "array"] == ("bf16[4, 4]", "bf16[4, 8]")
+    assert texts["half", "bytes on each device"] == (32, 64)
     assert texts["layers.0.w", "bytes on each device"] == (128, 256)
     with raises("a plan is compared with a plan, not with 3"):
         plan(ft.P()).diff(3)  # pyright: ignore[reportArgumentType]
@@ -76,13 +70,7 @@ def test_a_plan_differs_in_all_that_it_says() -> None:
 def test_a_plan_as_json(mesh: Any) -> None:
     before = plan(ft.P("model"), mesh)
     after = ft.Plan.from_json(before.to_json())
-    assert (
-        after.rows == before.rows
-        and after.sizes == SIZES
-        and not before.diff(after)
-        and str(after) == str(before)
-    )
-    assert json.loads(before.to_json())["rows"][0]["path"] == str(before.rows[0].path)
+    assert after.rows == before.rows and after.sizes == SIZES and str(after) == str(before)
     # It is a layout, as any plan is.
     assert ft.plan(TREE, after, SIZES).rows == before.rows
     for attribute in ("specs", "shardings"):
@@ -95,11 +83,6 @@ def test_a_plan_with_problems_as_json() -> None:
     assert before.problems and ft.Plan.from_json(before.to_json()).problems == before.problems
 
 
-def test_a_plan_of_a_model_as_json() -> None:
-    before = ft.plan(ft.abstract(make)(jax.random.key(0)), LAYOUTS["FSDP+TP"], MESH)
-    assert ft.Plan.from_json(before.to_json()).rows == before.rows
-
-
 def test_a_plan_of_live_arrays_as_json() -> None:
     other = ft.make_mesh(data=4, devices=jax.devices()[:4])
     tree = {
@@ -108,23 +91,15 @@ def test_a_plan_of_live_arrays_as_json() -> None:
     }
     before = ft.plan(tree)
     after = ft.Plan.from_json(before.to_json())
-    assert [row._replace(mesh=None) for row in after.rows] == [
-        row._replace(mesh=None) for row in before.rows
-    ]
+    for old, new in zip(before.rows, after.rows, strict=True):
+        assert old._replace(mesh=None) == new._replace(mesh=None)
     assert str(after) == str(before)
 
 
 PLAN = ft.plan({"w": jnp.ones(2)}, ft.P(), SIZES).to_json()
 NOT_JSON = {
-    "{": "not the JSON of a plan",
-    "[]": "not the JSON of a plan",
-    "{}": "not the JSON of a plan",
     '{"functree": "ledger", "format": 1}': "the JSON is of a ledger, not of a plan",
-    '{"functree": "plan", "format": 99}': "has format 99, and this functree reads up to 1",
     '{"functree": "plan", "format": 1}': "the JSON is not of a whole plan: it has no `rows`",
-    PLAN.replace(
-        "[", '3, "x": [', 1
-    ): "the JSON is not of a whole plan: `rows` is 3, and not a list",
     PLAN.replace("float32", "flo"): "there is no dtype 'flo'",
     PLAN.replace('"w"', "2"): "`rows.0.path` is 2, and not a text",
 }
@@ -139,71 +114,41 @@ def test_what_is_not_the_json_of_a_plan(text: str) -> None:
 def test_a_ledger_as_json() -> None:
     before = gradient("FSDP+TP", None)[0].ledger()
     after = ft.Ledger.from_json(before.to_json())
-    assert (
-        after == before
-        and hash(after) == hash(before)
-        and str(after) == str(before)
-        and not before.diff(after)
-    )
-    with raises("the JSON is of a plan, not of a ledger"):
-        ft.Ledger.from_json(plan(ft.P()).to_json())
+    assert after == before and hash(after) == hash(before)
+    assert str(after) == str(before) and not before.diff(after)
     with raises("a ledger is read from the text of its JSON, not from 3"):
         ft.Ledger.from_json(3)  # pyright: ignore[reportArgumentType]
-    with raises("the JSON is not of a whole ledger: it has no `collectives`"):
-        ft.Ledger.from_json('{"functree": "ledger", "format": 1}')
 
 
-@pytest.mark.parametrize("where", [
-    "backend", "sizes.data", "collectives", "collectives.0.bytes", "collectives.0.count", "collectives.0.mesh_axes",
-    "collectives.0.paths", "memory", "memory.peak", "memory.arguments", "memory.arguments.w", "warnings_known",
-])  # fmt: skip
-@pytest.mark.parametrize("value", [1.5, [None], {"a": {}}])
-def test_nonsense_in_the_json_of_a_ledger(where: str, value: Any) -> None:
-    memory = ft.Memory({ft.Path("w"): 8}, 8, 0, 0, 16)
-    moved = ft.Collective(
-        "all-reduce", ("data",), 8, 32, 1, (ft.Path("w"),), ("w",), None, None, "all-reduce.1"
-    )
-    data = json.loads(ft.Ledger((moved,), memory, "cpu", {"data": 8}).to_json())
-    *outer, name = where.split(".")
-    inner = data
-    for key in outer:
-        inner = inner[int(key) if isinstance(inner, list) else key]
-    inner[name] = value
-    with raises(f"the JSON is not of a whole ledger: `{where}"):
-        ft.Ledger.from_json(json.dumps(data))
+def test_what_is_moved_in_the_json_of_a_ledger() -> None:
+    before = ledger_of(("w", 32, 1))
+    data = json.loads(before.to_json())
+    moved = data["collectives"][0]
+    for name, value, why in (
+        ("moves", "everything", "'r' has `moves` 'everything', which is itself, gradient, act"),
+        ("count", 1.5, "`collectives.0.count` is 1.5, and not a whole number"),
+    ):
+        with raises(f"the JSON is not of a whole ledger: {why}"):
+            wrong = {**data, "collectives": [{**moved, name: value}]}
+            ft.Ledger.from_json(json.dumps(wrong))
+    # As an earlier functree wrote it.
+    assert "moves" not in moved
+    del data["idle"]
+    assert ft.Ledger.from_json(json.dumps(data)) == before
 
 
-def test_nonsense_that_is_moved() -> None:
-    data = json.loads(gradient("FSDP+TP", None)[0].ledger().to_json())
-    one = data["collectives"][0]
-    one["moves"] = "everything"
-    why = f"{one['op']!r} has `moves` 'everything', which is itself, gradient, activation, update"
-    with raises(f"the JSON is not of a whole ledger: {why}"):
-        ft.Ledger.from_json(json.dumps(data))
-    # As a functree wrote it that did not know it.
-    for one in data["collectives"]:
-        one.pop("moves", None)
-    assert not gradient("FSDP+TP", None)[0].ledger().diff(ft.Ledger.from_json(json.dumps(data)))
-
-
-def test_ledgers_differ_by_parameter() -> None:
-    before, after = (gradient(name, None)[0].ledger() for name in ("TP", "FSDP+TP"))
-    assert not before.diff(before)
-    diff = before.diff(after)
-    moved = {(str(row.path), row.what): (row.before, row.after) for row in diff.rows}
-    assert moved["model.blocks.layer.mlp.up", "all-gather over data (forward)"] == (None, 24 * 1024)
-    assert moved["model.blocks.layer.mlp.up", "bytes on each device"] == (24576, 12288)
-    assert not any(
-        "over model" in what for _, what in moved
-    )  # tensor parallelism is the same in both
-    both = "model.{unembed,embed}.weight: all-gather over data (forward) nothing → 16 KiB (×2)"
-    assert both in str(diff)
-    remat = gradient("TP", "full")[0].ledger()
-    runs = {(str(row.path), row.what): (row.before, row.after) for row in before.diff(remat).rows}
-    assert runs["model.blocks.layer.attn.out", "all-reduce over model (recompute)"] == (
-        None,
-        192 * 1024,
-    )
+def test_ledgers_differ_by_parameter_and_in_their_memory() -> None:
+    before = ledger_of(("w", 64, 3), memory=ft.Memory({ft.Path("m.w"): 24}, 8, 0, 16, 48))
+    given = {ft.Path("m.w"): 12, ft.Path("x"): 4}
+    after = ledger_of(("w", 64, 3), ("v", 32, 3), memory=ft.Memory(given, 8, 4, 16, 40))
+    assert str(before.diff(after)).splitlines() == [
+        "moved to each device: 192 B → 288 B (+50 %)",
+        "m.v: all-reduce over a nothing → 96 B",
+        "m.w: bytes on each device 24 B → 12 B",
+        "bytes of peak 48 B → 40 B",
+        "bytes of aliases 0 B → 4 B",
+        "x: argument nothing → 4 B",
+    ]
     with raises("a ledger is compared with a ledger, not with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
 
@@ -269,7 +214,10 @@ def test_a_change_of_runs_alone_is_not_first() -> None:
     assert by_bytes([SMALL, y, of_none]) == (y, of_none, SMALL)
 
 
-def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
+NO_MEMORY = ft.Memory({}, 0, 0, 0, 0)
+
+
+def ledger_of(*moved: tuple[str, int, int], memory: ft.Memory = NO_MEMORY) -> ft.Ledger:
     """A ledger of all-reduces over `a`: for each the parameter, the bytes and the runs."""
     collectives = [
         ft.Collective(
@@ -277,7 +225,7 @@ def ledger_of(*moved: tuple[str, int, int]) -> ft.Ledger:
         )
         for name, size, runs in moved
     ]
-    return ft.Ledger(tuple(collectives), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+    return ft.Ledger(tuple(collectives), memory, "cpu", {"a": 2})
 
 
 def test_the_total_of_two_ledgers_is_first() -> None:
@@ -333,7 +281,7 @@ def shared(block: int, size: int, runs: int, *names: str) -> ft.Collective:
 
 def test_equal_changes_of_what_several_parameters_share_are_one_line() -> None:
     def ledger(*moved: ft.Collective) -> ft.Ledger:
-        return ft.Ledger(moved, ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2})
+        return ft.Ledger(moved, NO_MEMORY, "cpu", {"a": 2})
 
     before = ledger(*(shared(i, MIB, 4, "q", "k") for i in range(3)))
     after = ledger(
@@ -410,16 +358,9 @@ def test_what_differs_as_a_page() -> None:
 
 
 def test_idle_mesh_axes_differ() -> None:
-    before, after = (
-        ft.Ledger((), ft.Memory({}, 0, 0, 0, 0), "cpu", {"a": 2}, idle=idle)
-        for idle in ((), ("a",))
-    )
+    before, after = (ft.Ledger((), NO_MEMORY, "cpu", {"a": 2}, idle=idle) for idle in ((), ("a",)))
     assert str(before.diff(after)).splitlines() == [
         "moved to each device: 0 B in both",
         "idle mesh axes nothing → a",
     ]
     assert ft.Ledger.from_json(after.to_json()).idle == ("a",)
-    # Ledgers of an earlier functree have none.
-    data = json.loads(after.to_json())
-    del data["idle"]
-    assert ft.Ledger.from_json(json.dumps(data)).idle == ()

@@ -7,7 +7,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.arrays import floats, laid
+from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, HEADS, DIM = 16, 32, 64, 4, 16
 GROUP = 2  # query heads for each head of keys and values
@@ -40,10 +41,6 @@ class Attention(eqx.Module):
         return jnp.einsum("bqhd,hde->bqe", mixed, self.out)
 
 
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
-
-
 def loss_of(model, x, y):
     return jnp.mean((x + model(x) - y) ** 2)
 
@@ -53,22 +50,39 @@ def loss_of(model, x, y):
 HEADS_RULES = ft.AxisRules({"batch": "data", "heads": "model", ...: None})
 
 
-def heads_on_model(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-reduce", axes=("model",), phase="forward"),
+        '"bqhd,hde->bqe"',
+        ("model.out",),
+    )
+)
+def attention_heads_on_model(mesh: Mesh):
+    """Gradients of attention whose heads are sharded over `model`: the output projection's
+    partial sums, the gradient of its input, and the weights' gradients over the batch."""
+
     def gradient(model, x, y):
         return ft.value_and_grad(loss_of, layout=HEADS_RULES)(model, x, y)
 
     args = ft.abstract(Attention)(jax.random.key(0)), *[floats(BATCH, SEQ, EMBED)] * 2
-    layouts = {
-        "in_shardings": (HEADS_RULES, P("data"), P("data")),
-        "out_shardings": (P(), HEADS_RULES),
-    }
+    layouts = laid((HEADS_RULES, P("data"), P("data")), (P(), HEADS_RULES))
     return gradient, args, layouts
 
 
 # --- The sequence in parts: each device has its queries, and all keys and values.
 
 
-def sequence_in_parts(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-gather", axes=("seq",), phase="forward"),
+        "with_sharding_constraint(t",
+        ("x",),
+    )
+)
+def attention_sequence_in_parts(mesh: Mesh):
+    """Causal attention with the sequence sharded over `seq`: a constraint gathers keys and
+    values, and gradients of whole weights are summed over batch and sequence."""
+
     def whole_sequence(t):
         return jax.lax.with_sharding_constraint(t, NamedSharding(mesh, P("data")))
 
@@ -97,7 +111,17 @@ BATCH_RULES = ft.AxisRules({"batch": ("data", "model"), ...: None})
 FULLY_SHARDED = BATCH_RULES | ft.FSDP("data", min_size=2**8)
 
 
-def fully_sharded(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-gather", axes=("data",)),
+        "ft.constrain(model, BATCH_RULES)",
+        ("ft.constrain(model, BATCH_RULES)",),
+    )
+)
+def attention_fully_sharded(mesh: Mesh):
+    """Gradients of attention under FSDP over one of the batch's two axes: the loss gathers the
+    weights, and their gradients are summed over the batch."""
+
     def gathered_loss(model, x, y):
         model = ft.constrain(model, BATCH_RULES)
         return loss_of(model, x, y)
@@ -107,17 +131,25 @@ def fully_sharded(mesh: Mesh):
 
     args = ft.abstract(Attention)(jax.random.key(0)), *[floats(BATCH, SEQ, EMBED)] * 2
     batch = P(("data", "model"))
-    layouts = {
-        "in_shardings": (FULLY_SHARDED, batch, batch),
-        "out_shardings": (P(), FULLY_SHARDED),
-    }
+    layouts = laid((FULLY_SHARDED, batch, batch), (P(), FULLY_SHARDED))
     return gradient, args, layouts
 
 
 # --- Grouped queries: several heads of queries share one of keys and values.
 
 
+@program(
+    cause=Cause(
+        Label("asked", kind="all-reduce", axes=("model",), phase="forward"),
+        '"bqkgd,kgde->bqe"',
+        ("params.out",),
+    ),
+    explicit=True,
+)
 def grouped_queries(mesh: Mesh):
+    """Gradients of grouped-query attention on Explicit axes with a dimension for the heads of
+    keys and one for the group: only the output projection and gradients are summed."""
+
     def attend(params, x):
         q = jnp.einsum("bse,ekgd->bskgd", x, params["query"])
         k = jnp.einsum("bse,ekd->bskd", x, params["key"])
@@ -140,7 +172,19 @@ def grouped_queries(mesh: Mesh):
     return gradient, (params, x, x), {}
 
 
-def tiled_keys(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", axes=("model",)), "jnp.tile(v", ("params.value",)),
+    labels=[
+        Label("compiler", line="jnp.tile("),
+        Label("compiler", kind="all-gather", axes=("model",)),
+        Label("compiler", kind="all-to-all"),
+        Label("compiler", kind="collective-permute"),
+    ],
+)
+def grouped_queries_tiled(mesh: Mesh):
+    """Grouped-query attention that tiles its keys and values to as many heads as queries: the
+    tiled dimension loses its sharding, so they are gathered over `model`."""
+
     def attend(params, x):
         q = jnp.einsum("bse,ehd->bshd", x, params["query"])
         k = jnp.einsum("bse,ehd->bshd", x, params["key"])
@@ -158,7 +202,7 @@ def tiled_keys(mesh: Mesh):
         "out": floats(GROUP * HEADS, 2 * DIM, EMBED),
     }
     heads = dict.fromkeys(("query", "key", "value"), P(None, "model")) | {"out": P("model")}
-    layouts = {"in_shardings": (heads, P("data")), "out_shardings": P("data")}
+    layouts = laid((heads, P("data")), P("data"))
     return attend, (shapes, floats(BATCH, SEQ, EMBED)), layouts
 
 
@@ -188,7 +232,14 @@ class Biased(eqx.Module):
 BIAS_BY_KEY = ft.StateSharding({"bias": P(None, None, "model"), ...: HEADS_RULES})
 
 
-def bias_by_key(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", phase="forward"), "self.bias[None]", ("model.bias",)),
+    labels=[Label("asked", axes=("data",)), Label("compiler", line="self.bias[None]"), *RELAID],
+)
+def attention_bias_by_key(mesh: Mesh):
+    """A step of attention whose learned bias is sharded along its keys, the scores along their
+    heads: the bias and its gradient are relaid over `model`."""
+
     @eqx.filter_jit
     def descend(model, x, y):
         loss, grads = ft.value_and_grad(loss_of, layout=BIAS_BY_KEY)(model, x, y)
@@ -202,7 +253,23 @@ def bias_by_key(mesh: Mesh):
 # --- Adapters of low rank, both sharded along their outputs.
 
 
+@program(
+    cause=Cause(
+        Label("compiler", axes=("model",), phase="forward"),
+        'low @ adapter["b"]',
+        ("adapter.a", "adapter.b"),
+    ),
+    labels=[
+        Label("compiler", kind="all-gather", axes=("model",)),
+        Label("compiler", kind="all-to-all"),
+        Label("compiler", kind="collective-permute"),
+    ],
+    explicit=True,
+)
 def adapters_by_output(mesh: Mesh):
+    """Gradients of low-rank adapters on Explicit axes, both sharded along their outputs: the
+    rank is sharded before the second one, which needs all of it, so it is gathered."""
+
     def adapted(adapter, frozen, x):
         low = x @ adapter["a"]
         change = low @ adapter["b"]
@@ -225,108 +292,3 @@ def adapters_by_output(mesh: Mesh):
     }
     x = floats(BATCH, SEQ, EMBED, sharding=NamedSharding(mesh, P("data")))
     return gradient, (adapter, frozen, x, x), {}
-
-
-PROGRAMS = (
-    Program(
-        name="attention-heads-on-model",
-        what="Gradients of attention whose heads are sharded over `model`: the output projection's "
-        "partial sums, the gradient of its input, and the weights' gradients over the batch.",
-        make=heads_on_model,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-reduce", axes=("model",), phase="forward"),
-            expression='"bqhd,hde->bqe"',
-            origins=("model.out",),
-        ),
-    ),
-    Program(
-        name="attention-sequence-in-parts",
-        what="Causal attention with the sequence sharded over `seq`: a constraint gathers keys and "
-        "values, and gradients of whole weights are summed over batch and sequence.",
-        make=sequence_in_parts,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-gather", axes=("seq",), phase="forward"),
-            expression="with_sharding_constraint(t",
-            origins=("x",),
-        ),
-    ),
-    Program(
-        name="attention-fully-sharded",
-        what="Gradients of attention under FSDP over one of the batch's two axes: the loss gathers "
-        "the weights, and their gradients are summed over the batch.",
-        make=fully_sharded,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-gather", axes=("data",)),
-            expression="ft.constrain(model, BATCH_RULES)",
-            origins=("ft.constrain(model, BATCH_RULES)",),
-        ),
-    ),
-    Program(
-        name="grouped-queries",
-        what="Gradients of grouped-query attention on Explicit axes with a dimension for the heads "
-        "of keys and one for the group: only the output projection and gradients are summed.",
-        make=grouped_queries,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-reduce", axes=("model",), phase="forward"),
-            expression='"bqkgd,kgde->bqe"',
-            origins=("params.out",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="grouped-queries-tiled",
-        what="Grouped-query attention that tiles its keys and values to as many heads as queries: "
-        "the tiled dimension loses its sharding, so they are gathered over `model`.",
-        make=tiled_keys,
-        labels=(
-            Label("compiler", line="jnp.tile("),
-            Label("compiler", kind="all-gather", axes=("model",)),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("model",)),
-            expression="jnp.tile(v",
-            origins=("params.value",),
-        ),
-    ),
-    Program(
-        name="attention-bias-by-key",
-        what="A step of attention whose learned bias is sharded along its keys, the scores along "
-        "their heads: the bias and its gradient are relaid over `model`.",
-        make=bias_by_key,
-        labels=(
-            Label("asked", axes=("data",)),
-            Label("compiler", line="self.bias[None]"),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            Label("compiler", phase="forward"),
-            expression="self.bias[None]",
-            origins=("model.bias",),
-        ),
-    ),
-    Program(
-        name="adapters-by-output",
-        what="Gradients of low-rank adapters on Explicit axes, both sharded along their outputs: "
-        "the rank is sharded before the second one, which needs all of it, so it is gathered.",
-        make=adapters_by_output,
-        labels=(
-            Label("compiler", kind="all-gather", axes=("model",)),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("model",), phase="forward"),
-            expression='low @ adapter["b"]',
-            origins=("adapter.a", "adapter.b"),
-        ),
-        explicit=True,
-    ),
-)

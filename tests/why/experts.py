@@ -7,16 +7,13 @@ from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.arrays import floats, laid
+from tests.why.program import Cause, Label, program
 
 GROUPS, SEQ, EMBED, HIDDEN, EXPERTS, CAPACITY = 16, 16, 32, 64, 4, 8
 TOKENS = 256
 
 P = ft.P
-
-
-def floats(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32")
 
 
 # --- Dense dispatch: each group of tokens has room for some in each expert.
@@ -59,7 +56,18 @@ class DenseExperts(eqx.Module):
         return jnp.einsum("gsec,egcm->gsm", combine, done)
 
 
-def dense_dispatch(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-to-all", phase="forward"),
+        "ft.constrain(",
+        ('"everyone batch', '"experts groups'),
+    ),
+    third="expert",
+)
+def experts_dense_dispatch(mesh: Mesh):
+    """Gradients of a mixture of experts with one-hot dispatch: constraints exchange the groups
+    of tokens for experts and back, and partial sums and gradients are summed."""
+
     def loss(model, x, y):
         return jnp.mean((x + model(x) - y) ** 2)
 
@@ -68,7 +76,7 @@ def dense_dispatch(mesh: Mesh):
 
     args = ft.abstract(DenseExperts)(jax.random.key(0)), *[floats(GROUPS, SEQ, EMBED)] * 2
     batch = P(("data", "expert"))
-    return gradient, args, {"in_shardings": (RULES, batch, batch), "out_shardings": (P(), RULES)}
+    return gradient, args, laid((RULES, batch, batch), (P(), RULES))
 
 
 # --- Tokens sorted by their experts on each device, and exchanged.
@@ -94,7 +102,13 @@ def exchanged(x, params):
     return mine[jnp.argsort(order)] * jnp.max(gates, axis=-1, keepdims=True)
 
 
-def sorted_and_exchanged(mesh: Mesh):
+@program(
+    cause=Cause(Label("asked", kind="all-to-all", phase="forward"), "jax.lax.all_to_all("),
+    third="expert",
+)
+def experts_sorted_and_exchanged(mesh: Mesh):
+    """Gradients of a mixture of experts in a shard_map: each device sorts its own tokens and
+    exchanges them by an all-to-all that is written there."""
     tokens = P(("data", "expert"))
     placed = {"router": P(), "up": P("expert"), "down": P("expert")}
     experts = jax.shard_map(
@@ -104,7 +118,7 @@ def sorted_and_exchanged(mesh: Mesh):
     def gradient(params, x, y):
         return jax.value_and_grad(lambda params: jnp.mean((experts(x, params) - y) ** 2))(params)
 
-    layouts = {"in_shardings": (placed, tokens, tokens), "out_shardings": (P(), placed)}
+    layouts = laid((placed, tokens, tokens), (P(), placed))
     return gradient, (expert_shapes(), *[floats(TOKENS, EMBED)] * 2), layouts
 
 
@@ -119,7 +133,15 @@ def expert_shapes():
 # --- All tokens sorted at once, those of other devices too.
 
 
-def sorted_over_devices(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", axes=("data",)), "order", ("x",)),
+    labels=[Label("asked", line="sizes = jnp.sum("), Label("compiler", axes=("data",))],
+    third="expert",
+)
+def experts_sorted_over_devices(mesh: Mesh):
+    """A mixture of experts that sorts all tokens of the batch by their expert: tokens are taken
+    from all devices, where a sort on each one would have moved none."""
+
     def experts(params, x):
         gates = jax.nn.softmax(x @ params["router"], axis=-1)
         chosen = jnp.argmax(gates, axis=-1)
@@ -131,14 +153,24 @@ def sorted_over_devices(mesh: Mesh):
         restored = done[jnp.argsort(order)]
         return restored * jnp.max(gates, axis=-1, keepdims=True)
 
-    layouts = {"in_shardings": (P(), P("data")), "out_shardings": P("data")}
+    layouts = laid((P(), P("data")), P("data"))
     return experts, (expert_shapes(), floats(TOKENS, EMBED)), layouts
 
 
 # --- A loop over experts that are spread over devices.
 
 
-def loop_over_experts(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", axes=("expert",), phase="forward"), "jax.lax.scan(", ("params.up",)
+    ),
+    labels=[Label("compiler", axes=("expert",)), Label("compiler", axes=("data", "expert"))],
+    third="expert",
+)
+def experts_in_a_loop(mesh: Mesh):
+    """Gradients of experts that are sharded over `expert` and run one after the other by a
+    scan: each device needs each expert, so the weights are gathered."""
+
     def experts(params, x):
         gates = jax.nn.softmax(x @ params["router"], axis=-1)
 
@@ -156,66 +188,5 @@ def loop_over_experts(mesh: Mesh):
 
     params = expert_shapes() | {"up": floats(EXPERTS, EMBED, 2 * HIDDEN)}
     placed = {"router": P(), "up": P("expert"), "down": P("expert")}
-    layouts = {"in_shardings": (placed, P("data"), P("data")), "out_shardings": (P(), placed)}
+    layouts = laid((placed, P("data"), P("data")), (P(), placed))
     return gradient, (params, *[floats(TOKENS, EMBED)] * 2), layouts
-
-
-PROGRAMS = (
-    Program(
-        name="experts-dense-dispatch",
-        what="Gradients of a mixture of experts with one-hot dispatch: constraints exchange the "
-        "groups of tokens for experts and back, and partial sums and gradients are summed.",
-        make=dense_dispatch,
-        third="expert",
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-to-all", phase="forward"),
-            expression="ft.constrain(",
-            origins=('"everyone batch', '"experts groups'),
-        ),
-    ),
-    Program(
-        name="experts-sorted-and-exchanged",
-        what="Gradients of a mixture of experts in a shard_map: each device sorts its own tokens "
-        "and exchanges them by an all-to-all that is written there.",
-        make=sorted_and_exchanged,
-        third="expert",
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-to-all", phase="forward"),
-            expression="jax.lax.all_to_all(",
-        ),
-    ),
-    Program(
-        name="experts-sorted-over-devices",
-        what="A mixture of experts that sorts all tokens of the batch by their expert: tokens are "
-        "taken from all devices, where a sort on each one would have moved none.",
-        make=sorted_over_devices,
-        third="expert",
-        labels=(
-            Label("asked", line="sizes = jnp.sum("),
-            Label("compiler", axes=("data",)),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("data",)),
-            expression="order",
-            origins=("x",),
-        ),
-    ),
-    Program(
-        name="experts-in-a-loop",
-        what="Gradients of experts that are sharded over `expert` and run one after the other by a "
-        "scan: each device needs each expert, so the weights are gathered.",
-        make=loop_over_experts,
-        third="expert",
-        labels=(
-            Label("compiler", axes=("expert",)),
-            Label("compiler", axes=("data", "expert")),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("expert",), phase="forward"),
-            expression="jax.lax.scan(",
-            origins=("params.up",),
-        ),
-    ),
-)

@@ -9,17 +9,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
-
-
-def shapes(**given: tuple[int, ...]) -> dict[str, jax.ShapeDtypeStruct]:
-    return {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in given.items()}
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
-
+from tests.why.arrays import descend, floats, laid, shapes
+from tests.why.program import RELAID, Cause, Label, program
 
 # A U-Net whose images are sharded along their height.
 
@@ -62,21 +53,47 @@ UNET = shapes(
     up=(3, 3, 96, 32),
     leave=(3, 3, 32, 4),
 )
-IMAGES = jax.ShapeDtypeStruct((16, 32, 32, 4), jnp.float32)
-UNET_LAYOUTS = {
-    "in_shardings": (P(), P("data", "space"), P("data", "space")),
-    "out_shardings": P(),
-}
+IMAGES = floats(16, 32, 32, 4)
+UNET_LAYOUTS = laid((P(), P("data", "space"), P("data", "space")), P())
 
 
-def make_unet(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="collective-permute", phase="forward"),
+        "conv_general_dilated",
+        ("images",),
+    ),
+    labels=[Label("asked", kind="collective-permute"), Label("asked", moves="gradient")],
+    third="space",
+)
+def unet_halos(mesh: Mesh):
+    """A U-Net's images are sharded by batch and height, so convolutions exchange the rows at
+    the edges and the gradients of the kernels are summed over both axes."""
+
     def step(kernels, images, targets):
         return unet_step(kernels, images, targets)
 
     return step, (UNET, IMAGES, IMAGES), UNET_LAYOUTS
 
 
-def make_unet_width(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", kind="all-to-all", phase="forward"),
+        "jnp.concatenate",
+        ("images", 'P("data", None, "space")'),
+    ),
+    labels=[
+        Label("compiler", kind="all-to-all"),
+        Label("compiler", kind="all-gather"),
+        Label("compiler", line="with_sharding_constraint"),
+        Label("compiler", line="jnp.concatenate"),
+    ],
+    third="space",
+)
+def unet_width_for_height(mesh: Mesh):
+    """A constraint at the bottom of a U-Net shards the width where everything else shards the
+    height, so activations are relaid before and after it."""
+
     def along_height(h):
         # This spec was written for images with channels first: it shards the width here.
         return jax.lax.with_sharding_constraint(h, P("data", None, "space"))
@@ -118,7 +135,10 @@ def noise_loss(model, x, key):
     return jnp.mean((model(noisy, time) - noise) ** 2)
 
 
-def make_diffusion(mesh: Mesh):
+@program(cause=Cause(Label("asked", axes=("model",), phase="forward"), "h @ self.down", ("down",)))
+def diffusion_tensor_parallel(mesh: Mesh):
+    """Noise is predicted by a network whose hidden units are sharded over `model`: its partial
+    sums are summed there, and the gradients over the batch's axis."""
     rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
     optimizer = optax.sgd(0.1, momentum=0.9)
 
@@ -131,14 +151,22 @@ def make_diffusion(mesh: Mesh):
         return ft.TrainState.create(Denoiser(key), optimizer)
 
     key = jax.eval_shape(lambda: jax.random.key(0))
-    x = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    x = floats(16, 64, 32)
     return step, (ft.abstract(start)(jax.random.key(0)), x, key), {}
 
 
 # A sampler that returns its images for a program with another layout.
 
 
-def make_sampler(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", axes=("data",)), "jax.lax.scan", ("noise",)),
+    labels=[Label("asked", axes=("model",)), *RELAID],
+    explicit=True,
+)
+def sampler_with_the_layout_of_a_viewer(mesh: Mesh):
+    """A diffusion sampler works on a sharded batch and returns samples sharded by pixel, so the
+    result is relaid at the end."""
+
     def denoise(weights, x, time):
         h = jax.nn.silu(jnp.einsum("bpe,eh->bph", x, weights["up"]) + time)
         return jnp.einsum("bph,he->bpe", h, weights["down"], out_sharding=P("data", None, None))
@@ -151,16 +179,23 @@ def make_sampler(mesh: Mesh):
         return samples
 
     weights = shapes(up=(32, 128), down=(128, 32))
-    noise = jax.ShapeDtypeStruct((16, 64, 32), jnp.float32)
+    noise = floats(16, 64, 32)
     specs = {"up": P(None, "model"), "down": P("model", None)}
-    layouts = {"in_shardings": (specs, P("data")), "out_shardings": P(None, "data")}
+    layouts = laid((specs, P("data")), P(None, "data"))
     return sample, (weights, noise), layouts
 
 
 # A physics-informed network for the Poisson equation.
 
 
-def make_poisson(mesh: Mesh):
+@program(
+    cause=Cause(Label("asked", moves="gradient"), 'h @ weights["middle"]', ("points",)),
+    explicit=True,
+)
+def poisson_points(mesh: Mesh):
+    """A physics-informed network has its points sharded over two axes, over which the gradients
+    of the replicated weights and the mean of the residuals are summed."""
+
     def potential(weights, point):
         h = jnp.tanh(point @ weights["enter"])
         h = jnp.tanh(h @ weights["middle"])
@@ -178,8 +213,8 @@ def make_poisson(mesh: Mesh):
         return descend(weights, gradients), value
 
     weights = shapes(enter=(2, 64), middle=(64, 64), leave=(64,))
-    points = jax.ShapeDtypeStruct((256, 2), jnp.float32)
-    return step, (weights, points), {"in_shardings": (P(), P(("data", "model")))}
+    points = floats(256, 2)
+    return step, (weights, points), laid((P(), P(("data", "model"))))
 
 
 # A Fourier neural operator.
@@ -195,7 +230,16 @@ def spectral(weights, fields):
     return jnp.fft.irfft2(mixed, axes=(1, 2))
 
 
-def make_fourier(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", line="rfft2"), "rfft2", ("fields",)),
+    labels=[Label("compiler", line="rfft2")],
+    third="space",
+    explicit=True,
+)
+def fourier_operator(mesh: Mesh):
+    """A Fourier neural operator transforms unsharded dimensions of a sharded batch, but the
+    compiler cannot partition a transform and gathers the batch at each one."""
+
     def step(weights, fields, targets):
         def loss(weights):
             h = jax.nn.gelu(spectral(weights, fields) + fields @ weights["local"])
@@ -205,91 +249,5 @@ def make_fourier(mesh: Mesh):
         return descend(weights, gradients), value
 
     weights = shapes(real=(8, 8, 16, 16), imaginary=(8, 8, 16, 16), local=(16, 16))
-    fields = jax.ShapeDtypeStruct((16, 32, 32, 16), jnp.float32)
-    return step, (weights, fields, fields), {"in_shardings": (P(), P("data"), P("data"))}
-
-
-PROGRAMS: tuple[Program, ...] = (
-    Program(
-        name="unet-halos",
-        what="A U-Net's images are sharded by batch and height, so convolutions exchange the rows "
-        "at the edges and the gradients of the kernels are summed over both axes.",
-        make=make_unet,
-        labels=(Label("asked", kind="collective-permute"), Label("asked", moves="gradient")),
-        cause=Cause(
-            row=Label("asked", kind="collective-permute", phase="forward"),
-            expression="conv_general_dilated",
-            origins=("images",),
-        ),
-        third="space",
-    ),
-    Program(
-        name="unet-width-for-height",
-        what="A constraint at the bottom of a U-Net shards the width where everything else shards "
-        "the height, so activations are relaid before and after it.",
-        make=make_unet_width,
-        labels=(
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", line="with_sharding_constraint"),
-            Label("compiler", line="jnp.concatenate"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="all-to-all", phase="forward"),
-            expression="jnp.concatenate",
-            origins=("images", 'P("data", None, "space")'),
-        ),
-        third="space",
-    ),
-    Program(
-        name="diffusion-tensor-parallel",
-        what="Noise is predicted by a network whose hidden units are sharded over `model`: its "
-        "partial sums are summed there, and the gradients over the batch's axis.",
-        make=make_diffusion,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", axes=("model",), phase="forward"),
-            expression="h @ self.down",
-            origins=("down",),
-        ),
-    ),
-    Program(
-        name="sampler-with-the-layout-of-a-viewer",
-        what="A diffusion sampler works on a sharded batch and returns samples sharded by pixel, so "
-        "the result is relaid at the end.",
-        make=make_sampler,
-        labels=(
-            Label("asked", axes=("model",)),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            row=Label("compiler", axes=("data",)), expression="jax.lax.scan", origins=("noise",)
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="poisson-points",
-        what="A physics-informed network has its points sharded over two axes, over which the "
-        "gradients of the replicated weights and the mean of the residuals are summed.",
-        make=make_poisson,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", moves="gradient"),
-            expression='h @ weights["middle"]',
-            origins=("points",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="fourier-operator",
-        what="A Fourier neural operator transforms unsharded dimensions of a sharded batch, but the "
-        "compiler cannot partition a transform and gathers the batch at each one.",
-        make=make_fourier,
-        labels=(Label("compiler", line="rfft2"),),
-        cause=Cause(row=Label("compiler", line="rfft2"), expression="rfft2", origins=("fields",)),
-        third="space",
-        explicit=True,
-    ),
-)
+    fields = floats(16, 32, 32, 16)
+    return step, (weights, fields, fields), laid((P(), P("data"), P("data")))

@@ -10,16 +10,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.arrays import descend, floats
+from tests.why.program import RELAID, Cause, Label, program
 
 
 def placed(mesh: Mesh, spec: P, *shape: int) -> Array:
     return jax.device_put(jnp.ones(shape), NamedSharding(mesh, spec))
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
 
 
 # Equinox' attention, with a residual connection.
@@ -43,7 +39,10 @@ def attention_loss(model, x, targets):
     return jnp.mean((jax.vmap(model)(x) - targets) ** 2)
 
 
-def make_attention_fsdp(mesh: Mesh):
+@program(cause=Cause(Label("asked", kind="all-gather"), "ft.constrain(model, P())", ("attention",)))
+def equinox_attention_fsdp(mesh: Mesh):
+    """Equinox' attention under FSDP has its weights gathered by a constraint in the loss, and
+    their gradients are summed over the batch."""
     layout = ft.FSDP("data", min_size=0)
 
     def gathered_loss(model, x, targets):
@@ -61,7 +60,13 @@ def make_attention_fsdp(mesh: Mesh):
     return step, (model, x, placed(mesh, P("data"), 16, 32, 16)), {}
 
 
-def make_attention_heads(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", kind="all-gather", phase="forward"), "reshape", ("_proj",)),
+    labels=RELAID,
+)
+def equinox_three_heads(mesh: Mesh):
+    """Three heads cannot be shared by two devices, so the projections that are sharded over
+    `model` are gathered where the heads are made."""
     columns, rows = P("model", None), P(None, "model")
     layout = ft.StateSharding(
         {
@@ -104,7 +109,19 @@ def member_loss(member, x, targets):
     return jnp.mean((member(x) - targets) ** 2)
 
 
-def make_ensemble(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", kind="collective-permute", phase="forward"),
+        "with_sharding_constraint",
+        ("up", "with_sharding_constraint"),
+    ),
+    labels=RELAID,
+    third="replica",
+)
+def ensemble_other_axis(mesh: Mesh):
+    """The members of an ensemble are sharded over `model`, but `spmd_axis_name` is `replica`,
+    so a constraint inside of the model relays the activations of all members."""
+
     @eqx.filter_jit
     def step(ensemble, x, targets):
         def loss(ensemble):
@@ -133,7 +150,10 @@ class Perceptron(nnx.Module):
         return self.down(nnx.relu(self.up(x)))
 
 
-def make_perceptron(mesh: Mesh):
+@program(cause=Cause(Label("asked", axes=("model",), phase="forward"), "dot_general", ("down",)))
+def nnx_tensor_parallel(mesh: Mesh):
+    """A network of Flax has its hidden units sharded over `model`: one sum after the second
+    weight, and the gradients are summed over the batch's axis."""
     model = Perceptron(nnx.Rngs(0))
     for layer, spec in ((model.up, P(None, "model")), (model.down, P("model", None))):
         kernel = layer.kernel
@@ -167,9 +187,20 @@ class Autoencoder(linen.Module):
         return wide.reshape(batch, height, width, 4)
 
 
-def make_autoencoder(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", kind="all-gather", phase="forward"), "reshape", ("images",)),
+    labels=[
+        Label("compiler", kind="all-gather"),
+        Label("compiler", kind="all-to-all"),
+        Label("compiler", line="reshape"),
+    ],
+    third="space",
+)
+def linen_flattened_width(mesh: Mesh):
+    """Images are sharded along their width, and flattening them merges the width into the
+    height, where no layout can express it, so they are gathered."""
     model = Autoencoder()
-    images = jax.ShapeDtypeStruct((16, 16, 16, 4), jnp.float32)
+    images = floats(16, 16, 16, 4)
     variables = jax.eval_shape(model.init, jax.random.key(0), images)
     whole, tiles = NamedSharding(mesh, P()), NamedSharding(mesh, P("data", None, "space"))
 
@@ -182,81 +213,3 @@ def make_autoencoder(mesh: Mesh):
 
     jitted = jax.jit(step, in_shardings=(whole, tiles), out_shardings=whole)
     return jitted, (variables, images), {}
-
-
-PROGRAMS: tuple[Program, ...] = (
-    Program(
-        name="equinox-attention-fsdp",
-        what="Equinox' attention under FSDP has its weights gathered by a constraint in the loss, "
-        "and their gradients are summed over the batch.",
-        make=make_attention_fsdp,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", kind="all-gather"),
-            expression="ft.constrain(model, P())",
-            origins=("attention",),
-        ),
-    ),
-    Program(
-        name="equinox-three-heads",
-        what="Three heads cannot be shared by two devices, so the projections that are sharded over "
-        "`model` are gathered where the heads are made.",
-        make=make_attention_heads,
-        labels=(
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="all-gather", phase="forward"),
-            expression="reshape",
-            origins=("_proj",),
-        ),
-    ),
-    Program(
-        name="ensemble-other-axis",
-        what="The members of an ensemble are sharded over `model`, but `spmd_axis_name` is "
-        "`replica`, so a constraint inside of the model relays the activations of all members.",
-        make=make_ensemble,
-        labels=(
-            Label("compiler", kind="collective-permute"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="all-to-all"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="collective-permute", phase="forward"),
-            expression="with_sharding_constraint",
-            origins=("up", "with_sharding_constraint"),
-        ),
-        third="replica",
-    ),
-    Program(
-        name="nnx-tensor-parallel",
-        what="A network of Flax has its hidden units sharded over `model`: one sum after the second "
-        "weight, and the gradients are summed over the batch's axis.",
-        make=make_perceptron,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", axes=("model",), phase="forward"),
-            expression="dot_general",
-            origins=("down",),
-        ),
-    ),
-    Program(
-        name="linen-flattened-width",
-        what="Images are sharded along their width, and flattening them merges the width into "
-        "the height, where no layout can express it, so they are gathered.",
-        make=make_autoencoder,
-        labels=(
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", line="reshape"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="all-gather", phase="forward"),
-            expression="reshape",
-            origins=("images",),
-        ),
-        third="space",
-    ),
-)

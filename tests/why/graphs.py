@@ -5,16 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tests.why.program import Cause, Label, Program
-
-
-def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
+from tests.why.arrays import descend, floats, ints, laid
+from tests.why.program import Cause, Label, program
 
 
 def message_passing(weights, nodes, edges):
@@ -38,36 +30,71 @@ def graph_step(weights, nodes, edges, targets):
 
 def graph():
     """The weights, nodes, edges and targets of a graph with 64 nodes and 512 edges."""
-    weights = {"message": shaped(96, 64), "update": shaped(64, 64)}
+    weights = {"message": floats(96, 64), "update": floats(64, 64)}
     edges = {
-        "senders": shaped(512, dtype=jnp.int32),
-        "receivers": shaped(512, dtype=jnp.int32),
-        "features": shaped(512, 32),
+        "senders": ints(512),
+        "receivers": ints(512),
+        "features": floats(512, 32),
     }
-    return weights, shaped(64, 64), edges, shaped(64, 64)
+    return weights, floats(64, 64), edges, floats(64, 64)
 
 
-def make_sharded_edges(mesh: Mesh):
-    layouts = {"in_shardings": (P(), P(), P("data"), P()), "out_shardings": P()}
+@program(
+    cause=Cause(Label("asked", line="segment_sum", phase="forward"), "segment_sum", ("edges",)),
+    labels=[Label("asked", line="segment_sum"), Label("asked", moves="gradient")],
+    third="space",
+)
+def graph_sharded_edges(mesh: Mesh):
+    """The edges of a graph are sharded and its nodes replicated, so messages are summed over
+    the edges' axis, and so are the gradients of the nodes and of the message's weights."""
+    layouts = laid((P(), P(), P("data"), P()), P())
     return graph_step, graph(), layouts
 
 
-def make_edges_apart(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", kind="collective-permute"), "jnp.concatenate", ("senders", "features")
+    ),
+    labels=[Label("asked", kind="all-reduce")],
+    third="space",
+    otherwise="compiler",
+)
+def graph_edges_apart(mesh: Mesh):
+    """The ends of the edges are sharded over `data` and their features over `space`, so one of
+    the two is relaid before they are concatenated."""
     edges = {"senders": P("data"), "receivers": P("data"), "features": P("space")}
-    layouts = {"in_shardings": (P(), P(), edges, P()), "out_shardings": P()}
+    layouts = laid((P(), P(), edges, P()), P())
     return graph_step, graph(), layouts
 
 
-def make_neighbours(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", axes=("data",)), "queries @ database.T", ("queries", "database")),
+    labels=[Label("asked", line="top_k")],
+    otherwise="compiler",
+)
+def neighbours_on_one_axis(mesh: Mesh):
+    """Queries and database are sharded over the same axis, so each device needs the whole
+    database for its queries; over `model` it could have kept a part."""
+
     def nearest(queries, database):
         scores = queries @ database.T
         return jax.lax.top_k(scores, 8)
 
-    layouts = {"in_shardings": (P("data"), P("data")), "out_shardings": P("data")}
-    return nearest, (shaped(128, 64), shaped(512, 64)), layouts
+    layouts = laid((P("data"), P("data")), P("data"))
+    return nearest, (floats(128, 64), floats(512, 64)), layouts
 
 
-def make_two_towers(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", kind="all-gather", line="with_sharding_constraint"),
+        "with_sharding_constraint",
+        ("clicks", "with_sharding_constraint"),
+    )
+)
+def two_towers(mesh: Mesh):
+    """Users and items are looked up in sharded tables, the items of a batch are gathered as
+    negatives, and gradients are summed over the batch."""
+
     def loss(weights, clicks):
         users = weights["users"][clicks["user"]] @ weights["project"]
         items = weights["items"][clicks["item"]]
@@ -80,64 +107,8 @@ def make_two_towers(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, clicks)
         return descend(weights, gradients), value
 
-    weights = {"users": shaped(1024, 32), "items": shaped(1024, 32), "project": shaped(32, 32)}
-    clicks = {"user": shaped(128, dtype=jnp.int32), "item": shaped(128, dtype=jnp.int32)}
+    weights = {"users": floats(1024, 32), "items": floats(1024, 32), "project": floats(32, 32)}
+    clicks = {"user": ints(128), "item": ints(128)}
     specs = {"users": P("model"), "items": P("model"), "project": P()}
-    layouts = {"in_shardings": (specs, P("data")), "out_shardings": (specs, P())}
+    layouts = laid((specs, P("data")), (specs, P()))
     return step, (weights, clicks), layouts
-
-
-PROGRAMS: tuple[Program, ...] = (
-    Program(
-        name="graph-sharded-edges",
-        what="The edges of a graph are sharded and its nodes replicated, so messages are summed over "
-        "the edges' axis, and so are the gradients of the nodes and of the message's weights.",
-        make=make_sharded_edges,
-        labels=(Label("asked", line="segment_sum"), Label("asked", moves="gradient")),
-        cause=Cause(
-            row=Label("asked", line="segment_sum", phase="forward"),
-            expression="segment_sum",
-            origins=("edges",),
-        ),
-        third="space",
-    ),
-    Program(
-        name="graph-edges-apart",
-        what="The ends of the edges are sharded over `data` and their features over `space`, so one "
-        "of the two is relaid before they are concatenated.",
-        make=make_edges_apart,
-        labels=(Label("asked", kind="all-reduce"),),
-        cause=Cause(
-            row=Label("compiler", kind="collective-permute"),
-            expression="jnp.concatenate",
-            origins=("senders", "features"),
-        ),
-        third="space",
-        otherwise="compiler",
-    ),
-    Program(
-        name="neighbours-on-one-axis",
-        what="Queries and database are sharded over the same axis, so each device needs the whole "
-        "database for its queries; over `model` it could have kept a part.",
-        make=make_neighbours,
-        labels=(Label("asked", line="top_k"),),
-        cause=Cause(
-            row=Label("compiler", axes=("data",)),
-            expression="queries @ database.T",
-            origins=("queries", "database"),
-        ),
-        otherwise="compiler",
-    ),
-    Program(
-        name="two-towers",
-        what="Users and items are looked up in sharded tables, the items of a batch are gathered as "
-        "negatives, and gradients are summed over the batch.",
-        make=make_two_towers,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", kind="all-gather", line="with_sharding_constraint"),
-            expression="with_sharding_constraint",
-            origins=("clicks", "with_sharding_constraint"),
-        ),
-    ),
-)

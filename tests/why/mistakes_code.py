@@ -1,20 +1,14 @@
 """Programs whose mistake is mended by other code: no layout and no constraint does it."""
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
+from tests.why.arrays import descend, floats, laid, normed
+from tests.why.mistake import Made, mistake
 
 
 def attended(query: Array, key: Array, value: Array, mask: Array | bool = True) -> Array:
@@ -23,8 +17,20 @@ def attended(query: Array, key: Array, value: Array, mask: Array | bool = True) 
     return jnp.einsum("bhst,bthd->bshd", weights, value)
 
 
+@mistake(
+    "small vision transformer: six heads on four devices",
+    wrong=6,
+    right=8,
+    edit=None,
+    named="return y.reshape(*y.shape[:2], heads, -1)",
+    third="tensor",
+)
 def small_vision(mesh: Mesh, heads: int) -> Made:
-    """Attention of a small vision transformer, its width sharded over four devices."""
+    """Attention of a small vision transformer, its width sharded over four devices.
+
+    The width lies on four devices, which do not divide six heads, so queries, keys and values
+    are gathered at the reshape. Eight heads of the same width mend it.
+    """
 
     def attention(params, x):
         def split(y):
@@ -34,13 +40,13 @@ def small_vision(mesh: Mesh, heads: int) -> Made:
         mixed = attended(query, key, value)
         return x + mixed.reshape(x.shape) @ params["out"]
 
-    weight = ShapeDtypeStruct((384, 384), "float32")
+    weight = floats(384, 384)
     params = {name: weight for name in ("q", "k", "v", "out")}
     into = ft.P(None, ("model", "tensor"))
     specs = {"q": into, "k": into, "v": into, "out": ft.P(("model", "tensor"), None)}
-    x = ShapeDtypeStruct((64, 64, 384), "float32")
+    x = floats(64, 64, 384)
     images = ft.P("data", None, None)
-    return attention, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
+    return attention, (params, x), laid((specs, images), images)
 
 
 class Fused(eqx.Module):
@@ -63,44 +69,30 @@ class Fused(eqx.Module):
         return mixed.reshape(*x.shape[:2], -1) @ self.out
 
 
+@mistake(
+    "causal attention: a fused weight split across shards",
+    edit=None,
+    named="jnp.split(qkv, 3, axis=-1)",
+)
 def fused(mesh: Mesh, mistaken: bool) -> Made:
-    """A step of gradient descent for causal attention with a fused weight."""
+    """A step of gradient descent for causal attention with a fused weight.
+
+    The fused result is split into three along its sharded dimension, whose two shards do not
+    end where the parts do. With the heads outermost each shard has its own queries, keys and
+    values.
+    """
 
     def loss(model, x, y):
         return jnp.mean((x + model(normed(x)) - y) ** 2)
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, model, gradients), value
+        return descend(model, gradients), value
 
-    qkv = ShapeDtypeStruct((256, 768), "float32")
-    model = Fused(qkv, ShapeDtypeStruct((256, 256), "float32"), 8, mistaken)
+    qkv = floats(256, 768)
+    model = Fused(qkv, floats(256, 256), 8, mistaken)
     rules = ft.AxisRules({"batch": "data", "heads": "model", "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (rules, texts, texts), "out_shardings": (rules, ft.P())}
+    layouts = laid((rules, texts, texts), (rules, ft.P()))
     return step, (model, x, x), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "small vision transformer: six heads on four devices",
-        "The width lies on four devices, which do not divide six heads, so queries, keys and values "
-        "are gathered at the reshape. Eight heads of the same width mend it.",
-        make=partial(small_vision, heads=6),
-        mended=partial(small_vision, heads=8),
-        edit=None,
-        named="return y.reshape(*y.shape[:2], heads, -1)",
-        third="tensor",
-    ),
-    Mistake(
-        "causal attention: a fused weight split across shards",
-        "The fused result is split into three along its sharded dimension, whose two shards do not "
-        "end where the parts do. With the heads outermost each shard has its own queries, keys and "
-        "values.",
-        make=partial(fused, mistaken=True),
-        mended=partial(fused, mistaken=False),
-        edit=None,
-        named="jnp.split(qkv, 3, axis=-1)",
-    ),
-)

@@ -1,28 +1,27 @@
 """Programs with a constraint too many: its names are wrong, swapped, or left over."""
 
-from functools import partial
-
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.arrays import descend, floats, laid, normed, shapes
+from tests.why.mistake import Made, mistake
 
 
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
-
-
+@mistake(
+    "mixer: batch and channels swapped",
+    edit="constraint",
+    named='t = ft.constrain(t, ft.P(None, "data", "model"))',
+)
 def mixer(mesh: Mesh, mistaken: bool) -> Made:
-    """A block of MLP-Mixer: an MLP over the patches, then one over the channels."""
+    """A block of MLP-Mixer: an MLP over the patches, then one over the channels.
+
+    The constraint in the MLP over patches names the batch's mesh axis for the channels, so the
+    activations are exchanged before it and after it, 1 MiB each.
+    """
 
     def block(params, x):
         t = jnp.swapaxes(normed(x), 1, 2)
@@ -46,9 +45,9 @@ def mixer(mesh: Mesh, mistaken: bool) -> Made:
         "channels_up": ft.P(None, "model"),
         "channels_down": ft.P("model", None),
     }
-    x = ShapeDtypeStruct((64, 64, 128), "float32")
+    x = floats(64, 64, 128)
     images = ft.P("data", None, None)
-    return block, (params, x), {"in_shardings": (specs, images), "out_shardings": images}
+    return block, (params, x), laid((specs, images), images)
 
 
 class Attention(eqx.Module):
@@ -71,24 +70,42 @@ class Attention(eqx.Module):
         return jnp.einsum("bshd,hde->bse", mixed, self.out)
 
 
+@mistake(
+    "attention: scores constrained as queries",
+    edit="constraint",
+    named='scores = ft.constrain(scores, ft.P("data", None, "model", None))',
+)
 def encoder(mesh: Mesh, mistaken: bool) -> Made:
-    """An attention layer whose heads lie on `model`, in a residual."""
+    """An attention layer whose heads lie on `model`, in a residual.
+
+    The scores have their heads in dimension 1, and the constraint puts `model` on dimension 2,
+    as for queries: what lies by heads is relaid to lie by positions, and back.
+    """
 
     def encode(attention: Attention, x):
         return x + attention(normed(x))
 
-    projection = ShapeDtypeStruct((256, 8, 32), "float32")
-    out = ShapeDtypeStruct((8, 32, 256), "float32")
+    projection = floats(256, 8, 32)
+    out = floats(8, 32, 256)
     attention = Attention(projection, projection, projection, out, mistaken)
     rules = ft.AxisRules({"batch": "data", "heads": "model", "dim": None, "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    layouts = {"in_shardings": (rules, sentences), "out_shardings": sentences}
+    layouts = laid((rules, sentences), sentences)
     return encode, (attention, x), layouts
 
 
+@mistake(
+    "scanned block: the batch forgotten",
+    edit="constraint",
+    named='x = ft.constrain(x, ft.P(None, None, "data"))',
+)
 def scanned(mesh: Mesh, mistaken: bool) -> Made:
-    """A scan over four blocks whose weights are sharded over `data`, as in FSDP, and `model`."""
+    """A scan over four blocks whose weights are sharded over `data`, as in FSDP, and `model`.
+
+    The constraint on the carry lays `embed` over `data`, as in the weights, and forgets the
+    batch: each of the four iterations relays the activations.
+    """
 
     def block(x, layer):
         h = jax.nn.silu(normed(x) @ layer["up"])
@@ -103,16 +120,23 @@ def scanned(mesh: Mesh, mistaken: bool) -> Made:
 
     layers = shapes(up=(4, 128, 512), down=(4, 512, 128))
     specs = {"up": ft.P(None, "data", "model"), "down": ft.P(None, "model", "data")}
-    x = ShapeDtypeStruct((64, 32, 128), "float32")
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None)),
-        "out_shardings": ft.P("data", None),
-    }
+    x = floats(64, 32, 128)
+    layouts = laid((specs, ft.P("data", None, None)), ft.P("data", None))
     return features, (layers, x), layouts
 
 
+@mistake(
+    "autoencoder: names swapped in the decoder",
+    edit="constraint",
+    named='h = ft.constrain(h, ft.P("model", "data"))',
+)
 def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
-    """A step of a variational autoencoder: the constraint is in the function that is differentiated."""
+    """A step of a variational autoencoder: the constraint is in the function that is
+    differentiated.
+
+    The constraint in the decoder swaps `data` and `model`: hidden activations, and their
+    gradients, go to other devices and come back.
+    """
 
     def loss(params, images, noise):
         h = jax.nn.relu(images @ params["inwards"])
@@ -127,7 +151,7 @@ def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
 
     def step(params, images, noise):
         value, gradients = jax.value_and_grad(loss)(params, images, noise)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+        return descend(params, gradients), value
 
     params = shapes(
         inwards=(256, 512),
@@ -143,15 +167,25 @@ def autoencoder(mesh: Mesh, mistaken: bool) -> Made:
         "outwards": ft.P(None, "model"),
         "draw": ft.P("model", None),
     }
-    images = ShapeDtypeStruct((1024, 256), "float32")
-    noise = ShapeDtypeStruct((1024, 64), "float32")
+    images = floats(1024, 256)
+    noise = floats(1024, 64)
     batch = ft.P("data", None)
-    layouts = {"in_shardings": (specs, batch, batch), "out_shardings": (specs, ft.P())}
+    layouts = laid((specs, batch, batch), (specs, ft.P()))
     return step, (params, images, noise), layouts
 
 
+@mistake(
+    "patches: the batch on another axis",
+    edit="constraint",
+    named='x = ft.constrain(x, ft.P("expert", None, None))',
+    third="expert",
+)
 def patches(mesh: Mesh, mistaken: bool) -> Made:
-    """Patches of images, embedded, and an MLP; the mesh axis `expert` belongs to another model."""
+    """Patches of images, embedded, and an MLP; the mesh axis `expert` belongs to another model.
+
+    A constraint from another model puts the batch on `expert`, where it comes and leaves on
+    `data`: the activations move twice, 1 MiB each.
+    """
 
     def features(params, images):
         x = images.reshape(images.shape[0], 8, 4, 8, 4, 3)
@@ -169,11 +203,8 @@ def patches(mesh: Mesh, mistaken: bool) -> Made:
         "up": ft.P(None, "model"),
         "down": ft.P("model", None),
     }
-    images = ShapeDtypeStruct((64, 32, 32, 3), "float32")
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None, None)),
-        "out_shardings": ft.P("data", None, None),
-    }
+    images = floats(64, 32, 32, 3)
+    layouts = laid((specs, ft.P("data", None, None, None)), ft.P("data", None, None))
     return features, (params, images), layouts
 
 
@@ -192,74 +223,24 @@ class Gated(eqx.Module):
         return (jax.nn.silu(gate) * (x @ self.up)) @ self.down
 
 
+@mistake(
+    "gated MLP: a sequence's constraint left over",
+    edit="constraint",
+    named='gate = ft.constrain(gate, ft.P("data", "model", None))',
+)
 def gated(mesh: Mesh, mistaken: bool) -> Made:
-    """A gated MLP, once tried with the sequence sharded over `model`."""
+    """A gated MLP, once tried with the sequence sharded over `model`.
+
+    The gate is constrained over the sequence, and what it multiplies lies over `hidden`, so one
+    of them is relaid.
+    """
 
     def apply(mlp: Gated, x):
         return x + mlp(normed(x))
 
-    into = ShapeDtypeStruct((256, 1024), "float32")
-    mlp = Gated(into, into, ShapeDtypeStruct((1024, 256), "float32"), mistaken)
+    into = floats(256, 1024)
+    mlp = Gated(into, into, floats(1024, 256), mistaken)
     rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    return apply, (mlp, x), {"in_shardings": (rules, sentences), "out_shardings": sentences}
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "mixer: batch and channels swapped",
-        "The constraint in the MLP over patches names the batch's mesh axis for the channels, so the "
-        "activations are exchanged before it and after it, 1 MiB each.",
-        make=partial(mixer, mistaken=True),
-        mended=partial(mixer, mistaken=False),
-        edit="constraint",
-        named='t = ft.constrain(t, ft.P(None, "data", "model"))',
-    ),
-    Mistake(
-        "attention: scores constrained as queries",
-        "The scores have their heads in dimension 1, and the constraint puts `model` on dimension 2, "
-        "as for queries: what lies by heads is relaid to lie by positions, and back.",
-        make=partial(encoder, mistaken=True),
-        mended=partial(encoder, mistaken=False),
-        edit="constraint",
-        named='scores = ft.constrain(scores, ft.P("data", None, "model", None))',
-    ),
-    Mistake(
-        "scanned block: the batch forgotten",
-        "The constraint on the carry lays `embed` over `data`, as in the weights, and forgets the "
-        "batch: each of the four iterations relays the activations.",
-        make=partial(scanned, mistaken=True),
-        mended=partial(scanned, mistaken=False),
-        edit="constraint",
-        named='x = ft.constrain(x, ft.P(None, None, "data"))',
-    ),
-    Mistake(
-        "autoencoder: names swapped in the decoder",
-        "The constraint in the decoder swaps `data` and `model`: hidden activations, and their "
-        "gradients, go to other devices and come back.",
-        make=partial(autoencoder, mistaken=True),
-        mended=partial(autoencoder, mistaken=False),
-        edit="constraint",
-        named='h = ft.constrain(h, ft.P("model", "data"))',
-    ),
-    Mistake(
-        "patches: the batch on another axis",
-        "A constraint from another model puts the batch on `expert`, where it comes and leaves on "
-        "`data`: the activations move twice, 1 MiB each.",
-        make=partial(patches, mistaken=True),
-        mended=partial(patches, mistaken=False),
-        edit="constraint",
-        named='x = ft.constrain(x, ft.P("expert", None, None))',
-        third="expert",
-    ),
-    Mistake(
-        "gated MLP: a sequence's constraint left over",
-        "The gate is constrained over the sequence, and what it multiplies lies over `hidden`, so "
-        "one of them is relaid.",
-        make=partial(gated, mistaken=True),
-        mended=partial(gated, mistaken=False),
-        edit="constraint",
-        named='gate = ft.constrain(gate, ft.P("data", "model", None))',
-    ),
-)
+    return apply, (mlp, x), laid((rules, sentences), sentences)

@@ -1,22 +1,27 @@
 """Programs in which one result has an unlucky layout."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.arrays import descend, floats, ints, laid, shapes
+from tests.why.mistake import Made, mistake
 
 
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
-
-
+@mistake(
+    "recurrence: a gradient unlike its weight",
+    wrong=ft.P("model", None),
+    right=ft.P(None, "model"),
+    edit="result",
+    named="1.inwards",
+)
 def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
-    """The gradients of a linear recurrence whose states decay, each at its own rate."""
+    """The gradients of a linear recurrence whose states decay, each at its own rate.
+
+    The gradient of the first weight is returned sharded over its rows, and the weight is
+    sharded over its columns, so 1 MiB of gradient is relaid.
+    """
 
     def loss(params, x, y):
         driven = jnp.swapaxes(x @ params["inwards"], 0, 1)
@@ -39,17 +44,25 @@ def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
         "decay": ft.P("model"),
         "outwards": ft.P("model", None),
     }
-    x = ShapeDtypeStruct((64, 16, 256), "float32")
+    x = floats(64, 16, 256)
     series = ft.P("data", None, None)
-    layouts = {
-        "in_shardings": (specs, series, series),
-        "out_shardings": (ft.P(), {**specs, "inwards": inwards}),
-    }
+    layouts = laid((specs, series, series), (ft.P(), {**specs, "inwards": inwards}))
     return gradients, (params, x, x), layouts
 
 
+@mistake(
+    "word2vec: a new table unlike the old one",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="result",
+    named="0.outer",
+)
 def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
-    """A step of word2vec: a word is predicted from the mean of its neighbours."""
+    """A step of word2vec: a word is predicted from the mean of its neighbours.
+
+    The new table is returned sharded over its columns, and was given sharded over the words: it
+    is relaid, and the next step cannot take it as it is.
+    """
 
     def loss(params, neighbours, words):
         mean = params["inner"][neighbours].mean(1)
@@ -59,21 +72,28 @@ def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
 
     def step(params, neighbours, words):
         value, gradients = jax.value_and_grad(loss)(params, neighbours, words)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, params, gradients), value
+        return descend(params, gradients), value
 
     params = shapes(inner=(4096, 128), outer=(4096, 128))
     specs = {"inner": ft.P("model", None), "outer": ft.P("model", None)}
-    neighbours = ShapeDtypeStruct((512, 4), "int32")
-    words = ShapeDtypeStruct((512,), "int32")
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None), ft.P("data")),
-        "out_shardings": ({**specs, "outer": outer}, ft.P()),
-    }
+    neighbours = ints(512, 4)
+    words = ints(512)
+    layouts = laid((specs, ft.P("data", None), ft.P("data")), ({**specs, "outer": outer}, ft.P()))
     return step, (params, neighbours, words), layouts
 
 
+@mistake(
+    "transcriber: logits replicated",
+    wrong=ft.P(None, None, None),
+    right=ft.P("data", None, "model"),
+    edit="result",
+    named="logits",
+)
 def transcriber(mesh: Mesh, logits: ft.P) -> Made:
-    """A convolution over the spectra of a recording, and logits for each of its frames."""
+    """A convolution over the spectra of a recording, and logits for each of its frames.
+
+    The logits are returned replicated, which nobody needs: all 8 MiB of them are gathered.
+    """
 
     def transcribe(params, spectra):
         h = jax.lax.conv_general_dilated(
@@ -93,39 +113,6 @@ def transcriber(mesh: Mesh, logits: ft.P) -> Made:
         "frames": ft.P("model", None),
         "tokens": ft.P(None, "model"),
     }
-    spectra = ShapeDtypeStruct((64, 64, 64), "float32")
-    layouts = {
-        "in_shardings": (specs, ft.P("data", None, None)),
-        "out_shardings": {"logits": logits, "loudness": ft.P("data")},
-    }
+    spectra = floats(64, 64, 64)
+    layouts = laid((specs, ft.P("data", None, None)), {"logits": logits, "loudness": ft.P("data")})
     return transcribe, (params, spectra), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "recurrence: a gradient unlike its weight",
-        "The gradient of the first weight is returned sharded over its rows, and the weight is "
-        "sharded over its columns, so 1 MiB of gradient is relaid.",
-        make=partial(recurrence, inwards=ft.P("model", None)),
-        mended=partial(recurrence, inwards=ft.P(None, "model")),
-        edit="result",
-        named="1.inwards",
-    ),
-    Mistake(
-        "word2vec: a new table unlike the old one",
-        "The new table is returned sharded over its columns, and was given sharded over the words: "
-        "it is relaid, and the next step cannot take it as it is.",
-        make=partial(bag_of_words, outer=ft.P(None, "model")),
-        mended=partial(bag_of_words, outer=ft.P("model", None)),
-        edit="result",
-        named="0.outer",
-    ),
-    Mistake(
-        "transcriber: logits replicated",
-        "The logits are returned replicated, which nobody needs: all 8 MiB of them are gathered.",
-        make=partial(transcriber, logits=ft.P(None, None, None)),
-        mended=partial(transcriber, logits=ft.P("data", None, "model")),
-        edit="result",
-        named="logits",
-    ),
-)

@@ -1,29 +1,16 @@
 """Programs over models with axis names, in whose layout one rule is wrong or missing."""
 
 from collections.abc import Mapping
-from functools import partial
 
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
-
-
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shape(*sizes: int) -> ShapeDtypeStruct:
-    return ShapeDtypeStruct(sizes, "float32")
-
-
-def descended(w: Array, g: Array) -> Array:
-    return w - 0.1 * g
+from tests.why.arrays import descend, floats, laid, normed
+from tests.why.mistake import Made, mistake
 
 
 class Forecaster(eqx.Module):
@@ -38,20 +25,31 @@ class Forecaster(eqx.Module):
         return x @ self.head
 
 
+@mistake(
+    "forecaster: embed before hidden",
+    wrong={"batch": "data", "embed": "model", "hidden": "model", ...: None},
+    right={"batch": "data", "embed": None, "hidden": "model", ...: None},
+    edit="rule",
+    named="embed",
+)
 def forecast(mesh: Mesh, rules: Mapping) -> Made:
-    """A step of gradient descent for a forecaster; the compiler lays its results out."""
+    """A step of gradient descent for a forecaster; the compiler lays its results out.
+
+    The rule for `embed` comes first and takes `model`, so the first product sums over it: the
+    wide hidden activations are reduced, and not the narrow results.
+    """
 
     def loss(model, x, y):
         return jnp.mean((model(x) - y) ** 2)
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(descended, model, gradients), value
+        return descend(model, gradients), value
 
-    model = Forecaster(shape(256, 1024), shape(1024, 256), shape(256, 16))
+    model = Forecaster(floats(256, 1024), floats(1024, 256), floats(256, 16))
     series = ft.P("data", None, None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), series, series)}
-    return step, (model, shape(64, 32, 256), shape(64, 32, 16)), layouts
+    layouts = laid((ft.AxisRules(rules), series, series))
+    return step, (model, floats(64, 32, 256), floats(64, 32, 16)), layouts
 
 
 class Grouped(eqx.Module):
@@ -74,22 +72,33 @@ class Grouped(eqx.Module):
         )
 
 
+@mistake(
+    "grouped attention: no rule for kv_heads",
+    wrong={"batch": "data", "heads": "model", ...: None},
+    right={"batch": "data", "heads": "model", "kv_heads": "model", ...: None},
+    edit="rule",
+    named="kv_heads",
+)
 def grouped(mesh: Mesh, rules: Mapping) -> Made:
-    """A step of gradient descent for grouped attention; the new model lies as the old one."""
+    """A step of gradient descent for grouped attention; the new model lies as the old one.
+
+    Keys and values have heads with another name, which has no rule: their weights are
+    replicated, and their gradients, which lie by heads, are gathered.
+    """
 
     def loss(model, x, y):
         return jnp.mean((x + model(normed(x)) - y) ** 2)
 
     def step(model, x, y):
         value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return jax.tree.map(descended, model, gradients), value
+        return descend(model, gradients), value
 
-    narrow = shape(256, 8, 32)
-    model = Grouped(shape(256, 16, 32), narrow, narrow, shape(16, 32, 256))
+    narrow = floats(256, 8, 32)
+    model = Grouped(floats(256, 16, 32), narrow, narrow, floats(16, 32, 256))
     layout = ft.AxisRules(rules)
-    x = shape(64, 16, 256)
+    x = floats(64, 16, 256)
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (layout, texts, texts), "out_shardings": (layout, ft.P())}
+    layouts = laid((layout, texts, texts), (layout, ft.P()))
     return step, (model, x, x), layouts
 
 
@@ -113,18 +122,29 @@ class Inverted(eqx.Module):
         return x + jax.nn.relu6(h) @ self.project
 
 
+@mistake(
+    "inverted residual: an override transposed",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="rule",
+    named="project",
+)
 def inverted(mesh: Mesh, project: ft.P) -> Made:
-    """An inverted residual with one spec that overrides the rules."""
+    """An inverted residual with one spec that overrides the rules.
+
+    The filter for the last weight shards its columns, where the rules would shard its rows, so
+    the wide activations or the weight are relaid.
+    """
 
     def features(block, x):
         return block(x)
 
-    block = Inverted(shape(256, 1024), shape(3, 3, 1, 1024), shape(1024, 256))
+    block = Inverted(floats(256, 1024), floats(3, 3, 1, 1024), floats(1024, 256))
     rules = ft.AxisRules({"batch": "data", "mid": "model", ...: None})
     layout = ft.StateSharding({"project": project, ...: rules})
     images = ft.P("data", None, None, None)
-    layouts = {"in_shardings": (layout, images), "out_shardings": images}
-    return features, (block, shape(64, 8, 8, 256)), layouts
+    layouts = laid((layout, images), images)
+    return features, (block, floats(64, 8, 8, 256)), layouts
 
 
 class Document(eqx.Module):
@@ -139,16 +159,27 @@ class Document(eqx.Module):
         return x + h @ self.down
 
 
+@mistake(
+    "documents: hidden on the axis of the sequence",
+    wrong={"batch": "data", "hidden": "seq", ...: None},
+    right={"batch": "data", "hidden": "model", ...: None},
+    edit="rule",
+    named="hidden",
+)
 def document(mesh: Mesh, rules: Mapping) -> Made:
-    """Positions of documents, sharded over `data` and `seq`."""
+    """Positions of documents, sharded over `data` and `seq`.
+
+    `hidden` is on the mesh axis that shards the sequence: an activation cannot lie over it
+    twice, so the weights are gathered and `model` computes everything twice.
+    """
 
     def encode(layer, x):
         return layer(x)
 
-    layer = Document(shape(256), shape(256, 1024), shape(1024, 256))
+    layer = Document(floats(256), floats(256, 1024), floats(1024, 256))
     documents = ft.P("data", "seq", None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), documents), "out_shardings": documents}
-    return encode, (layer, shape(16, 128, 256)), layouts
+    layouts = laid((ft.AxisRules(rules), documents), documents)
+    return encode, (layer, floats(16, 128, 256)), layouts
 
 
 class Layers(eqx.Module):
@@ -166,73 +197,25 @@ class Layers(eqx.Module):
         return jax.lax.scan(layer, x, self)[0]
 
 
+@mistake(
+    "layers: the stack on the axis of the model",
+    wrong={"batch": "data", "layers": "model", "hidden": "model", ...: None},
+    right={"batch": "data", "layers": None, "hidden": "model", ...: None},
+    edit="rule",
+    named="layers",
+    third="stage",
+)
 def layered(mesh: Mesh, rules: Mapping) -> Made:
-    """A scan over four layers held as one."""
+    """A scan over four layers held as one.
+
+    A rule for a pipeline shards the layers over `model`, which leaves `hidden` unsharded: the
+    scan gathers every layer.
+    """
 
     def encode(layers, x):
         return layers(x)
 
-    layers = Layers(shape(4, 256), shape(4, 256, 1024), shape(4, 1024, 256))
+    layers = Layers(floats(4, 256), floats(4, 256, 1024), floats(4, 1024, 256))
     texts = ft.P("data", None, None)
-    layouts = {"in_shardings": (ft.AxisRules(rules), texts), "out_shardings": texts}
-    return encode, (layers, shape(64, 16, 256)), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "forecaster: embed before hidden",
-        "The rule for `embed` comes first and takes `model`, so the first product sums over it: the "
-        "wide hidden activations are reduced, and not the narrow results.",
-        make=partial(
-            forecast, rules={"batch": "data", "embed": "model", "hidden": "model", ...: None}
-        ),
-        mended=partial(
-            forecast, rules={"batch": "data", "embed": None, "hidden": "model", ...: None}
-        ),
-        edit="rule",
-        named="embed",
-    ),
-    Mistake(
-        "grouped attention: no rule for kv_heads",
-        "Keys and values have heads with another name, which has no rule: their weights are "
-        "replicated, and their gradients, which lie by heads, are gathered.",
-        make=partial(grouped, rules={"batch": "data", "heads": "model", ...: None}),
-        mended=partial(
-            grouped, rules={"batch": "data", "heads": "model", "kv_heads": "model", ...: None}
-        ),
-        edit="rule",
-        named="kv_heads",
-    ),
-    Mistake(
-        "inverted residual: an override transposed",
-        "The filter for the last weight shards its columns, where the rules would shard its rows, "
-        "so the wide activations or the weight are relaid.",
-        make=partial(inverted, project=ft.P(None, "model")),
-        mended=partial(inverted, project=ft.P("model", None)),
-        edit="rule",
-        named="project",
-    ),
-    Mistake(
-        "documents: hidden on the axis of the sequence",
-        "`hidden` is on the mesh axis that shards the sequence: an activation cannot lie over it "
-        "twice, so the weights are gathered and `model` computes everything twice.",
-        make=partial(document, rules={"batch": "data", "hidden": "seq", ...: None}),
-        mended=partial(document, rules={"batch": "data", "hidden": "model", ...: None}),
-        edit="rule",
-        named="hidden",
-    ),
-    Mistake(
-        "layers: the stack on the axis of the model",
-        "A rule for a pipeline shards the layers over `model`, which leaves `hidden` unsharded: the "
-        "scan gathers every layer.",
-        make=partial(
-            layered, rules={"batch": "data", "layers": "model", "hidden": "model", ...: None}
-        ),
-        mended=partial(
-            layered, rules={"batch": "data", "layers": None, "hidden": "model", ...: None}
-        ),
-        edit="rule",
-        named="layers",
-        third="stage",
-    ),
-)
+    layouts = laid((ft.AxisRules(rules), texts), texts)
+    return encode, (layers, floats(64, 16, 256)), layouts

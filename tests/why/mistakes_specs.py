@@ -1,27 +1,28 @@
 """Programs in which one argument has a wrong spec."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
-from jax import ShapeDtypeStruct
 from jax.sharding import Mesh
-from jaxtyping import Array
 
 import functree as ft
-from tests.why.mistake import Made, Mistake
+from tests.why.arrays import floats, ints, laid, normed, shapes
+from tests.why.mistake import Made, mistake
 
 
-def normed(x: Array) -> Array:
-    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + 1e-6)
-
-
-def shapes(**sizes: tuple[int, ...]) -> dict[str, ShapeDtypeStruct]:
-    return {name: ShapeDtypeStruct(shape, "float32") for name, shape in sizes.items()}
-
-
+@mistake(
+    "soft mixture: the second weight transposed",
+    wrong=ft.P("expert", None, "model"),
+    right=ft.P("expert", "model", None),
+    edit="spec",
+    named="params.down",
+    third="expert",
+)
 def soft_experts(mesh: Mesh, down: ft.P) -> Made:
-    """A soft mixture of experts: each slot of an expert is a weighted mean of all tokens."""
+    """A soft mixture of experts: each slot of an expert is a weighted mean of all tokens.
+
+    The second weight of the experts is sharded over its columns, as the first one, so the
+    hidden activations are gathered over `model`.
+    """
 
     def mixture(params, x):
         logits = jnp.einsum("bsd,dep->bsep", normed(x), params["slots"])
@@ -38,13 +39,24 @@ def soft_experts(mesh: Mesh, down: ft.P) -> Made:
         "up": ft.P("expert", None, "model"),
         "down": down,
     }
-    x = ShapeDtypeStruct((64, 32, 256), "float32")
+    x = floats(64, 32, 256)
     sentences = ft.P("data", None, None)
-    return mixture, (params, x), {"in_shardings": (specs, sentences), "out_shardings": sentences}
+    return mixture, (params, x), laid((specs, sentences), sentences)
 
 
+@mistake(
+    "language model: the table of logits over embed",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="spec",
+    named="params.unembed",
+)
 def language_model(mesh: Mesh, unembed: ft.P) -> Made:
-    """The loss of a small language model, for each text: two tables and an MLP."""
+    """The loss of a small language model, for each text: two tables and an MLP.
+
+    The table of logits is sharded over `embed`, over which the product sums, so all logits are
+    partial sums: 8 MiB are reduced that the vocabulary's shards would not need.
+    """
 
     def losses(params, tokens, targets):
         x = params["embed"][tokens]
@@ -60,14 +72,26 @@ def language_model(mesh: Mesh, unembed: ft.P) -> Made:
         "up": ft.P(None, "model"),
         "down": ft.P("model", None),
     }
-    tokens = ShapeDtypeStruct((64, 32), "int32")
+    tokens = ints(64, 32)
     texts = ft.P("data", None)
-    layouts = {"in_shardings": (specs, texts, texts), "out_shardings": ft.P("data")}
+    layouts = laid((specs, texts, texts), ft.P("data"))
     return losses, (params, tokens, tokens), layouts
 
 
+@mistake(
+    "attention: the bias on another axis",
+    wrong=ft.P("head", None, None),
+    right=ft.P("model", None, None),
+    edit="spec",
+    named="params.bias",
+    third="head",
+)
 def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
-    """Attention with a learned bias for each head and pair of positions."""
+    """Attention with a learned bias for each head and pair of positions.
+
+    The bias has its heads on another mesh axis than the queries: it is relaid before it can be
+    added to the scores.
+    """
 
     def attend(params, x):
         query, key, value = jnp.einsum("bse,nehd->nbshd", normed(x), params["qkv"])
@@ -82,13 +106,24 @@ def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
         "bias": bias,
         "out": ft.P("model", None, None),
     }
-    x = ShapeDtypeStruct((16, 128, 128), "float32")
+    x = floats(16, 128, 128)
     texts = ft.P("data", None, None)
-    return attend, (params, x), {"in_shardings": (specs, texts), "out_shardings": texts}
+    return attend, (params, x), laid((specs, texts), texts)
 
 
+@mistake(
+    "recommender: a buffer unlike its table",
+    wrong=ft.P(None, "model"),
+    right=ft.P("model", None),
+    edit="spec",
+    named="squares.items",
+)
 def recommender(mesh: Mesh, squares: ft.P) -> Made:
-    """A step of Adagrad for two factors of a table of ratings."""
+    """A step of Adagrad for two factors of a table of ratings.
+
+    The sums of squares of one table are sharded over its columns, and the table and its
+    gradient over the rows, so 1 MiB is relaid in each step.
+    """
 
     def loss(params, users, items, ratings):
         predicted = jnp.sum(params["users"][users] * params["items"][items], axis=-1)
@@ -106,53 +141,8 @@ def recommender(mesh: Mesh, squares: ft.P) -> Made:
     params = shapes(users=(4096, 128), items=(4096, 128))
     specs = {"users": ft.P("model", None), "items": ft.P("model", None)}
     sums = {"users": ft.P("model", None), "items": squares}
-    index = ShapeDtypeStruct((1024,), "int32")
-    ratings = ShapeDtypeStruct((1024,), "float32")
+    index = ints(1024)
+    ratings = floats(1024)
     batch = ft.P("data")
-    layouts = {
-        "in_shardings": (specs, sums, batch, batch, batch),
-        "out_shardings": (specs, None),
-    }
+    layouts = laid((specs, sums, batch, batch, batch), (specs, None))
     return step, (params, params, index, index, ratings), layouts
-
-
-MISTAKES: tuple[Mistake, ...] = (
-    Mistake(
-        "soft mixture: the second weight transposed",
-        "The second weight of the experts is sharded over its columns, as the first one, so the "
-        "hidden activations are gathered over `model`.",
-        make=partial(soft_experts, down=ft.P("expert", None, "model")),
-        mended=partial(soft_experts, down=ft.P("expert", "model", None)),
-        edit="spec",
-        named="params.down",
-        third="expert",
-    ),
-    Mistake(
-        "language model: the table of logits over embed",
-        "The table of logits is sharded over `embed`, over which the product sums, so all logits "
-        "are partial sums: 8 MiB are reduced that the vocabulary's shards would not need.",
-        make=partial(language_model, unembed=ft.P(None, "model")),
-        mended=partial(language_model, unembed=ft.P("model", None)),
-        edit="spec",
-        named="params.unembed",
-    ),
-    Mistake(
-        "attention: the bias on another axis",
-        "The bias has its heads on another mesh axis than the queries: it is relaid before it can "
-        "be added to the scores.",
-        make=partial(biased_attention, bias=ft.P("head", None, None)),
-        mended=partial(biased_attention, bias=ft.P("model", None, None)),
-        edit="spec",
-        named="params.bias",
-        third="head",
-    ),
-    Mistake(
-        "recommender: a buffer unlike its table",
-        "The sums of squares of one table are sharded over its columns, and the table and its "
-        "gradient over the rows, so 1 MiB is relaid in each step.",
-        make=partial(recommender, squares=ft.P(None, "model")),
-        mended=partial(recommender, squares=ft.P("model", None)),
-        edit="spec",
-        named="squares.items",
-    ),
-)

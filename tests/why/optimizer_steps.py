@@ -8,7 +8,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.arrays import descend, floats, laid
+from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, EMBED, HIDDEN, CLASSES = 32, 64, 128, 16
 
@@ -35,17 +36,22 @@ def loss_of(model, x, y):
     return jnp.mean((model(x) - y) ** 2)
 
 
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
-
-
 # --- AdamW with the parameters, their gradients and the moments sharded over the batch's axis.
 
 WHOLE = ft.AxisRules({"batch": "data", ...: None})
 FULLY_SHARDED = WHOLE | ft.FSDP("data", min_size=2**8)
 
 
+@program(
+    cause=Cause(
+        Label("asked", kind="all-gather", axes=("data",)),
+        "ft.constrain(model, WHOLE)",
+        ("ft.constrain(model, WHOLE)",),
+    )
+)
 def adamw_fully_sharded(mesh: Mesh):
+    """A step of AdamW on a training state under FSDP: the loss gathers the weights over `data`,
+    and their gradients are summed over it."""
     tx = optax.adamw(1e-3, weight_decay=0.1)
 
     def gathered_loss(model, x, y):
@@ -70,7 +76,16 @@ def adamw_fully_sharded(mesh: Mesh):
 # --- Second moments that are kept as means over rows and over columns.
 
 
+@program(
+    cause=Cause(
+        Label("asked", line="jnp.mean(squared, axis=0)"), "jnp.mean(squared, axis=0)", ("gradient",)
+    ),
+    explicit=True,
+)
 def factored_moments(mesh: Mesh):
+    """An update with factored second moments on Explicit axes: means over rows, over columns
+    and over the whole update, each a sum over the axes that shard it."""
+
     def step(weight, rows, columns, gradient):
         squared = gradient**2 + 1e-30
         rows = 0.9 * rows + 0.1 * jnp.mean(squared, axis=1)
@@ -100,18 +115,39 @@ def orthogonalized(gradient):
     return x
 
 
+@program(
+    cause=Cause(Label("compiler", axes=("model",)), "gram", ("gradient",)),
+    labels=[
+        Label("asked", line="jnp.sqrt(jnp.sum(gradient**2))"),
+        Label("compiler", axes=("model",)),
+    ],
+)
 def muon_on_the_short_side(mesh: Mesh):
+    """Muon's iteration on a matrix that is sharded along its short side: each product needs all
+    its rows, where a matrix sharded along the long side has only sums."""
+
     def step(weight, gradient):
         return (1 - 0.02 * 0.1) * weight - 0.02 * orthogonalized(gradient)
 
-    layouts = {"in_shardings": (P("model"), P("model")), "out_shardings": P("model")}
+    layouts = laid((P("model"), P("model")), P("model"))
     return step, (floats(EMBED, HIDDEN), floats(EMBED, HIDDEN)), layouts
 
 
 # --- The global norm of gradients that are made one long vector first.
 
 
+@program(
+    cause=Cause(Label("compiler", axes=("model",)), "g.ravel()", ("params.up",)),
+    labels=[
+        Label("compiler", line="g.ravel()"),
+        Label("asked", line="jnp.sqrt(jnp.sum(flat**2))"),
+        *RELAID,
+    ],
+)
 def clipped_as_one_vector(mesh: Mesh):
+    """A step that clips by a norm of all gradients in one vector: a matrix sharded along its
+    columns cannot be flattened in parts, so its gradient is gathered over `model`."""
+
     def apply(params, x):
         return jax.nn.relu(x @ params["up"]) @ params["down"]
 
@@ -124,7 +160,7 @@ def clipped_as_one_vector(mesh: Mesh):
 
     params = {"up": floats(EMBED, HIDDEN), "down": floats(HIDDEN, CLASSES)}
     placed = {"up": P(None, "model"), "down": P("model")}
-    layouts = {"in_shardings": (placed, P("data"), P("data")), "out_shardings": placed}
+    layouts = laid((placed, P("data"), P("data")), placed)
     return step, (params, floats(BATCH, EMBED), floats(BATCH, CLASSES)), layouts
 
 
@@ -134,95 +170,22 @@ RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
 OLDER_RULES = ft.AxisRules({"batch": "data", "embed": "model", ...: None})
 
 
-def averaged_in_another_layout(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", axes=("model",)), "0.99 * e + 0.01 * p", ("model.up", "average.up")
+    ),
+    labels=[Label("compiler", line="0.99 * e + 0.01 * p"), *RELAID],
+)
+def average_in_another_layout(mesh: Mesh):
+    """A step with an average of the weights that is sharded along `embed`, the weights along
+    `hidden`: each step relays the weights to add them."""
+
     def step(model, average, x, y):
         loss, grads = ft.value_and_grad(loss_of, layout=RULES)(model, x, y)
-        model = jax.tree.map(lambda p, g: p - 0.1 * g, model, grads)
+        model = descend(model, grads)
         average = jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, average, model)
         return model, average, loss
 
     model = ft.abstract(Classifier)(jax.random.key(0))
-    layouts = {
-        "in_shardings": (RULES, OLDER_RULES, P("data"), P("data")),
-        "out_shardings": (RULES, OLDER_RULES, P()),
-    }
+    layouts = laid((RULES, OLDER_RULES, P("data"), P("data")), (RULES, OLDER_RULES, P()))
     return step, (model, model, floats(BATCH, EMBED), floats(BATCH, CLASSES)), layouts
-
-
-PROGRAMS = (
-    Program(
-        name="adamw-fully-sharded",
-        what="A step of AdamW on a training state under FSDP: the loss gathers the weights over "
-        "`data`, and their gradients are summed over it.",
-        make=adamw_fully_sharded,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-gather", axes=("data",)),
-            expression="ft.constrain(model, WHOLE)",
-            origins=("ft.constrain(model, WHOLE)",),
-        ),
-    ),
-    Program(
-        name="factored-moments",
-        what="An update with factored second moments on Explicit axes: means over rows, over "
-        "columns and over the whole update, each a sum over the axes that shard it.",
-        make=factored_moments,
-        labels=(),
-        cause=Cause(
-            Label("asked", line="jnp.mean(squared, axis=0)"),
-            expression="jnp.mean(squared, axis=0)",
-            origins=("gradient",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="muon-on-the-short-side",
-        what="Muon's iteration on a matrix that is sharded along its short side: each product "
-        "needs all its rows, where a matrix sharded along the long side has only sums.",
-        make=muon_on_the_short_side,
-        labels=(
-            Label("asked", line="jnp.sqrt(jnp.sum(gradient**2))"),
-            Label("compiler", axes=("model",)),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("model",)),
-            expression="gram",
-            origins=("gradient",),
-        ),
-    ),
-    Program(
-        name="clipped-as-one-vector",
-        what="A step that clips by a norm of all gradients in one vector: a matrix sharded along "
-        "its columns cannot be flattened in parts, so its gradient is gathered over `model`.",
-        make=clipped_as_one_vector,
-        labels=(
-            Label("compiler", line="g.ravel()"),
-            Label("asked", line="jnp.sqrt(jnp.sum(flat**2))"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="collective-permute"),
-            Label("compiler", kind="all-to-all"),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("model",)),
-            expression="g.ravel()",
-            origins=("params.up",),
-        ),
-    ),
-    Program(
-        name="average-in-another-layout",
-        what="A step with an average of the weights that is sharded along `embed`, the weights "
-        "along `hidden`: each step relays the weights to add them.",
-        make=averaged_in_another_layout,
-        labels=(
-            Label("compiler", line="0.99 * e + 0.01 * p"),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="collective-permute"),
-        ),
-        cause=Cause(
-            Label("compiler", axes=("model",)),
-            expression="0.99 * e + 0.01 * p",
-            origins=("model.up", "average.up"),
-        ),
-    ),
-)

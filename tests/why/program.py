@@ -4,7 +4,7 @@ The labels were written before the programs were run.
 """
 
 import linecache
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,26 +61,28 @@ class Cause:
     origins: tuple[str, ...] = ()
 
 
+RELAID = [
+    Label("compiler", kind=kind) for kind in ("all-gather", "all-to-all", "collective-permute")
+]
+"""The labels of what moves elements and sums none, where nobody has asked for any of it."""
+
+
 @dataclass(frozen=True)
 class Program:
     """A program whose collectives were labelled before it was run.
 
     Attributes:
-        name: its name.
-        what: what it computes, and why its collectives are there.
         make: makes the function, its arguments and its layouts, for a mesh of eight devices.
-        labels: the verdicts; the first that matches a row counts.
         cause: where one of them comes from.
+        labels: the verdicts; the first that matches a row counts.
         third: the name of the third mesh axis, beside `data` and `model`.
         otherwise: the verdict on rows without a label.
         explicit: whether the mesh axes are Explicit.
     """
 
-    name: str
-    what: str
     make: Callable[[Mesh], tuple[Any, tuple[Any, ...], dict[str, Any]]]
-    labels: tuple[Label, ...]
     cause: Cause
+    labels: Sequence[Label] = ()
     third: str = "seq"
     otherwise: str = "asked"
     explicit: bool = False
@@ -89,9 +91,20 @@ class Program:
         """What the labels say about a row."""
         return next((one.verdict for one in self.labels if one.matches(row)), self.otherwise)
 
-    def is_clean(self) -> bool:
-        """Whether somebody asked for all its collectives."""
-        return all(one.verdict == "asked" for one in self.labels) and self.otherwise == "asked"
+
+PROGRAMS: dict[str, Program] = {}
+"""The programs by name, as far as their modules were imported."""
+
+
+def program(**labels: Any) -> Callable[[Any], Any]:
+    """List what makes a program, with its labels. Its name is that of the function, whose docstring
+    says what it computes, and why its collectives are there."""
+
+    def listed(make: Any) -> Any:
+        PROGRAMS[make.__name__.replace("_", "-")] = Program(make, **labels)
+        return make
+
+    return listed
 
 
 def lines_of(row: ft.Collective) -> list[str]:

@@ -8,17 +8,8 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
-
-
-def shaped(*shape: int, dtype=jnp.float32) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-
-def descend(parameters, gradients, rate=0.1):
-    """One step of gradient descent."""
-    return jax.tree.map(lambda p, g: p - rate * g, parameters, gradients)
-
+from tests.why.arrays import descend, floats, ints, laid
+from tests.why.program import Cause, Label, program
 
 # A GRU under FSDP whose weights are gathered once, before the loop.
 
@@ -47,7 +38,10 @@ class GRU(eqx.Module):
         return last @ self.readout
 
 
-def make_gru(mesh: Mesh):
+@program(cause=Cause(Label("asked", kind="all-gather"), "ft.constrain(model, P())", ("recurrent",)))
+def gru_fsdp(mesh: Mesh):
+    """A GRU's weights are sharded over the batch's axis; a constraint gathers them before the
+    loop, and their gradients are summed."""
     layout = ft.AxisRules({"batch": "data", ...: None}) | ft.FSDP("data", min_size=0)
 
     def loss(model, series, targets):
@@ -60,13 +54,24 @@ def make_gru(mesh: Mesh):
         return descend(model, gradients), value
 
     model = ft.abstract(GRU)(jax.random.key(0))
-    return step, (model, shaped(32, 16, 32), shaped(32, 16)), {}
+    return step, (model, floats(32, 16, 32), floats(32, 16)), {}
 
 
 # An LSTM whose four gates are one sharded matrix.
 
 
-def make_lstm(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", line="jnp.split"), "jnp.split", ("gates",)),
+    labels=[
+        Label("compiler", line="jnp.split"),
+        Label("asked", kind="all-reduce"),
+        Label("compiler", axes=("model",)),
+    ],
+)
+def lstm_fused_gates(mesh: Mesh):
+    """The four gates of an LSTM are one matrix sharded over `model`, so each gate is on half of
+    the devices, and gates and the state move at each step."""
+
     def cell(weights, carry, x):
         h, memory = carry
         joined = jnp.concatenate([x, h], axis=-1)
@@ -85,19 +90,28 @@ def make_lstm(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, series, targets)
         return descend(weights, gradients), value
 
-    weights = {"gates": shaped(96, 256), "readout": shaped(64, 16)}
+    weights = {"gates": floats(96, 256), "readout": floats(64, 16)}
     specs = {"gates": P(None, "model"), "readout": P()}
-    layouts = {
-        "in_shardings": (specs, P("data"), P("data")),
-        "out_shardings": (specs, P()),
-    }
-    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+    layouts = laid((specs, P("data"), P("data")), (specs, P()))
+    return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
 # A recurrent network whose constraint was written before the series became time-major.
 
 
-def make_time_major(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", kind="all-to-all"),
+        "with_sharding_constraint",
+        ("series", "with_sharding_constraint"),
+    ),
+    labels=[Label("asked", moves="gradient"), Label("asked", kind="all-reduce", line="jnp.mean")],
+    otherwise="compiler",
+)
+def time_major_constraint(mesh: Mesh):
+    """A series became time-major for `lax.scan`, and the constraint for its batch now shards
+    the time: the series is relaid, and the loop gathers it."""
+
     def cell(weights, h, x):
         return jnp.tanh(x @ weights["inward"] + h @ weights["recurrent"]), None
 
@@ -112,15 +126,24 @@ def make_time_major(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights, series, targets)
         return descend(weights, gradients), value
 
-    weights = {"inward": shaped(32, 64), "recurrent": shaped(64, 64), "readout": shaped(64, 16)}
-    layouts = {"in_shardings": (P(), P("data"), P("data")), "out_shardings": P()}
-    return step, (weights, shaped(32, 16, 32), shaped(32, 16)), layouts
+    weights = {"inward": floats(32, 64), "recurrent": floats(64, 64), "readout": floats(64, 16)}
+    layouts = laid((P(), P("data"), P("data")), P())
+    return step, (weights, floats(32, 16, 32), floats(32, 16)), layouts
 
 
 # A diagonal linear recurrence whose state is sharded.
 
 
-def make_linear_recurrence(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("asked", axes=("model",), phase="forward"), "out_sharding=whole", ("outward",)
+    ),
+    explicit=True,
+)
+def linear_recurrence(mesh: Mesh):
+    """A diagonal linear recurrence has its states sharded over `model`, so only the projection
+    out of them sums over `model`, and gradients over the batch's axis."""
+
     def combine(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
@@ -138,10 +161,10 @@ def make_linear_recurrence(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(weights)
         return descend(weights, gradients), value
 
-    weights = {"inward": shaped(32, 128), "decay": shaped(128), "outward": shaped(128, 32)}
+    weights = {"inward": floats(32, 128), "decay": floats(128), "outward": floats(128, 32)}
     specs = {"inward": P(None, "model"), "decay": P("model"), "outward": P("model", None)}
-    layouts = {"in_shardings": (specs, P("data"), P("data")), "out_shardings": (specs, P())}
-    signal = shaped(16, 32, 32)
+    layouts = laid((specs, P("data"), P("data")), (specs, P()))
+    signal = floats(16, 32, 32)
     return step, (weights, signal, signal), layouts
 
 
@@ -157,7 +180,14 @@ def discounted(rewards: Float[Array, "environment time"]):
     return returns.T
 
 
-def make_policy_gradient(mesh: Mesh):
+@program(
+    cause=Cause(Label("asked", moves="gradient"), 'observations @ policy["up"]', ("observations",)),
+    explicit=True,
+)
+def policy_gradient(mesh: Mesh):
+    """Environments are sharded, so the baseline, the loss and the policy's gradients are sums
+    over their axis."""
+
     def loss(policy, observations, actions, rewards):
         h = jax.nn.relu(observations @ policy["up"])
         chances = jax.nn.log_softmax(h @ policy["down"])
@@ -170,78 +200,6 @@ def make_policy_gradient(mesh: Mesh):
         value, gradients = jax.value_and_grad(loss)(policy, observations, actions, rewards)
         return descend(policy, gradients), value
 
-    policy = {"up": shaped(32, 64), "down": shaped(64, 4)}
-    played = (shaped(32, 16, 32), shaped(32, 16, dtype=jnp.int32), shaped(32, 16))
-    return step, (policy, *played), {"in_shardings": (P(), P("data"), P("data"), P("data"))}
-
-
-PROGRAMS: tuple[Program, ...] = (
-    Program(
-        name="gru-fsdp",
-        what="A GRU's weights are sharded over the batch's axis; a constraint gathers them before "
-        "the loop, and their gradients are summed.",
-        make=make_gru,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", kind="all-gather"),
-            expression="ft.constrain(model, P())",
-            origins=("recurrent",),
-        ),
-    ),
-    Program(
-        name="lstm-fused-gates",
-        what="The four gates of an LSTM are one matrix sharded over `model`, so each gate is on half "
-        "of the devices, and gates and the state move at each step.",
-        make=make_lstm,
-        labels=(
-            Label("compiler", line="jnp.split"),
-            Label("asked", kind="all-reduce"),
-            Label("compiler", axes=("model",)),
-        ),
-        cause=Cause(
-            row=Label("compiler", line="jnp.split"), expression="jnp.split", origins=("gates",)
-        ),
-    ),
-    Program(
-        name="time-major-constraint",
-        what="A series became time-major for `lax.scan`, and the constraint for its batch now shards "
-        "the time: the series is relaid, and the loop gathers it.",
-        make=make_time_major,
-        labels=(
-            Label("asked", moves="gradient"),
-            Label("asked", kind="all-reduce", line="jnp.mean"),
-        ),
-        cause=Cause(
-            row=Label("compiler", kind="all-to-all"),
-            expression="with_sharding_constraint",
-            origins=("series", "with_sharding_constraint"),
-        ),
-        otherwise="compiler",
-    ),
-    Program(
-        name="linear-recurrence",
-        what="A diagonal linear recurrence has its states sharded over `model`, so only the "
-        "projection out of them sums over `model`, and gradients over the batch's axis.",
-        make=make_linear_recurrence,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", axes=("model",), phase="forward"),
-            expression="out_sharding=whole",
-            origins=("outward",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="policy-gradient",
-        what="Environments are sharded, so the baseline, the loss and the policy's gradients are "
-        "sums over their axis.",
-        make=make_policy_gradient,
-        labels=(),
-        cause=Cause(
-            row=Label("asked", moves="gradient"),
-            expression='observations @ policy["up"]',
-            origins=("observations",),
-        ),
-        explicit=True,
-    ),
-)
+    policy = {"up": floats(32, 64), "down": floats(64, 4)}
+    played = (floats(32, 16, 32), ints(32, 16), floats(32, 16))
+    return step, (policy, *played), laid((P(), P("data"), P("data"), P("data")))

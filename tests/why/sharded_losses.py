@@ -7,7 +7,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from tests.why.program import Cause, Label, Program
+from tests.why.arrays import floats, ints, laid
+from tests.why.program import RELAID, Cause, Label, program
 
 BATCH, SEQ, EMBED, VOCAB = 16, 32, 64, 128
 PIXELS, WORDS, SHARED = 64, 128, 32
@@ -15,14 +16,21 @@ PIXELS, WORDS, SHARED = 64, 128, 32
 P = ft.P
 
 
-def floats(*shape: int, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, "float32", sharding=sharding)
-
-
 # --- Cross entropy of logits whose vocabulary is sharded.
 
 
+@program(
+    cause=Cause(
+        Label("asked", kind="all-reduce", axes=("model",), phase="backward"),
+        'features @ params["head"]',
+        ("params.head",),
+    ),
+    explicit=True,
+)
 def cross_entropy_by_vocabulary(mesh: Mesh):
+    """Gradients of a cross entropy on Explicit axes with the vocabulary on `model`: the largest
+    logit, the sums over the vocabulary, the features' gradient, and the weights'."""
+
     def loss(params, x, targets):
         features = jnp.tanh(x @ params["body"])
         logits = features @ params["head"]
@@ -40,7 +48,7 @@ def cross_entropy_by_vocabulary(mesh: Mesh):
     }
     batch = NamedSharding(mesh, P("data"))
     x = floats(BATCH, SEQ, EMBED, sharding=batch)
-    targets = jax.ShapeDtypeStruct((BATCH, SEQ), "int32", sharding=batch)
+    targets = ints(BATCH, SEQ, sharding=batch)
     return gradient, (params, x, targets), {}
 
 
@@ -72,14 +80,25 @@ def smoothed_loss(
     return -jnp.mean(jnp.sum(smooth * log_probabilities, axis=-1))
 
 
-def smoothing_with_swapped_names(mesh: Mesh):
+@program(
+    cause=Cause(
+        Label("compiler", phase="forward"),
+        '"batch vocab seq"',
+        ('"batch vocab seq"', '"batch seq vocab"'),
+    ),
+    labels=[Label("compiler", line='"batch vocab seq"'), *RELAID],
+)
+def label_smoothing_with_swapped_names(mesh: Mesh):
+    """Gradients of a smoothed cross entropy whose log probabilities are constrained with
+    vocabulary and sequence swapped: they are exchanged between `seq` and `model`."""
+
     def gradient(model, x, targets):
         return ft.value_and_grad(smoothed_loss, layout=RULES)(model, x, targets)
 
-    targets = jax.ShapeDtypeStruct((BATCH, SEQ), "int32")
+    targets = ints(BATCH, SEQ)
     args = ft.abstract(Head)(jax.random.key(0)), floats(BATCH, SEQ, EMBED), targets
     parts = P("data", "seq")
-    return gradient, args, {"in_shardings": (RULES, parts, parts), "out_shardings": (P(), RULES)}
+    return gradient, args, laid((RULES, parts, parts), (P(), RULES))
 
 
 # --- A contrastive loss: each image against the texts of the whole batch.
@@ -89,7 +108,16 @@ def unit(x):
     return x / jnp.sqrt(jnp.sum(x**2, axis=-1, keepdims=True))
 
 
+@program(
+    cause=Cause(
+        Label("asked", kind="all-gather", phase="forward"), "jax.sharding.reshard(text", ("texts",)
+    ),
+    explicit=True,
+)
 def contrastive(mesh: Mesh):
+    """Gradients of a contrastive loss on Explicit axes: the text features are gathered by a
+    reshard that the loss has for it, and sums over the batch are sums over `data`."""
+
     def loss(params, images, texts):
         image = unit(images @ params["image"])
         text = unit(texts @ params["text"])
@@ -118,7 +146,15 @@ def tower_shapes(sharding: NamedSharding | None = None):
     }
 
 
-def towers_on_two_axes(mesh: Mesh):
+@program(
+    cause=Cause(Label("compiler", phase="forward"), "image * text", ("images", "texts")),
+    labels=[Label("compiler", line="positive = jnp.sum(image * text"), *RELAID],
+)
+def contrastive_towers_on_two_axes(mesh: Mesh):
+    """A step of a contrastive loss whose images are sharded over `data` and whose texts over
+    `model`: this suits all pairs, but an image and its own text are on two devices, so the
+    features of one tower are relaid."""
+
     def loss(params, images, texts):
         image = unit(images @ params["image"])
         text = unit(texts @ params["text"])
@@ -131,70 +167,5 @@ def towers_on_two_axes(mesh: Mesh):
         value, grads = jax.value_and_grad(loss)(params, images, texts)
         return jax.tree.map(lambda p, g: p - 0.01 * g, params, grads), value
 
-    layouts = {"in_shardings": (P(), P("data"), P("model")), "out_shardings": (P(), P())}
+    layouts = laid((P(), P("data"), P("model")), (P(), P()))
     return descend, (tower_shapes(), floats(2 * BATCH, PIXELS), floats(2 * BATCH, WORDS)), layouts
-
-
-PROGRAMS = (
-    Program(
-        name="cross-entropy-by-vocabulary",
-        what="Gradients of a cross entropy on Explicit axes with the vocabulary on `model`: the "
-        "largest logit, the sums over the vocabulary, the features' gradient, and the weights'.",
-        make=cross_entropy_by_vocabulary,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-reduce", axes=("model",), phase="backward"),
-            expression='features @ params["head"]',
-            origins=("params.head",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="label-smoothing-with-swapped-names",
-        what="Gradients of a smoothed cross entropy whose log probabilities are constrained with "
-        "vocabulary and sequence swapped: they are exchanged between `seq` and `model`.",
-        make=smoothing_with_swapped_names,
-        labels=(
-            Label("compiler", line='"batch vocab seq"'),
-            Label("compiler", kind="all-to-all"),
-            Label("compiler", kind="collective-permute"),
-            Label("compiler", kind="all-gather"),
-        ),
-        cause=Cause(
-            Label("compiler", phase="forward"),
-            expression='"batch vocab seq"',
-            origins=('"batch vocab seq"', '"batch seq vocab"'),
-        ),
-    ),
-    Program(
-        name="contrastive",
-        what="Gradients of a contrastive loss on Explicit axes: the text features are gathered by "
-        "a reshard that the loss has for it, and sums over the batch are sums over `data`.",
-        make=contrastive,
-        labels=(),
-        cause=Cause(
-            Label("asked", kind="all-gather", phase="forward"),
-            expression="jax.sharding.reshard(text",
-            origins=("texts",),
-        ),
-        explicit=True,
-    ),
-    Program(
-        name="contrastive-towers-on-two-axes",
-        what="A step of a contrastive loss whose images are sharded over `data` and whose texts "
-        "over `model`: this suits all pairs, but an image and its own text are on two devices, so "
-        "the features of one tower are relaid.",
-        make=towers_on_two_axes,
-        labels=(
-            Label("compiler", line="positive = jnp.sum(image * text"),
-            Label("compiler", kind="all-gather"),
-            Label("compiler", kind="collective-permute"),
-            Label("compiler", kind="all-to-all"),
-        ),
-        cause=Cause(
-            Label("compiler", phase="forward"),
-            expression="image * text",
-            origins=("images", "texts"),
-        ),
-    ),
-)

@@ -9,13 +9,11 @@ import pytest
 
 import functree as ft
 import tests.why
-from tests.why.program import Program, lines_of, text_of
+from tests.why.program import PROGRAMS, Program, lines_of, text_of
 
-PROGRAMS: dict[str, Program] = {}
 for _module in pkgutil.iter_modules(tests.why.__path__):
-    if not _module.name.startswith("test_"):
-        for _program in getattr(import_module(f"tests.why.{_module.name}"), "PROGRAMS", ()):
-            PROGRAMS[_program.name] = _program
+    if not _module.name.startswith(("test_", "mistake")):
+        import_module(f"tests.why.{_module.name}")
 
 _IDLE = "the compiler splits products over an axis that nothing uses: nobody has asked for that"
 # The rows on whose label and verdict differ at most, and why the verdict stays.
