@@ -348,13 +348,15 @@ def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
     assert ft.plan(state)["0.mu.up"].copies == 1
 
 
-def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own():
-    """So that model and state can both be donated."""
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "without jit"])
+def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own(jit: bool):
+    """So that model and state can both be donated. Without jit, JAX copies nothing by itself."""
     model = ft.init(MLP.create, RULES, MESH)(64, 128, key=KEY)
     tx = optax.GradientTransformation(
         lambda params: {"slow": params, "fast": params}, lambda u, s, p=None: (u, s)
     )
-    state = ft.init_optimizer(tx, model, RULES, MESH)
+    with jax.disable_jit(not jit):
+        state = ft.init_optimizer(tx, model, RULES, MESH)
     arrays = [model.up, state["slow"].up, state["fast"].up]
     shards = [one.data.unsafe_buffer_pointer() for x in arrays for one in x.addressable_shards]
     assert len(set(shards)) == len(shards)
