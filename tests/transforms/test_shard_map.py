@@ -65,40 +65,12 @@ def by_hand(mesh: Mesh) -> Callable[..., Array]:
     return jax.jit(jax.shard_map(ffn, mesh=mesh, in_specs=specs, out_specs=P("data", None)))
 
 
-# The examples of JAX's own guide: seed 003, with the values that it prints
-
-
-def test_guide_elementwise():
-    def f(x: Array) -> Array:
-        return 2 * jnp.sin(x) + 1
-
-    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32).astype(float))
-    printed = [1.0, 2.682942, 2.818595, 1.28224, -0.513605, -0.9178486, 0.44116896, 2.3139732]
-    np.testing.assert_allclose(out[:8], printed, rtol=1e-5)
-    np.testing.assert_allclose(
-        out[-4:], [1.5418116, -0.32726777, -0.97606325, 0.19192469], rtol=1e-5
-    )
-
-
-def test_guide_local_shape():
-    shapes = []
-
-    def f(x: Array) -> Array:
-        shapes.append(x.shape)
-        return x * 2
-
-    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32))
-    assert shapes == [(4,)] and out.shape == (32,)
+# Two examples of JAX's own guide, with the values that it prints
 
 
 def test_guide_sum_in_shard():
     f = shard_map(lambda x: jnp.sum(x, keepdims=True), mesh=LINE, in_specs=P("x"), out_specs=P("x"))
     assert f(jnp.arange(32)).tolist() == [6, 22, 38, 54, 70, 86, 102, 118]
-
-
-def test_guide_psum():
-    f = shard_map(lambda x: jax.lax.psum(x.sum(), "x"), mesh=LINE, in_specs=P("x"), out_specs=P())
-    assert f(jnp.arange(32)) == 496
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -118,21 +90,7 @@ def test_guide_layer(explicit: bool):
     np.testing.assert_allclose(layer(x, weights, bias), printed, rtol=1e-5)
 
 
-# The examples of nnx.shard_map: seed 002, with modules of Equinox
-
-
-def test_nnx_data_parallel():
-    mesh = ft.make_mesh(data=8)
-    m = eqx.nn.Linear(2, 3, key=KEYS[0])
-
-    @shard_map(mesh=mesh, in_specs=(P(None), P("data")), out_specs=P("data"))
-    def f(m: eqx.nn.Linear, x: Array) -> Array:
-        return jax.vmap(m)(x)
-
-    x = jax.random.normal(KEYS[1], (32, 2))
-    y = f(m, x)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-    np.testing.assert_allclose(y, jax.vmap(m)(x), rtol=1e-6)
+# An example of nnx.shard_map, with modules of Equinox
 
 
 class Two(eqx.Module):
@@ -145,15 +103,6 @@ class Two(eqx.Module):
 
 NNX_SPECS = [
     ft.StateSharding({"linear1.weight": P("model", None), "linear2.weight": P(None, "model")}),
-    ft.StateSharding(
-        {
-            (lambda path, leaf: path[-2:] == ("linear1", "weight")): P("model", None),
-            (lambda path, leaf: path[-2:] == ("linear2", "weight")): P(None, "model"),
-        }
-    ),
-    ft.StateSharding.from_specs(
-        {"linear1": {"weight": P("model", None)}, "linear2": {"weight": P(None, "model")}}
-    ),
     ft.AxisRules(
         {"hidden": "model", "embed": None},
         names={Two: ft.names({"linear1.weight": "hidden embed", "linear2.weight": "embed hidden"})},
@@ -161,7 +110,7 @@ NNX_SPECS = [
 ]
 
 
-@pytest.mark.parametrize("model_spec", NNX_SPECS, ids=["globs", "callables", "from_specs", "rules"])
+@pytest.mark.parametrize("model_spec", NNX_SPECS, ids=["globs", "rules"])
 def test_nnx_tensor_parallel(model_spec: Any):
     mesh = ft.make_mesh(model=8)
     m = Two(eqx.nn.Linear(2, 64, False, key=KEYS[0]), eqx.nn.Linear(64, 3, False, key=KEYS[1]))
@@ -203,18 +152,10 @@ def test_it_is_the_same_program_as_by_hand():
     assert program(shard_map(ffn, mesh=MESH, rules=RULES)) == program(by_hand(MESH))
 
 
-def test_modules_go_in_by_their_own_annotations():
-    @shard_map(mesh=MESH, rules=RULES)
-    def f(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
-        assert model.up.shape == (6, 2) and model.name == "mlp"
-        return model(x)
-
-    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
-
-
 def test_modules_come_out_with_their_statics():
     @shard_map(mesh=MESH, rules=RULES)
     def double(model: MLP) -> MLP:
+        assert model.up.shape == (6, 2) and model.name == "mlp"
         return jax.tree.map(lambda x: x * 2 if eqx.is_array(x) else x, model)
 
     out = double(mlp())
@@ -283,31 +224,24 @@ def test_rules_are_ambient_in_the_body():
 WRONG = [
     (
         "global",
-        (4, 6),
-        (5, 8),
-        r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6 in `x`',
+        jnp.ones((4, 6)),
+        r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6',
     ),
-    ("local", (4, 6), (5, 8), r'"embed" has size 5 here, and 6 in `x`'),
-    ("global", (4, 6, 1), (6, 8), r"x   f32\[4, 6, 1\]\n +has 3 dimensions"),
+    ("local", jnp.ones((4, 6)), r'"embed" has size 5 here, and 6 in `x`'),
+    (
+        "global",
+        jnp.ones((4, 6), int),
+        r"x   i32.*its dtype is int32, but the annotation says Float",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "x", "up", "message"), WRONG)
-def test_arrays_that_are_not_as_annotated(
-    shapes: Any, x: tuple[int, ...], up: tuple[int, ...], message: str
-):
+@pytest.mark.parametrize(("shapes", "x", "message"), WRONG)
+def test_arrays_that_are_not_as_annotated(shapes: Any, x: Array, message: str):
     f = shard_map(ffn, mesh=MESH, rules=RULES, shapes=shapes)
-    with pytest.raises(
-        ft.AxesError, match=r"(?s)^ffn: 1 array not as annotated, by " + shapes + ".*" + message
-    ):
-        f(jnp.ones(x), jnp.ones(up), jnp.ones((8, 6)))
-
-
-def test_a_dtype_that_is_not_as_annotated():
-    with pytest.raises(
-        ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, but the annotation says Float"
-    ):
-        shard_map(ffn, mesh=MESH, rules=RULES)(INPUTS[0].astype(int), *INPUTS[1:])
+    headline = r"(?s)^ffn: \d arrays? not as annotated, by " + shapes
+    with pytest.raises(ft.AxesError, match=f"{headline}.*{message}"):
+        f(x, jnp.ones((5, 8)), jnp.ones((8, 6)))
 
 
 def test_the_result_is_checked_against_its_global_shape():
@@ -363,21 +297,18 @@ def test_keyword_arguments_share_the_program():
     assert traces == [1, -1]
 
 
-def test_args_have_one_entry_for_all():
+def test_one_entry_for_any_number_of_arguments_and_one_for_each_name():
     f = shard_map(
-        lambda x, *rest: sum(rest, x), mesh=LINE, in_specs=(P("x"), P("x")), out_specs=P("x")
-    )
-    np.testing.assert_array_equal(f(X, X, X), 3 * X)
-
-
-def test_named_keyword_arguments():
-    f = shard_map(
-        lambda **kw: kw["a"] + kw["b"][:1],
+        lambda x, *rest, **more: sum(rest, x) + more["b"][:1],
         mesh=LINE,
-        in_specs={"a": P("x"), "b": P()},
+        in_specs={"x": P("x"), "rest": P("x"), "b": P()},
         out_specs=P("x"),
     )
-    np.testing.assert_array_equal(f(b=X, a=jnp.ones((8, 4))), jnp.ones((8, 4)) + X[:1])
+    np.testing.assert_array_equal(f(X, X, X, b=X), 3 * X + X[:1])
+    g = shard_map(
+        lambda x, *rest: sum(rest, x), mesh=LINE, in_specs=(P("x"), P("x")), out_specs=P("x")
+    )
+    np.testing.assert_array_equal(g(X, X, X), 3 * X)
 
 
 def test_a_method_a_bound_method_and_a_module():
@@ -397,46 +328,8 @@ def test_a_method_a_bound_method_and_a_module():
     ]
     for y in out:
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_bound_needs_a_spec_too():
-    with pytest.raises(
-        ft.ShardingError, match=r"(?s)2 leaves.*self\.up.*no layout was given for this array"
-    ):
+    with raises("2 leaves", "self.up", "no layout was given for this array"):
         shard_map(mlp(), mesh=MESH, in_specs=(P("data"),), out_specs=P("data"))(INPUTS[0])
-
-
-def test_partials_give_arguments():
-    part = functools.partial(ffn, up=INPUTS[1], down=INPUTS[2])
-    np.testing.assert_array_equal(
-        shard_map(part, mesh=MESH, rules=RULES)(INPUTS[0]), by_hand(MESH)(*INPUTS)
-    )
-
-
-def test_a_changed_list_in_a_module_is_seen():
-    class Held(eqx.Module):
-        layers: list[Array]
-
-        def __call__(self, x: Array) -> Array:
-            return sum(self.layers, x)
-
-    held = Held([X])
-    f = shard_map(held, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    np.testing.assert_array_equal(f(X), 2 * X)
-    held.layers.append(X)
-    np.testing.assert_array_equal(f(X), 3 * X)
-
-
-def test_statics_are_told_apart_by_type_and_value():
-    seen = []
-    f = shard_map(
-        lambda x, s: (seen.append(s), x)[1], mesh=LINE, in_specs=(P("x"), None), out_specs=P("x")
-    )
-    for value in (1, True, 1.0, 1, "one", None, jnp.tanh):
-        f(X, value)
-    assert [(type(s), s) for s in seen] == [
-        (type(s), s) for s in (1, True, 1.0, "one", None, jnp.tanh)
-    ]
 
 
 def test_a_named_sharding_is_in_device_memory():
@@ -458,12 +351,6 @@ def test_prefix_trees():
     out = f(tree)
     assert out["b"][1][1] == "text" and out["b"][0].sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, out, tree)
-
-
-def test_a_module_of_specs():
-    specs = MLP(P(None, "model"), P("model"), None, None)
-    f = shard_map(lambda m, x: m(x), mesh=MESH, in_specs=(specs, P("data")), out_specs=P("data"))
-    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
 
 
 def test_typed_keys_numpy_and_scalars():
@@ -553,24 +440,6 @@ def test_grad_taken_outside(jit: bool, check_vma: bool):
     ours = (jax.jit(grad) if jit else grad)(*INPUTS)
     for a, b in zip(ours, jax.grad(loss(reference), (0, 1, 2))(*INPUTS), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
-
-
-def test_vmap_scan_and_remat():
-    f = shard_map(ffn, mesh=MESH, rules=RULES)
-    x, up, down = INPUTS
-    batched = jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), up, down)
-    np.testing.assert_allclose(batched[1], reference(2 * x, up, down), rtol=1e-4, atol=1e-5)
-
-    def steps(x: Array) -> Array:
-        return jax.lax.scan(lambda c, _: (jax.checkpoint(f)(c, up, down), None), x, length=3)[0]
-
-    expected = reference(reference(reference(x, up, down), up, down), up, down)
-    np.testing.assert_allclose(jax.jit(steps)(x), expected, rtol=1e-3, atol=1e-3)
-    ours = jax.jit(jax.grad(lambda x: steps(x).sum()))(x)
-    theirs = jax.grad(
-        lambda x: reference(reference(reference(x, up, down), up, down), up, down).sum()
-    )(x)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-2)
 
 
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
@@ -775,9 +644,7 @@ def typed(*spec: Any) -> Any:
     return jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(EXPLICIT, P(*spec)))
 
 
-@pytest.mark.parametrize(
-    "spec", [("data",), ("data", "model"), (None, "model"), (("data", "model"),), ()], ids=str
-)
+@pytest.mark.parametrize("spec", [("data",), (("data", "model"),), ()], ids=str)
 @pytest.mark.parametrize("around", ["call", "jit", "mesh", "grad"])
 def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
     seen: list[Any] = []
@@ -834,12 +701,8 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
     )
 
 
-NONSENSE = [
-    (
-        {"in_specs": None},
-        ft.ShardingError,
-        r"x   f32\[8, 4\]\n +no layout was given for this array.*write `P\(\)`",
-    ),
+# Of a layout that does not fit, one case for each side: the others are those of every layout.
+NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"in_specs": (None,)},
         ft.ShardingError,
@@ -861,39 +724,21 @@ NONSENSE = [
         r"<lambda> has no parameter 'y'.*its parameters are x",
     ),
     ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
-    ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
-    (
-        {"in_specs": ({"a": P()},)},
-        ft.RuleError,
-        r"at `x`: the layouts are a dict and the tree is a leaf",
-    ),
     (
         {"in_specs": P("dta")},
         ft.ShardingError,
         r"names `dta`, and the mesh \(data=2, model=4\) has no such axis; did you",
     ),
     (
-        {"out_specs": P("dta")},
-        ft.ShardingError,
-        r"result.*the mesh \(data=2, model=4\) has no such axis; did you mean `data`",
-    ),
-    ({"in_specs": P("data", None, None)}, ft.ShardingError, r"has 3 entries for 2 dimensions"),
-    (
         {"out_specs": P(None, None, "data")},
         ft.ShardingError,
         r"result.*has 3 entries for 2 dimensions",
-    ),
-    (
-        {"x": jnp.ones((7, 4))},
-        ft.ShardingError,
-        r"dimension 0 has size 7; data=2 needs a multiple of 2",
     ),
     (
         {"x": {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}},
         ft.ShardingError,
         r"2 leaves.*x\.a.*x\.b",
     ),
-    ({"in_specs": P("data", "data")}, ft.ShardingError, r"uses mesh axis `data` twice"),
     (
         {"out_specs": P()},
         ft.ShardingError,
@@ -916,33 +761,26 @@ NONSENSE = [
     ),
     ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
     (
+        {"axis_names": iter(("data",))},
+        ft.FunctreeError,
+        r"it must be a collection of texts, or None",
+    ),
+    (
         {"shapes": "globl"},
         ft.FunctreeError,
         r'shapes=\'globl\' is not one of "global", "local", None',
     ),
     ({"mesh": {"data": 2}}, ft.ShardingError, r"give a `Mesh`, not sizes"),
-    ({"mesh": 3}, ft.ShardingError, r"3 is not a mesh"),
-    (
-        {"in_specs": ft.on_host(P("data"))},
-        ft.ShardingError,
-        r"is laid out in pinned_host, but shard_map moves no array to another memory",
-    ),
     (
         {"x": jax.ShapeDtypeStruct((8, 4), "float32")},
         ft.FunctreeError,
         r"`x` is abstract, so the function cannot run",
     ),
     (
-        {"x": jax.device_put(X, jax.devices()[1])},
-        ft.ShardingError,
-        r"is sharded on cpu:1, but the mesh has other",
-    ),
-    (
         {"in_specs": None, "rules": RULES},
         ft.ShardingError,
         r"x   f32.*has no axis names, and rules shard axes by name",
     ),
-    ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),
 ]
 
 
@@ -987,15 +825,6 @@ def test_pythons_own_words_for_a_wrong_call():
         shard_map(max, mesh=MESH)
 
 
-@pytest.mark.parametrize(
-    "fun", [jnp.sin, jax.jit(lambda x: jnp.sin(x)), jax.vmap(jnp.sin), jax.named_call(jnp.sin)]
-)
-def test_functions_of_jax(fun: Any):
-    np.testing.assert_allclose(
-        shard_map(fun, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(X), jnp.sin(X), rtol=1e-6
-    )
-
-
 def test_results_of_every_kind():
     def f(x: Array) -> Any:
         return {
@@ -1033,47 +862,6 @@ def test_stages_name_the_arguments_by_path():
     np.testing.assert_allclose(compiled(model, INPUTS[0]), mapped(model, INPUTS[0]), rtol=1e-6)
 
 
-def test_compilations_tell_what_differed():
-    mapped = shard_map(lambda x, n: n * x, mesh=LINE, in_specs=(P("x"), None), out_specs=P("x"))
-    (
-        mapped(jnp.ones(8), 2.0),
-        mapped(jnp.ones(8), 2.0),
-        mapped(jnp.ones(8), 3.0),
-        mapped(jnp.ones(16), 3.0),
-    )
-    assert [str(record) for record in mapped.compilations] == [
-        "compilation 1: the first",
-        "compilation 2: n: static 2.0 → 3.0",
-        "compilation 3: x: shape (8,) → (16,)",
-    ]
-
-
-# A silent failure that is JAX's own: gradients of a local mean, taken inside (number 30)
-
-
-@pytest.mark.parametrize(("check_vma", "times"), [(True, 8.0), (False, None)])
-def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
-    """With `check_vma` it is the sum over devices, n times too large; without, one device's.
-    `pmean` puts it right."""
-    x, w = jnp.arange(8.0), jnp.asarray(3.0)
-    right = jax.grad(lambda w: jnp.mean(w * x))(w)
-
-    def local(w: Array, x: Array) -> Array:
-        g = jax.grad(lambda w: jnp.mean(w * x))(w)
-        return g[None] if not check_vma else jnp.full((1,), g)
-
-    specs = {"in_specs": (P(), P("x")), "check_vma": check_vma}
-    found = shard_map(local, mesh=LINE, out_specs=P("x"), **specs)(w, x)
-    expected = jnp.full(8, right * times) if times else x
-    np.testing.assert_allclose(found, expected)
-
-    def mean(w: Array, x: Array) -> Array:
-        return jax.grad(lambda w: jax.lax.pmean(jnp.mean(w * x), "x"))(w)
-
-    if check_vma:
-        np.testing.assert_allclose(shard_map(mean, mesh=LINE, out_specs=P(), **specs)(w, x), right)
-
-
 @pytest.mark.parametrize(
     ("option", "instead"),
     [("check_rep", "check_vma="), ("auto", "axis_names="), ("x", "no option")],
@@ -1081,11 +869,3 @@ def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
 def test_options_of_other_times(option: str, instead: str):
     with pytest.raises(ft.FunctreeError, match=instead):
         shard_map(lambda x: x, mesh=LINE, in_specs=P(), out_specs=P(), **{option: True})
-
-
-def test_axis_names_in_an_iterator_are_refused():
-    names: Any = iter(("data",))
-    with pytest.raises(
-        ft.FunctreeError, match=r"axis_names=.*\n +it must be a collection of texts, or None"
-    ):
-        ft.shard_map(lambda x: x, axis_names=names)
