@@ -79,10 +79,6 @@ def test_a_call_is_a_loop(layers: Stacked[Layer], args: tuple[Any, ...]) -> None
     np.testing.assert_allclose(eqx.filter_jit(layers)(X, *args), loop(layers, X, *args), rtol=1e-6)
 
 
-def test_a_stack_of_one(layers: Stacked[Layer]) -> None:
-    np.testing.assert_allclose(stack(Layer, 1, KEY)(X), stack(Layer, 1, KEY)[0](X), rtol=1e-6)
-
-
 def test_no_layer_is_the_identity(layers: Stacked[Layer]) -> None:
     none = layers[2:2]
     assert len(none) == 0 and list(none) == []
@@ -150,7 +146,7 @@ def test_an_index_that_is_an_array_is_clamped(layers: Stacked[Layer]) -> None:
         layers[DEPTH]
 
 
-PARTS = [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(-2, None)]
+PARTS = [slice(1, 3), slice(None, None, -1)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -205,15 +201,13 @@ def test_compiled_size_does_not_grow_with_depth(
 REMATS = {
     "full": "full",
     "dots": "dots",
-    "everything": policies.everything_saveable,
-    "names": policies.save_only_these_names("y"),
-    "offload": offload("y"),
+    "a policy of JAX": policies.save_only_these_names("y"),
     "offload and dots": offload("y", others="dots"),
     "offload, and keep the others": offload("y", others=None),
 }
 
 
-@pytest.mark.parametrize("unroll", [1, 2, True])
+@pytest.mark.parametrize("unroll", [1, True])
 @pytest.mark.parametrize("remat", REMATS)
 def test_remat_changes_nothing(layers: Stacked[Layer], remat: str, unroll: int) -> None:
     def value_and_grad(**options: Any) -> Any:
@@ -348,33 +342,25 @@ def test_offload_in_the_program_for_another_platform() -> None:
     ]
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_offload_on_a_mesh_and_inside_shard_map(kind: AxisType) -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
+def test_offload_inside_shard_map() -> None:
+    mesh = jax.make_mesh(
+        (2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2]
+    )
     x = jnp.concatenate([X, X + 1])
-    expected = gradient(None)(TWICE, x).layer.up
     with jax.set_mesh(mesh):
-        layers, x = jax.device_put(
-            (TWICE, x), (jax.NamedSharding(mesh, ft.P()), jax.NamedSharding(mesh, ft.P("data")))
-        )
+        layers, placed = ft.shard((TWICE, x), (ft.P(), ft.P("data")), mesh)
         by_shard = jax.shard_map(
             lambda layers, x: layers.scan(x, remat=offload("wide")),
             in_specs=(ft.P(), ft.P("data")),
             out_specs=ft.P("data"),
         )
-        for fun in (
-            gradient(offload("wide")),
-            jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x))),
-        ):
-            assert {where for _, where in placements(fun, layers, x)} == {"device", "pinned_host"}
-            np.testing.assert_allclose(
-                jax.jit(fun)(layers, x).layer.up, expected, rtol=1e-5, atol=1e-5
-            )
+        fun = jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x)))
+        assert {where for _, where in placements(fun, layers, placed)} == {"device", "pinned_host"}
+        found = jax.jit(fun)(layers, placed).layer.up
+    np.testing.assert_allclose(found, gradient(None)(TWICE, x).layer.up, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.grad, jax.vmap, lambda f: jax.jit(jax.grad(f))]
-)
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.jit(jax.grad(f))])
 def test_the_check_of_names_traces_no_layer_again(transform: Any) -> None:
     traces = []
 
@@ -459,11 +445,10 @@ def model_loss(remat: Any) -> tuple[Callable[..., Any], ft.nn.Transformer]:
     return jax.value_and_grad(lambda model: jnp.mean(model(TOKENS) ** 2)), model
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_names_of_the_transformer(name: str) -> None:
-    forward, backward = loops(*model_loss(offload(name)))
-    assert moved(forward) == [(NAMES[name], "Host")]
-    assert moved(backward) == [(NAMES[name], "Device")]
+def test_the_names_of_the_transformer() -> None:
+    forward, backward = loops(*model_loss(offload(*NAMES)))
+    assert moved(forward) == sorted((shape, "Host") for shape in NAMES.values())
+    assert moved(backward) == sorted((shape, "Device") for shape in NAMES.values())
 
 
 def test_products_with_weights_are_not_computed_again_where_what_they_give_is_offloaded() -> None:
@@ -474,22 +459,6 @@ def test_products_with_weights_are_not_computed_again_where_what_they_give_is_of
     # By query, key, value, out, gate and up, and the one that mixes the values. Nothing reads what
     # `down` gives.
     assert products(offload(*NAMES)) == products("full") - 7
-
-
-def test_offload_changes_no_value_and_no_gradient_of_the_transformer() -> None:
-    _, shapes = model_loss(None)
-    model = jax.tree.map(
-        lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) / 2, shapes
-    )
-
-    def run_it(remat: Any) -> Any:
-        loss, like = model_loss(remat)
-        return jax.jit(loss)(jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model)))
-
-    (value, gradient), (expected, by_jax) = run_it(offload(*NAMES)), run_it(None)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(by_jax), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_a_transformer_with_its_blocks_inputs_offloaded_keeps_nothing_on_the_device() -> None:
@@ -517,11 +486,6 @@ def test_names_add_nothing_to_the_compiled_program(
     for module in (attention, mlp, block):
         monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
     assert named == program() and len(named) > 100
-
-
-def test_a_config_with_an_offload_is_equal_by_value() -> None:
-    one, other = (dataclasses.replace(CONFIG, remat=offload("mlp_up")) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
 
 
 # Errors
@@ -559,11 +523,6 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         ['that of "stage"', "layer.b", "has no dimensions"],
     ),
     "no arrays": (FunctreeError, lambda: Stacked({"a": 1}), ["dict has no array leaves"]),
-    "no arrays in a layer": (
-        FunctreeError,
-        lambda: stack(lambda key: {"a": 1}, 3, KEY),
-        ["no array leaves"],
-    ),
     "the axis is no identifier": (
         AxesError,
         lambda: Stacked(jnp.ones(3), axis="my axis"),
@@ -574,35 +533,15 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         lambda: Stacked(jnp.ones(3), axis="_"),
         ["Stacked(axis='_')", "identifier"],
     ),
-    "the axis is no text": (
-        AxesError,
-        lambda: Stacked(jnp.ones(3), axis=0),
-        ["Stacked(axis=0)", "identifier"],
-    ),
     "no layers": (
         FunctreeError,
         lambda: stack(Layer, 0, KEY),
         ["stack cannot", "n=0", "positive integer"],
     ),
-    "half a layer": (
-        FunctreeError,
-        lambda: stack(Layer, 2.5, KEY),
-        ["stack cannot", "n=2.5", "positive integer"],
-    ),
-    "a flag for a number": (
-        FunctreeError,
-        lambda: stack(Layer, True, KEY),
-        ["stack cannot", "n=True", "positive integer"],
-    ),
-    "index above": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY)[2],
-        ["layer 2 of a Stacked of 2", "out of range"],
-    ),
     "index below": (
         FunctreeError,
         lambda: stack(Layer, 2, KEY)[-3],
-        ["layer -3 of a Stacked of 2"],
+        ["layer -3 of a Stacked of 2", "out of range"],
     ),
     "index of a wrong type": (
         FunctreeError,
@@ -629,7 +568,6 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         lambda: offload("my name"),
         ["offload('my name')", "an identifier"],
     ),
-    "offload what is no text": (FunctreeError, lambda: offload(3), ["offload(3)", "an identifier"]),
     "keep what is unknown": (
         FunctreeError,
         lambda: offload("wide", others="all"),
@@ -645,11 +583,6 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
             "Try: one of `narrow`, `wide`",
         ],
     ),
-    "misspelt names, in a trace": (
-        FunctreeError,
-        lambda: jax.jit(gradient(offload("tall", "high")))(TWICE, X),
-        ["2 names to offload", '"tall"', '"high"'],
-    ),
     "no names in a layer": (
         FunctreeError,
         lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(
@@ -662,17 +595,11 @@ ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
         lambda: odd(lambda x: x[:, :2])(X),
         ["Odd takes float32[3,4] and returns float32[3,2]", "for layer in stacked"],
     ),
-    "another dtype": (
-        FunctreeError,
-        lambda: odd(lambda x: x.astype(jnp.bfloat16)).scan(X, remat="full"),
-        ["Odd takes float32[3,4] and returns bfloat16[3,4]"],
-    ),
     "another structure": (
         FunctreeError,
         lambda: odd(lambda x: (x, x))(X),
         ["Odd takes float32[3,4] and returns (float32[3,4], float32[3,4])"],
     ),
-    "nothing": (FunctreeError, lambda: odd(lambda x: None)(X), ["returns None"]),
 }
 
 
@@ -729,10 +656,7 @@ CACHES = {
 EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "nothing": ((), {}),
     "a key": ((), {"key": KEYS}),
-    "raw keys": ((), {"key": jax.random.key_data(KEYS)}),
-    "numbers": ((), {"scale": SCALES}),
     "of numpy": ((), {"scale": np.asarray(SCALES)}),
-    "a tree": ((), {"cache": CACHES}),
     "beside what is shared": (
         (2.0, jnp.float32(3)),
         {"key": KEYS, "scale": SCALES, "cache": CACHES},
@@ -854,7 +778,6 @@ MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
         ("each.cache.k", "f32[4, 2]", "has leading size 4, and there are 5 layers", "pass what all layers share"),
     ),
     "no dict": (lambda s: s.scan(X, each=KEYS), ("each=", "it must be keyword arguments of the layers in a dict")),
-    "no names": (lambda s: s.scan(X, each={1: KEYS}), ("it must be keyword arguments of the layers in a dict",)),
     "no such parameter": (
         lambda s: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
         ("each={'kee': ...}: Named has no parameter `kee`", "did you mean `key`"),
@@ -865,17 +788,9 @@ MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
         lambda s: returning(lambda x, given: x).scan(X, collect=True),
         ("Returns is called with `collect=True` but does not return `(y, out)`",),
     ),
-    "three": (
-        lambda s: returning(lambda x, given: (x, x, x)).scan(X, collect=True),
-        ("Returns is called with `collect=True` but does not return `(y, out)`",),
-    ),
     "no state": (
         lambda s: returning(lambda x, given: (x, x)).scan(X, collect=True, state=ft.State((), {})),
         ("Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",),
-    ),
-    "another shape": (
-        lambda s: returning(lambda x, given: (x[:1], x)).scan(X, collect=True),
-        ("Returns takes float32[3,4] and returns float32[1,4]",),
     ),
 }  # fmt: skip
 
