@@ -1,7 +1,5 @@
 """`ft.jit`: what is traced and what is static, what may be jitted, and what is changed in place."""
 
-import collections
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,19 +42,6 @@ class Point(NamedTuple):
     y: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    size: Any
-    rest: Any = ()
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["size"])
-@dataclasses.dataclass
-class Registered:
-    weight: Any
-    size: Any
-
-
 def linear(**more: Any) -> Linear:
     return Linear(jnp.arange(8.0).reshape(2, 4), **more)
 
@@ -68,21 +53,16 @@ TRACED = {
     "array": (X, X + 1),
     "numpy": (np.arange(3.0, dtype=np.float32), np.ones(3, np.float32)),
     "numpy scalar": (np.float32(1), np.float32(2)),
-    "numpy bool": (np.True_, np.False_),
     "key": (jax.random.key(0), jax.random.key(1)),
-    "raw key": (jax.random.PRNGKey(0), jax.random.PRNGKey(1)),
-    "integer": (jnp.int8(1), jnp.int8(2)),
-    "empty": (jnp.ones((0, 3)), jnp.ones((0, 3))),
     "bfloat16": (jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)),
 }
 
 
-@pytest.mark.parametrize("place", ["bare", "in a list", "in a module", "packed"])
+@pytest.mark.parametrize("place", ["bare", "in a module", "packed"])
 @pytest.mark.parametrize("kind", TRACED)
 def test_arrays_are_traced(kind: str, place: str):
     put: Any = {
         "bare": lambda x: x,
-        "in a list": lambda x: [x, {"a": None}],
         "in a module": Linear,
         "packed": lambda x: ft.pack({"a": x}),
     }[place]
@@ -110,48 +90,29 @@ ONES = (1, True, 1.0, 1 + 0j)
 HOLDERS = {
     "bare": lambda value: value,
     "in a list": lambda value: [value],
-    "in a dict": lambda value: {"a": {"b": value}},
     "in a named tuple": lambda value: Point(X, value),
     "in a module": lambda value: linear(scale=value),
-    "in an ordered dict": lambda value: collections.OrderedDict(a=value),
     "packed": lambda value: ft.pack(linear(scale=value)),
 }
 
 
-NUMBERS = pytest.mark.filterwarnings("ignore:.*compiles a third time")
-
-
-@NUMBERS
+@pytest.mark.filterwarnings("ignore:.*compiles a third time")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_silent_failure_28_ones_of_three_types_are_three(holder: str):
-    f, traces = counted(lambda tree, x: (tree, x))
+    seen: list[str] = []
+    f, traces = counted(lambda tree, x: seen.append(repr(tree)) or (tree, x))
     for value in ONES:
         tree, _ = f(HOLDERS[holder](value), X)
         assert repr(ft.split(tree)[0]) == repr(ft.split(HOLDERS[holder](value))[0])
         again, _ = f(HOLDERS[holder](value), X)
         assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert len(traces) == len(ONES)
-
-
-@NUMBERS
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_the_body_sees_the_type_that_was_given(holder: str):
-    seen: list[str] = []
-    f = ft.jit(lambda tree: seen.append(repr(tree)))
-    for value in ONES:
-        f(HOLDERS[holder](value))
-    assert len(set(seen)) == len(ONES)
+    assert len(traces) == len(ONES) == len(set(seen))
 
 
 STATIC = {
     "text": ("a", "b"),
-    "bytes": (b"a", b"b"),
     "function": (jnp.sin, jnp.cos),
-    "class": (int, float),
-    "dtype": (np.dtype("float32"), np.dtype("int8")),
     "zeros": (0.0, -0.0),
-    "ellipsis": (..., NotImplemented),
-    "axes": (ft.Axes("a", None), ft.Axes("a", "b")),
     "spec": (P("data"), P(None)),
 }
 
@@ -242,11 +203,7 @@ CALLABLES: dict[str, Callable[[Linear], Any]] = {
     "module": lambda model: ft.jit(model),
     "bound method": lambda model: ft.jit(model.shifted),
     "method": lambda model: model.jitted,
-    "jitted method again": lambda model: ft.jit(model.jitted),
     "partial": lambda model: ft.jit(functools.partial(Linear.shifted, model)),
-    "partial of a partial": lambda model: ft.jit(
-        functools.partial(functools.partial(Linear.shifted, model), by=0.0)
-    ),
     "partial by name": lambda model: ft.jit(functools.partial(lambda x, m: m.shifted(x), m=model)),
     "jax partial": lambda model: ft.jit(jax.tree_util.Partial(Linear.shifted, model)),
     "function": lambda model: functools.partial(ft.jit(Linear.shifted), model),
@@ -294,17 +251,9 @@ def test_an_array_bound_by_a_partial_is_changed_in_place():
         assert len(f.compilations) == 1
 
 
-@pytest.mark.parametrize(
-    "around", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, ft.jit, eqx.filter_jit]
-)
+@pytest.mark.parametrize("around", [jax.jit, jax.vmap, eqx.filter_jit])
 def test_a_jitted_method_is_a_function(around: Any):
-    model = linear()
-    if around is jax.grad:
-        np.testing.assert_allclose(
-            jax.grad(lambda x: model.jitted(x).sum())(jnp.ones(2)), model.weight.sum(1)
-        )
-        return
-    x = jnp.ones((3, 2))
+    model, x = linear(), jnp.ones((3, 2))
     np.testing.assert_allclose(around(model.jitted)(x), x @ model.weight)
 
 
@@ -433,9 +382,7 @@ def test_any_number_of_arguments():
     assert {"rest.1", "named.x", "named.a", "c"} <= paths
 
 
-@pytest.mark.parametrize(
-    "call", [lambda f: f(), lambda f: f(1, 2, 3), lambda f: f(1, z=2), lambda f: f(1, 2, x=3)]
-)
+@pytest.mark.parametrize("call", [lambda f: f(), lambda f: f(1, z=2)])
 def test_a_wrong_call_is_pythons_error(call: Any):
     with pytest.raises(TypeError, match="argument"):
         call(ft.jit(lambda x, y=1: x))
@@ -572,7 +519,6 @@ REFUSED = {
         "jax.export",
     ),
     "donate_argnums": ("use `donate=`, with names or positions, instead of donate_argnums",),
-    "donate_argnames": ("use `donate=`",),
     "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
 }
 
@@ -615,12 +561,7 @@ class Bag(eqx.Module):
 CHANGES: dict[str, Callable[[Bag], Any]] = {
     "item removed": lambda bag: bag.items.__setitem__(0, None),
     "item replaced": lambda bag: bag.items.__setitem__(0, X * 7),
-    "item added": lambda bag: bag.items.append(X),
-    "item popped": lambda bag: bag.items.pop(),
-    "key added": lambda bag: bag.table.update(z=X),
-    "key replaced": lambda bag: bag.table.update(a=X * 5),
     "key renamed": lambda bag: bag.table.update(b=bag.table.pop("a") * 2),
-    "key removed": lambda bag: bag.table.clear(),
     "array changed": lambda bag: bag.array.__setitem__(0, 100),
     "shape changed": lambda bag: bag.items.__setitem__(1, jnp.ones((3, 3))),
 }
@@ -637,16 +578,6 @@ def test_silent_failure_27_changes_in_place_are_seen(change: str, how: str):
     CHANGES[change](bag)
     for _ in range(2):
         np.testing.assert_allclose(call(), bag.total())
-
-
-def test_silent_failure_27_a_block_is_taken_out():
-    model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
-    model = eqx.tree_at(lambda m: m.layers, model, list(model.layers))
-    f = ft.jit(lambda model: len([layer for layer in model.layers if layer is not None]))
-    assert f(model) == 3
-    model.layers[0] = None  # type: ignore[index]
-    assert f(model) == 2
-    assert {str(d.path).split(".")[2] for d in f.compilations[1:] for d in d.differences} <= {"0"}
 
 
 @pytest.mark.parametrize("wrap", [
@@ -695,12 +626,6 @@ def closes_over_itself() -> Any:
     return lambda x: x + kept[0][0, 0]
 
 
-def closes_over_a_dict_that_contains_itself() -> Any:
-    kept: dict[Any, Any] = {"x": [BIG]}
-    kept["y"] = (kept,)
-    return lambda x: x + kept["x"][0][0, 0]
-
-
 def closes_over_what_comes_later() -> Any:
     def fun(x: Any) -> Any:
         return later if x.shape == (7,) else x + BIG[0, 0]
@@ -743,7 +668,7 @@ def closes_over_what_cannot_be_flattened() -> Any:
 
 wrapped: Any = ft.jit
 CLOSURES = [
-    closes_over_keys_of_several_types, closes_over_itself, closes_over_a_dict_that_contains_itself,
+    closes_over_keys_of_several_types, closes_over_itself,
     closes_over_what_comes_later, closes_over_a_deep_list, closes_over_what_cannot_be_flattened,
 ]  # fmt: skip
 
