@@ -1,5 +1,6 @@
 """Gradients under `vmap` and in loops lie as their parameters do, and nothing moves for it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.covering import selected_cells
 from tests.lib.meshes import EXPLICIT, MESH
 
 P = ft.P
@@ -100,21 +102,21 @@ def check(f: Gradient, net: Net, layout: Any, specs: Any, mesh: Any) -> None:
     assert (lie.w, lie.b) == (specs.w, specs.b)
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
-def test_of_one(way: str, name: str, mesh: Any):
+MESHES = {"auto": MESH, "explicit": EXPLICIT}
+OF_ONE = selected_cells(list(itertools.product(WAYS, LAYOUTS, MESHES)))
+OF_MANY = selected_cells(list(itertools.product(MAPPED, WAYS, LAYOUTS, MESHES)))
+
+
+@pytest.mark.parametrize(("way", "name", "mesh"), OF_ONE)
+def test_of_one(way: str, name: str, mesh: str):
     layout, _, specs, _ = LAYOUTS[name]
-    check(WAYS[way], ONE, layout, specs, mesh)
+    check(WAYS[way], ONE, layout, specs, MESHES[mesh])
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mapped", MAPPED)
-def test_of_many(mapped: str, way: str, name: str, mesh: Any):
+@pytest.mark.parametrize(("mapped", "way", "name", "mesh"), OF_MANY)
+def test_of_many(mapped: str, way: str, name: str, mesh: str):
     _, layout, _, specs = LAYOUTS[name]
-    check(MAPPED[mapped](WAYS[way]), MANY, layout, specs, mesh)
+    check(MAPPED[mapped](WAYS[way]), MANY, layout, specs, MESHES[mesh])
 
 
 # A population
