@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import functree as ft
 from functree.layout.plan.make_plan import read_for
-from functree.transforms.shard_map import ManualMesh, PartialView, is_untyped
+from functree.transforms.shard_map import ManualMesh, PartialView
 from tests.lib.meshes import EXPLICIT, MESH, lay
-from tests.lib.trees import leaf, x
+from tests.lib.trees import leaf
 
 P = PartitionSpec
 BOTH, DATA = ManualMesh(MESH, frozenset({"data", "model"})), ManualMesh(MESH, frozenset({"data"}))
@@ -54,34 +54,15 @@ def test_a_global_tree_has_the_manual_axes_sizes_and_a_local_one_none():
     assert DATA.lay(*read_for(linear, rules))[1] == []
 
 
-def test_a_spec_that_names_what_is_not_manual():
-    tree = {"a": [jnp.ones(4), jnp.ones(4)], "b": jnp.ones(4), "c": jnp.ones(4)}
-    given = {"a": P("data"), "b": P(("data", "model")), "c": P()}
-    _, problems = DATA.lay(*read_for(tree, given))
-    assert [str(problem.path) for problem in problems] == ["b"]
-    assert whys(problems) == ["P(('data', 'model')) names model, but only data is manual here"]
-    assert problems[0].remedy == "leave it out of the spec, or add it to `axis_names`"
-
-
-def test_host_memory_is_refused():
-    _, problems = BOTH.lay(*read_for(jnp.ones(8), ft.on_host(P("data"))))
-    assert whys(problems) == [
-        "is laid out in pinned_host, but shard_map moves no array to another memory"
-    ]
-
-
 ELSEWHERE = jax.make_mesh(
     (2, 2), ("data", "model"), axis_types=MESH.axis_types, devices=jax.devices()[4:]
 )
 HERE = jnp.ones((4, 8))
 ON: dict[str, tuple[ManualMesh, Any, list[str]]] = {
     "on the mesh": (BOTH, lay(HERE, "data"), []),
-    "otherwise sharded": (BOTH, lay(HERE, None, "model"), []),
     "uncommitted": (BOTH, HERE, []),
     "numpy": (BOTH, np.ones((4, 8)), []),
-    "abstract": (BOTH, x(4, 8), []),
     "elsewhere": (BOTH, jax.device_put(HERE, NamedSharding(ELSEWHERE, P())), ["but the mesh has other devices"]),
-    "on one device": (BOTH, jax.device_put(HERE, jax.devices()[0]), ["but the mesh has other devices"]),
     "an abstract mesh": (ManualMesh(MESH.abstract_mesh, BOTH.axes), lay(HERE, "data"), []),
     "Auto on Explicit": (ManualMesh(EXPLICIT, BOTH.axes), lay(HERE, "data"), ["its type is on a mesh of Auto axes"]),
     "of its type": (ManualMesh(EXPLICIT, BOTH.axes), jax.device_put(HERE, NamedSharding(EXPLICIT, P("data"))), []),
@@ -117,26 +98,6 @@ def test_an_argument_without_a_type_is_given_its_spec():
         assert place.reshard(HERE, spec).sharding.spec == spec
     typed = jax.device_put(HERE, NamedSharding(EXPLICIT, spec))
     assert place.reshard(typed, spec) is typed and BOTH.reshard(HERE, spec) is HERE
-
-
-@pytest.mark.parametrize(("value", "untyped"), [
-    (HERE, True), (np.ones(2), True), (x(2), True), (lay(HERE, "data"), False),
-    (jax.device_put(HERE, jax.devices()[1]), True),
-], ids=["uncommitted", "numpy", "abstract", "on a mesh", "on a device"])  # fmt: skip
-def test_whether_the_type_tells(value: Any, untyped: bool):
-    assert is_untyped(value) is untyped
-
-
-def test_the_error_for_a_call():
-    def step(value: Any) -> Any:
-        return value
-
-    _, problems = DATA.lay(*read_for({"value": jnp.ones(3)}, P("data")))
-    mapped = ft.shard_map(step, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
-    with pytest.raises(ft.ShardingError, match=r"^step: ") as error:
-        mapped(jnp.ones(3))
-    assert list(error.value.problems) == problems
-    assert "(data=2, model=4)" in str(error.value)
 
 
 def test_what_may_differ_along_an_axis_that_its_spec_calls_equal():

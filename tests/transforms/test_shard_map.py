@@ -747,7 +747,7 @@ NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"in_specs": P("model"), "axis_names": {"data"}},
         ft.ShardingError,
-        r"P\('model'\) names model, but only data is man",
+        r"P\('model'\) names model, but only data is manual.*or add it to `axis_names`",
     ),
     (
         {"out_specs": P("model"), "axis_names": {"data"}},
