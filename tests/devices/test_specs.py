@@ -27,7 +27,6 @@ ENTRIES: list[tuple[Any, tuple[str, ...], Any, str]] = [
     ("data", ("data",), "data", "data"),
     (("data",), ("data",), "data", "data"),
     (("data", "model"), ("data", "model"), ("data", "model"), "(data, model)"),
-    (("model", "data"), ("model", "data"), ("model", "data"), "(model, data)"),
 ]
 
 
@@ -42,7 +41,6 @@ def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortes
     ("spec", "named", "without_data", "text"),
     [
         (P(), set(), P(), "P()"),
-        (P(None), set(), P(None), "P(None)"),
         (P("data"), {"data"}, P(None), "P('data')"),
         (P(None, "model"), {"model"}, P(None, "model"), "P(None, 'model')"),
         (P(("data", "model")), {"data", "model"}, P("model"), "P(('data', 'model'))"),
@@ -50,7 +48,6 @@ def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortes
          "P(('model', 'data', 'x'), 'y')"),
         (P(P.UNCONSTRAINED, "data"), {"data"}, P(None, None), "P(P.UNCONSTRAINED, 'data')"),
         (P("data", unreduced={"x"}), {"data"}, P(None), "P('data', unreduced={'x'})"),
-        (P("data", reduced={"x"}), {"data"}, P(None), "P('data', reduced={'x'})"),
     ],
 )  # fmt: skip
 def test_a_spec(spec: P, named: set[str], without_data: P, text: str):
