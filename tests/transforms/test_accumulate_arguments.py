@@ -152,17 +152,6 @@ def test_what_is_divided(name: str, jit: bool):
     assert_close((ft.jit(step) if jit else step)(*arguments), gradient(*arguments))
 
 
-def test_many_arguments():
-    def loss(*args: Array, **more: Array) -> Array:
-        w, x, y = args
-        return jnp.mean(x @ w * y * more["z"])
-
-    gradient = ft.grad(loss, argnums=0)
-    arguments, more = (W, X, jnp.arange(8.0)), {"z": jnp.ones(8)}
-    found = ft.accumulate(gradient, STEPS)(*arguments, **more)
-    assert_close(found, gradient(*arguments, **more))
-
-
 def test_gradients_of_others_are_averaged():
     """The first argument counts as the differentiated one."""
     gradient = jax.value_and_grad(lambda w, x: jnp.mean(jnp.tanh(x @ w)))
@@ -502,18 +491,6 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "bound": (
         lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"),
         ("keys='key'", "is bound to", "leave it out of the `functools.partial`"),
-    ),
-    "no names": (
-        lambda: ft.accumulate(GRADIENT, 2, keys=3),  # pyright: ignore
-        ("keys=3", "it must be the name of a parameter, or several in a tuple"),
-    ),
-    "no mesh axes": (
-        lambda: ft.accumulate(GRADIENT, 2, over=3),  # pyright: ignore
-        ("over=3", "it must be the name of a mesh axis, several in a tuple, or None"),
-    ),
-    "no flag": (
-        lambda: ft.accumulate(GRADIENT, 2, weighted=1),  # pyright: ignore
-        ("weighted=1",),
     ),
     "carried by others": (
         lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"),

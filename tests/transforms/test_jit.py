@@ -613,41 +613,17 @@ def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any)
 # What a function closes over may be no tree
 
 BIG = jnp.ones((600, 600))
+ITSELF: list[Any] = [BIG]
+ITSELF.append(ITSELF)
+DEEP: Any = BIG
+for _ in range(5000):
+    DEEP = [DEEP]
 
 
-def closes_over_keys_of_several_types() -> Any:
-    kept = {1: BIG, "a": BIG}
-    return lambda x: x + kept["a"][0, 0]
-
-
-def closes_over_itself() -> Any:
-    kept: list[Any] = [BIG]
-    kept.append(kept)
-    return lambda x: x + kept[0][0, 0]
-
-
-def closes_over_what_comes_later() -> Any:
-    def fun(x: Any) -> Any:
-        return later if x.shape == (7,) else x + BIG[0, 0]
-
-    run = wrapped(fun)
-    first = run(X)
-    later = first
-    return lambda x: later
-
-
-def closes_over_a_deep_list() -> Any:
-    kept: Any = BIG
-    for _ in range(5000):
-        kept = [kept]
-
-    def fun(x: Any) -> Any:
-        inner = kept
-        while isinstance(inner, list):
-            (inner,) = inner
-        return x + inner[0, 0]
-
-    return fun
+def innermost(kept: Any) -> Any:
+    while isinstance(kept, list):
+        (kept,) = kept
+    return kept
 
 
 class Broken:
@@ -661,38 +637,28 @@ def refuse(node: Any) -> Any:
 jax.tree_util.register_pytree_node(Broken, refuse, refuse)
 
 
-def closes_over_what_cannot_be_flattened() -> Any:
-    kept = [Broken(), BIG]
-    return lambda x: x + kept[1][0, 0]
+# What a function keeps, and the array in it.
+KEPT: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "keys of several types": ({1: BIG, "a": BIG}, lambda kept: kept["a"]),
+    "itself": (ITSELF, lambda kept: kept[0]),
+    "a deep list": (DEEP, innermost),
+    "what cannot be flattened": ([Broken(), BIG], lambda kept: kept[1]),
+}
+WRAPS = {"jit": ft.jit, "shard_map": ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P())}
 
 
-wrapped: Any = ft.jit
-CLOSURES = [
-    closes_over_keys_of_several_types, closes_over_itself,
-    closes_over_what_comes_later, closes_over_a_deep_list, closes_over_what_cannot_be_flattened,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("make", CLOSURES, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.filterwarnings("ignore:.*closes over an array:UserWarning")
-def test_a_warning_breaks_no_program_that_runs(
-    make: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch
-):
-    by = ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P()) if mapped else ft.jit
-    monkeypatch.setitem(globals(), "wrapped", by)
-    fun = make()
-    assert np.array_equal(by(fun)(X), X + 1)
-    assert np.array_equal(
-        jax.vmap(lambda x: by(lambda y: fun(y) + 0 * x)(X))(jnp.ones(2))[1], X + 1
-    )
+def test_a_warning_breaks_no_program_that_runs(name: str, wrap: str):
+    kept, array_of = KEPT[name]
+    assert np.array_equal(WRAPS[wrap](lambda x: x + array_of(kept)[0, 0])(X), X + 1)
 
 
-def test_the_path_of_a_large_constant_in_what_is_no_tree():
-    kept: dict[Any, Any] = {1: "text", "a": [None, BIG]}
-    kept["self"] = kept
-    with pytest.warns(
-        ft.FunctreeWarning,
-        match=r"closes over an array of 1.4 MiB, float32\[600, 600\] \(`kept.a.1`\)",
-    ):
-        ft.jit(lambda x: x + kept["a"][1][0, 0])(X)
+@pytest.mark.filterwarnings("ignore:.*closes over an array:UserWarning")
+def test_a_variable_that_is_assigned_later_breaks_no_program():
+    def fun(x: Any) -> Any:
+        return later if x.shape == (7,) else x + BIG[0, 0]
+
+    later = ft.jit(fun)(X)
+    assert np.array_equal(later, X + 1)

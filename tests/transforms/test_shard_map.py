@@ -65,12 +65,7 @@ def by_hand(mesh: Mesh) -> Callable[..., Array]:
     return jax.jit(jax.shard_map(ffn, mesh=mesh, in_specs=specs, out_specs=P("data", None)))
 
 
-# Two examples of JAX's own guide, with the values that it prints
-
-
-def test_guide_sum_in_shard():
-    f = shard_map(lambda x: jnp.sum(x, keepdims=True), mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    assert f(jnp.arange(32)).tolist() == [6, 22, 38, 54, 70, 86, 102, 118]
+# An example of JAX's own guide, with the values that it prints
 
 
 @pytest.mark.parametrize("explicit", [False, True])
@@ -90,39 +85,10 @@ def test_guide_layer(explicit: bool):
     np.testing.assert_allclose(layer(x, weights, bias), printed, rtol=1e-5)
 
 
-# An example of nnx.shard_map, with modules of Equinox
-
-
-class Two(eqx.Module):
-    linear1: eqx.nn.Linear
-    linear2: eqx.nn.Linear
-
-    def __call__(self, x: Array) -> Array:
-        return jax.nn.relu(x @ self.linear1.weight.T) @ self.linear2.weight.T
-
-
-NNX_SPECS = [
-    ft.StateSharding({"linear1.weight": P("model", None), "linear2.weight": P(None, "model")}),
-    ft.AxisRules(
-        {"hidden": "model", "embed": None},
-        names={Two: ft.names({"linear1.weight": "hidden embed", "linear2.weight": "embed hidden"})},
-    ),
-]
-
-
-@pytest.mark.parametrize("model_spec", NNX_SPECS, ids=["globs", "rules"])
-def test_nnx_tensor_parallel(model_spec: Any):
-    mesh = ft.make_mesh(model=8)
-    m = Two(eqx.nn.Linear(2, 64, False, key=KEYS[0]), eqx.nn.Linear(64, 3, False, key=KEYS[1]))
-
-    @shard_map(mesh=mesh, in_specs=(model_spec, P(None)), out_specs=P(None))
-    def f(m: Two, x: Array) -> Array:
-        return jax.lax.psum(m(x), "model")
-
-    x = jax.random.normal(KEYS[2], (32, 2))
-    np.testing.assert_allclose(f(m, x), m(x), rtol=1e-5, atol=1e-5)
-    placed = ft.shard(m, model_spec, mesh)
-    np.testing.assert_allclose(f(placed, x), m(x), rtol=1e-5, atol=1e-5)
+def test_filters_lay_out_a_module():
+    filters = ft.StateSharding({"up": P(None, "model"), "down": P("model")})
+    f = shard_map(lambda m, x: m(x), mesh=MESH, in_specs=(filters, P("data")), out_specs=P("data"))
+    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
 
 
 # A signature is a specification
@@ -462,22 +428,6 @@ def test_closing_over_outer_tracers(wrap: Callable[[Any], Any]):
     )
 
 
-def test_a_closure_that_is_rebound_in_a_trace_is_read_again():
-    @jax.jit
-    def outer(ws: Array) -> Array:
-        x = X
-
-        @shard_map(mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-        def f(x: Array) -> Array:
-            return x * w
-
-        for w in ws:  # noqa: B007
-            x = f(x)
-        return x
-
-    np.testing.assert_array_equal(outer(jnp.asarray([2.0, 3.0])), X * 6)
-
-
 def test_inside_ambient_rules_and_other_settings_it_is_traced_again():
     f = shard_map(
         lambda x: x * (2 if ambient_rules() else 1), mesh=LINE, in_specs=P("x"), out_specs=P("x")
@@ -558,8 +508,7 @@ def test_the_function_is_traced_once_for_each_compilation():
     assert len(traces) == 3
 
 
-@pytest.mark.parametrize("arrays", [1, 100])
-def test_a_later_call_runs_little_python(arrays: int):
+def test_a_later_call_runs_little_python():
     """Two Python functions for each array and some forty more, where the first one runs
     thousands."""
     f = shard_map(
@@ -568,10 +517,10 @@ def test_a_later_call_runs_little_python(arrays: int):
         in_specs=P("x"),
         out_specs=P("x"),
     )
-    tree = ft.shard([X] * arrays, P("x"), LINE)
+    tree = ft.shard([X] * 100, P("x"), LINE)
     assert python_calls(lambda: f(tree)) > 1000
     f(tree)  # which generates the code that takes calls apart
-    assert python_calls(lambda: f(tree)) < 60 + 3 * arrays
+    assert python_calls(lambda: f(tree)) < 360
 
 
 PLACED = {
@@ -620,20 +569,6 @@ def test_a_trace_in_another_setting_keeps_its_own_result():
     assert f(sharded).keys() == {"x"} and f(uncommitted).keys() == {"x"}
 
 
-def test_a_default_that_is_traced_is_an_argument():
-    traces: list[int] = []
-
-    def outer(w: Any) -> Any:
-        def scaled(x: Any, w: Any = w) -> Any:
-            traces.append(1)
-            return x * w
-
-        f = shard_map(scaled, mesh=MESH, in_specs=P(), out_specs=P())
-        return f(X) + f(X)
-
-    assert np.array_equal(jax.jit(outer)(jnp.float32(3)), 6 * X) and len(traces) == 1
-
-
 # Explicit axes: the types have the specs
 
 
@@ -645,7 +580,7 @@ def typed(*spec: Any) -> Any:
 
 
 @pytest.mark.parametrize("spec", [("data",), (("data", "model"),), ()], ids=str)
-@pytest.mark.parametrize("around", ["call", "jit", "mesh", "grad"])
+@pytest.mark.parametrize("around", ["call", "jit", "mesh"])
 def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
     seen: list[Any] = []
 
@@ -668,9 +603,6 @@ def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
     elif around == "mesh":
         with jax.set_mesh(EXPLICIT):
             y = f(x, tree={"a": x})
-    elif around == "grad":
-        with jax.set_mesh(EXPLICIT):  # for `sum`
-            y = jax.grad(lambda x: f(x, tree={"a": x}).sum())(x) * x
     else:
         y = f(x, tree={"a": x})
     assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
@@ -788,21 +720,6 @@ NONSENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_nonsense(options: dict[str, Any], error: type[Exception], message: str):
     with pytest.raises(error, match="(?s)" + message):
         call(**options)
-
-
-def test_under_explicit_axes_types_must_be_as_the_specs():
-    mesh = mesh_of(explicit=True)
-    with pytest.raises(
-        ft.ShardingError,
-        match=r"(?s)its type is sharded P\(None, None\), but its spec is .*reshard",
-    ):
-        call(x=ft.shard(X, P(), mesh), mesh=mesh)
-    with pytest.raises(
-        ft.ShardingError, match=r"(?s)its type is on a mesh of Auto axes, \(data=2, .*`ft.shard`"
-    ):
-        call(x=ft.shard(X, P("data"), MESH), mesh=mesh)
-    with pytest.raises(ft.ShardingError, match=r"its type is on a mesh of Explicit axes, \(x=8\)"):
-        call(x=ft.shard(X, P("x"), ft.make_mesh(x=8, explicit=True)))
 
 
 def test_another_mesh_inside():

@@ -88,20 +88,6 @@ def test_calls_inside_calls_have_scopes_of_their_own():
     assert outer(X).shape == (4,)
 
 
-def test_methods():
-    class Layer(eqx.Module):
-        w: Float[Array, "embed hidden"]
-
-        @typed
-        def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
-            return x @ self.w
-
-    assert Layer(UP)(X).shape == (4, 8)
-    assert typed(Layer(UP))(X).shape == (4, 8)
-    with pytest.raises(ft.AxesError, match=r"(?s)x   f32\[6\].*has 1 dimension"):
-        Layer(UP)(X[0])
-
-
 def test_nothing_is_added_to_the_program():
     rules, args = ft.axis_rules(RULES), (X, UP)
     with jax.set_mesh(EXPLICIT), rules:
@@ -115,12 +101,6 @@ def test_nothing_is_added_to_the_program():
 
 def placed(x: Array, spec: P, mesh: Any = EXPLICIT) -> Array:
     return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def test_types_as_the_rules_say():
-    with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
-        out = jax.jit(typed(up))(placed(X, P("data")), placed(UP, P(None, "model")))
-    assert out.sharding.spec == P("data", "model")
 
 
 def test_types_that_are_not_as_the_rules_say():
@@ -182,23 +162,6 @@ def test_constrain_without_a_mesh_does_nothing():
     assert typed(up, constrain=True)(X, UP).shape == (4, 8)
 
 
-def test_constrain_with_a_mesh_and_no_rules_is_an_error():
-    with (
-        jax.set_mesh(MESH),
-        pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"),
-    ):
-        jax.jit(typed(up, constrain=True))(X, UP)
-
-
-def test_constrain_refuses_what_does_not_divide():
-    with (
-        jax.set_mesh(MESH),
-        ft.axis_rules(RULES),
-        pytest.raises(ft.ShardingError, match='"batch" has size 3'),
-    ):
-        jax.jit(typed(up, constrain=True))(jnp.ones((3, 6)), UP)
-
-
 def test_inside_shard_map_it_sees_local_arrays():
     def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
         return typed(same, constrain=True)(x)
@@ -208,12 +171,6 @@ def test_inside_shard_map_it_sees_local_arrays():
 
     rules = ft.AxisRules({"batch": "data", "embed": None})
     np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=rules)(X), X)
-
-
-def test_it_composes():
-    f = typed(up)
-    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.stack([X, X]), UP)[0], up(X, UP))
-    np.testing.assert_array_equal(jax.grad(lambda x: f(x, UP).sum())(X), jnp.full((4, 6), 8.0))
 
 
 def test_defaults_are_not_checked():
