@@ -47,12 +47,6 @@ def test_it_is_a_constraint_or_a_reshard_by_the_type_of_the_axes(case: str) -> N
     assert (found == 2.0).all()
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-def test_the_mesh_need_not_be_the_current_one(mesh: Mesh) -> None:
-    found = jax.jit(constrained(mesh, P("data", "model")))(jnp.ones((4, 8)))
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model")), 2)
-
-
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_manual_axes_are_left_out(explicit: bool) -> None:
     mesh = EXPLICIT if explicit else MESH
@@ -68,17 +62,6 @@ def test_manual_axes_are_left_out(explicit: bool) -> None:
         found = jax.jit(mapped)(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data"))))
     assert shapes[0] == (4, 8)  # local along `data`
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "model"))), 2)
-
-
-def test_no_axis_that_is_not_manual() -> None:
-    def body(x: jax.Array) -> jax.Array:
-        assert with_constraint(x, jax.sharding.get_abstract_mesh(), P("data", "model")) is x
-        return x
-
-    with jax.set_mesh(MESH):
-        jax.jit(jax.shard_map(body, in_specs=P("data", "model"), out_specs=P("data", "model")))(
-            jnp.ones((4, 8))
-        )
 
 
 @pytest.mark.parametrize(

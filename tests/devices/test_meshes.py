@@ -21,7 +21,6 @@ from functree.devices.meshes import (
 
 P = PartitionSpec
 AUTO = (AxisType.Auto,) * 2
-EXPLICIT = (AxisType.Explicit,) * 2
 DEVICES = np.array(jax.devices())
 
 
@@ -135,20 +134,6 @@ def test_in_a_trace_whose_devices_are_known() -> None:
     assert outside is MESH and inside is MESH
     outside, inside = meshes_of_a_trace(ABSTRACT, lambda x, note: note() or x)
     assert outside == inside == ABSTRACT
-
-
-def test_other_types_of_axes_have_the_same_devices() -> None:
-    def enter(x: jax.Array, note: Any) -> jax.Array:
-        def body(x: jax.Array) -> jax.Array:
-            note()
-            return x
-
-        return jax.sharding.explicit_axes(body, axes=("data", "model"), in_sharding=(P("data"),))(x)
-
-    outside, inside = meshes_of_a_trace(MESH, enter)
-    assert outside is MESH
-    assert isinstance(inside, Mesh) and inside.axis_types == EXPLICIT
-    assert (inside.devices == MESH.devices).all() and inside.axis_names == MESH.axis_names
 
 
 def test_another_abstract_mesh_has_no_devices() -> None:

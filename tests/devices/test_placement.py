@@ -10,35 +10,19 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from functree.devices.placement import (
-    first_mesh,
     is_concrete,
     is_placed,
     is_sharded_as,
-    memory_of,
     mesh_of,
     other_memory,
     sharding_text,
     with_devices_of,
 )
 from tests.lib.meshes import EXPLICIT, MESH, lay
-from tests.lib.trees import x
 
 P = PartitionSpec
 HERE = lay(jnp.ones((4, 8)), "data")
 DEVICES = jax.devices()
-
-
-@pytest.mark.parametrize(("value", "concrete", "mesh"), [
-    (HERE, True, MESH),
-    (jnp.ones(2), True, None),
-    (jax.device_put(jnp.ones(2), DEVICES[1]), True, None),
-    (np.ones(2), False, None),
-    (x(2), False, None),
-    (jax.ShapeDtypeStruct((2,), np.float32, sharding=NamedSharding(MESH, P("data"))), False, MESH),
-], ids=["mesh", "uncommitted", "device", "numpy", "abstract", "abstract on a mesh"])  # fmt: skip
-def test_the_mesh_of_a_value(value: Any, concrete: bool, mesh: Any):
-    assert is_concrete(value) is concrete and mesh_of(value) == mesh
-    assert first_mesh([np.ones(2), value]) == mesh
 
 
 @pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
@@ -51,12 +35,6 @@ def test_the_mesh_of_a_traced_array(mesh: Any):
     assert found[1] is None
 
 
-def test_the_first_mesh_is_the_first():
-    other = jax.device_put(HERE, NamedSharding(EXPLICIT, P()))
-    assert first_mesh([]) is None and first_mesh([jnp.ones(1), HERE, other]) == MESH
-    assert first_mesh([other, HERE]) == EXPLICIT
-
-
 @pytest.mark.parametrize(("sharding", "same"), [
     (NamedSharding(MESH, P("data")), True),
     (NamedSharding(MESH, P("data", None)), True),
@@ -66,15 +44,6 @@ def test_the_first_mesh_is_the_first():
 ], ids=str)  # fmt: skip
 def test_sharded_as_wanted(sharding: Any, same: bool):
     assert is_sharded_as(HERE, sharding) is same
-
-
-def test_in_host_memory():
-    wanted = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
-    array = jax.device_put(HERE, wanted)
-    assert is_sharded_as(array, wanted) and not is_sharded_as(array, HERE.sharding)
-    assert memory_of(wanted) == "pinned_host" and memory_of(HERE.sharding) == memory_of(
-        jnp.ones(2).sharding
-    )
 
 
 @pytest.mark.parametrize(("sharding", "text"), [

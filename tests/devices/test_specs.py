@@ -70,13 +70,6 @@ def test_an_entry_for_each_dimension(spec: P, ndim: int, long: P):
     )
 
 
-@pytest.mark.parametrize(
-    "spec", [P(), P(None), P("data"), P(("data", "model"), None), P(P.UNCONSTRAINED), P(())]
-)
-def test_what_is_an_entry(spec: P):
-    assert invalid_entry(spec) is None
-
-
 @pytest.mark.parametrize(("spec", "lost"), [
     (P(3), "3"), (P("data", 1.5, 3), "1.5"), (P(None, ("data", 3)), "('data', 3)"), (P(jax.numpy.float32), "<class"),
 ])  # fmt: skip

@@ -355,17 +355,3 @@ def test_the_spec_of_an_annotation_needs_no_rules():
     for rules in (ft.FSDP("data", min_size=0), ft.StateSharding({...: ft.FSDP("data")})):
         (sharding,) = ft.jit(f, rules=rules, mesh=MESH).lower(x).compile().input_shardings[0]
         assert sharding.spec == P(None, "model")
-
-
-def test_an_unnamed_parameter_with_moments_is_warned_of_and_replicated():
-    class Mixed(eqx.Module):
-        named: Float[Array, "embed hidden"]
-        bare: Array
-
-    state = ft.TrainState.create(Mixed(jnp.ones((8, 16)), jnp.ones((8, 16))), optax.adam(0.1))
-    rules = ft.AxisRules({"embed": None, "hidden": "model"})
-    with pytest.warns(ft.FunctreeWarning, match="`state.model.bare`.*has no axis names"):
-        compiled = ft.jit(lambda state: state, rules=rules, mesh=MESH).lower(state).compile()
-    found = compiled.input_shardings[0][0]
-    assert found.model.named.spec == found.opt_state[0].mu.named.spec == P(None, "model")
-    assert found.model.bare.spec == P(None, None)

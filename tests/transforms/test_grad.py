@@ -92,12 +92,6 @@ def test_the_gradient_has_the_models_structure_and_none_elsewhere():
     assert np.allclose(eqx.apply_updates(MODEL, gradient).up, MODEL.up + gradient.up)
 
 
-def test_arrays_in_containers_beside_python_values():
-    tree = {"a": [jnp.float32(2), (3, np.float32(4))], "b": None, "c": "text"}
-    gradient = grad(lambda t: t["a"][0] * t["a"][1][0] * t["a"][1][1])(tree)
-    assert gradient == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
-
-
 def test_a_packed_model_has_a_packed_gradient():
     """Its buffers are not trained, as those of the model itself."""
     tree = {"model": pack(MODEL), "step": 1}
@@ -113,18 +107,6 @@ def test_a_packed_model_has_a_packed_gradient():
     assert np.array_equal(moved.up, MODEL.up + by["up"]) and moved.mean is MODEL.mean
     only = grad(lambda packed: loss(packed.tree, X), "down")(pack(MODEL))
     assert [x is None for x in only.arrays] == [True, False, True, True]
-
-
-def test_the_gradient_of_a_packed_model_is_laid_out_like_the_model():
-    packed = ft.shard(pack(MODEL), RULES, MESH)
-    with jax.set_mesh(MESH):
-        gradient = jax.jit(grad(lambda packed: loss(packed.tree, X), layout=RULES))(packed)
-    assert (
-        gradient.tree.up.sharding.spec
-        == ft.plan(MODEL, RULES, MESH)["up"].spec
-        == P("data", "model")
-    )
-    assert gradient.tree.down.sharding.spec == ft.plan(MODEL, RULES, MESH)["down"].spec
 
 
 def test_a_parameter_that_is_not_used_has_a_gradient_of_zeros():
@@ -242,12 +224,6 @@ def test_methods_modules_partials_and_functions_of_jax():
     assert grad(operator.neg)(jnp.float32(3)) == -1.0
 
 
-def test_what_it_closes_over_is_constant():
-    w = jnp.float32(3)
-    assert grad(lambda t: t["x"] * w)({"x": jnp.float32(2)}) == {"x": 3.0}
-    assert jax.grad(lambda w: grad(lambda t: t["x"] ** 2 * w)({"x": jnp.float32(2)})["x"])(w) == 4.0
-
-
 # Composition
 
 
@@ -255,14 +231,9 @@ def test_gradients_of_gradients():
     def cube(t: Any) -> Array:
         return (t["x"] ** 3).sum()
 
-    def slope(t: Any) -> Array:
-        return grad(cube)(t)["x"].sum()
-
     t = {"x": jnp.arange(1.0, 4.0), "n": 1}
-    assert np.array_equal(grad(slope)(t)["x"], 6 * t["x"])
-    assert np.array_equal(
-        jax.hessian(lambda x: cube({"x": x}))(t["x"]).diagonal(), grad(slope)(t)["x"]
-    )
+    found = grad(lambda t: grad(cube)(t)["x"].sum())(t)
+    assert np.array_equal(found["x"], 6 * t["x"]) and found["n"] is None
 
 
 # Errors
@@ -285,34 +256,17 @@ def test_an_abstract_array_is_refused():
 
 
 def test_a_filter_that_matches_nothing_is_listed():
-    with raises(
-        "no array of argument 0 matches wrt=glob('upp')",
-        "up",
-        "f32[8, 16]",
-        "does not match",
-        "give `wrt=`",
-    ):
+    told = "no array of argument 0 matches wrt=glob('upp')", "up", "f32[8, 16]", "does not match"
+    with raises(*told, "give `wrt=`"):
         grad(loss, "upp")(MODEL, X)
-    with raises("no array of argument 1 matches wrt=is_buffer"):
-        grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
     with raises("it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"):
         grad(lambda x: x**2)(3.0)
-
-
-def test_what_is_no_filter_is_refused_at_once():
-    with raises("3 is not a filter", error=ft.RuleError):
-        grad(loss, wrt=3)
 
 
 @pytest.mark.parametrize("argnums", [-3, (0, -2), ()])
 def test_argnums_that_are_not_there(argnums: Any):
     with raises("argnums=", "2 positional arguments", "give existing positions, each once"):
         grad(loss, argnums=argnums)(MODEL, X)
-
-
-def test_a_builtin_without_a_signature_is_refused_at_once():
-    with raises("<built-in function max> has no signature: wrap it in a function, `lambda x: ...`"):
-        grad(max)
 
 
 # Where gradients lie
@@ -463,14 +417,6 @@ def test_ambient_rules_need_not_lay_out_the_parameters():
         assert grad(lambda x: x**2)(jnp.float32(3)) == 6.0
 
 
-def test_what_has_no_gradient_may_have_no_place():
-    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
-    tree = {"model": model, "foreign": jnp.arange(3)}
-    with jax.set_mesh(MESH), ft.axis_rules(RULES):
-        gradient = jax.jit(grad(lambda tree: stack_loss(tree["model"], X)))(tree)
-    assert gradient["foreign"] is None and specs(gradient["model"].up) == P("data", "model")
-
-
 def test_a_layout_that_does_not_fit_is_an_error_by_path():
     model = MLP(MODEL.up[:, :15], MODEL.down[:15], MODEL.mean, MODEL.steps, jax.nn.relu)
     with jax.set_mesh(MESH), raises(
@@ -561,17 +507,6 @@ def test_silent_failure_30_without_check_vma_gradients_are_refused():
         "inside shard_map(check_vma=False)", "its own part only", "take the gradient outside"
     ):
         in_shards(grad(mean), check_vma=False)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_outside_of_shard_map_both_are_right(check_vma: bool):
-    def body(w: Array, x: Array) -> Array:
-        return jax.lax.pmean(jnp.mean(w * x), "data")
-
-    mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
-    assert jax.jit(grad(mapped))(jnp.float32(2), jnp.arange(4.0)) == EXPECTED
 
 
 def test_it_lies_as_its_parameter_along_the_axes_that_are_not_manual():

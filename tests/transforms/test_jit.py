@@ -160,18 +160,6 @@ def test_static_data_without_a_hash():
     assert f(Pair(X, 0, names))[0] == X[0] and len(traces) == 2
 
 
-def test_a_converted_closure_is_an_argument():
-    def convert(scale: Array) -> Any:
-        return eqx.filter_closure_convert(lambda x: scale * x, X)
-
-    f = ft.jit(lambda closure, x: (closure, closure(x)))
-    closure = convert(jnp.float32(2))
-    for _ in range(3):
-        closure, y = f(closure, X)
-        assert jnp.array_equal(y, 2 * X)
-    assert len(f.compilations) == 1
-
-
 # What may be jitted
 
 
@@ -249,12 +237,6 @@ def test_an_array_bound_by_a_partial_is_changed_in_place():
         weight[:] = 5
         assert f(x).sum() == 15
         assert len(f.compilations) == 1
-
-
-@pytest.mark.parametrize("around", [jax.jit, jax.vmap, eqx.filter_jit])
-def test_a_jitted_method_is_a_function(around: Any):
-    model, x = linear(), jnp.ones((3, 2))
-    np.testing.assert_allclose(around(model.jitted)(x), x @ model.weight)
 
 
 def test_what_is_not_callable():
@@ -358,14 +340,6 @@ def test_defaults(default: Any):
     np.testing.assert_array_equal(simple(X), simple(X, default))
 
 
-def test_a_default_array_is_traced():
-    by = np.ones(4, np.float32)
-    f = ft.jit(lambda x, by=by: x * by)
-    assert f(X).sum() == X.sum()
-    by[:] = 3
-    assert f(X).sum() == 3 * X.sum()
-
-
 def test_any_number_of_arguments():
     def body(a: Any, /, b: Any, *rest: Any, c: Any = 1, **named: Any) -> Any:
         return {"a": a, "b": b, "rest": rest, "c": c, "named": named}
@@ -388,16 +362,7 @@ def test_a_wrong_call_is_pythons_error(call: Any):
         call(ft.jit(lambda x, y=1: x))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"static_argnums": 1},
-        {"static_argnums": (-1,)},
-        {"static_argnames": "n"},
-        {"static_argnames": ["n"]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"static_argnums": (-1,)}, {"static_argnames": "n"}], ids=str)
 def test_static_parameters(options: Any):
     seen = []
     f = ft.jit(lambda x, n: (seen.append(n), x * 2)[1], **options)
@@ -405,20 +370,9 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    with raises(
-        "cannot be static",
-        "n   ",
-        "is declared static, but cannot be hashed",
-        "leave it out of `static_arg",
-    ):
-        f(X, X)
-    with raises(
-        "cannot be static",
-        "n   list",
-        "is declared static, but cannot be hashed",
-        "make it hashable",
-    ):
-        f(X, [3])
+    for value, remedy in ((X, "leave it out of `static_arg"), ([3], "make it hashable")):
+        with raises("cannot be static", "n   ", "static, but cannot be hashed", remedy):
+            f(X, value)
 
 
 @pytest.mark.parametrize("option", ["static_argnums", "static_argnames", "donate"])
@@ -450,8 +404,6 @@ def test_parameters_that_there_are_not(option: str):
         "its parameters are model, batch",
     ):
         ft.jit(body, **{option: wrong})
-    with raises(f"{option}=0.5: ", "body has no such parameter", "its parameters are model, batch"):
-        ft.jit(body, **{option: 0.5})
 
 
 def test_gradients_of_integers_are_static():
@@ -492,14 +444,12 @@ def test_the_type_of_an_array_is_refused():
         ft.jit(lambda x: x[0] * 2).lower([jax.typeof(X)])
 
 
-@pytest.mark.parametrize(
-    ("static", "donated"), [("x", "x"), ("x", 0), ("mode", "mode"), ("more", "mode")]
-)
+@pytest.mark.parametrize(("static", "donated"), [("x", 0), ("mode", "mode"), ("more", "mode")])
 def test_what_is_static_is_not_donated(static: str, donated: Any):
     def body(x: Any, **more: Any) -> Any:
         return x
 
-    name = {"x": "x", 0: "x", "mode": "more.mode"}[donated]
+    name = {0: "x", "mode": "more.mode"}[donated]
     with raises(
         f"donate='{name}'",
         "is static",

@@ -112,25 +112,6 @@ def test_inside_shard_map_the_mesh_is_the_manual_one():
     assert seen and set(seen[0]) == {"data", "model"}
 
 
-def test_donation_and_layouts_inside_a_trace():
-    inner = ft.jit(
-        lambda state, x: {"w": state["w"] * x},
-        donate="state",
-        in_shardings=(P("data"), None),
-        out_shardings=P("data"),
-        mesh=MESH,
-    )
-    state = {"w": X}
-    found = jax.jit(lambda state, x: inner(inner(state, x), x))(state, jnp.float32(2))
-    np.testing.assert_allclose(found["w"], X * 4)
-    assert found["w"].sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
-    assert not state["w"].is_deleted() and inner.compilations == []
-    grads = jax.grad(
-        lambda w: ft.jit(lambda s: s["w"] ** 2, out_shardings=P("data"), mesh=MESH)({"w": w}).sum()
-    )(X)
-    np.testing.assert_allclose(grads, 2 * X, rtol=1e-6)
-
-
 def test_calls_inside_traces_are_no_compilations_of_their_own():
     f = ft.jit(lambda x: x * 2)
     jax.jit(f)(X), jax.grad(lambda x: f(x).sum())(X), jax.vmap(f)(X)
@@ -183,7 +164,6 @@ def test_silent_failure_41_a_function_first_called_inside_a_trace(options: str, 
 
 AROUND = {
     "eager": lambda f: f,
-    "jax.jit": jax.jit,
     "ft.jit": ft.jit,
     "ft.jit, mesh=": ft.jit(mesh=EXPLICIT),
 }
@@ -208,7 +188,7 @@ def test_auto_axes_of_it(options: str, around: str, ambient: bool):
             AROUND[around](lambda x: jax.sharding.auto_axes(other, out_sharding=sharding)(x))(x)
 
 
-@pytest.mark.parametrize("around", ["eager", "jax.jit", "ft.jit"])
+@pytest.mark.parametrize("around", ["eager", "ft.jit"])
 @pytest.mark.parametrize("options", [name for name in FIRST_INSIDE if name != "donated"])
 def test_explicit_axes_of_it(options: str, around: str):
     sharding = NamedSharding(MESH, P("data", "model"))

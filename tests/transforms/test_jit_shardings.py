@@ -60,7 +60,6 @@ WRITTEN: dict[str, tuple[Any, list[Any]]] = {
     "a tuple": ((P("data"), P("model"), None), [("data",), ("model",), None]),
     "by name": ({"c": P("data"), "a": P("model")}, [("model",), None, ("data",)]),
     "one for all": (P("data"), [("data",), ("data",), ("data",)]),
-    "one sharding for all": (NamedSharding(MESH, P("data")), [("data",), ("data",), ("data",)]),
     "one StateSharding for all": (
         ft.StateSharding({"a": P("data"), "b": None, ...: P()}),
         [("data",), None, ()],
@@ -117,34 +116,21 @@ def test_in_shardings_of_a_bound_module():
     assert_lies(w, None, "model")
 
 
-WRONG: dict[str, tuple[Any, tuple[str, ...]]] = {
+WRONG: dict[str, tuple[Any, str]] = {
     "too few": (
         (P(),),
-        (
-            "in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)",
-            "`None` for a parameter that",
-        ),
+        "in_shardings has 1 layout, and three has 3 positional parameters (a, b, c)",
     ),
-    "unknown name": (
-        {"aa": P()},
-        (
-            "in_shardings: three has no parameter 'aa'; did you mean `a`?",
-            "its parameters are a, b, c",
-        ),
-    ),
-    "no layout": (
-        3,
-        (
-            "in_shardings: 3 is neither a layout, nor one for each positional parameter, nor a dict by name",
-        ),
-    ),
+    "unknown name": ({"aa": P()}, "in_shardings: three has no parameter 'aa'; did you mean `a`?"),
+    "no layout": (3, "in_shardings: 3 is neither a layout, nor one for each positional parameter"),
 }
 
 
 @pytest.mark.parametrize("form", WRONG)
 def test_in_shardings_that_do_not_fit_the_function(form: str):
-    with raises(*WRONG[form][1], error=ft.RuleError):
-        ft.jit(three, in_shardings=WRONG[form][0])
+    written, told = WRONG[form]
+    with raises(told, error=ft.RuleError):
+        ft.jit(three, in_shardings=written)
 
 
 # A layout for `b`, which is static; the dict and the tuple are one thing to the user.
@@ -164,9 +150,7 @@ def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
         ft.jit(fun, in_shardings=given, static_argnames="b")
 
 
-@pytest.mark.parametrize(
-    "given", [P(), {"a": P()}, {"a": P(), "b": None}, (P(), None, None)], ids=str
-)
+@pytest.mark.parametrize("given", [P(), {"a": P(), "b": None}, (P(), None, None)], ids=str)
 def test_static_parameters_that_have_no_layout(given: Any):
     f = ft.jit(lambda a, b, c: a * 2, in_shardings=given, static_argnames="b", mesh=MESH)
     assert_lies(f(X, ("any", "thing"), None))
@@ -189,12 +173,6 @@ def test_silent_failure_21_a_committed_array_that_lies_otherwise():
     f(ft.shard(wrong, RULES, MESH), lay(X, "data"))
     with raises("x   f32[8, 4]\n      is sharded P(None, 'model')"):  # and at every later call
         f(ft.shard(wrong, RULES, MESH), lay(X, None, "model"))
-
-
-def test_an_equivalent_sharding_is_no_other():
-    f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
-    for spec in (("data",), ("data", None), (("data",), None)):
-        assert_lies(f(lay(X, *spec)), "data")
 
 
 def test_an_array_that_is_committed_later():
@@ -278,12 +256,7 @@ def test_one_array_at_two_paths():
         "P(None, 'model') here and P('data', None) there",
     ):
         f(x, {"tied": x})
-    ft.jit(lambda a, b: b, in_shardings=P("data"), mesh=MESH)(x, {"tied": x})
-    for layouts in [
-        (P("data"), None),
-        (None, P("data")),
-        (P("data"), NamedSharding(MESH, P("data"))),
-    ]:
+    for layouts in ((P("data"), None), (P("data"), NamedSharding(MESH, P("data")))):
         assert_lies(ft.jit(lambda a, b: (a, b), in_shardings=layouts, mesh=MESH)(x, x)[1], "data")
 
 
@@ -421,46 +394,29 @@ def test_the_context_brings_the_mesh():
 
 
 ELSEWHERE = {
-    "other devices": (REVERSED, ", with other devices"),
-    "other shape": (TALL, ""),
-    "fewer devices": (HALF, ""),
+    "other devices": (REVERSED, "(data=2, model=4), with other devices"),
+    "other shape": (TALL, "(data=4, model=2)"),
+    "fewer devices": (HALF, "(data=2, model=2)"),
 }
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["first call", "later call"])
-@pytest.mark.parametrize("given", ["mesh=", "context and donation", "arguments"])
+@pytest.mark.parametrize("options", [{"mesh": MESH}, {"donate": "a"}], ids=["mesh=", "arguments"])
 @pytest.mark.parametrize("other", ELSEWHERE)
-def test_arguments_on_another_mesh(other: str, given: str, first: bool):
-    mesh, more = ELSEWHERE[other]
-    donation = {"donate": "a"} if "donation" in given else {}
-    f = ft.jit(lambda a, b: {"x": a["x"] + b}, mesh=MESH if given == "mesh=" else None, **donation)
-    a, b, wrong = {"x": lay(X, "data")}, lay(X, "data"), lay(X, "data", mesh=mesh)
-    sizes = ", ".join(f"{name}={size}" for name, size in mesh.shape.items())
-    expected = raises(
+def test_arguments_on_another_mesh(other: str, options: Any, first: bool):
+    mesh, told = ELSEWHERE[other]
+    f = ft.jit(lambda a, b: {"x": a["x"] + b}, **options)
+    a, b = {"x": lay(X, "data")}, lay(X, "data")
+    if not first:
+        f({"x": a["x"] + 0}, b)
+    with raises(
         "<lambda> runs on mesh (data=2, model=4), but 1 argument is not on it",
-        f"b   f32[8, 4]\n      is on the mesh ({sizes}){more}",
+        f"b   f32[8, 4]\n      is on the mesh {told}",
         "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
-    )
-
-    def check() -> None:
-        if not first:
-            f({"x": a["x"] + 0}, b)
-        before = jax.sharding.get_mesh()
-        with expected:
-            f(a, wrong)
-        assert jax.sharding.get_mesh() == before
-        f(a, b)
-
-    if "context" in given:
-        with jax.set_mesh(MESH):
-            check()
-    else:
-        check()
-
-
-def test_only_what_has_devices():
-    with raises("jit runs on devices: give a `Mesh`, not sizes"):
-        ft.jit(lambda x: x, mesh={"data": 2})  # type: ignore[call-overload]
+    ):
+        f(a, lay(X, "data", mesh=mesh))
+    assert jax.sharding.get_mesh().empty
+    f(a, b)
 
 
 def test_explicit_axes():
@@ -563,13 +519,10 @@ def step(model: Any, opt_state: Any, x: Any) -> Any:
 
 
 NAMED_RULES = ft.AxisRules({"embed": "data", "hidden": "model"})
-MLP_SPECS = {"up": P("data", "model"), "bias": P("model")}
 # A layout of the model for the state of an optimizer, and what the error has to name.
 FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
     "rules": (NAMED_RULES, optax.adafactor(1e-3), ["does not fit 4 leaves", "opt_state.0.v_row.weight"]),
-    "specs with its structure": (MLP_SPECS, optax.adam(1e-3), ["at `opt_state`: the layouts are a dict", "is a tuple"]),
     "one spec": (P("data", "model"), optax.adam(1e-3), ["does not fit 2 leaves", "opt_state.0.mu.bias, opt_state.0.nu.bias   f32[8]"]),
-    "fsdp": (ft.FSDP("data", min_size=0), optax.adafactor(1e-3), ["opt_state.0.v_row.weight"]),
     "a pattern": (
         ft.StateSharding({"weight": P("data", "model"), ...: P("model")}), optax.adam(1e-3),
         ["filter 'weight', for `opt_state`\n      matches no leaf"],

@@ -102,17 +102,6 @@ def test_not_warned_of(case: str) -> None:
         SILENT[case]()
 
 
-def test_once_for_each_program() -> None:
-    f = ft.jit(fresh())
-    f(WHOLE, PLACED)
-    with pytest.warns(ft.FunctreeWarning, match="nobody has placed"):
-        f(WHOLE, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        f(WHOLE, X)
-        f(WHOLE, PLACED)
-
-
 def test_each_array_for_itself() -> None:
     """Also beside an array of numpy that is replicated at no cost, or is warned of already."""
     f = ft.jit(lambda m, x, y, rate: (m, x, y, rate))
