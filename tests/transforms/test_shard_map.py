@@ -285,11 +285,6 @@ def test_a_named_sharding_is_in_device_memory():
         named = NamedSharding(MESH, P("data"), memory_kind=kind)
         doubled = ft.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=(named,), out_specs=named)
         assert doubled(jnp.ones((4, 8))).sharding.is_equivalent_to(named, 2)
-    host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
-    with raises("is laid out in pinned_host, but shard_map moves no array to another memory"):
-        ft.shard_map(lambda x: x, mesh=MESH, in_specs=(host,), out_specs=P("data"))(
-            jnp.ones((4, 8))
-        )
 
 
 def test_prefix_trees():
@@ -513,6 +508,18 @@ PLACED = {
 }
 
 
+def test_rules_lose_the_axes_that_are_not_manual():
+    """Such an axis counts as one device, also where the sizes are checked."""
+
+    def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        assert x.shape == (3, 4)
+        return x
+
+    rules = ft.AxisRules({"batch": ("data", "model"), ...: None})
+    found = shard_map(f, mesh=MESH, rules=rules, axis_names={"data"})(jnp.ones((6, 4)))
+    assert found.sharding.spec == P("data")
+
+
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_arguments_of_one_type_share_a_trace(explicit: bool):
     mesh, traces = mesh_of(explicit), list[Any]()
@@ -617,6 +624,7 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
 
 NO_LAYOUT = "no layout was given for this array (`None`)"
 NOT_MANUAL = "P('model') names model, but only data is manual here"
+HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
 OF_DATA = {"axis_names": {"data"}}
 ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
 # Of a layout that does not fit, one case for each side: the others are those of every layout.
@@ -629,6 +637,32 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"in_specs": P("model"), **OF_DATA}, "x", NOT_MANUAL),
     ({"out_specs": P("model"), **OF_DATA}, "result", NOT_MANUAL),
     ({"in_specs": None, "rules": RULES}, "x", "has no axis names, and rules shard axes by name"),
+    (
+        {"in_specs": HOST},
+        "x",
+        "is laid out in pinned_host, but shard_map moves no",
+    ),
+    # What JAX would not move.
+    (
+        {"x": jax.device_put(X, jax.devices()[1])},
+        "x",
+        "is sharded on cpu:1, but the mesh has other d",
+    ),
+    (
+        {"x": ft.shard(X, P("data"), MESH), "mesh": EXPLICIT},
+        "x",
+        "its type is on a mesh of Auto axes, (data=2, model=4)",
+    ),
+    (
+        {"x": ft.shard(X, P("x"), ft.make_mesh(x=2, y=4, explicit=True))},
+        "x",
+        "its type is on a mesh of Explicit axes, (x=2, y=4)",
+    ),
+    (
+        {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
+        "x",
+        "its type is sharded P(None, 'model'), but its spec is P('data', None); Explicit axes are",
+    ),
 ]
 
 
