@@ -375,36 +375,15 @@ def mlp() -> MLP:
     return MLP(jnp.ones((6, 8)), jnp.ones((8, 6)))
 
 
-def pair() -> tuple[MLP, Any]:
-    model = mlp()
-    return model, optax.adam(1e-3).init(eqx.filter(model, eqx.is_array))  # type: ignore[arg-type]
-
-
-MAKE: dict[str, Callable[[], Any]] = {
-    "array": lambda: jnp.ones((4, 8)),
-    "module": mlp,
-    "pair": pair,
-}
-LAYOUT: dict[str, Any] = {"array": SPEC, "module": NAMES, "pair": (NAMES, NAMES)}
+MAKE: dict[str, Callable[[], Any]] = {"array": lambda: jnp.ones((4, 8)), "module": mlp}
+LAYOUT: dict[str, Any] = {"array": SPEC, "module": NAMES}
 UP, DOWN = P(None, "model"), P("model")
 
 # The specs of each kind of tree.
 Specs = dict[str, list[P]]
-SPECS: Specs = {
-    "array": [SPEC],
-    "module": [UP, DOWN],
-    "pair": [UP, DOWN, P(), UP, DOWN, UP, DOWN],
-}
-ADAM: Specs = {
-    "array": [P(), SPEC, SPEC],
-    "module": [P(), UP, DOWN, UP, DOWN],
-    # Of the pair, adam's own count is an integer, so five arrays are trained.
-    "pair": [P(), *([UP, DOWN] * 3), *([UP, DOWN] * 3)],
-}
-# A gradient has no place for adam's integer count.
-GRADIENT: Specs = {**SPECS, "pair": [UP, DOWN] * 3}
+SPECS: Specs = {"array": [SPEC], "module": [UP, DOWN]}
+ADAM: Specs = {kind: [P(), *specs, *specs] for kind, specs in SPECS.items()}
 WHOLE: Specs = {kind: [P()] * len(specs) for kind, specs in SPECS.items()}
-WHOLE_GRADIENT: Specs = {kind: [P()] * len(specs) for kind, specs in GRADIENT.items()}
 UNSHARDED: Specs = {kind: [] for kind in SPECS}  # no NamedSharding to be seen
 
 
@@ -464,18 +443,8 @@ Outcomes = dict[str, Specs | str]
 NO_PLAN = {"manual": "are Manual and shapes are local", "none": "there is no mesh: pass `mesh=`"}
 PLANNED: Outcomes = {"auto": SPECS, "explicit": SPECS, **NO_PLAN}
 OF_ADAM: Outcomes = {"auto": ADAM, "explicit": ADAM, **NO_PLAN}
-DERIVED: Outcomes = {
-    "auto": GRADIENT,
-    "explicit": GRADIENT,
-    "manual": WHOLE_GRADIENT,
-    "none": UNSHARDED,
-}
-NAMED: Outcomes = {
-    "auto": for_each(UP),
-    "explicit": for_each(UP),
-    "manual": for_each(P()),
-    "none": for_each(UP),
-}
+TRACED: Outcomes = {"auto": SPECS, "explicit": SPECS, "manual": WHOLE, "none": UNSHARDED}
+NAMED: Outcomes = {mode: for_each(P() if mode == "manual" else UP) for mode in MODES}
 # How each function is called on a kind of tree, and what comes out.
 PLACING: dict[str, tuple[Callable[[str], list[P]], Outcomes]] = {
     "plan": (lambda kind: rows(ft.plan(MAKE[kind](), LAYOUT[kind])), PLANNED),
@@ -485,7 +454,7 @@ PLACING: dict[str, tuple[Callable[[str], list[P]], Outcomes]] = {
     ),
     "constrain": (
         lambda kind: traced(kind, lambda tree: ft.constrain(tree, LAYOUT[kind])),
-        {**PLANNED, "manual": WHOLE, "none": UNSHARDED},
+        TRACED,
     ),
     "init": (lambda kind: lie(ft.init(MAKE[kind], LAYOUT[kind])()), PLANNED),
     "abstract": (lambda kind: lie(ft.abstract(MAKE[kind], LAYOUT[kind])()), PLANNED),
@@ -501,19 +470,14 @@ PLACING: dict[str, tuple[Callable[[str], list[P]], Outcomes]] = {
     "axis_rules": (lambda kind: spec_of_names(), NAMED),
     "axis_shards": (
         lambda kind: shards_of_name(),
-        {
-            "auto": for_each(P("model")),
-            "explicit": for_each(P("model")),
-            "manual": for_each(P()),
-            "none": for_each(P()),
-        },
+        {mode: for_each(P("model") if mode in ("auto", "explicit") else P()) for mode in MODES},
     ),
-    "grad": (lambda kind: traced(kind, ft.grad(energy, layout=LAYOUT[kind])), DERIVED),
+    "grad": (lambda kind: traced(kind, ft.grad(energy, layout=LAYOUT[kind])), TRACED),
     "value_and_grad": (
         lambda kind: traced(
             kind, lambda tree: ft.value_and_grad(energy, layout=LAYOUT[kind])(tree)[1]
         ),
-        DERIVED,
+        TRACED,
     ),
     "jit": (lambda kind: lie(ft.jit(doubled, out_shardings=LAYOUT[kind])(MAKE[kind]())), PLANNED),
     "on_host": (

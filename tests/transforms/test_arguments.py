@@ -289,10 +289,6 @@ def test_names_that_the_rules_do_not_know_are_not_called_missing():
     x = np.ones((4, 64), np.float32)
     with pytest.warns(ft.FunctreeWarning, match=told):
         ft.jit(product, rules=fsdp, mesh=MESH)(x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        rules = ft.AxisRules({"batch": "data", "embed": None})
-        lies(ft.jit(product, rules=rules | fsdp, mesh=MESH)(x), [P("data")], MESH)
 
 
 def test_for_the_state_of_an_optimizer_there_is_another_way():

@@ -179,16 +179,6 @@ def test_has_aux_gives_back_anything():
     assert grad(f, has_aux=True)(model) == (gradient, aux)
 
 
-def test_as_a_decorator():
-    @value_and_grad
-    def bare(model: dict[str, Array], x: float) -> Float[Array, ""]:
-        """Doc."""
-        return model["w"] * x
-
-    assert bare({"w": jnp.float32(3)}, 2.0) == (6.0, {"w": 2.0})
-    assert bare.__name__ == "bare" and bare.__doc__ == "Doc."
-
-
 def test_the_signature_is_kept_but_for_what_is_returned():
     def f(model: MLP, x: Float[Array, "batch embed"], *, scale: float = 1.0) -> Float[Array, ""]:
         return x.sum()

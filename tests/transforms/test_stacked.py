@@ -11,13 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
 from functree.errors import FunctreeError
-from functree.nn import block, mlp
-from functree.nn.attention import layer as attention
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
 
@@ -314,24 +311,6 @@ def placements(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
     return sorted((shape, where) for where, shape in found)
 
 
-def test_offload_inside_shard_map() -> None:
-    mesh = jax.make_mesh(
-        (2,), ("data",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:2]
-    )
-    x = jnp.concatenate([X, X + 1])
-    with jax.set_mesh(mesh):
-        layers, placed = ft.shard((TWICE, x), (ft.P(), ft.P("data")), mesh)
-        by_shard = jax.shard_map(
-            lambda layers, x: layers.scan(x, remat=offload("wide")),
-            in_specs=(ft.P(), ft.P("data")),
-            out_specs=ft.P("data"),
-        )
-        fun = jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x)))
-        assert {where for _, where in placements(fun, layers, placed)} == {"device", "pinned_host"}
-        found = jax.jit(fun)(layers, placed).layer.up
-    np.testing.assert_allclose(found, gradient(None)(TWICE, x).layer.up, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.jit(jax.grad(f))])
 def test_the_check_of_names_traces_no_layer_again(transform: Any) -> None:
     traces = []
@@ -445,18 +424,6 @@ def test_every_name_is_known_to_the_error() -> None:
     assert ", ".join(f"`{name}`" for name in sorted(NAMES)) in str(caught.value)
 
 
-def test_names_add_nothing_to_the_compiled_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    def program() -> list[str]:
-        loss, model = model_loss("full")
-        text = jax.jit(lambda model: loss(model)).lower(model).compile().as_text()
-        return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
-
-    named = program()
-    for module in (attention, mlp, block):
-        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
-    assert named == program() and len(named) > 100
-
-
 # Inputs and outputs of each layer
 
 
@@ -554,20 +521,6 @@ def test_state_comes_last(collect: bool) -> None:
     np.testing.assert_allclose(results[0], by_hand(stacked, X, (), each)[0], rtol=1e-5)
     [calls] = jax.tree.leaves(after)
     assert calls.tolist() == [1] * DEPTH
-
-
-def test_what_each_layer_gets_is_laid_out_too() -> None:
-    mesh = ft.make_mesh(data=2, model=4)
-    stacked, _ = cells()
-    caches = ft.shard(CACHES["k"], ft.P(None, None, "model"), mesh)
-
-    @ft.jit(donate="cache")
-    def step(stacked: Any, cache: Any) -> Any:
-        y, outs = stacked.scan(X, each={"cache": cache}, collect=True)
-        return y, outs["cache"]
-
-    _, new = step(ft.shard(stacked, ft.P(), mesh), {"k": caches, "unused": None})
-    assert new["k"].sharding.spec == ft.P(None, None, "model") and len(step.compilations) == 1
 
 
 # Errors

@@ -62,6 +62,12 @@ def test_beartype_checks_the_rest():
         typed(up)(X, UP, times="two")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="missing a required argument"):
         typed(up)()  # type: ignore[call-arg]
+    with pytest.raises(jaxtyping.TypeCheckError, match="three"):
+        typed(result_of)("three")
+
+
+def result_of(x: Any) -> int:
+    return x
 
 
 def test_calls_inside_calls_have_scopes_of_their_own():
