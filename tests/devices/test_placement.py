@@ -14,7 +14,6 @@ from functree.devices.placement import (
     is_placed,
     is_sharded_as,
     mesh_of,
-    other_memory,
     sharding_text,
     with_devices_of,
 )
@@ -55,16 +54,6 @@ def test_sharded_as_wanted(sharding: Any, same: bool):
 ], ids=range(5))  # fmt: skip
 def test_in_words(sharding: Any, text: str):
     assert sharding_text(sharding) == text
-
-
-@pytest.mark.parametrize(("sharding", "kind"), [
-    (NamedSharding(MESH, P()), None),
-    (SingleDeviceSharding(DEVICES[0]), None),
-    (SimpleNamespace(memory_kind=None), None),
-    (NamedSharding(MESH, P(), memory_kind="pinned_host"), "pinned_host"),
-])  # fmt: skip
-def test_memory_that_is_not_the_default(sharding: Any, kind: str | None):
-    assert other_memory(sharding) == kind
 
 
 # Another order of the same devices, and other names for them: JAX finds these shardings equivalent

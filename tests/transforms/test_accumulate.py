@@ -175,15 +175,6 @@ def collectives(compiled: Any) -> list[str]:
     return re.findall(rf" ({kinds})(?:-start)?\(", compiled.as_text())
 
 
-def test_each_device_keeps_its_part_of_the_batch():
-    mesh = ft.make_mesh(data=8)
-    x, y = ft.shard((X, Y), P("data"), mesh)
-    compiled = (
-        ft.jit(ft.accumulate(BOTH, 2), mesh=mesh).lower(ft.shard(MODEL, P(), mesh), x, y).compile()
-    )
-    assert set(collectives(compiled)) == {"all-reduce"}
-
-
 def test_a_carried_array_of_a_weak_type_keeps_its_dtype():
     """That of a sum with a narrower array would be the narrower one."""
 

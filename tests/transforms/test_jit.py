@@ -227,16 +227,11 @@ def test_another_instance_compiles_nothing(kind: str):
 
 def test_an_array_bound_by_a_partial_is_changed_in_place():
     weight = np.ones(3, np.float32)
-    for f in (
-        ft.jit(functools.partial(jnp.multiply, weight)),
-        ft.jit(functools.partial(lambda x, w: x * w, w=weight)),
-    ):
-        weight[:] = 1
-        x = jnp.ones(3)
-        assert f(x).sum() == 3
-        weight[:] = 5
-        assert f(x).sum() == 15
-        assert len(f.compilations) == 1
+    f = ft.jit(functools.partial(lambda x, w: x * w, w=weight))
+    assert f(jnp.ones(3)).sum() == 3
+    weight[:] = 5
+    assert f(jnp.ones(3)).sum() == 15
+    assert len(f.compilations) == 1
 
 
 def test_what_is_not_callable():
