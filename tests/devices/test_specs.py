@@ -48,6 +48,7 @@ def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortes
          "P(('model', 'data', 'x'), 'y')"),
         (P(P.UNCONSTRAINED, "data"), {"data"}, P(None, None), "P(P.UNCONSTRAINED, 'data')"),
         (P("data", unreduced={"x"}), {"data"}, P(None), "P('data', unreduced={'x'})"),
+        (P("data", reduced={"x"}), {"data"}, P(None), "P('data', reduced={'x'})"),
     ],
 )  # fmt: skip
 def test_a_spec(spec: P, named: set[str], without_data: P, text: str):

@@ -180,6 +180,10 @@ def test_a_weight_of_any_kind():
         (value, total), gradient = step(W, X)
         assert total == 8 and total.dtype == dtype
         assert_close((value, gradient), (jnp.sum(X @ W) / 8, X.sum(0) / 8))
+    without_value = ft.grad(lambda w, x: (jnp.sum(x @ w), 2), has_aux=True)
+    gradient, total = ft.accumulate(without_value, STEPS, weighted=True)(W, X)
+    assert total == 8
+    assert_close(gradient, X.sum(0) / 8)
 
 
 # What is carried
@@ -424,6 +428,9 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "the model": (
         lambda: ft.accumulate(GRADIENT, 2, carry="model"),
         ("carry='model'", "is differentiated, so it is the same in each micro-batch"),
+    ),
+    "twice": (
+        lambda: ft.accumulate(GRADIENT, 2, keys=["key", "key"]), ("keys='key'", "is named twice"),
     ),
     "in both": (
         lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"),

@@ -558,7 +558,7 @@ def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any)
 # What a function closes over may be no tree
 
 BIG = jnp.ones((600, 600))
-ITSELF: list[Any] = [BIG]
+ITSELF: list[Any] = [[BIG]]
 ITSELF.append(ITSELF)
 DEEP: Any = BIG
 for _ in range(5000):
@@ -585,7 +585,7 @@ jax.tree_util.register_pytree_node(Broken, refuse, refuse)
 # What a function keeps, and the array in it.
 KEPT: dict[str, tuple[Any, Callable[[Any], Any]]] = {
     "keys of several types": ({1: BIG, "a": BIG}, lambda kept: kept["a"]),
-    "itself": (ITSELF, lambda kept: kept[0]),
+    "itself": (ITSELF, lambda kept: kept[0][0]),
     "a deep list": (DEEP, innermost),
     "what cannot be flattened": ([Broken(), BIG], lambda kept: kept[1]),
 }

@@ -419,6 +419,11 @@ def test_arguments_on_another_mesh(other: str, options: Any, first: bool):
     f(a, b)
 
 
+def test_only_what_has_devices():
+    with raises("jit runs on devices: give a `Mesh`, not sizes"):
+        ft.jit(lambda x: x, mesh={"data": 2})  # type: ignore[call-overload]
+
+
 def test_explicit_axes():
     seen = []
     f = ft.jit(lambda x, y: seen.append(jax.typeof(x).sharding.spec) or x * y, donate="x")

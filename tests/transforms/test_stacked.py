@@ -611,6 +611,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
         "each={'kee': ...}: Named has no parameter `kee`; did you mean `key`?",
     ),
+    "no dict": (
+        lambda: SAME.scan(X, each=KEYS),
+        "a Stacked cannot be scanned\n\n  each=key<fry>[5]\n      it must be keyword arguments of",
+    ),
     "the state": (
         lambda: SAME.scan(X, each={"state": KEYS}),
         "a Stacked cannot be scanned\n\n  each={'state': ",
