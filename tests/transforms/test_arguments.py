@@ -173,16 +173,6 @@ def test_what_is_committed_stays_whatever_the_rules_say():
     lies(y, [P("data")], MESH)
 
 
-def test_each_set_of_ambient_rules_places_by_itself():
-    f = ft.jit(step, mesh=MESH)
-    others = ft.AxisRules({"batch": "model", "hidden": "data", "embed": None})
-    for rules, spec, batch in ((RULES, "model", "data"), (others, "data", "model")):
-        with ft.axis_rules(rules):
-            out, y = f(layer(np.asarray), X)
-        lies(out, [P(None, spec), P(spec)], MESH)
-        lies(y, [P(batch)], MESH)
-
-
 def test_inside_shard_map_arrays_are_local():
     """So the rules, which are about whole arrays, say nothing of their sizes."""
     f = ft.jit(step, rules=RULES)

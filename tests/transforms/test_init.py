@@ -97,17 +97,6 @@ def test_one_array_at_two_places_is_born_once():
     assert [float(made[name].mean()) for name in "abd"] == [1.0, 0.0, 2.0]
 
 
-def test_arguments_that_are_no_arrays_are_static():
-    def make(
-        shape: tuple[int, ...], scale: Array, fill: Callable[..., Array], *, dtype: Any
-    ) -> dict[str, Any]:
-        return {"w": fill(shape, dtype) * scale, "shape": shape, "mode": "test"}
-
-    tree = ft.init(make, P("data"), MESH)((8, 2), np.float32(3), jnp.ones, dtype=jnp.float32)
-    assert tree["shape"] == (8, 2) and tree["mode"] == "test"
-    assert np.array_equal(tree["w"], np.full((8, 2), 3.0, np.float32))
-
-
 def test_a_constant_and_an_input_that_come_back_are_placed_too():
     constant = np.arange(8.0, dtype=np.float32)
     tree = ft.init(lambda x: (constant, x), P("data"), MESH)(jnp.ones(4))
