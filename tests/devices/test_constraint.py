@@ -45,30 +45,3 @@ def test_it_is_a_constraint_or_a_reshard_by_the_type_of_the_axes(case: str) -> N
     assert ("sharding_constraint" in text) is by_constraint
     assert found.sharding.is_equivalent_to(NamedSharding(mesh, spec), 2)
     assert (found == 2.0).all()
-
-
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_manual_axes_are_left_out(explicit: bool) -> None:
-    mesh = EXPLICIT if explicit else MESH
-    shapes: list[Any] = []
-
-    def body(x: jax.Array) -> jax.Array:
-        shapes.append(x.shape)
-        within = jax.sharding.get_abstract_mesh()
-        return with_constraint(x, within, P(("data", "model"), None))
-
-    with jax.set_mesh(mesh):
-        mapped = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        found = jax.jit(mapped)(jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data"))))
-    assert shapes[0] == (4, 8)  # local along `data`
-    assert found.sharding.is_equivalent_to(NamedSharding(mesh, P(("data", "model"))), 2)
-
-
-@pytest.mark.parametrize(
-    ("kind", "expected"), [(None, "device"), ("device", "device"), ("pinned_host", "pinned_host")]
-)
-def test_kinds_of_memory(kind: str | None, expected: str) -> None:
-    with jax.set_mesh(MESH):
-        found = jax.jit(constrained(MESH, P("data"), kind))(jnp.ones((4, 8)))
-    assert found.sharding.memory_kind == expected
-    assert found.sharding.is_equivalent_to(NamedSharding(MESH, P("data"), memory_kind=expected), 2)

@@ -10,10 +10,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from functree.devices.placement import (
-    is_concrete,
     is_placed,
     is_sharded_as,
-    mesh_of,
     sharding_text,
     with_devices_of,
 )
@@ -22,16 +20,6 @@ from tests.lib.meshes import EXPLICIT, MESH, lay
 P = PartitionSpec
 HERE = lay(jnp.ones((4, 8)), "data")
 DEVICES = jax.devices()
-
-
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-def test_the_mesh_of_a_traced_array(mesh: Any):
-    found = []
-    array = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
-    jax.jit(lambda x: found.append((is_concrete(x), mesh_of(x))) or x)(array)
-    assert found[0] == (False, mesh.abstract_mesh)
-    jax.jit(lambda x: found.append(mesh_of(x)) or x)(jnp.ones(2))
-    assert found[1] is None
 
 
 @pytest.mark.parametrize(("sharding", "same"), [

@@ -12,7 +12,6 @@ from functree.devices.specs import (
     invalid_entry,
     mesh_axes,
     named_axes,
-    of_rank,
     spec_text,
     without,
 )
@@ -58,17 +57,6 @@ def test_a_spec(spec: P, named: set[str], without_data: P, text: str):
         and without(spec, ["data", "nowhere"]) == without_data
     )
     assert spec_text(spec) == text
-
-
-@pytest.mark.parametrize(("spec", "ndim", "long"), [
-    (P(), 0, P()), (P(), 2, P(None, None)), (P("data"), 1, P("data")), (P("data"), 3, P("data", None, None)),
-    (P(None, ("data", "model")), 3, P(None, ("data", "model"), None)),
-])  # fmt: skip
-def test_an_entry_for_each_dimension(spec: P, ndim: int, long: P):
-    assert (
-        of_rank(spec, ndim).partitions == long.partitions
-        and len(of_rank(spec, ndim).partitions) == ndim
-    )
 
 
 @pytest.mark.parametrize(("spec", "lost"), [

@@ -38,7 +38,6 @@ def mean_square(model: Any, x: Array) -> Array:
 
 MODULES: dict[str, Callable[[], Any]] = {
     "ft.grad of it": lambda: ft.grad(ft.jit(mean_square))(MODEL, X),
-    "ft.grad in it": lambda: ft.jit(ft.grad(mean_square))(MODEL, X),
     "both": lambda: ft.jit(ft.grad(ft.jit(mean_square)))(MODEL, X),
     "eqx.filter_grad of it": lambda: eqx.filter_grad(ft.jit(mean_square))(MODEL, X),
     "eqx.filter_jit around it": lambda: eqx.filter_jit(ft.grad(ft.jit(mean_square)))(MODEL, X),
