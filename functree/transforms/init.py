@@ -188,7 +188,8 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
         output = Output.of(result, signature.name)
         if fresh:
             # An optimizer may return parameters as part of its state. A copy of each array gives it
-            # its own memory, so that model and state can both be donated.
+            # its own memory, so that model and state can both be donated. A compiled program would
+            # copy them in any case; without jit nothing else does.
             return Output([jnp.copy(value) for value in output.values], output.skeleton)
         return output.distinct()
 

@@ -14,7 +14,6 @@ from jaxtyping import Float
 
 import functree as ft
 from functree.devices.placement import is_deleted, refuse_deleted
-from functree.errors import FunctreeError
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH
 from tests.lib.trees import x
@@ -35,62 +34,38 @@ def test_what_is_deleted() -> None:
     assert traced == [False]
 
 
-def test_one() -> None:
-    paths = [ft.Path(("state", "w")), ft.Path(("state", "b")), ft.Path(("x",))]
-    error = refuse_deleted("step", paths, [gone(), jnp.ones(2), np.ones(2)])
-    assert type(error) is FunctreeError
-    assert str(error).startswith("step: 1 argument is deleted")
-    (problem,) = error.problems
-    assert str(problem.path) == "state.w" and problem.shape == (2, 3)
-    assert problem.why == "is deleted"
-    assert problem.remedy == (
-        "if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
-    )
-
-
-def test_several() -> None:
-    paths = [ft.Path(("a",)), ft.Path(("b",)), ft.Path(("c",))]
-    error = refuse_deleted("step", paths, [gone(), jnp.ones(2), gone()])
-    assert str(error).startswith("step: 2 arguments are deleted")
-    assert [str(problem.path) for problem in error.problems] == ["a", "c"]
-
-
 ALIVE, GONE = jnp.ones((2, 3)), gone()
 
 
 @pytest.mark.parametrize(
-    ("given", "headline", "entries"),
+    ("given", "entries"),
     [
-        ({"ts.w": GONE, "ts.b": GONE}, "1 argument is", ["ts   2 arrays\n      are all deleted"]),
-        (
-            {"ts.w": GONE, "ts.b": GONE, "m.v": GONE, "m.u": ALIVE, "x": ALIVE},
-            "2 arguments are",
-            ["ts   2 arrays\n      are all deleted", "m.v   f32[2, 3]\n      is deleted"],
-        ),
+        ({"ts.w": GONE, "ts.b": GONE, "m.v": GONE, "m.u": ALIVE}, ["ts", "m.v"]),
         # One array has a path of its own, which says more.
-        ({"ts.w": GONE, "x": ALIVE}, "1 argument is", ["ts.w   f32[2, 3]\n      is deleted"]),
-        ({"ts.w": GONE, "ts.b": np.ones(2)}, "1 argument is", ["ts.w   f32[2, 3]"]),
-        (
-            {"ts.w": GONE, "ts.b": x(2), "ts.c": GONE},
-            "2 arguments are",
-            ["ts.w, ts.c   f32[2, 3]\n      is deleted"],
-        ),
-        ({"a": GONE, "b": GONE}, "2 arguments are", ["a, b   f32[2, 3]\n      is deleted"]),
-        ({"0.w": GONE, "0.b": GONE, "1": ALIVE}, "1 argument is", ["0   2 arrays\n"]),
-        ({"": GONE}, "1 argument is", ["(the array)   f32[2, 3]\n      is deleted"]),
+        ({"ts.w": GONE, "x": ALIVE}, ["ts.w"]),
+        ({"ts.w": GONE, "ts.b": x(2), "ts.c": GONE}, ["ts.w", "ts.c"]),
+        ({"a": GONE, "b": GONE}, ["a", "b"]),
+        ({"0.w": GONE, "0.b": GONE, "1": ALIVE}, ["0"]),
     ],
 )
 def test_an_argument_of_which_all_are_deleted_is_one_entry(
-    given: dict[str, Any], headline: str, entries: list[str]
+    given: dict[str, Any], entries: list[str]
 ) -> None:
     paths = [ft.Path.parse(path) for path in given]
     error = refuse_deleted("step", paths, list(given.values()))
-    first, *paragraphs, remedy = str(error).split("\n\n")
-    assert first == f"step: {headline} deleted"
-    assert len(paragraphs) == len(entries)
-    for paragraph, entry in zip(paragraphs, entries, strict=True):
-        assert paragraph.startswith(f"  {entry}")
-    assert remedy.startswith("Try: if it was donated, use what that call returned")
+    assert [str(problem.path) for problem in error.problems] == entries
+    number = "1 argument is" if len(entries) == 1 else "2 arguments are"
+    assert str(error).startswith(f"step: {number} deleted\n\n")
+
+
+def test_the_text() -> None:
+    paths = [ft.Path(("ts", "w")), ft.Path(("ts", "b")), ft.Path(("m", "v")), ft.Path(("m", "u"))]
+    assert str(refuse_deleted("step", paths, [GONE, GONE, GONE, ALIVE])) == (
+        "step: 2 arguments are deleted\n\n"
+        "  ts   2 arrays\n      are all deleted\n\n"
+        "  m.v   f32[2, 3]\n      is deleted\n\n"
+        "Try: if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
+    )
 
 
 def test_the_record_of_a_whole_argument() -> None:
@@ -98,19 +73,17 @@ def test_the_record_of_a_whole_argument() -> None:
     (problem,) = refuse_deleted("step", paths, [GONE] * 122).problems
     assert problem[:4] == (ft.Path(("ts",)), None, "122 arrays", "are all deleted")
     assert type(problem.path) is ft.Path
-
-
-def test_what_is_not_whole_is_never_said_to_be_all() -> None:
-    paths = [ft.Path(("like", i)) for i in range(2)]
-    error = refuse_deleted("step", paths, [GONE] * 2, whole=False)
-    assert [problem.path for problem in error.problems] == paths
-    assert "are all deleted" not in str(error)
+    assert problem.remedy == (
+        "if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
+    )
+    # What is not whole is never said to be all.
+    error = refuse_deleted("step", paths[:2], [GONE] * 2, whole=False)
+    assert [problem.path for problem in error.problems] == paths[:2]
 
 
 # The doors
 
 RULES = ft.AxisRules({"embed": None, "hidden": "model"})
-BY_FILTER = ft.StateSharding({"**.bias": RULES, ...: RULES})
 
 
 class Dense(eqx.Module):
@@ -156,20 +129,13 @@ EXPORTED = ft.export(ft.jit(lambda x: x + 1), jnp.ones(4))
 # What reads the values of a layer: the name in its error, the path of the bias there, and the call.
 DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     "shard": ("shard", "bias", lambda m: ft.shard(m, RULES, MESH)),
-    "shard by filters": ("shard", "bias", lambda m: ft.shard(m, BY_FILTER, MESH)),
     "shard an array": ("shard", "(the array)", lambda m: ft.shard(m.bias, P("model"), MESH)),
-    "shard an array elsewhere": ("shard", "(the array)", lambda m: ft.shard(m.bias, P(), MESH)),
     "shard a batch": ("shard", "b", lambda m: ft.shard({"b": m.bias}, RULES, MESH, axes="hidden")),
     "constrain": ("constrain", "bias", lambda m: ft.constrain(m, ft.StateSharding({...: P()}))),
-    "constrain by axes": ("constrain", "(the", lambda m: ft.constrain(m.bias, "hidden", RULES)),
     "copy": ("copy", "bias", ft.copy),
-    "untie": ("copy", "bias", lambda m: ft.copy(m, untie=True)),
     "grad": ("grad", "layer.bias", ft.grad(total)),
-    "grad of others": ("grad", "layer.bias", ft.grad(total, wrt="weight")),
-    "value_and_grad": ("grad", "layer.bias", ft.value_and_grad(total, layout=RULES)),
     "another argument of grad": ("grad", "x.bias", lambda m: ft.grad(applied)(jnp.ones(()), m)),
     "accumulate": ("applied", "m.bias", lambda m: ft.accumulate(applied, 2)(m, BATCH)),
-    "its batch": ("applied", "x.bias", lambda m: ft.accumulate(applied, 2)(BATCH, m)),
     "jit": ("total", "layer.bias", ft.jit(total)),
     "jit, lowered": ("total", "layer.bias", lambda m: ft.jit(total).lower(m)),
     "init": ("same", "m.bias", lambda m: ft.init(same, RULES, MESH)(m)),
@@ -205,7 +171,7 @@ def test_what_reads_values_refuses(door: str):
         call(dead(placed=True))
 
 
-@pytest.mark.parametrize("door", ["shard", "copy", "grad", "TrainState", "jit", "with_ema"])
+@pytest.mark.parametrize("door", ["shard", "jit", "with_ema"])
 def test_on_one_device(door: str):
     name, path, call = DOORS[door]
     with raises(f"{name}: 1 argument is deleted\n\n  {path}"):
@@ -224,11 +190,9 @@ def test_an_argument_of_a_later_call_on_one_device():
 # What looks at the tree only.
 TAKEN: dict[str, Callable[[Dense], Any]] = {
     "plan": lambda m: ft.plan(m, RULES, MESH),
-    "plan of live arrays": ft.plan,
     "plan_optimizer": lambda m: ft.plan_optimizer(TX, m, RULES, MESH),
     "tree_axes": ft.tree_axes,
     "abstract": lambda m: ft.abstract(same, RULES, MESH)(m),
-    "split": ft.split,
     "pack": ft.pack,
     "select": lambda m: ft.select(m).at(lambda m: m.bias).get(),
 }

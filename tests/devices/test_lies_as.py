@@ -20,19 +20,15 @@ X, Y = jnp.arange(12.0).reshape(3, 4), jnp.ones((3, 4))
 # A function with `same(x, y)` in the place of x.
 FUNCTIONS: dict[str, Callable[[Callable[[Any, Any], Any]], Any]] = {
     "value": lambda same: same(X, Y),
-    "jit": lambda same: jax.jit(same)(X, Y),
-    "jvp": lambda same: jax.jvp(lambda x: same(x, Y) ** 2, (X,), (Y,)),
     "jvp in both": lambda same: jax.jvp(lambda x, y: same(x, y) * y, (X, Y), (Y, X)),
     "grad": lambda same: jax.grad(lambda x: jnp.sum(same(x, Y) ** 3))(X),
     "grad of the other": lambda same: jax.grad(lambda y: jnp.sum(same(X, y) * y))(Y),
     "hessian": lambda same: jax.hessian(lambda x: jnp.sum(same(x, x) ** 3))(X[0]),
     "vmap": lambda same: jax.vmap(same)(X, Y),
-    "vmap of the array": lambda same: jax.vmap(same, (0, None))(X, Y[0]),
     "vmap of the other": lambda same: jax.vmap(same, (None, 0))(X[0], Y),
     "vmap along others": lambda same: jax.vmap(same, (1, 0), 1)(X, Y.T),
     "vmap of grad": lambda same: jax.vmap(jax.grad(lambda x, y: jnp.sum(same(x, y) ** 2)))(X, Y),
     "scan": lambda same: jax.lax.scan(lambda c, x: (same(c, x), x), X[0], Y),
-    "remat": lambda same: jax.grad(jax.checkpoint(lambda x: jnp.sum(jnp.sin(same(x, Y)))))(X),
 }
 
 

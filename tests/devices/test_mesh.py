@@ -39,17 +39,13 @@ def test_takes_the_devices_of_another_mesh():
     ("sizes", "message"),
     [
         (
-            {"data": 16},
-            "data=16 needs 16 devices, but there are 8.*xla_force_host_platform_device_count=16",
+            {"data": 4, "model": 4},
+            "data=4 × model=4 needs 16 devices, but there are 8.*platform_device_count=16",
         ),
-        ({"data": 4, "model": 4}, "data=4 × model=4 needs 16 devices"),
         ({"data": 0}, "data=0: a size must be a positive integer"),
         ({"data": True}, "data=True: a size must be a positive integer"),
-        ({"data": 2.0}, "a size must be a positive integer"),
         ({}, "at least one mesh axis"),
         ({"devices": 8, "data": 2}, "devices=8.*is an option, so it cannot name a mesh axis"),
-        ({"dcn": 2, "data": 2}, "dcn=2.*is an option"),
-        ({"explicit": 1, "data": 2}, "explicit=1.*is an option"),
         (
             {"data": 8, "dcn": {"dta": 2}},
             "dcn names `dta`, but the mesh has no such mesh axis; did you mean `data`",

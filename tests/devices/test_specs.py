@@ -12,7 +12,6 @@ from functree.devices.specs import (
     invalid_entry,
     mesh_axes,
     named_axes,
-    of_rank,
     spec_text,
     without,
 )
@@ -27,7 +26,6 @@ ENTRIES: list[tuple[Any, tuple[str, ...], Any, str]] = [
     ("data", ("data",), "data", "data"),
     (("data",), ("data",), "data", "data"),
     (("data", "model"), ("data", "model"), ("data", "model"), "(data, model)"),
-    (("model", "data"), ("model", "data"), ("model", "data"), "(model, data)"),
 ]
 
 
@@ -42,7 +40,6 @@ def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortes
     ("spec", "named", "without_data", "text"),
     [
         (P(), set(), P(), "P()"),
-        (P(None), set(), P(None), "P(None)"),
         (P("data"), {"data"}, P(None), "P('data')"),
         (P(None, "model"), {"model"}, P(None, "model"), "P(None, 'model')"),
         (P(("data", "model")), {"data", "model"}, P("model"), "P(('data', 'model'))"),
@@ -60,24 +57,6 @@ def test_a_spec(spec: P, named: set[str], without_data: P, text: str):
         and without(spec, ["data", "nowhere"]) == without_data
     )
     assert spec_text(spec) == text
-
-
-@pytest.mark.parametrize(("spec", "ndim", "long"), [
-    (P(), 0, P()), (P(), 2, P(None, None)), (P("data"), 1, P("data")), (P("data"), 3, P("data", None, None)),
-    (P(None, ("data", "model")), 3, P(None, ("data", "model"), None)),
-])  # fmt: skip
-def test_an_entry_for_each_dimension(spec: P, ndim: int, long: P):
-    assert (
-        of_rank(spec, ndim).partitions == long.partitions
-        and len(of_rank(spec, ndim).partitions) == ndim
-    )
-
-
-@pytest.mark.parametrize(
-    "spec", [P(), P(None), P("data"), P(("data", "model"), None), P(P.UNCONSTRAINED), P(())]
-)
-def test_what_is_an_entry(spec: P):
-    assert invalid_entry(spec) is None
 
 
 @pytest.mark.parametrize(("spec", "lost"), [

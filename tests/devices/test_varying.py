@@ -51,24 +51,17 @@ def nested(inner_check: bool, outer_check: bool) -> Callable[..., jax.Array]:
     )
 
 
-def squared_gradient(fun: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda w, x: (jax.grad(fun)(w, x) ** 2).sum()
-
-
 def assert_close(found: jax.Array, expected: jax.Array) -> None:
     largest = np.abs(expected).max()
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5 * largest)
 
 
 MODES: dict[str, Callable[[Callable[..., Any]], Callable[..., Any]]] = {
-    "forward": lambda fun: fun,
     "gradient": lambda fun: jax.grad(fun, (0, 1)),
     "gradient of a remat": lambda fun: jax.grad(jax.checkpoint(fun), (0, 1)),
     "gradient of a vmap": lambda fun: jax.grad(
         lambda w, x: jax.vmap(fun, (None, 0))(w, jnp.stack([x, 2 * x])).sum(), (0, 1)
     ),
-    "jvp": lambda fun: lambda *args: jax.jvp(fun, args, args)[1],
-    "gradient of a gradient": lambda fun: jax.grad(squared_gradient(fun), (0, 1)),
     "jvp of a gradient": lambda fun: lambda *args: jax.jvp(jax.grad(fun), args, args)[1],
 }
 

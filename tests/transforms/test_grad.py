@@ -3,7 +3,6 @@
 import functools
 import inspect
 import operator
-import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -93,12 +92,6 @@ def test_the_gradient_has_the_models_structure_and_none_elsewhere():
     assert np.allclose(eqx.apply_updates(MODEL, gradient).up, MODEL.up + gradient.up)
 
 
-def test_arrays_in_containers_beside_python_values():
-    tree = {"a": [jnp.float32(2), (3, np.float32(4))], "b": None, "c": "text"}
-    gradient = grad(lambda t: t["a"][0] * t["a"][1][0] * t["a"][1][1])(tree)
-    assert gradient == {"a": [12.0, (None, 6.0)], "b": None, "c": None}
-
-
 def test_a_packed_model_has_a_packed_gradient():
     """Its buffers are not trained, as those of the model itself."""
     tree = {"model": pack(MODEL), "step": 1}
@@ -116,25 +109,9 @@ def test_a_packed_model_has_a_packed_gradient():
     assert [x is None for x in only.arrays] == [True, False, True, True]
 
 
-def test_the_gradient_of_a_packed_model_is_laid_out_like_the_model():
-    packed = ft.shard(pack(MODEL), RULES, MESH)
-    with jax.set_mesh(MESH):
-        gradient = jax.jit(grad(lambda packed: loss(packed.tree, X), layout=RULES))(packed)
-    assert (
-        gradient.tree.up.sharding.spec
-        == ft.plan(MODEL, RULES, MESH)["up"].spec
-        == P("data", "model")
-    )
-    assert gradient.tree.down.sharding.spec == ft.plan(MODEL, RULES, MESH)["down"].spec
-
-
 def test_a_parameter_that_is_not_used_has_a_gradient_of_zeros():
     gradient = grad(lambda tree: tree["a"].sum())({"a": jnp.ones(2), "b": jnp.ones(3)})
     assert gradient["a"].tolist() == [1, 1] and gradient["b"].tolist() == [0, 0, 0]
-
-
-def test_a_bare_array():
-    assert np.array_equal(grad(lambda x: (x**2).sum())(jnp.arange(3.0)), [0.0, 2.0, 4.0])
 
 
 def test_one_array_at_two_places_has_a_gradient_at_each():
@@ -148,9 +125,6 @@ def test_one_array_at_two_places_has_a_gradient_at_each():
         ("up", {"up"}),
         (ft.glob("up") | ft.is_buffer, {"up", "mean"}),
         (ft.has_axis("hidden"), {"up", "down"}),
-        (ft.has_dtype(jnp.floating), {"up", "down", "mean"}),
-        (lambda path, leaf: path == ("down",), {"down"}),
-        (re.compile("d.*n"), {"down"}),
         (ft.under(MLP) & ft.is_trainable, {"up", "down"}),
     ],
 )
@@ -173,11 +147,6 @@ def test_any_part_is_what_jax_grad_gives_for_it(paths: set[str]):
     assert_close(
         grad(product, chosen)(tree), jax.tree.map(lambda x, keep: x if keep else None, whole, mask)
     )
-
-
-def test_complex_parameters():
-    z = jnp.complex64(3 + 4j)
-    assert grad(lambda t: jnp.abs(t["z"]))({"z": z}) == {"z": jax.grad(jnp.abs)(z)}
 
 
 # How it is called
@@ -208,16 +177,6 @@ def test_has_aux_gives_back_anything():
         {"model": model, "text": "aux", "f": jax.nn.relu},
     )
     assert grad(f, has_aux=True)(model) == (gradient, aux)
-
-
-def test_as_a_decorator():
-    @value_and_grad
-    def bare(model: dict[str, Array], x: float) -> Float[Array, ""]:
-        """Doc."""
-        return model["w"] * x
-
-    assert bare({"w": jnp.float32(3)}, 2.0) == (6.0, {"w": 2.0})
-    assert bare.__name__ == "bare" and bare.__doc__ == "Doc."
 
 
 def test_the_signature_is_kept_but_for_what_is_returned():
@@ -255,44 +214,16 @@ def test_methods_modules_partials_and_functions_of_jax():
     assert grad(operator.neg)(jnp.float32(3)) == -1.0
 
 
-def test_what_it_closes_over_is_constant():
-    w = jnp.float32(3)
-    assert grad(lambda t: t["x"] * w)({"x": jnp.float32(2)}) == {"x": 3.0}
-    assert jax.grad(lambda w: grad(lambda t: t["x"] ** 2 * w)({"x": jnp.float32(2)})["x"])(w) == 4.0
-
-
 # Composition
-
-
-def test_under_jit_vmap_scan_and_remat():
-    expected = grad(loss)(MODEL, X)
-    arrays, rest = eqx.partition(MODEL, eqx.is_array)
-
-    def jitted(arrays: MLP, x: Array) -> Any:
-        return grad(loss)(eqx.combine(arrays, rest), x)
-
-    assert_close(jax.jit(jitted)(arrays, X), expected, 5e-4)
-    single = jax.vmap(jitted, in_axes=(None, 0))(arrays, X[:, None])
-    assert_close(jax.tree.map(lambda g: g.mean(0), single), expected, 5e-4)
-    scanned = jax.lax.scan(lambda c, x: (c, jitted(arrays, x)), 0, X[:, None])[1]
-    assert_close(scanned, single, 5e-4)
-    remat = jax.checkpoint(lambda up, down, x: jnp.mean((jnp.tanh(x @ up) @ down) ** 2))
-    both = grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X)
-    assert_close(both, jax.grad(remat, argnums=(0, 1))(MODEL.up, MODEL.down, X), 0)
 
 
 def test_gradients_of_gradients():
     def cube(t: Any) -> Array:
         return (t["x"] ** 3).sum()
 
-    def slope(t: Any) -> Array:
-        return grad(cube)(t)["x"].sum()
-
     t = {"x": jnp.arange(1.0, 4.0), "n": 1}
-    assert np.array_equal(grad(slope)(t)["x"], 6 * t["x"])
-    assert np.array_equal(
-        jax.hessian(lambda x: cube({"x": x}))(t["x"]).diagonal(), grad(slope)(t)["x"]
-    )
+    found = grad(lambda t: grad(cube)(t)["x"].sum())(t)
+    assert np.array_equal(found["x"], 6 * t["x"]) and found["n"] is None
 
 
 # Errors
@@ -307,8 +238,6 @@ def test_a_matched_array_without_a_gradient_is_named():
         "narrow the filter",
     ):
         grad(loss, ...)(MODEL, X)
-    with raises("key", "key<fry>[]", "only inexact arrays"):
-        grad(lambda t: t["w"], ...)({"key": jax.random.key(0), "w": jnp.float32(1)})
 
 
 def test_an_abstract_array_is_refused():
@@ -317,39 +246,17 @@ def test_an_abstract_array_is_refused():
 
 
 def test_a_filter_that_matches_nothing_is_listed():
-    with raises(
-        "no array of argument 0 matches wrt=glob('upp')",
-        "up",
-        "f32[8, 16]",
-        "does not match",
-        "give `wrt=`",
-    ):
+    told = "no array of argument 0 matches wrt=glob('upp')", "up", "f32[8, 16]", "does not match"
+    with raises(*told, "give `wrt=`"):
         grad(loss, "upp")(MODEL, X)
-    with raises("no array of argument 1 matches wrt=is_buffer"):
-        grad(loss, ft.is_buffer, argnums=(0, 1))(MODEL, X)
     with raises("it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"):
         grad(lambda x: x**2)(3.0)
 
 
-def test_what_is_no_filter_is_refused_at_once():
-    with raises("3 is not a filter", error=ft.RuleError):
-        grad(loss, wrt=3)
-
-
-@pytest.mark.parametrize("argnums", [2, (0, 0), (0, -2), (), -3])
+@pytest.mark.parametrize("argnums", [-3, (0, -2), ()])
 def test_argnums_that_are_not_there(argnums: Any):
     with raises("argnums=", "2 positional arguments", "give existing positions, each once"):
         grad(loss, argnums=argnums)(MODEL, X)
-
-
-def test_a_call_that_does_not_fit_the_signature():
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
-        grad(loss, argnums=1)(MODEL)
-
-
-def test_a_builtin_without_a_signature_is_refused_at_once():
-    with raises("<built-in function max> has no signature: wrap it in a function, `lambda x: ...`"):
-        grad(max)
 
 
 # Where gradients lie
@@ -415,49 +322,6 @@ def test_a_layout_need_not_fit_what_has_no_gradient():
     assert specs(jax.jit(gradient)(model))["w"] == P("data", None)
 
 
-def test_gradients_equal_the_unconstrained_ones():
-    model, x = stacked(jax.random.key(0)), jax.random.normal(jax.random.key(1), (4, 8))
-    placed = ft.shard(model, RULES, MESH)
-    assert_close(
-        jax.jit(grad(stack_loss, layout=RULES))(placed, x), jax.grad(stack_loss)(model, x), 1e-4
-    )
-
-
-def test_under_vmap_scan_remat_and_twice_with_rules():
-    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
-    by_hand = jax.grad(stack_loss)
-    with ft.axis_rules(RULES):
-        each = jax.jit(jax.vmap(grad(stack_loss), in_axes=(None, 0)))(model, X[:, None])
-        looped = jax.jit(
-            lambda m: jax.lax.scan(lambda c, x: (c, grad(stack_loss)(m, x)), 0, X[:, None])[1]
-        )(model)
-        remat = jax.jit(grad(jax.checkpoint(stack_loss)))(model, X)
-        slope = jax.jit(
-            grad(lambda m: sum(jnp.vdot(g, g) for g in jax.tree.leaves(grad(stack_loss)(m, X))))
-        )(model)
-    plain = Square(MODEL.up, MODEL.down)
-    assert_close(each, jax.vmap(by_hand, in_axes=(None, 0))(plain, X[:, None]), 1e-5)
-    assert_close(looped, each, 1e-5)
-    assert_close(remat, by_hand(plain, X), 1e-5)
-    assert specs(remat.up) == P("data", "model")
-    twice = jax.grad(lambda m: sum(jnp.vdot(g, g) for g in jax.tree.leaves(by_hand(m, X))))(plain)
-    assert_close(slope, twice, 1e-4)
-
-
-def test_eagerly_the_gradient_is_placed_too():
-    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
-    gradient = grad(stack_loss, layout=RULES)(model, X)
-    assert jax.tree.leaves(specs(gradient)) == [P("data", "model"), P("model", "data")]
-
-
-def test_a_constant_gradient_goes_where_its_parameter_lies():
-    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
-    gradient = jax.jit(
-        grad(lambda model: jnp.sum(model.up**2) + jnp.sum(model.down), layout=RULES)
-    )(model)
-    assert specs(gradient) == Square(P("data", "model"), P("model", "data"))
-
-
 def test_with_no_mesh_rules_do_nothing():
     with ft.axis_rules(RULES):
         assert_close(grad(loss)(MODEL, X), grad(loss)(MODEL, X), 0)
@@ -487,11 +351,8 @@ def test_on_explicit_axes_the_type_says_it():
 
 LAYOUTS: dict[str, Any] = {
     "rules": RULES,
-    "a spec": P("data"),
-    "a sharding": NamedSharding(MESH, P("data")),
     "filters": ft.StateSharding({"mean": P(), "steps": P(), ft.under(MLP): RULES}),
     "a plan": ft.plan(MODEL, ft.StateSharding({"steps": P(), ...: RULES}), MESH),
-    "a callable": lambda path, leaf: P("data") if leaf.ndim else P(),
     "host": ft.on_host(RULES),
     "a prefix tree": MLP(P("data", None), P(None, "model"), P(), P(), None, None),
 }
@@ -500,15 +361,10 @@ LAYOUTS: dict[str, Any] = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_any_layout_of_the_model_lays_out_its_gradient(name: str):
     layout = LAYOUTS[name]
-    for_plan = (
-        ft.StateSharding({"steps": P(), ...: layout})
-        if name in ("a spec", "a sharding")
-        else layout
-    )
-    planned = ft.plan(MODEL, for_plan, MESH)
+    planned = ft.plan(MODEL, layout, MESH)
     arrays, rest = eqx.partition(MODEL, eqx.is_array)
     gradient = jax.jit(
-        lambda arrays: grad(loss, "up", layout=for_plan)(eqx.combine(arrays, rest), X)
+        lambda arrays: grad(loss, "up", layout=layout)(eqx.combine(arrays, rest), X)
     )(jax.device_put(arrays, NamedSharding(MESH, P())))
     assert gradient.up.sharding.is_equivalent_to(planned.sharding(planned["up"]), 2)
     assert gradient.up.sharding.memory_kind == (planned["up"].memory_kind or "device")
@@ -551,14 +407,6 @@ def test_ambient_rules_need_not_lay_out_the_parameters():
         assert grad(lambda x: x**2)(jnp.float32(3)) == 6.0
 
 
-def test_what_has_no_gradient_may_have_no_place():
-    model = ft.shard(Square(MODEL.up, MODEL.down), RULES, MESH)
-    tree = {"model": model, "foreign": jnp.arange(3)}
-    with jax.set_mesh(MESH), ft.axis_rules(RULES):
-        gradient = jax.jit(grad(lambda tree: stack_loss(tree["model"], X)))(tree)
-    assert gradient["foreign"] is None and specs(gradient["model"].up) == P("data", "model")
-
-
 def test_a_layout_that_does_not_fit_is_an_error_by_path():
     model = MLP(MODEL.up[:, :15], MODEL.down[:15], MODEL.mean, MODEL.steps, jax.nn.relu)
     with jax.set_mesh(MESH), raises(
@@ -566,8 +414,6 @@ def test_a_layout_that_does_not_fit_is_an_error_by_path():
         error=ft.ShardingError,
     ):  # fmt: skip
         grad(loss, layout=RULES)(model, X)
-    with jax.set_mesh(MESH), raises("filter 'upp'", "matches no leaf", error=ft.ShardingError):
-        grad(loss, layout=ft.StateSharding({"upp": P(), ...: P()}))(MODEL, X)
 
 
 def test_a_gradient_lies_as_its_parameter_does_and_not_as_the_rules_say():
@@ -651,17 +497,6 @@ def test_silent_failure_30_without_check_vma_gradients_are_refused():
         "inside shard_map(check_vma=False)", "its own part only", "take the gradient outside"
     ):
         in_shards(grad(mean), check_vma=False)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_outside_of_shard_map_both_are_right(check_vma: bool):
-    def body(w: Array, x: Array) -> Array:
-        return jax.lax.pmean(jnp.mean(w * x), "data")
-
-    mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=(P(), P("data")), out_specs=P(), check_vma=check_vma
-    )
-    assert jax.jit(grad(mapped))(jnp.float32(2), jnp.arange(4.0)) == EXPECTED
 
 
 def test_it_lies_as_its_parameter_along_the_axes_that_are_not_manual():

@@ -8,7 +8,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
@@ -33,7 +32,6 @@ Loss = Callable[[Dense, Array], Array]
 LOSSES: dict[str, Loss] = {
     "linear": lambda m, x: m.w.sum() + 2 * m.b.sum(),
     "affine": lambda m, x: (x @ m.w).sum() + m.b.sum(),
-    "linear in one": lambda m, x: (m.w**2).sum() + m.b.sum(),
     "of one only": lambda m, x: (m.w**2).sum(),
     "quadratic": lambda m, x: (m.w**2).sum() + (m.b**2).sum(),
 }
@@ -58,16 +56,9 @@ def on_current_mesh(loss: Loss, m: Dense, layout: Any) -> Any:
         return ft.grad(loss, layout=layout)(m, X)
 
 
-def stepped(loss: Loss, m: Dense, layout: Any) -> Any:
-    ts = ft.TrainState.create(m, optax.sgd(1.0))
-    new = ft.apply_gradients(ts, ft.grad(loss, layout=layout)(m, X)).model
-    return jax.tree.map(lambda old, new: old - new, m, new)
-
-
 WAYS: dict[str, Way] = {
     "grad": lambda f, m, layout: ft.grad(f, layout=layout)(m, X),
     "value_and_grad": lambda f, m, layout: ft.value_and_grad(f, layout=layout)(m, X)[1],
-    "argnums": lambda f, m, layout: ft.grad(f, argnums=(0,), layout=layout)(m, X)[0],
     "has_aux": lambda f, m, layout: ft.grad(
         lambda m, x: (f(m, x), m.b), has_aux=True, layout=layout
     )(m, X)[0],
@@ -78,7 +69,6 @@ WAYS: dict[str, Way] = {
     ),
     "ambient": ambient,
     "on the current mesh": on_current_mesh,
-    "step": stepped,
     "jvp": lambda f, m, layout: jax.jvp(lambda m: ft.grad(f, layout=layout)(m, X), (m,), (m,))[0],
     "vjp": lambda f, m, layout: jax.vjp(lambda m: ft.grad(f, layout=layout)(m, X), m)[0],
     "jit": lambda f, m, layout: jax.jit(ft.grad(f, layout=layout))(m, X),
@@ -95,23 +85,14 @@ def test_the_gradient_is_laid_out(way: str, kind: str):
         np.testing.assert_allclose(one, other)
 
 
-SECOND: dict[str, Callable[[Any, Dense], Any]] = {
-    "ft.grad": lambda total, m: ft.grad(total, layout=RULES)(m),
-    "jax.grad": lambda total, m: jax.grad(total)(m),
-    "vjp": lambda total, m: jax.vjp(total, m)[1](jnp.ones(()))[0],
-}
-
-
 @pytest.mark.parametrize("kind", ["linear", "quadratic"])
-@pytest.mark.parametrize("way", SECOND)
-def test_a_gradient_of_a_gradient(way: str, kind: str):
+def test_a_gradient_of_a_gradient(kind: str):
     def total(m: Dense) -> Array:
         gradient = ft.grad(LOSSES[kind], layout=RULES)(m, X)
         return gradient.w.sum() + gradient.b.sum()
 
-    expected = 2.0 if kind == "quadratic" else 0.0
-    for leaf in jax.tree.leaves(SECOND[way](total, MODEL)):
-        assert (np.asarray(leaf) == expected).all()
+    for leaf in jax.tree.leaves(ft.grad(total, layout=RULES)(MODEL)):
+        assert (np.asarray(leaf) == (2.0 if kind == "quadratic" else 0.0)).all()
 
 
 @pytest.mark.parametrize("kind", LOSSES)

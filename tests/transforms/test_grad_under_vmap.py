@@ -1,5 +1,6 @@
 """Gradients under `vmap` and in loops lie as their parameters do, and nothing moves for it."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,11 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.covering import selected_cells
 from tests.lib.meshes import EXPLICIT, MESH
 
 P = ft.P
@@ -100,66 +101,18 @@ def check(f: Gradient, net: Net, layout: Any, specs: Any, mesh: Any) -> None:
     assert (lie.w, lie.b) == (specs.w, specs.b)
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
-def test_of_one(way: str, name: str, mesh: Any):
+MESHES = {"auto": MESH, "explicit": EXPLICIT}
+OF_ONE = selected_cells(list(itertools.product(WAYS, LAYOUTS, MESHES)))
+OF_MANY = selected_cells(list(itertools.product(MAPPED, WAYS, LAYOUTS, MESHES)))
+
+
+@pytest.mark.parametrize(("way", "name", "mesh"), OF_ONE)
+def test_of_one(way: str, name: str, mesh: str):
     layout, _, specs, _ = LAYOUTS[name]
-    check(WAYS[way], ONE, layout, specs, mesh)
+    check(WAYS[way], ONE, layout, specs, MESHES[mesh])
 
 
-@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["auto", "explicit"])
-@pytest.mark.parametrize("name", LAYOUTS)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("mapped", MAPPED)
-def test_of_many(mapped: str, way: str, name: str, mesh: Any):
+@pytest.mark.parametrize(("mapped", "way", "name", "mesh"), OF_MANY)
+def test_of_many(mapped: str, way: str, name: str, mesh: str):
     _, layout, _, specs = LAYOUTS[name]
-    check(MAPPED[mapped](WAYS[way]), MANY, layout, specs, mesh)
-
-
-# A population
-
-
-class Policy(eqx.Module):
-    up: Float[Array, "features hidden"]
-    down: Float[Array, "hidden actions"]
-
-    def __call__(self, x: Array) -> Array:
-        return jnp.tanh(x @ self.up) @ self.down
-
-
-def learner(key: Array) -> ft.TrainState:
-    up, down = jax.random.split(key)
-    policy = Policy(jax.random.normal(up, (4, 8)), jax.random.normal(down, (8, 2)))
-    return ft.TrainState.create(policy, optax.adam(1e-2), key=key)
-
-
-def learn(ts: ft.TrainState, x: Array, y: Array) -> tuple[ft.TrainState, Array]:
-    def error(policy: Policy) -> Array:
-        return jnp.mean((policy(x) - y) ** 2)
-
-    value, gradient = ft.value_and_grad(error)(ts.model)
-    with jax.numpy_dtype_promotion("standard"):  # optax
-        return ft.apply_gradients(ts, gradient), value
-
-
-@pytest.mark.parametrize("layout", [P("agents"), ft.StateSharding({...: P("agents")})], ids=repr)
-def test_a_population_of_learners(layout: Any):
-    mesh, keys = ft.make_mesh(agents=8), jax.random.split(jax.random.key(0), 16)
-    x = jax.random.normal(jax.random.key(1), (16, 32, 4))
-    y = jnp.stack([x.sum(-1), x[..., 0]], axis=-1)
-    step = ft.jit(jax.vmap(learn), rules=layout, donate="ts")
-    plain = jax.jit(jax.vmap(learn))
-    states = ft.init(jax.vmap(learner), P("agents"), mesh)(keys)
-    assert {leaf.sharding.spec[0] for leaf in jax.tree.leaves(states)} == {"agents"}
-    alone = jax.vmap(learner)(keys)
-    batch = ft.shard((x, y), P("agents"), mesh)
-    assert step.lower(states, *batch).compile().ledger().collectives == ()
-    for _ in range(20):
-        states, values = step(states, *batch)
-        alone, wanted = plain(alone, x, y)
-        np.testing.assert_allclose(values, wanted, rtol=1e-5)
-    assert len(step.compilations) == 1
-    for one, other in zip(jax.tree.leaves(states.model), jax.tree.leaves(alone.model), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-        assert one.sharding.spec[0] == "agents"
+    check(MAPPED[mapped](WAYS[way]), MANY, layout, specs, MESHES[mesh])

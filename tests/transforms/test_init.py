@@ -58,9 +58,8 @@ def test_born_where_the_layout_says_and_equal_to_the_bit(explicit: bool, ambient
 
 
 @pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("layout", [RULES, P("data"), ft.FSDP("model", min_size=0)], ids=repr)
-def test_without_jit_it_is_placed_as_the_layout_says(layout: Any, explicit: bool):
-    make = ft.init(MLP.create, layout, mesh_of(explicit))
+def test_without_jit_it_is_placed_as_the_layout_says(explicit: bool):
+    make = ft.init(MLP.create, RULES, mesh_of(explicit))
     with jax.disable_jit():
         found = make(64, 128, key=KEY)
     wanted = make(64, 128, key=KEY)
@@ -82,21 +81,6 @@ def test_no_leaf_is_ever_whole_on_one_device(explicit: bool):
 
 
 def test_one_array_at_two_places_is_born_once():
-    class Tied(eqx.Module):
-        embed: Float[Array, "vocab embed"]
-        unembed: Float[Array, "vocab embed"]
-
-    def make() -> Tied:
-        table = jnp.ones((16, 4))
-        return Tied(table, table)
-
-    model = ft.init(make, ft.AxisRules({"vocab": "model", "embed": "data"}), MESH)()
-    assert model.embed is model.unembed
-    with pytest.raises(ft.ShardingError, match="is the same array as `embed`"):
-        ft.init(make, ft.StateSharding({"embed": P("model"), "unembed": P()}), MESH)()
-
-
-def test_beside_an_array_at_two_places_each_has_its_own_spec():
     def make() -> dict[str, Array]:
         table, other, last = jnp.ones((16, 4)), jnp.zeros((4, 16)), jnp.full((8, 8), 2.0)
         return {"a": table, "b": other, "c": table, "d": last}
@@ -108,18 +92,9 @@ def test_beside_an_array_at_two_places_each_has_its_own_spec():
         for name, spec in layout.items()
     }
     assert made["a"] is made["c"]
+    with pytest.raises(ft.ShardingError, match="is the same array as `a`"):
+        ft.init(make, {**layout, "c": P()}, MESH)()
     assert [float(made[name].mean()) for name in "abd"] == [1.0, 0.0, 2.0]
-
-
-def test_arguments_that_are_no_arrays_are_static():
-    def make(
-        shape: tuple[int, ...], scale: Array, fill: Callable[..., Array], *, dtype: Any
-    ) -> dict[str, Any]:
-        return {"w": fill(shape, dtype) * scale, "shape": shape, "mode": "test"}
-
-    tree = ft.init(make, P("data"), MESH)((8, 2), np.float32(3), jnp.ones, dtype=jnp.float32)
-    assert tree["shape"] == (8, 2) and tree["mode"] == "test"
-    assert np.array_equal(tree["w"], np.full((8, 2), 3.0, np.float32))
 
 
 def test_a_constant_and_an_input_that_come_back_are_placed_too():
@@ -127,17 +102,6 @@ def test_a_constant_and_an_input_that_come_back_are_placed_too():
     tree = ft.init(lambda x: (constant, x), P("data"), MESH)(jnp.ones(4))
     assert [x.sharding.spec for x in tree] == [P("data"), P("data")]
     assert np.array_equal(tree[0], constant)
-
-
-def test_make_is_traced_once():
-    traces = []
-
-    def make() -> Array:
-        traces.append(1)
-        return jnp.ones((8, 4))
-
-    ft.init(make, P("data"), MESH)()
-    assert len(traces) == 1
 
 
 def test_one_trace_for_all_keys():
@@ -174,63 +138,6 @@ def test_one_trace_for_several_meshes():
     assert len(init.compilations) == 2
 
 
-def test_stages_name_the_arguments_by_path():
-    def make(like: dict[str, Array], key: Array) -> Array:
-        return jax.random.normal(key, like["a"].shape) + like["a"]
-
-    init = ft.init(make, P("data"), MESH)
-    lowered = init.lower({"a": jnp.ones((8, 4))}, KEY)
-    assert "like.a" in lowered.as_text(debug_info=True) and "key" in lowered.as_text(
-        debug_info=True
-    )
-    assert init.eval_shape({"a": jnp.ones((8, 4))}, KEY).shape == (8, 4)
-    compiled = lowered.compile()
-    assert compiled.output_shardings.spec == P("data", None)
-    assert np.array_equal(
-        compiled({"a": jnp.ones((8, 4))}, KEY), init({"a": jnp.ones((8, 4))}, KEY)
-    )
-    assert compiled.args_info[0][0]["a"].shape == (8, 4)
-
-
-def test_a_traced_array_in_a_static_field_is_named():
-    class Keeps(eqx.Module):
-        weight: Array
-        scale: Any = eqx.field(static=True)
-
-    def make(key: Array) -> dict[str, Keeps]:
-        return {"layer": Keeps(jnp.ones(8), jax.random.normal(key, ()))}
-
-    with pytest.raises(
-        ft.FunctreeError,
-        match=r"(?s)make: the result has 1 static value .*layer\.scale.*static=True",
-    ):
-        with pytest.warns(UserWarning, match="set as static"):  # Equinox's own
-            ft.init(make, P("data"), MESH)(KEY)
-
-
-def test_an_argument_that_is_neither_an_array_nor_hashable_is_named():
-    with pytest.raises(ft.FunctreeError, match=r"(?s)config   set.*neither an array nor hashable"):
-        ft.init(lambda config: jnp.ones(8), P("data"), MESH)({1, 2})
-
-
-def test_the_plan_can_be_looked_at_first():
-    plan = ft.init(MLP.create, RULES, MESH).plan(64, 128, key=KEY)
-    assert plan["up"].spec == P("data", "model") and plan["up"].local_shape == (32, 32)
-
-
-@pytest.mark.parametrize(
-    ("mesh", "message"),
-    [
-        ({"data": 2, "model": 4}, "has no devices"),
-        (MESH.abstract_mesh, "has no devices"),
-        (None, "no mesh"),
-    ],
-)
-def test_init_wants_devices(mesh: Any, message: str):
-    with pytest.raises(ft.ShardingError, match=message):
-        ft.init(MLP.create, RULES, mesh)(64, 128, key=KEY)
-
-
 def test_what_to_do_without_devices():
     def error(mesh: Any) -> str:
         with pytest.raises(ft.ShardingError) as caught:
@@ -245,6 +152,7 @@ def test_what_to_do_without_devices():
         f"arrays cannot be created: (data=2, model=4) has no devices: {here} with a `Mesh`; "
         "inside jit write `ft.constrain(make(...), layout)`"
     )
+    assert error(None).startswith("there is no mesh")
 
 
 def test_an_argument_on_another_mesh():
@@ -252,8 +160,6 @@ def test_an_argument_on_another_mesh():
     with raises(
         "runs on mesh (data=2, model=4), but 1 argument is not on it",
         "x   f32[8, 4]",
-        "is on the mesh (data=8)",
-        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
         error=ft.ShardingError,
     ):
         ft.init(lambda x: x * 2, P("data"), MESH)(x)
@@ -325,15 +231,6 @@ def test_abstract_without_a_layout_has_no_shardings():
     assert model.up == jax.ShapeDtypeStruct((64, 128), "float32") and model.up.sharding is None
 
 
-def test_abstract_trees_lower_in_plain_jax():
-    model = ft.abstract(MLP.create, RULES, MESH)(64, 128, key=KEY)
-    arrays, _ = eqx.partition(model, lambda x: isinstance(x, jax.ShapeDtypeStruct))
-    compiled = jax.jit(lambda m: m.up.sum() + m.down.sum()).lower(arrays).compile()
-    assert compiled.input_shardings[0][0].up.is_equivalent_to(
-        NamedSharding(MESH, P("data", "model")), 2
-    )
-
-
 # init_optimizer
 
 
@@ -345,16 +242,17 @@ def test_an_optimizer_is_born_where_its_model_lies(explicit: bool):
     assert state[0].mu.up.sharding == NamedSharding(mesh, P("data", "model"))
     assert state[0].nu.down.sharding == NamedSharding(mesh, P("model", "data"))
     assert state[0].count.sharding == NamedSharding(mesh, P())
-    assert ft.plan(state)["0.mu.up"].copies == 1
 
 
-def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own():
-    """So that model and state can both be donated."""
+@pytest.mark.parametrize("jit", [True, False], ids=["jit", "without jit"])
+def test_an_optimizer_that_keeps_parameters_has_copies_of_its_own(jit: bool):
+    """So that model and state can both be donated. Without jit, JAX copies nothing by itself."""
     model = ft.init(MLP.create, RULES, MESH)(64, 128, key=KEY)
     tx = optax.GradientTransformation(
         lambda params: {"slow": params, "fast": params}, lambda u, s, p=None: (u, s)
     )
-    state = ft.init_optimizer(tx, model, RULES, MESH)
+    with jax.disable_jit(not jit):
+        state = ft.init_optimizer(tx, model, RULES, MESH)
     arrays = [model.up, state["slow"].up, state["fast"].up]
     shards = [one.data.unsafe_buffer_pointer() for x in arrays for one in x.addressable_shards]
     assert len(set(shards)) == len(shards)

@@ -1,7 +1,5 @@
 """`ft.jit`: what is traced and what is static, what may be jitted, and what is changed in place."""
 
-import collections
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -44,19 +42,6 @@ class Point(NamedTuple):
     y: Any
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    size: Any
-    rest: Any = ()
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=["weight"], meta_fields=["size"])
-@dataclasses.dataclass
-class Registered:
-    weight: Any
-    size: Any
-
-
 def linear(**more: Any) -> Linear:
     return Linear(jnp.arange(8.0).reshape(2, 4), **more)
 
@@ -68,24 +53,21 @@ TRACED = {
     "array": (X, X + 1),
     "numpy": (np.arange(3.0, dtype=np.float32), np.ones(3, np.float32)),
     "numpy scalar": (np.float32(1), np.float32(2)),
-    "numpy bool": (np.True_, np.False_),
     "key": (jax.random.key(0), jax.random.key(1)),
-    "raw key": (jax.random.PRNGKey(0), jax.random.PRNGKey(1)),
-    "integer": (jnp.int8(1), jnp.int8(2)),
-    "empty": (jnp.ones((0, 3)), jnp.ones((0, 3))),
     "bfloat16": (jnp.ones(2, jnp.bfloat16), jnp.zeros(2, jnp.bfloat16)),
 }
 
 
-@pytest.mark.parametrize("place", ["bare", "in a list", "in a module", "packed"])
+PLACES: dict[str, Callable[[Any], Any]] = {
+    "bare": lambda x: x,
+    "in a module": Linear,
+    "packed": lambda x: ft.pack({"a": x}),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("kind", TRACED)
 def test_arrays_are_traced(kind: str, place: str):
-    put: Any = {
-        "bare": lambda x: x,
-        "in a list": lambda x: [x, {"a": None}],
-        "in a module": Linear,
-        "packed": lambda x: ft.pack({"a": x}),
-    }[place]
     seen = []
 
     def body(tree: Any) -> Any:
@@ -94,12 +76,9 @@ def test_arrays_are_traced(kind: str, place: str):
 
     f = ft.jit(body)
     for value in TRACED[kind]:
-        result = f(put(value))
+        result = f(PLACES[place](value))
         assert isinstance(result, jax.Array) and result.dtype == value.dtype
-        if not jnp.issubdtype(result.dtype, jax.dtypes.prng_key):
-            np.testing.assert_array_equal(result, value)
-        else:
-            assert (result == value).all()
+        assert (result == value).all()
     assert len(seen) == 1 and isinstance(seen[0], jax.core.Tracer)
     assert len(f.compilations) == 1
 
@@ -110,48 +89,29 @@ ONES = (1, True, 1.0, 1 + 0j)
 HOLDERS = {
     "bare": lambda value: value,
     "in a list": lambda value: [value],
-    "in a dict": lambda value: {"a": {"b": value}},
     "in a named tuple": lambda value: Point(X, value),
     "in a module": lambda value: linear(scale=value),
-    "in an ordered dict": lambda value: collections.OrderedDict(a=value),
     "packed": lambda value: ft.pack(linear(scale=value)),
 }
 
 
-NUMBERS = pytest.mark.filterwarnings("ignore:.*compiles a third time")
-
-
-@NUMBERS
+@pytest.mark.filterwarnings("ignore:.*compiles a third time")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_silent_failure_28_ones_of_three_types_are_three(holder: str):
-    f, traces = counted(lambda tree, x: (tree, x))
+    seen: list[str] = []
+    f, traces = counted(lambda tree, x: seen.append(repr(tree)) or (tree, x))
     for value in ONES:
         tree, _ = f(HOLDERS[holder](value), X)
         assert repr(ft.split(tree)[0]) == repr(ft.split(HOLDERS[holder](value))[0])
         again, _ = f(HOLDERS[holder](value), X)
         assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert len(traces) == len(ONES)
-
-
-@NUMBERS
-@pytest.mark.parametrize("holder", HOLDERS)
-def test_the_body_sees_the_type_that_was_given(holder: str):
-    seen: list[str] = []
-    f = ft.jit(lambda tree: seen.append(repr(tree)))
-    for value in ONES:
-        f(HOLDERS[holder](value))
-    assert len(set(seen)) == len(ONES)
+    assert len(traces) == len(ONES) == len(set(seen))
 
 
 STATIC = {
     "text": ("a", "b"),
-    "bytes": (b"a", b"b"),
     "function": (jnp.sin, jnp.cos),
-    "class": (int, float),
-    "dtype": (np.dtype("float32"), np.dtype("int8")),
     "zeros": (0.0, -0.0),
-    "ellipsis": (..., NotImplemented),
-    "axes": (ft.Axes("a", None), ft.Axes("a", "b")),
     "spec": (P("data"), P(None)),
 }
 
@@ -199,18 +159,6 @@ def test_static_data_without_a_hash():
     assert f(Pair(X, 0, names))[0] == X[0] and len(traces) == 2
 
 
-def test_a_converted_closure_is_an_argument():
-    def convert(scale: Array) -> Any:
-        return eqx.filter_closure_convert(lambda x: scale * x, X)
-
-    f = ft.jit(lambda closure, x: (closure, closure(x)))
-    closure = convert(jnp.float32(2))
-    for _ in range(3):
-        closure, y = f(closure, X)
-        assert jnp.array_equal(y, 2 * X)
-    assert len(f.compilations) == 1
-
-
 # What may be jitted
 
 
@@ -242,11 +190,7 @@ CALLABLES: dict[str, Callable[[Linear], Any]] = {
     "module": lambda model: ft.jit(model),
     "bound method": lambda model: ft.jit(model.shifted),
     "method": lambda model: model.jitted,
-    "jitted method again": lambda model: ft.jit(model.jitted),
     "partial": lambda model: ft.jit(functools.partial(Linear.shifted, model)),
-    "partial of a partial": lambda model: ft.jit(
-        functools.partial(functools.partial(Linear.shifted, model), by=0.0)
-    ),
     "partial by name": lambda model: ft.jit(functools.partial(lambda x, m: m.shifted(x), m=model)),
     "jax partial": lambda model: ft.jit(jax.tree_util.Partial(Linear.shifted, model)),
     "function": lambda model: functools.partial(ft.jit(Linear.shifted), model),
@@ -282,30 +226,11 @@ def test_another_instance_compiles_nothing(kind: str):
 
 def test_an_array_bound_by_a_partial_is_changed_in_place():
     weight = np.ones(3, np.float32)
-    for f in (
-        ft.jit(functools.partial(jnp.multiply, weight)),
-        ft.jit(functools.partial(lambda x, w: x * w, w=weight)),
-    ):
-        weight[:] = 1
-        x = jnp.ones(3)
-        assert f(x).sum() == 3
-        weight[:] = 5
-        assert f(x).sum() == 15
-        assert len(f.compilations) == 1
-
-
-@pytest.mark.parametrize(
-    "around", [jax.jit, jax.vmap, jax.grad, jax.checkpoint, ft.jit, eqx.filter_jit]
-)
-def test_a_jitted_method_is_a_function(around: Any):
-    model = linear()
-    if around is jax.grad:
-        np.testing.assert_allclose(
-            jax.grad(lambda x: model.jitted(x).sum())(jnp.ones(2)), model.weight.sum(1)
-        )
-        return
-    x = jnp.ones((3, 2))
-    np.testing.assert_allclose(around(model.jitted)(x), x @ model.weight)
+    f = ft.jit(functools.partial(lambda x, w: x * w, w=weight))
+    assert f(jnp.ones(3)).sum() == 3
+    weight[:] = 5
+    assert f(jnp.ones(3)).sum() == 15
+    assert len(f.compilations) == 1
 
 
 def test_what_is_not_callable():
@@ -409,14 +334,6 @@ def test_defaults(default: Any):
     np.testing.assert_array_equal(simple(X), simple(X, default))
 
 
-def test_a_default_array_is_traced():
-    by = np.ones(4, np.float32)
-    f = ft.jit(lambda x, by=by: x * by)
-    assert f(X).sum() == X.sum()
-    by[:] = 3
-    assert f(X).sum() == 3 * X.sum()
-
-
 def test_any_number_of_arguments():
     def body(a: Any, /, b: Any, *rest: Any, c: Any = 1, **named: Any) -> Any:
         return {"a": a, "b": b, "rest": rest, "c": c, "named": named}
@@ -433,24 +350,13 @@ def test_any_number_of_arguments():
     assert {"rest.1", "named.x", "named.a", "c"} <= paths
 
 
-@pytest.mark.parametrize(
-    "call", [lambda f: f(), lambda f: f(1, 2, 3), lambda f: f(1, z=2), lambda f: f(1, 2, x=3)]
-)
+@pytest.mark.parametrize("call", [lambda f: f(), lambda f: f(1, z=2)])
 def test_a_wrong_call_is_pythons_error(call: Any):
     with pytest.raises(TypeError, match="argument"):
         call(ft.jit(lambda x, y=1: x))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"static_argnums": 1},
-        {"static_argnums": (-1,)},
-        {"static_argnames": "n"},
-        {"static_argnames": ["n"]},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("options", [{"static_argnums": (-1,)}, {"static_argnames": "n"}], ids=str)
 def test_static_parameters(options: Any):
     seen = []
     f = ft.jit(lambda x, n: (seen.append(n), x * 2)[1], **options)
@@ -458,20 +364,9 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    with raises(
-        "cannot be static",
-        "n   ",
-        "is declared static, but cannot be hashed",
-        "leave it out of `static_arg",
-    ):
-        f(X, X)
-    with raises(
-        "cannot be static",
-        "n   list",
-        "is declared static, but cannot be hashed",
-        "make it hashable",
-    ):
-        f(X, [3])
+    for value, remedy in ((X, "leave it out of `static_arg"), ([3], "make it hashable")):
+        with raises("cannot be static", "n   ", "static, but cannot be hashed", remedy):
+            f(X, value)
 
 
 @pytest.mark.parametrize("option", ["static_argnums", "static_argnames", "donate"])
@@ -503,8 +398,6 @@ def test_parameters_that_there_are_not(option: str):
         "its parameters are model, batch",
     ):
         ft.jit(body, **{option: wrong})
-    with raises(f"{option}=0.5: ", "body has no such parameter", "its parameters are model, batch"):
-        ft.jit(body, **{option: 0.5})
 
 
 def test_gradients_of_integers_are_static():
@@ -545,14 +438,12 @@ def test_the_type_of_an_array_is_refused():
         ft.jit(lambda x: x[0] * 2).lower([jax.typeof(X)])
 
 
-@pytest.mark.parametrize(
-    ("static", "donated"), [("x", "x"), ("x", 0), ("mode", "mode"), ("more", "mode")]
-)
+@pytest.mark.parametrize(("static", "donated"), [("x", 0), ("mode", "mode"), ("more", "mode")])
 def test_what_is_static_is_not_donated(static: str, donated: Any):
     def body(x: Any, **more: Any) -> Any:
         return x
 
-    name = {"x": "x", 0: "x", "mode": "more.mode"}[donated]
+    name = {0: "x", "mode": "more.mode"}[donated]
     with raises(
         f"donate='{name}'",
         "is static",
@@ -572,7 +463,6 @@ REFUSED = {
         "jax.export",
     ),
     "donate_argnums": ("use `donate=`, with names or positions, instead of donate_argnums",),
-    "donate_argnames": ("use `donate=`",),
     "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
 }
 
@@ -615,12 +505,7 @@ class Bag(eqx.Module):
 CHANGES: dict[str, Callable[[Bag], Any]] = {
     "item removed": lambda bag: bag.items.__setitem__(0, None),
     "item replaced": lambda bag: bag.items.__setitem__(0, X * 7),
-    "item added": lambda bag: bag.items.append(X),
-    "item popped": lambda bag: bag.items.pop(),
-    "key added": lambda bag: bag.table.update(z=X),
-    "key replaced": lambda bag: bag.table.update(a=X * 5),
     "key renamed": lambda bag: bag.table.update(b=bag.table.pop("a") * 2),
-    "key removed": lambda bag: bag.table.clear(),
     "array changed": lambda bag: bag.array.__setitem__(0, 100),
     "shape changed": lambda bag: bag.items.__setitem__(1, jnp.ones((3, 3))),
 }
@@ -637,16 +522,6 @@ def test_silent_failure_27_changes_in_place_are_seen(change: str, how: str):
     CHANGES[change](bag)
     for _ in range(2):
         np.testing.assert_allclose(call(), bag.total())
-
-
-def test_silent_failure_27_a_block_is_taken_out():
-    model = eqx.nn.MLP(4, 4, 4, 2, key=jax.random.key(0))
-    model = eqx.tree_at(lambda m: m.layers, model, list(model.layers))
-    f = ft.jit(lambda model: len([layer for layer in model.layers if layer is not None]))
-    assert f(model) == 3
-    model.layers[0] = None  # type: ignore[index]
-    assert f(model) == 2
-    assert {str(d.path).split(".")[2] for d in f.compilations[1:] for d in d.differences} <= {"0"}
 
 
 @pytest.mark.parametrize("wrap", [
@@ -682,47 +557,17 @@ def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any)
 # What a function closes over may be no tree
 
 BIG = jnp.ones((600, 600))
+ITSELF: list[Any] = [[BIG]]
+ITSELF.append(ITSELF)
+DEEP: Any = BIG
+for _ in range(5000):
+    DEEP = [DEEP]
 
 
-def closes_over_keys_of_several_types() -> Any:
-    kept = {1: BIG, "a": BIG}
-    return lambda x: x + kept["a"][0, 0]
-
-
-def closes_over_itself() -> Any:
-    kept: list[Any] = [BIG]
-    kept.append(kept)
-    return lambda x: x + kept[0][0, 0]
-
-
-def closes_over_a_dict_that_contains_itself() -> Any:
-    kept: dict[Any, Any] = {"x": [BIG]}
-    kept["y"] = (kept,)
-    return lambda x: x + kept["x"][0][0, 0]
-
-
-def closes_over_what_comes_later() -> Any:
-    def fun(x: Any) -> Any:
-        return later if x.shape == (7,) else x + BIG[0, 0]
-
-    run = wrapped(fun)
-    first = run(X)
-    later = first
-    return lambda x: later
-
-
-def closes_over_a_deep_list() -> Any:
-    kept: Any = BIG
-    for _ in range(5000):
-        kept = [kept]
-
-    def fun(x: Any) -> Any:
-        inner = kept
-        while isinstance(inner, list):
-            (inner,) = inner
-        return x + inner[0, 0]
-
-    return fun
+def innermost(kept: Any) -> Any:
+    while isinstance(kept, list):
+        (kept,) = kept
+    return kept
 
 
 class Broken:
@@ -736,38 +581,28 @@ def refuse(node: Any) -> Any:
 jax.tree_util.register_pytree_node(Broken, refuse, refuse)
 
 
-def closes_over_what_cannot_be_flattened() -> Any:
-    kept = [Broken(), BIG]
-    return lambda x: x + kept[1][0, 0]
+# What a function keeps, and the array in it.
+KEPT: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "keys of several types": ({1: BIG, "a": BIG}, lambda kept: kept["a"]),
+    "itself": (ITSELF, lambda kept: kept[0][0]),
+    "a deep list": (DEEP, innermost),
+    "what cannot be flattened": ([Broken(), BIG], lambda kept: kept[1]),
+}
+WRAPS = {"jit": ft.jit, "shard_map": ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P())}
 
 
-wrapped: Any = ft.jit
-CLOSURES = [
-    closes_over_keys_of_several_types, closes_over_itself, closes_over_a_dict_that_contains_itself,
-    closes_over_what_comes_later, closes_over_a_deep_list, closes_over_what_cannot_be_flattened,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("make", CLOSURES, ids=lambda make: make.__name__)
-@pytest.mark.parametrize("mapped", [False, True], ids=["jit", "shard_map"])
+@pytest.mark.parametrize("name", KEPT)
+@pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.filterwarnings("ignore:.*closes over an array:UserWarning")
-def test_a_warning_breaks_no_program_that_runs(
-    make: Any, mapped: bool, monkeypatch: pytest.MonkeyPatch
-):
-    by = ft.shard_map(mesh=MESH, in_specs=P(), out_specs=P()) if mapped else ft.jit
-    monkeypatch.setitem(globals(), "wrapped", by)
-    fun = make()
-    assert np.array_equal(by(fun)(X), X + 1)
-    assert np.array_equal(
-        jax.vmap(lambda x: by(lambda y: fun(y) + 0 * x)(X))(jnp.ones(2))[1], X + 1
-    )
+def test_a_warning_breaks_no_program_that_runs(name: str, wrap: str):
+    kept, array_of = KEPT[name]
+    assert np.array_equal(WRAPS[wrap](lambda x: x + array_of(kept)[0, 0])(X), X + 1)
 
 
-def test_the_path_of_a_large_constant_in_what_is_no_tree():
-    kept: dict[Any, Any] = {1: "text", "a": [None, BIG]}
-    kept["self"] = kept
-    with pytest.warns(
-        ft.FunctreeWarning,
-        match=r"closes over an array of 1.4 MiB, float32\[600, 600\] \(`kept.a.1`\)",
-    ):
-        ft.jit(lambda x: x + kept["a"][1][0, 0])(X)
+@pytest.mark.filterwarnings("ignore:.*closes over an array:UserWarning")
+def test_a_variable_that_is_assigned_later_breaks_no_program():
+    def fun(x: Any) -> Any:
+        return later if x.shape == (7,) else x + BIG[0, 0]
+
+    later = ft.jit(fun)(X)
+    assert np.array_equal(later, X + 1)

@@ -1,8 +1,6 @@
 """`shard_map`, beside plain `jax.shard_map` with literal specs."""
 
-import functools
 import gc
-import math
 import weakref
 from collections.abc import Callable
 from typing import Annotated, Any
@@ -65,115 +63,13 @@ def by_hand(mesh: Mesh) -> Callable[..., Array]:
     return jax.jit(jax.shard_map(ffn, mesh=mesh, in_specs=specs, out_specs=P("data", None)))
 
 
-# The examples of JAX's own guide: seed 003, with the values that it prints
+# An example of JAX's own guide, with the values that it prints
 
 
-def test_guide_elementwise():
-    def f(x: Array) -> Array:
-        return 2 * jnp.sin(x) + 1
-
-    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32).astype(float))
-    printed = [1.0, 2.682942, 2.818595, 1.28224, -0.513605, -0.9178486, 0.44116896, 2.3139732]
-    np.testing.assert_allclose(out[:8], printed, rtol=1e-5)
-    np.testing.assert_allclose(
-        out[-4:], [1.5418116, -0.32726777, -0.97606325, 0.19192469], rtol=1e-5
-    )
-
-
-def test_guide_local_shape():
-    shapes = []
-
-    def f(x: Array) -> Array:
-        shapes.append(x.shape)
-        return x * 2
-
-    out = shard_map(f, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(jnp.arange(32))
-    assert shapes == [(4,)] and out.shape == (32,)
-
-
-def test_guide_sum_in_shard():
-    f = shard_map(lambda x: jnp.sum(x, keepdims=True), mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    assert f(jnp.arange(32)).tolist() == [6, 22, 38, 54, 70, 86, 102, 118]
-
-
-def test_guide_psum():
-    f = shard_map(lambda x: jax.lax.psum(x.sum(), "x"), mesh=LINE, in_specs=P("x"), out_specs=P())
-    assert f(jnp.arange(32)) == 496
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_guide_layer(explicit: bool):
-    rng = np.random.default_rng(0)
-    x, weights, bias = (rng.normal(size=s).astype(np.float32) for s in [(32,), (32, 4), (4,)])
-    mesh = ft.make_mesh(x=8, explicit=explicit)
-
-    @jax.jit
-    @functools.partial(
-        shard_map, mesh=mesh, in_specs=(P("x"), P("x", None), P(None)), out_specs=P(None)
-    )
-    def layer(x: Array, weights: Array, bias: Array) -> Array:
-        return jax.nn.sigmoid(jax.lax.psum(x @ weights, "x") + bias)
-
-    printed = [0.02138914, 0.89311206, 0.5989201, 0.97742504]
-    np.testing.assert_allclose(layer(x, weights, bias), printed, rtol=1e-5)
-
-
-# The examples of nnx.shard_map: seed 002, with modules of Equinox
-
-
-def test_nnx_data_parallel():
-    mesh = ft.make_mesh(data=8)
-    m = eqx.nn.Linear(2, 3, key=KEYS[0])
-
-    @shard_map(mesh=mesh, in_specs=(P(None), P("data")), out_specs=P("data"))
-    def f(m: eqx.nn.Linear, x: Array) -> Array:
-        return jax.vmap(m)(x)
-
-    x = jax.random.normal(KEYS[1], (32, 2))
-    y = f(m, x)
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data")), 2)
-    np.testing.assert_allclose(y, jax.vmap(m)(x), rtol=1e-6)
-
-
-class Two(eqx.Module):
-    linear1: eqx.nn.Linear
-    linear2: eqx.nn.Linear
-
-    def __call__(self, x: Array) -> Array:
-        return jax.nn.relu(x @ self.linear1.weight.T) @ self.linear2.weight.T
-
-
-NNX_SPECS = [
-    ft.StateSharding({"linear1.weight": P("model", None), "linear2.weight": P(None, "model")}),
-    ft.StateSharding(
-        {
-            (lambda path, leaf: path[-2:] == ("linear1", "weight")): P("model", None),
-            (lambda path, leaf: path[-2:] == ("linear2", "weight")): P(None, "model"),
-        }
-    ),
-    ft.StateSharding.from_specs(
-        {"linear1": {"weight": P("model", None)}, "linear2": {"weight": P(None, "model")}}
-    ),
-    ft.AxisRules(
-        {"hidden": "model", "embed": None},
-        names={Two: ft.names({"linear1.weight": "hidden embed", "linear2.weight": "embed hidden"})},
-    ),
-]
-
-
-@pytest.mark.parametrize("model_spec", NNX_SPECS, ids=["globs", "callables", "from_specs", "rules"])
-def test_nnx_tensor_parallel(model_spec: Any):
-    mesh = ft.make_mesh(model=8)
-    m = Two(eqx.nn.Linear(2, 64, False, key=KEYS[0]), eqx.nn.Linear(64, 3, False, key=KEYS[1]))
-
-    @shard_map(mesh=mesh, in_specs=(model_spec, P(None)), out_specs=P(None))
-    def f(m: Two, x: Array) -> Array:
-        return jax.lax.psum(m(x), "model")
-
-    x = jax.random.normal(KEYS[2], (32, 2))
-    np.testing.assert_allclose(f(m, x), m(x), rtol=1e-5, atol=1e-5)
-    placed = ft.shard(m, model_spec, mesh)
-    np.testing.assert_allclose(f(placed, x), m(x), rtol=1e-5, atol=1e-5)
+def test_filters_lay_out_a_module():
+    filters = ft.StateSharding({"up": P(None, "model"), "down": P("model")})
+    f = shard_map(lambda m, x: m(x), mesh=MESH, in_specs=(filters, P("data")), out_specs=P("data"))
+    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
 
 
 # A signature is a specification
@@ -203,18 +99,10 @@ def test_it_is_the_same_program_as_by_hand():
     assert program(shard_map(ffn, mesh=MESH, rules=RULES)) == program(by_hand(MESH))
 
 
-def test_modules_go_in_by_their_own_annotations():
-    @shard_map(mesh=MESH, rules=RULES)
-    def f(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
-        assert model.up.shape == (6, 2) and model.name == "mlp"
-        return model(x)
-
-    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
-
-
 def test_modules_come_out_with_their_statics():
     @shard_map(mesh=MESH, rules=RULES)
     def double(model: MLP) -> MLP:
+        assert model.up.shape == (6, 2) and model.name == "mlp"
         return jax.tree.map(lambda x: x * 2 if eqx.is_array(x) else x, model)
 
     out = double(mlp())
@@ -283,31 +171,24 @@ def test_rules_are_ambient_in_the_body():
 WRONG = [
     (
         "global",
-        (4, 6),
-        (5, 8),
-        r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6 in `x`',
+        jnp.ones((4, 6)),
+        r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6',
     ),
-    ("local", (4, 6), (5, 8), r'"embed" has size 5 here, and 6 in `x`'),
-    ("global", (4, 6, 1), (6, 8), r"x   f32\[4, 6, 1\]\n +has 3 dimensions"),
+    ("local", jnp.ones((4, 6)), r'"embed" has size 5 here, and 6 in `x`'),
+    (
+        "global",
+        jnp.ones((4, 6), int),
+        r"x   i32.*its dtype is int32, but the annotation says Float",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "x", "up", "message"), WRONG)
-def test_arrays_that_are_not_as_annotated(
-    shapes: Any, x: tuple[int, ...], up: tuple[int, ...], message: str
-):
+@pytest.mark.parametrize(("shapes", "x", "message"), WRONG)
+def test_arrays_that_are_not_as_annotated(shapes: Any, x: Array, message: str):
     f = shard_map(ffn, mesh=MESH, rules=RULES, shapes=shapes)
-    with pytest.raises(
-        ft.AxesError, match=r"(?s)^ffn: 1 array not as annotated, by " + shapes + ".*" + message
-    ):
-        f(jnp.ones(x), jnp.ones(up), jnp.ones((8, 6)))
-
-
-def test_a_dtype_that_is_not_as_annotated():
-    with pytest.raises(
-        ft.AxesError, match=r"(?s)x   i32.*its dtype is int32, but the annotation says Float"
-    ):
-        shard_map(ffn, mesh=MESH, rules=RULES)(INPUTS[0].astype(int), *INPUTS[1:])
+    headline = r"(?s)^ffn: \d arrays? not as annotated, by " + shapes
+    with pytest.raises(ft.AxesError, match=f"{headline}.*{message}"):
+        f(x, jnp.ones((5, 8)), jnp.ones((8, 6)))
 
 
 def test_the_result_is_checked_against_its_global_shape():
@@ -363,21 +244,18 @@ def test_keyword_arguments_share_the_program():
     assert traces == [1, -1]
 
 
-def test_args_have_one_entry_for_all():
+def test_one_entry_for_any_number_of_arguments_and_one_for_each_name():
     f = shard_map(
-        lambda x, *rest: sum(rest, x), mesh=LINE, in_specs=(P("x"), P("x")), out_specs=P("x")
-    )
-    np.testing.assert_array_equal(f(X, X, X), 3 * X)
-
-
-def test_named_keyword_arguments():
-    f = shard_map(
-        lambda **kw: kw["a"] + kw["b"][:1],
+        lambda x, *rest, **more: sum(rest, x) + more["b"][:1],
         mesh=LINE,
-        in_specs={"a": P("x"), "b": P()},
+        in_specs={"x": P("x"), "rest": P("x"), "b": P()},
         out_specs=P("x"),
     )
-    np.testing.assert_array_equal(f(b=X, a=jnp.ones((8, 4))), jnp.ones((8, 4)) + X[:1])
+    np.testing.assert_array_equal(f(X, X, X, b=X), 3 * X + X[:1])
+    g = shard_map(
+        lambda x, *rest: sum(rest, x), mesh=LINE, in_specs=(P("x"), P("x")), out_specs=P("x")
+    )
+    np.testing.assert_array_equal(g(X, X, X), 3 * X)
 
 
 def test_a_method_a_bound_method_and_a_module():
@@ -397,46 +275,8 @@ def test_a_method_a_bound_method_and_a_module():
     ]
     for y in out:
         np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_what_is_bound_needs_a_spec_too():
-    with pytest.raises(
-        ft.ShardingError, match=r"(?s)2 leaves.*self\.up.*no layout was given for this array"
-    ):
+    with raises("2 leaves", "self.up", "no layout was given for this array"):
         shard_map(mlp(), mesh=MESH, in_specs=(P("data"),), out_specs=P("data"))(INPUTS[0])
-
-
-def test_partials_give_arguments():
-    part = functools.partial(ffn, up=INPUTS[1], down=INPUTS[2])
-    np.testing.assert_array_equal(
-        shard_map(part, mesh=MESH, rules=RULES)(INPUTS[0]), by_hand(MESH)(*INPUTS)
-    )
-
-
-def test_a_changed_list_in_a_module_is_seen():
-    class Held(eqx.Module):
-        layers: list[Array]
-
-        def __call__(self, x: Array) -> Array:
-            return sum(self.layers, x)
-
-    held = Held([X])
-    f = shard_map(held, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    np.testing.assert_array_equal(f(X), 2 * X)
-    held.layers.append(X)
-    np.testing.assert_array_equal(f(X), 3 * X)
-
-
-def test_statics_are_told_apart_by_type_and_value():
-    seen = []
-    f = shard_map(
-        lambda x, s: (seen.append(s), x)[1], mesh=LINE, in_specs=(P("x"), None), out_specs=P("x")
-    )
-    for value in (1, True, 1.0, 1, "one", None, jnp.tanh):
-        f(X, value)
-    assert [(type(s), s) for s in seen] == [
-        (type(s), s) for s in (1, True, 1.0, "one", None, jnp.tanh)
-    ]
 
 
 def test_a_named_sharding_is_in_device_memory():
@@ -444,11 +284,6 @@ def test_a_named_sharding_is_in_device_memory():
         named = NamedSharding(MESH, P("data"), memory_kind=kind)
         doubled = ft.shard_map(lambda x: 2 * x, mesh=MESH, in_specs=(named,), out_specs=named)
         assert doubled(jnp.ones((4, 8))).sharding.is_equivalent_to(named, 2)
-    host = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
-    with raises("is laid out in pinned_host, but shard_map moves no array to another memory"):
-        ft.shard_map(lambda x: x, mesh=MESH, in_specs=(host,), out_specs=P("data"))(
-            jnp.ones((4, 8))
-        )
 
 
 def test_prefix_trees():
@@ -458,12 +293,6 @@ def test_prefix_trees():
     out = f(tree)
     assert out["b"][1][1] == "text" and out["b"][0].sharding.is_fully_replicated
     jax.tree.map(np.testing.assert_array_equal, out, tree)
-
-
-def test_a_module_of_specs():
-    specs = MLP(P(None, "model"), P("model"), None, None)
-    f = shard_map(lambda m, x: m(x), mesh=MESH, in_specs=(specs, P("data")), out_specs=P("data"))
-    np.testing.assert_allclose(f(mlp(), INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
 
 
 def test_typed_keys_numpy_and_scalars():
@@ -492,15 +321,12 @@ def test_mesh_from_the_context_and_from_the_arguments():
     f = shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data"))
     with jax.set_mesh(MESH):
         assert f(np.asarray(X)).sharding.spec == P("data")
+        # One that is given wins.
+        g = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
+        np.testing.assert_array_equal(g(np.asarray(X)), 2 * X)
     assert f(ft.shard(X, P(), MESH)).sharding.mesh == MESH
     with pytest.raises(ft.ShardingError, match=r"there is no mesh: pass `mesh=`, or enter"):
         f(X)
-
-
-def test_the_given_mesh_wins_over_the_context():
-    f = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    with jax.set_mesh(MESH):
-        np.testing.assert_array_equal(f(np.asarray(X)), 2 * X)
 
 
 def test_partial_auto_projects_rules():
@@ -555,24 +381,6 @@ def test_grad_taken_outside(jit: bool, check_vma: bool):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_vmap_scan_and_remat():
-    f = shard_map(ffn, mesh=MESH, rules=RULES)
-    x, up, down = INPUTS
-    batched = jax.vmap(f, (0, None, None))(jnp.stack([x, 2 * x]), up, down)
-    np.testing.assert_allclose(batched[1], reference(2 * x, up, down), rtol=1e-4, atol=1e-5)
-
-    def steps(x: Array) -> Array:
-        return jax.lax.scan(lambda c, _: (jax.checkpoint(f)(c, up, down), None), x, length=3)[0]
-
-    expected = reference(reference(reference(x, up, down), up, down), up, down)
-    np.testing.assert_allclose(jax.jit(steps)(x), expected, rtol=1e-3, atol=1e-3)
-    ours = jax.jit(jax.grad(lambda x: steps(x).sum()))(x)
-    theirs = jax.grad(
-        lambda x: reference(reference(reference(x, up, down), up, down), up, down).sum()
-    )(x)
-    np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-2)
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
 def test_closing_over_outer_tracers(wrap: Callable[[Any], Any]):
     """The MLP is whole on each device, so that its psum over `model` counts it four times."""
@@ -591,22 +399,6 @@ def test_closing_over_outer_tracers(wrap: Callable[[Any], Any]):
     np.testing.assert_allclose(
         wrap(jax.grad(outer))(w, mlp()), reference(*INPUTS).sum() * 4, rtol=1e-4
     )
-
-
-def test_a_closure_that_is_rebound_in_a_trace_is_read_again():
-    @jax.jit
-    def outer(ws: Array) -> Array:
-        x = X
-
-        @shard_map(mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-        def f(x: Array) -> Array:
-            return x * w
-
-        for w in ws:  # noqa: B007
-            x = f(x)
-        return x
-
-    np.testing.assert_array_equal(outer(jnp.asarray([2.0, 3.0])), X * 6)
 
 
 def test_inside_ambient_rules_and_other_settings_it_is_traced_again():
@@ -672,25 +464,7 @@ def test_arguments_are_let_go():
 # Traces and time
 
 
-def test_the_function_is_traced_once_for_each_compilation():
-    traces = []
-
-    @shard_map(mesh=MESH, rules=RULES)
-    def f(model: MLP, x: Float[Array, "batch embed"]) -> tuple[MLP, Float[Array, "batch embed"]]:
-        traces.append(x.shape)
-        return model, model(x)
-
-    for _ in range(3):
-        f(mlp(), INPUTS[0])
-    assert traces == [(2, 6)]
-    f(mlp(), jnp.ones((8, 6)))
-    assert traces == [(2, 6), (4, 6)]
-    jax.grad(lambda x: f(mlp(), x)[1].sum())(INPUTS[0])
-    assert len(traces) == 3
-
-
-@pytest.mark.parametrize("arrays", [1, 100])
-def test_a_later_call_runs_little_python(arrays: int):
+def test_a_later_call_runs_little_python():
     """Two Python functions for each array and some forty more, where the first one runs
     thousands."""
     f = shard_map(
@@ -699,10 +473,10 @@ def test_a_later_call_runs_little_python(arrays: int):
         in_specs=P("x"),
         out_specs=P("x"),
     )
-    tree = ft.shard([X] * arrays, P("x"), LINE)
+    tree = ft.shard([X] * 100, P("x"), LINE)
     assert python_calls(lambda: f(tree)) > 1000
     f(tree)  # which generates the code that takes calls apart
-    assert python_calls(lambda: f(tree)) < 60 + 3 * arrays
+    assert python_calls(lambda: f(tree)) < 360
 
 
 PLACED = {
@@ -711,6 +485,18 @@ PLACED = {
     "sharded": lambda mesh: jax.device_put(X, NamedSharding(mesh, P("data"))),
     "abstract": lambda mesh: jax.ShapeDtypeStruct(X.shape, X.dtype),
 }
+
+
+def test_rules_lose_the_axes_that_are_not_manual():
+    """Such an axis counts as one device, also where the sizes are checked."""
+
+    def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
+        assert x.shape == (3, 4)
+        return x
+
+    rules = ft.AxisRules({"batch": ("data", "model"), ...: None})
+    found = shard_map(f, mesh=MESH, rules=rules, axis_names={"data"})(jnp.ones((6, 4)))
+    assert found.sharding.spec == P("data")
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
@@ -751,20 +537,6 @@ def test_a_trace_in_another_setting_keeps_its_own_result():
     assert f(sharded).keys() == {"x"} and f(uncommitted).keys() == {"x"}
 
 
-def test_a_default_that_is_traced_is_an_argument():
-    traces: list[int] = []
-
-    def outer(w: Any) -> Any:
-        def scaled(x: Any, w: Any = w) -> Any:
-            traces.append(1)
-            return x * w
-
-        f = shard_map(scaled, mesh=MESH, in_specs=P(), out_specs=P())
-        return f(X) + f(X)
-
-    assert np.array_equal(jax.jit(outer)(jnp.float32(3)), 6 * X) and len(traces) == 1
-
-
 # Explicit axes: the types have the specs
 
 
@@ -775,39 +547,23 @@ def typed(*spec: Any) -> Any:
     return jax.device_put(jnp.arange(32.0).reshape(8, 4), NamedSharding(EXPLICIT, P(*spec)))
 
 
-@pytest.mark.parametrize(
-    "spec", [("data",), ("data", "model"), (None, "model"), (("data", "model"),), ()], ids=str
-)
-@pytest.mark.parametrize("around", ["call", "jit", "mesh", "grad"])
-def test_without_in_specs_the_types_tell(spec: tuple[Any, ...], around: str):
+@pytest.mark.parametrize("spec", [("data",), (("data", "model"),), ()], ids=str)
+def test_without_in_specs_the_types_tell(spec: tuple[Any, ...]):
     seen: list[Any] = []
 
     def body(x: Any, *, tree: Any) -> Any:
         seen.append((x.shape, tree["a"].shape))
         return x * 2
 
-    x, parts = (
-        typed(*spec),
-        math.prod(MESH.shape[axis] for entry in spec if entry for axis in np.ravel(entry)),
-    )
-    out = P(*spec)
-    f = (
-        shard_map(body, out_specs=out)
-        if around == "mesh"
-        else shard_map(body, mesh=EXPLICIT, out_specs=out)
-    )
-    if around == "jit":
-        y = ft.jit(lambda x, tree: f(x, tree=tree))(x, {"a": x})
-    elif around == "mesh":
-        with jax.set_mesh(EXPLICIT):
-            y = f(x, tree={"a": x})
-    elif around == "grad":
-        with jax.set_mesh(EXPLICIT):  # for `sum`
-            y = jax.grad(lambda x: f(x, tree={"a": x}).sum())(x) * x
-    else:
-        y = f(x, tree={"a": x})
-    assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
-    assert all(math.prod(shape) * parts == x.size for shapes in seen for shape in shapes)
+    x = typed(*spec)
+    given = shard_map(body, mesh=EXPLICIT, out_specs=P(*spec))
+    found = [given(x, tree={"a": x}), ft.jit(lambda x, tree: given(x, tree=tree))(x, {"a": x})]
+    with jax.set_mesh(EXPLICIT):
+        found.append(shard_map(body, out_specs=P(*spec))(x, tree={"a": x}))
+    for y in found:
+        assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
+    local = x.sharding.shard_shape(x.shape)
+    assert seen and all(shapes == (local, local) for shapes in seen)
 
 
 def test_what_has_no_type_needs_a_spec():
@@ -834,137 +590,96 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
     )
 
 
-NONSENSE = [
+NO_LAYOUT = "no layout was given for this array (`None`)"
+NOT_MANUAL = "P('model') names model, but only data is manual here"
+HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
+OF_DATA = {"axis_names": {"data"}}
+ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
+# Of a layout that does not fit, one case for each side: the others are those of every layout.
+UNFIT: list[tuple[dict[str, Any], str, str]] = [
+    ({"in_specs": (None,)}, "x", NO_LAYOUT),
+    ({"out_specs": None}, "result", NO_LAYOUT),
+    ({"in_specs": P("dta")}, "x", "P('dta') names `dta`, and the mesh (data=2, model=4) has no"),
+    ({"out_specs": P(None, None, "data")}, "result", "P(None, None, 'data') has 3 entries for 2 d"),
+    ({"x": ODD}, "x.a, x.b", "dimension 0 has size 7; data=2 needs a multiple of 2"),
+    ({"in_specs": P("model"), **OF_DATA}, "x", NOT_MANUAL),
+    ({"out_specs": P("model"), **OF_DATA}, "result", NOT_MANUAL),
+    ({"in_specs": None, "rules": RULES}, "x", "has no axis names, and rules shard axes by name"),
     (
-        {"in_specs": None},
-        ft.ShardingError,
-        r"x   f32\[8, 4\]\n +no layout was given for this array.*write `P\(\)`",
+        {"in_specs": HOST},
+        "x",
+        "is laid out in pinned_host, but shard_map moves no",
     ),
-    (
-        {"in_specs": (None,)},
-        ft.ShardingError,
-        r"no layout was given for this array \(`None`\).*write `P\(\)`",
-    ),
-    (
-        {"out_specs": None},
-        ft.ShardingError,
-        r"result   f32\[4, 4\]\n +no layout was given for this.*write `P\(\)`",
-    ),
-    (
-        {"in_specs": (P(), P())},
-        ft.RuleError,
-        r"in_specs has 2 layouts, and <lambda> has 1 positional parameter \(x\)",
-    ),
-    (
-        {"in_specs": {"y": P()}},
-        ft.RuleError,
-        r"<lambda> has no parameter 'y'.*its parameters are x",
-    ),
-    ({"in_specs": 3}, ft.RuleError, r"in_specs: 3 is neither a layout, nor one for each"),
-    ({"in_specs": (3,)}, ft.RuleError, r"3 is not a layout"),
-    (
-        {"in_specs": ({"a": P()},)},
-        ft.RuleError,
-        r"at `x`: the layouts are a dict and the tree is a leaf",
-    ),
-    (
-        {"in_specs": P("dta")},
-        ft.ShardingError,
-        r"names `dta`, and the mesh \(data=2, model=4\) has no such axis; did you",
-    ),
-    (
-        {"out_specs": P("dta")},
-        ft.ShardingError,
-        r"result.*the mesh \(data=2, model=4\) has no such axis; did you mean `data`",
-    ),
-    ({"in_specs": P("data", None, None)}, ft.ShardingError, r"has 3 entries for 2 dimensions"),
-    (
-        {"out_specs": P(None, None, "data")},
-        ft.ShardingError,
-        r"result.*has 3 entries for 2 dimensions",
-    ),
-    (
-        {"x": jnp.ones((7, 4))},
-        ft.ShardingError,
-        r"dimension 0 has size 7; data=2 needs a multiple of 2",
-    ),
-    (
-        {"x": {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}},
-        ft.ShardingError,
-        r"2 leaves.*x\.a.*x\.b",
-    ),
-    ({"in_specs": P("data", "data")}, ft.ShardingError, r"uses mesh axis `data` twice"),
-    (
-        {"out_specs": P()},
-        ft.ShardingError,
-        r"result.*says that it is the same along data.*jax\.lax\.psum",
-    ),
-    (
-        {"in_specs": P("model"), "axis_names": {"data"}},
-        ft.ShardingError,
-        r"P\('model'\) names model, but only data is man",
-    ),
-    (
-        {"out_specs": P("model"), "axis_names": {"data"}},
-        ft.ShardingError,
-        r"result.*names model, but only data is manual",
-    ),
-    (
-        {"axis_names": {"dta"}},
-        ft.ShardingError,
-        r"`dta` in `axis_names` is not in the mesh.*did you mean `data`",
-    ),
-    ({"axis_names": "data"}, ft.FunctreeError, r"axis_names='data' is a string: use a set"),
-    (
-        {"shapes": "globl"},
-        ft.FunctreeError,
-        r'shapes=\'globl\' is not one of "global", "local", None',
-    ),
-    ({"mesh": {"data": 2}}, ft.ShardingError, r"give a `Mesh`, not sizes"),
-    ({"mesh": 3}, ft.ShardingError, r"3 is not a mesh"),
-    (
-        {"in_specs": ft.on_host(P("data"))},
-        ft.ShardingError,
-        r"is laid out in pinned_host, but shard_map moves no array to another memory",
-    ),
-    (
-        {"x": jax.ShapeDtypeStruct((8, 4), "float32")},
-        ft.FunctreeError,
-        r"`x` is abstract, so the function cannot run",
-    ),
+    # What JAX would not move.
     (
         {"x": jax.device_put(X, jax.devices()[1])},
-        ft.ShardingError,
-        r"is sharded on cpu:1, but the mesh has other",
+        "x",
+        "is sharded on cpu:1, but the mesh has other d",
     ),
     (
-        {"in_specs": None, "rules": RULES},
-        ft.ShardingError,
-        r"x   f32.*has no axis names, and rules shard axes by name",
+        {"x": ft.shard(X, P("data"), MESH), "mesh": EXPLICIT},
+        "x",
+        "its type is on a mesh of Auto axes, (data=2, model=4)",
     ),
-    ({"x": {"a": set()}}, ft.FunctreeError, r"x\.a   set\n +is neither an array nor hashable"),
+    (
+        {"x": ft.shard(X, P("x"), ft.make_mesh(x=2, y=4, explicit=True))},
+        "x",
+        "its type is on a mesh of Explicit axes, (x=2, y=4)",
+    ),
+    (
+        {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
+        "x",
+        "its type is sharded P(None, 'model'), but its spec is P('data', None); Explicit axes are",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("options", "error", "message"), NONSENSE)
-def test_nonsense(options: dict[str, Any], error: type[Exception], message: str):
-    with pytest.raises(error, match="(?s)" + message):
+@pytest.mark.parametrize(("options", "paths", "why"), UNFIT)
+def test_layouts_that_do_not_fit(options: dict[str, Any], paths: str, why: str):
+    with pytest.raises(ft.ShardingError) as caught:
         call(**options)
+    problems = caught.value.problems
+    assert ", ".join(str(problem.path) for problem in problems) == paths
+    assert problems[0].why.startswith(why)
 
 
-def test_under_explicit_axes_types_must_be_as_the_specs():
-    mesh = mesh_of(explicit=True)
-    with pytest.raises(
-        ft.ShardingError,
-        match=r"(?s)its type is sharded P\(None, None\), but its spec is .*reshard",
-    ):
-        call(x=ft.shard(X, P(), mesh), mesh=mesh)
-    with pytest.raises(
-        ft.ShardingError, match=r"(?s)its type is on a mesh of Auto axes, \(data=2, .*`ft.shard`"
-    ):
-        call(x=ft.shard(X, P("data"), MESH), mesh=mesh)
-    with pytest.raises(ft.ShardingError, match=r"its type is on a mesh of Explicit axes, \(x=8\)"):
-        call(x=ft.shard(X, P("x"), ft.make_mesh(x=8, explicit=True)))
+def test_the_error_for_a_result_that_may_differ():
+    with pytest.raises(ft.ShardingError) as caught:
+        call(out_specs=P())
+    assert str(caught.value).startswith(
+        "<lambda>: 1 leaf cannot be laid out on mesh (data=2, model=4)\n\n  result   f32[4, 4]\n"
+        "      P(None, None) says that it is the same along data, but it may differ there\n\n"
+        "Try: reduce it (`jax.lax.psum`, `pmean`) over data, or name data in its spec; or pass "
+        "`check_vma=False` if you know that it is the same"
+    )
+
+
+WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+    (
+        {"in_specs": (P(), P())},
+        "in_specs has 2 layouts, and <lambda> has 1 positional parameter (x)",
+    ),
+    ({"in_specs": {"y": P()}}, "in_specs: <lambda> has no parameter 'y'; its parameters are x"),
+    ({"in_specs": 3}, "in_specs: 3 is neither a layout, nor one for each positional parameter"),
+    (
+        {"axis_names": {"dta"}},
+        "`dta` in `axis_names` is not in the mesh (data=2, model=4); did you",
+    ),
+    ({"axis_names": "data"}, "axis_names='data' is a string: use a set"),
+    ({"axis_names": iter(("data",))}, "it must be a collection of texts, or None"),
+    ({"shapes": "globl"}, 'shapes=\'globl\' is not one of "global", "local", None'),
+    ({"mesh": {"data": 2}}, "shard_map runs on devices: give a `Mesh`, not sizes"),
+    ({"x": jax.ShapeDtypeStruct((8, 4), "float32")}, "`x` is abstract, so the function cannot run"),
+    ({"check_rep": True}, "shard_map: use `check_vma=` instead of check_rep"),
+    ({"auto": True}, "shard_map: use `axis_names=`, the mesh axes that become manual"),
+    ({"option": True}, "shard_map has no option `option`"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), WRONG_OPTIONS)
+def test_wrong_options(options: dict[str, Any], text: str):
+    with raises(text):
+        call(**options)
 
 
 def test_another_mesh_inside():
@@ -979,33 +694,14 @@ def test_another_mesh_inside():
 def test_pythons_own_words_for_a_wrong_call():
     with pytest.raises(TypeError, match="missing a required argument: 'x'"):
         shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())()
-    with pytest.raises(
-        ft.FunctreeError, match=r"shard_map cannot map so\s+fun=3\s+it must be a function"
-    ):
-        shard_map(3, mesh=MESH)  # type: ignore[call-overload]
     with pytest.raises(ft.FunctreeError, match="max> has no signature: wrap it"):
         shard_map(max, mesh=MESH)
 
 
-@pytest.mark.parametrize(
-    "fun", [jnp.sin, jax.jit(lambda x: jnp.sin(x)), jax.vmap(jnp.sin), jax.named_call(jnp.sin)]
-)
-def test_functions_of_jax(fun: Any):
-    np.testing.assert_allclose(
-        shard_map(fun, mesh=LINE, in_specs=P("x"), out_specs=P("x"))(X), jnp.sin(X), rtol=1e-6
-    )
-
-
 def test_results_of_every_kind():
     def f(x: Array) -> Any:
-        return {
-            "x": x,
-            "none": None,
-            "number": 2.5,
-            "set": {1},
-            "numpy": np.ones(3, np.float32),
-            "empty": (),
-        }
+        kept = {"none": None, "number": 2.5, "set": {1}, "empty": ()}
+        return {"x": x, "numpy": np.ones(3, np.float32), **kept}
 
     out = shard_map(
         f, mesh=LINE, in_specs=P("x"), out_specs={**dict.fromkeys(f(X), P()), "x": P("x")}
@@ -1013,79 +709,3 @@ def test_results_of_every_kind():
     assert (out["none"], out["number"], out["set"], out["empty"]) == (None, 2.5, {1}, ())
     np.testing.assert_array_equal(out["numpy"], np.ones(3))
     assert shard_map(lambda: jnp.ones(2), mesh=LINE, out_specs=P("x"))().shape == (16,)
-
-
-# Stages, as of `ft.jit`
-
-
-def test_stages_name_the_arguments_by_path():
-    mapped = shard_map(
-        lambda m, x: m(x), mesh=MESH, rules=RULES, in_specs={"x": P("data")}, out_specs=P("data")
-    )
-    model = ft.shard(mlp(), RULES, MESH)
-    lowered = mapped.lower(model, INPUTS[0])
-    text = lowered.as_text(debug_info=True)
-    assert all(name in text for name in ("m.up", "m.down", '"x"'))
-    assert mapped.eval_shape(mlp(), INPUTS[0]).shape == (4, 6)
-    assert mapped.trace(mlp(), jax.ShapeDtypeStruct((4, 6), "float32")).out_info.shape == (4, 6)
-    compiled = lowered.compile()
-    assert compiled.input_shardings[0][0].up.spec == P(None, "model")
-    np.testing.assert_allclose(compiled(model, INPUTS[0]), mapped(model, INPUTS[0]), rtol=1e-6)
-
-
-def test_compilations_tell_what_differed():
-    mapped = shard_map(lambda x, n: n * x, mesh=LINE, in_specs=(P("x"), None), out_specs=P("x"))
-    (
-        mapped(jnp.ones(8), 2.0),
-        mapped(jnp.ones(8), 2.0),
-        mapped(jnp.ones(8), 3.0),
-        mapped(jnp.ones(16), 3.0),
-    )
-    assert [str(record) for record in mapped.compilations] == [
-        "compilation 1: the first",
-        "compilation 2: n: static 2.0 → 3.0",
-        "compilation 3: x: shape (8,) → (16,)",
-    ]
-
-
-# A silent failure that is JAX's own: gradients of a local mean, taken inside (number 30)
-
-
-@pytest.mark.parametrize(("check_vma", "times"), [(True, 8.0), (False, None)])
-def test_the_gradient_of_a_local_mean(check_vma: bool, times: float | None):
-    """With `check_vma` it is the sum over devices, n times too large; without, one device's.
-    `pmean` puts it right."""
-    x, w = jnp.arange(8.0), jnp.asarray(3.0)
-    right = jax.grad(lambda w: jnp.mean(w * x))(w)
-
-    def local(w: Array, x: Array) -> Array:
-        g = jax.grad(lambda w: jnp.mean(w * x))(w)
-        return g[None] if not check_vma else jnp.full((1,), g)
-
-    specs = {"in_specs": (P(), P("x")), "check_vma": check_vma}
-    found = shard_map(local, mesh=LINE, out_specs=P("x"), **specs)(w, x)
-    expected = jnp.full(8, right * times) if times else x
-    np.testing.assert_allclose(found, expected)
-
-    def mean(w: Array, x: Array) -> Array:
-        return jax.grad(lambda w: jax.lax.pmean(jnp.mean(w * x), "x"))(w)
-
-    if check_vma:
-        np.testing.assert_allclose(shard_map(mean, mesh=LINE, out_specs=P(), **specs)(w, x), right)
-
-
-@pytest.mark.parametrize(
-    ("option", "instead"),
-    [("check_rep", "check_vma="), ("auto", "axis_names="), ("x", "no option")],
-)
-def test_options_of_other_times(option: str, instead: str):
-    with pytest.raises(ft.FunctreeError, match=instead):
-        shard_map(lambda x: x, mesh=LINE, in_specs=P(), out_specs=P(), **{option: True})
-
-
-def test_axis_names_in_an_iterator_are_refused():
-    names: Any = iter(("data",))
-    with pytest.raises(
-        ft.FunctreeError, match=r"axis_names=.*\n +it must be a collection of texts, or None"
-    ):
-        ft.shard_map(lambda x: x, axis_names=names)

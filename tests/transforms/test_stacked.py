@@ -11,16 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
-from functree.errors import AxesError, FunctreeError
-from functree.nn import block, mlp
-from functree.nn.attention import layer as attention
+from functree.errors import FunctreeError
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
-from tests.lib.checks import raises
 
 DEPTH, SIZE = 5, 4
 KEY = jax.random.key(0)
@@ -79,10 +75,6 @@ def test_a_call_is_a_loop(layers: Stacked[Layer], args: tuple[Any, ...]) -> None
     np.testing.assert_allclose(eqx.filter_jit(layers)(X, *args), loop(layers, X, *args), rtol=1e-6)
 
 
-def test_a_stack_of_one(layers: Stacked[Layer]) -> None:
-    np.testing.assert_allclose(stack(Layer, 1, KEY)(X), stack(Layer, 1, KEY)[0](X), rtol=1e-6)
-
-
 def test_no_layer_is_the_identity(layers: Stacked[Layer]) -> None:
     none = layers[2:2]
     assert len(none) == 0 and list(none) == []
@@ -112,17 +104,6 @@ def test_stacks_nest() -> None:
     np.testing.assert_allclose(nested(X), expected, rtol=1e-6)
 
 
-def test_a_weak_input() -> None:
-    class Double(eqx.Module):
-        factor: Array
-
-        def __call__(self, x: Array) -> Array:
-            return x * self.factor
-
-    doubles = Stacked(Double(jnp.full((3,), 2.0)))
-    assert float(doubles(1.0)) == 8.0
-
-
 # A sequence
 
 
@@ -150,7 +131,7 @@ def test_an_index_that_is_an_array_is_clamped(layers: Stacked[Layer]) -> None:
         layers[DEPTH]
 
 
-PARTS = [slice(1, 3), slice(None, None, 2), slice(None, None, -1), slice(-2, None)]
+PARTS = [slice(1, 3), slice(None, None, -1)]
 
 
 @pytest.mark.parametrize("part", PARTS, ids=str)
@@ -205,15 +186,13 @@ def test_compiled_size_does_not_grow_with_depth(
 REMATS = {
     "full": "full",
     "dots": "dots",
-    "everything": policies.everything_saveable,
-    "names": policies.save_only_these_names("y"),
-    "offload": offload("y"),
+    "a policy of JAX": policies.save_only_these_names("y"),
     "offload and dots": offload("y", others="dots"),
     "offload, and keep the others": offload("y", others=None),
 }
 
 
-@pytest.mark.parametrize("unroll", [1, 2, True])
+@pytest.mark.parametrize("unroll", [1, True])
 @pytest.mark.parametrize("remat", REMATS)
 def test_remat_changes_nothing(layers: Stacked[Layer], remat: str, unroll: int) -> None:
     def value_and_grad(**options: Any) -> Any:
@@ -240,13 +219,6 @@ def test_remat_recomputes(layers: Stacked[Layer], unroll: Any) -> None:
     assert tanhs(None) == tanhs(policies.everything_saveable) == once
     assert once < tanhs("full") <= 2 * once
     assert once < tanhs("dots") <= 2 * once
-
-
-def test_policies() -> None:
-    assert remat_policy(None) is None
-    assert remat_policy("full") is policies.nothing_saveable
-    assert remat_policy("dots") is policies.dots_with_no_batch_dims_saveable
-    assert remat_policy(policies.dots_saveable) is policies.dots_saveable
 
 
 # Offload. The compiled CPU program shows none: the gradient's jaxpr does, and its lowering for a
@@ -306,7 +278,6 @@ def moved(loop: Any) -> list[tuple[tuple[int, ...], str]]:
     [
         ("full", [SMALL]),  # the layer's input
         (offload("wide"), [WIDE, SMALL]),
-        (offload("narrow"), [NARROW, SMALL]),
         (offload("narrow", "wide"), [NARROW, WIDE, SMALL]),
         (offload("narrow", others=offload("wide")), [NARROW, WIDE, SMALL]),
         (
@@ -340,41 +311,7 @@ def placements(fun: Callable[..., Any], *args: Any) -> list[tuple[str, str]]:
     return sorted((shape, where) for where, shape in found)
 
 
-def test_offload_in_the_program_for_another_platform() -> None:
-    assert placements(gradient("full"), TWICE, X) == []
-    assert placements(gradient(offload("wide")), TWICE, X) == [
-        ("3x6xf32", "device"),
-        ("3x6xf32", "pinned_host"),
-    ]
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_offload_on_a_mesh_and_inside_shard_map(kind: AxisType) -> None:
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(kind,), devices=jax.devices()[:2])
-    x = jnp.concatenate([X, X + 1])
-    expected = gradient(None)(TWICE, x).layer.up
-    with jax.set_mesh(mesh):
-        layers, x = jax.device_put(
-            (TWICE, x), (jax.NamedSharding(mesh, ft.P()), jax.NamedSharding(mesh, ft.P("data")))
-        )
-        by_shard = jax.shard_map(
-            lambda layers, x: layers.scan(x, remat=offload("wide")),
-            in_specs=(ft.P(), ft.P("data")),
-            out_specs=ft.P("data"),
-        )
-        for fun in (
-            gradient(offload("wide")),
-            jax.grad(lambda layers, x: jnp.sum(by_shard(layers, x))),
-        ):
-            assert {where for _, where in placements(fun, layers, x)} == {"device", "pinned_host"}
-            np.testing.assert_allclose(
-                jax.jit(fun)(layers, x).layer.up, expected, rtol=1e-5, atol=1e-5
-            )
-
-
-@pytest.mark.parametrize(
-    "transform", [lambda f: f, jax.jit, jax.grad, jax.vmap, lambda f: jax.jit(jax.grad(f))]
-)
+@pytest.mark.parametrize("transform", [lambda f: f, lambda f: jax.jit(jax.grad(f))])
 def test_the_check_of_names_traces_no_layer_again(transform: Any) -> None:
     traces = []
 
@@ -408,7 +345,7 @@ def test_names_are_found_in_inner_programs_too() -> None:
         x = jax.lax.scan(lambda x, _: (square("in_scan")(x), None), x, length=2)[0]
         return custom(jax.lax.cond(x[0, 0] > 0, square("in_cond"), jnp.cos, x))
 
-    layers = odd(layer)
+    layers = returning(layer)
     for name in ("in_jit", "in_scan", "in_cond", "in_rule"):
         by_x = jax.grad(lambda x, name=name: jnp.sum(layers.scan(x, remat=offload(name))))
         forward, _ = loops(by_x, X)
@@ -459,11 +396,10 @@ def model_loss(remat: Any) -> tuple[Callable[..., Any], ft.nn.Transformer]:
     return jax.value_and_grad(lambda model: jnp.mean(model(TOKENS) ** 2)), model
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_the_names_of_the_transformer(name: str) -> None:
-    forward, backward = loops(*model_loss(offload(name)))
-    assert moved(forward) == [(NAMES[name], "Host")]
-    assert moved(backward) == [(NAMES[name], "Device")]
+def test_the_names_of_the_transformer() -> None:
+    forward, backward = loops(*model_loss(offload(*NAMES)))
+    assert moved(forward) == sorted((shape, "Host") for shape in NAMES.values())
+    assert moved(backward) == sorted((shape, "Device") for shape in NAMES.values())
 
 
 def test_products_with_weights_are_not_computed_again_where_what_they_give_is_offloaded() -> None:
@@ -476,22 +412,6 @@ def test_products_with_weights_are_not_computed_again_where_what_they_give_is_of
     assert products(offload(*NAMES)) == products("full") - 7
 
 
-def test_offload_changes_no_value_and_no_gradient_of_the_transformer() -> None:
-    _, shapes = model_loss(None)
-    model = jax.tree.map(
-        lambda x: jnp.cos(jnp.arange(x.size, dtype=x.dtype)).reshape(x.shape) / 2, shapes
-    )
-
-    def run_it(remat: Any) -> Any:
-        loss, like = model_loss(remat)
-        return jax.jit(loss)(jax.tree.unflatten(jax.tree.structure(like), jax.tree.leaves(model)))
-
-    (value, gradient), (expected, by_jax) = run_it(offload(*NAMES)), run_it(None)
-    np.testing.assert_allclose(value, expected, rtol=1e-6)
-    for one, other in zip(jax.tree.leaves(gradient), jax.tree.leaves(by_jax), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
 def test_a_transformer_with_its_blocks_inputs_offloaded_keeps_nothing_on_the_device() -> None:
     forward, _ = loops(*model_loss(offload("block_input")))
     assert [str(var.aval) for var in forward.outvars[1:]] == ["float32<host>[3,5,8]"]
@@ -502,187 +422,6 @@ def test_every_name_is_known_to_the_error() -> None:
     with pytest.raises(FunctreeError, match="did you mean `mlp_gate`") as caught:
         jax.eval_shape(loss, model)
     assert ", ".join(f"`{name}`" for name in sorted(NAMES)) in str(caught.value)
-
-
-@pytest.mark.parametrize("remat", [None, "full", "dots"])
-def test_names_add_nothing_to_the_compiled_program(
-    remat: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def program() -> list[str]:
-        loss, model = model_loss(remat)
-        text = jax.jit(lambda model: loss(model)).lower(model).compile().as_text()
-        return sorted(re.findall(r"= \S+ ([a-z-]+)\(", text))
-
-    named = program()
-    for module in (attention, mlp, block):
-        monkeypatch.setattr(module, "checkpoint_name", lambda x, name: x)
-    assert named == program() and len(named) > 100
-
-
-def test_a_config_with_an_offload_is_equal_by_value() -> None:
-    one, other = (dataclasses.replace(CONFIG, remat=offload("mlp_up")) for _ in range(2))
-    assert one == other and hash(one) == hash(other)
-
-
-# Errors
-
-
-class Odd(eqx.Module):
-    """Returns something other than it was given."""
-
-    weight: Array
-    fun: Callable[[Array], Any] = eqx.field(static=True)
-
-    def __call__(self, x: Array) -> Any:
-        return self.fun(x)
-
-
-def odd(fun: Callable[[Array], Any]) -> Stacked[Odd]:
-    return Stacked(Odd(jnp.ones((2, 1)), fun))
-
-
-ERRORS: dict[str, tuple[type[Exception], Callable[[], Any], list[str]]] = {
-    "leading sizes differ": (
-        FunctreeError,
-        lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}),
-        [
-            'the same leading size, that of "layers"',
-            "layer.a   f32[3, 4]",
-            "size 3",
-            "layer.b.0   f32[2]",
-            "size 2",
-        ],
-    ),
-    "a scalar leaf": (
-        FunctreeError,
-        lambda: Stacked({"a": jnp.ones(3), "b": jnp.float32(1)}, axis="stage"),
-        ['that of "stage"', "layer.b", "has no dimensions"],
-    ),
-    "no arrays": (FunctreeError, lambda: Stacked({"a": 1}), ["dict has no array leaves"]),
-    "no arrays in a layer": (
-        FunctreeError,
-        lambda: stack(lambda key: {"a": 1}, 3, KEY),
-        ["no array leaves"],
-    ),
-    "the axis is no identifier": (
-        AxesError,
-        lambda: Stacked(jnp.ones(3), axis="my axis"),
-        ["Stacked(axis='my axis')", "identifier"],
-    ),
-    "the axis is an unnamed one": (
-        AxesError,
-        lambda: Stacked(jnp.ones(3), axis="_"),
-        ["Stacked(axis='_')", "identifier"],
-    ),
-    "the axis is no text": (
-        AxesError,
-        lambda: Stacked(jnp.ones(3), axis=0),
-        ["Stacked(axis=0)", "identifier"],
-    ),
-    "no layers": (
-        FunctreeError,
-        lambda: stack(Layer, 0, KEY),
-        ["stack cannot", "n=0", "positive integer"],
-    ),
-    "half a layer": (
-        FunctreeError,
-        lambda: stack(Layer, 2.5, KEY),
-        ["stack cannot", "n=2.5", "positive integer"],
-    ),
-    "a flag for a number": (
-        FunctreeError,
-        lambda: stack(Layer, True, KEY),
-        ["stack cannot", "n=True", "positive integer"],
-    ),
-    "index above": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY)[2],
-        ["layer 2 of a Stacked of 2", "out of range"],
-    ),
-    "index below": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY)[-3],
-        ["layer -3 of a Stacked of 2"],
-    ),
-    "index of a wrong type": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY)["first"],
-        ["takes an integer", "slice", "'first'"],
-    ),
-    "index of a wrong dtype": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY)[jnp.ones(())],
-        ["takes an integer"],
-    ),
-    "an unknown policy": (
-        FunctreeError,
-        lambda: stack(Layer, 2, KEY).scan(X, remat="all"),
-        ["remat='all'", '"full"', '"dots"', 'ft.offload("name")', "jax.checkpoint_policies"],
-    ),
-    "nothing to offload": (
-        FunctreeError,
-        lambda: offload(),
-        ["offload() needs the names", 'offload("hidden")'],
-    ),
-    "offload what is no name": (
-        FunctreeError,
-        lambda: offload("my name"),
-        ["offload('my name')", "an identifier"],
-    ),
-    "offload what is no text": (FunctreeError, lambda: offload(3), ["offload(3)", "an identifier"]),
-    "keep what is unknown": (
-        FunctreeError,
-        lambda: offload("wide", others="all"),
-        ["remat='all'", '"dots"'],
-    ),
-    "a misspelt name": (
-        FunctreeError,
-        lambda: TWICE.scan(X, remat=offload("wied", "wide")),
-        [
-            "1 name to offload that no value in Twice has",
-            '"wied"',
-            "no value has this name; did you mean `wide`?",
-            "Try: one of `narrow`, `wide`",
-        ],
-    ),
-    "misspelt names, in a trace": (
-        FunctreeError,
-        lambda: jax.jit(gradient(offload("tall", "high")))(TWICE, X),
-        ["2 names to offload", '"tall"', '"high"'],
-    ),
-    "no names in a layer": (
-        FunctreeError,
-        lambda: Stacked(eqx.Partial(jnp.multiply, jnp.ones((2, 1, 1)))).scan(
-            X, remat=offload("wide")
-        ),
-        ["1 name to offload that no value in Partial has", "checkpoint_name(x"],
-    ),
-    "another shape": (
-        FunctreeError,
-        lambda: odd(lambda x: x[:, :2])(X),
-        ["Odd takes float32[3,4] and returns float32[3,2]", "for layer in stacked"],
-    ),
-    "another dtype": (
-        FunctreeError,
-        lambda: odd(lambda x: x.astype(jnp.bfloat16)).scan(X, remat="full"),
-        ["Odd takes float32[3,4] and returns bfloat16[3,4]"],
-    ),
-    "another structure": (
-        FunctreeError,
-        lambda: odd(lambda x: (x, x))(X),
-        ["Odd takes float32[3,4] and returns (float32[3,4], float32[3,4])"],
-    ),
-    "nothing": (FunctreeError, lambda: odd(lambda x: None)(X), ["returns None"]),
-}
-
-
-@pytest.mark.parametrize("case", ERRORS)
-def test_errors(case: str) -> None:
-    error, wrong, fragments = ERRORS[case]
-    with pytest.raises(error) as caught:
-        wrong()
-    for fragment in fragments:
-        assert fragment in str(caught.value)
 
 
 # Inputs and outputs of each layer
@@ -729,10 +468,7 @@ CACHES = {
 EACH: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "nothing": ((), {}),
     "a key": ((), {"key": KEYS}),
-    "raw keys": ((), {"key": jax.random.key_data(KEYS)}),
-    "numbers": ((), {"scale": SCALES}),
     "of numpy": ((), {"scale": np.asarray(SCALES)}),
-    "a tree": ((), {"cache": CACHES}),
     "beside what is shared": (
         (2.0, jnp.float32(3)),
         {"key": KEYS, "scale": SCALES, "cache": CACHES},
@@ -776,27 +512,6 @@ def test_each_layer_gets_its_part(case: str, remat: Any, unroll: Any) -> None:
         assert outs["number"].tolist() == [1.5] * DEPTH and outs["cache"]["unused"] is None
 
 
-def test_the_gradient_reaches_what_each_layer_gets() -> None:
-    stacked, _ = cells()
-
-    def loss(scales: Array, cache: Array) -> Array:
-        each = {"scale": scales, "cache": {"k": cache, "unused": None}}
-        y, outs = stacked.scan(X, each=each, collect=True, remat="dots")
-        return jnp.sum(y) + jnp.sum(outs["cache"]["k"] * cache)
-
-    def loss_by_hand(scales: Array, cache: Array) -> Array:
-        y, outs = by_hand(stacked, X, (), {"scale": scales, "cache": {"k": cache, "unused": None}})
-        return jnp.sum(y) + sum(
-            jnp.sum(out["cache"]["k"] * k) for out, k in zip(outs, cache, strict=True)
-        )
-
-    found = jax.grad(loss, argnums=(0, 1))(SCALES, CACHES["k"])
-    for one, other in zip(
-        found, jax.grad(loss_by_hand, argnums=(0, 1))(SCALES, CACHES["k"]), strict=True
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize("collect", [False, True])
 def test_state_comes_last(collect: bool) -> None:
     stacked, state = cells()
@@ -808,28 +523,21 @@ def test_state_comes_last(collect: bool) -> None:
     assert calls.tolist() == [1] * DEPTH
 
 
-def test_what_each_layer_gets_is_laid_out_too() -> None:
-    mesh = ft.make_mesh(data=2, model=4)
-    stacked, _ = cells()
-    caches = ft.shard(CACHES["k"], ft.P(None, None, "model"), mesh)
-
-    @ft.jit(donate="cache")
-    def step(stacked: Any, cache: Any) -> Any:
-        y, outs = stacked.scan(X, each={"cache": cache}, collect=True)
-        return y, outs["cache"]
-
-    _, new = step(ft.shard(stacked, ft.P(), mesh), {"k": caches, "unused": None})
-    assert new["k"].sharding.spec == ft.P(None, None, "model") and len(step.compilations) == 1
+# Errors
 
 
 class Returns(eqx.Module):
     """A layer that returns whatever it is told to."""
 
     weight: Array
-    result: Any = eqx.field(static=True)
+    result: Callable[..., Any] = eqx.field(static=True)
 
-    def __call__(self, x: Array, **given: Any) -> Any:
-        return self.result(x, given)
+    def __call__(self, x: Array, *, key: Any = None, **given: Any) -> Any:
+        return self.result(x)
+
+
+def returning(result: Callable[[Any], Any]) -> Stacked[Returns]:
+    return Stacked(Returns(jnp.ones(DEPTH), result))
 
 
 class Named(eqx.Module):
@@ -839,49 +547,92 @@ class Named(eqx.Module):
         return x * self.weight
 
 
-def returning(result: Callable[[Any, Any], Any]) -> Stacked[Returns]:
-    return Stacked(Returns(jnp.ones(DEPTH), result))
-
-
-MISUSE: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "one key for all": (
-        lambda s: s.scan(X, each={"key": KEY}),
-        ("each layer needs its own part of an array", "each.key", "has no leading dimension, and there are 5 layers",
-         "split it, `jax.random.split(key, 5)`"),
+SAME = returning(lambda x: x)
+# A call, and how its error begins.
+ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
+    "leading sizes differ": (
+        lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}, axis="stage"),
+        'the arrays of a Stacked need the same leading size, that of "stage"\n\n'
+        "  layer.a   f32[3, 4]\n      has leading size 3\n\n"
+        "  layer.b.0   f32[2]\n      has leading size 2\n\n",
     ),
-    "another number": (
-        lambda s: s.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
-        ("each.cache.k", "f32[4, 2]", "has leading size 4, and there are 5 layers", "pass what all layers share"),
+    "no arrays": (lambda: Stacked({"a": 1}), "dict has no array leaves"),
+    "the axis is no identifier": (
+        lambda: Stacked(jnp.ones(3), axis="my axis"),
+        "Stacked(axis='my axis'): the name of an axis must be an identifier",
     ),
-    "no dict": (lambda s: s.scan(X, each=KEYS), ("each=", "it must be keyword arguments of the layers in a dict")),
-    "no names": (lambda s: s.scan(X, each={1: KEYS}), ("it must be keyword arguments of the layers in a dict",)),
-    "no such parameter": (
-        lambda s: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
-        ("each={'kee': ...}: Named has no parameter `kee`", "did you mean `key`"),
+    "no layers": (
+        lambda: stack(Layer, 0, KEY),
+        "stack cannot make layers\n\n  n=0\n      it must be a positive integer",
     ),
-    "the state": (lambda s: s.scan(X, each={"state": KEYS}), ("the state is `state=`",)),
-    "no flag": (lambda s: s.scan(X, collect=1), ("collect=1", "it must be True or False")),
-    "no pair": (
-        lambda s: returning(lambda x, given: x).scan(X, collect=True),
-        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    "index below": (
+        lambda: SAME[-6],
+        "layer -6 of a Stacked of 5: the index is out of range",
     ),
-    "three": (
-        lambda s: returning(lambda x, given: (x, x, x)).scan(X, collect=True),
-        ("Returns is called with `collect=True` but does not return `(y, out)`",),
+    "index of a wrong type": (
+        lambda: SAME["first"],
+        "a Stacked takes an integer, a scalar integer array or a slice as its index, not 'first'",
     ),
-    "no state": (
-        lambda s: returning(lambda x, given: (x, x)).scan(X, collect=True, state=ft.State((), {})),
-        ("Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",),
+    "an unknown policy": (
+        lambda: SAME.scan(X, remat="all"),
+        'remat=\'all\': use None, "full", "dots", `ft.offload("name")` or one of `jax.ch',
+    ),
+    "nothing to offload": (offload, 'offload() needs the names of values: offload("hidden")'),
+    "offload what is no name": (
+        lambda: offload("my name"),
+        "offload('my name'): the name of a value must be an identifier",
+    ),
+    "no names in a layer": (
+        lambda: SAME.scan(X, remat=offload("wide")),
+        '1 name to offload that no value in Returns has\n\n  "wide"\n'
+        "      no value has this name\n\nTry: name a value: `x = jax.ad_checkpoint.checkpoint_name(x",
     ),
     "another shape": (
-        lambda s: returning(lambda x, given: (x[:1], x)).scan(X, collect=True),
-        ("Returns takes float32[3,4] and returns float32[1,4]",),
+        lambda: returning(lambda x: x[:, :2])(X),
+        "Returns takes float32[3,4] and returns float32[3,2]: in a Stacked the result of each",
     ),
-}  # fmt: skip
+    "another structure": (
+        lambda: returning(lambda x: (x, x))(X),
+        "Returns takes float32[3,4] and returns (float32[3,4], float32[3,4]): in a Stacked",
+    ),
+    "one key for all": (
+        lambda: SAME.scan(X, each={"key": KEY}),
+        "each layer needs its own part of an array\n\n  each.key   key<fry>[]\n"
+        "      has no leading dimension, and there are 5 layers\n\n"
+        "Try: split it, `jax.random.split(key, 5)`",
+    ),
+    "arrays for another number": (
+        lambda: SAME.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
+        "each layer needs its own part of an array\n\n  each.cache.k   f32[4, 2]\n"
+        "      has leading size 4, and there are 5 layers\n\n"
+        "Try: pass what all layers share by position, `scan(x, shared)`",
+    ),
+    "no such parameter": (
+        lambda: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
+        "each={'kee': ...}: Named has no parameter `kee`; did you mean `key`?",
+    ),
+    "no dict": (
+        lambda: SAME.scan(X, each=KEYS),
+        "a Stacked cannot be scanned\n\n  each=key<fry>[5]\n      it must be keyword arguments of",
+    ),
+    "the state": (
+        lambda: SAME.scan(X, each={"state": KEYS}),
+        "a Stacked cannot be scanned\n\n  each={'state': ",
+    ),
+    "no pair": (
+        lambda: SAME.scan(X, collect=True),
+        "Returns is called with `collect=True` but does not return `(y, out)`",
+    ),
+    "no state": (
+        lambda: returning(lambda x: (x, x)).scan(X, collect=True, state=ft.State((), {})),
+        "Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",
+    ),
+}
 
 
-@pytest.mark.parametrize("case", MISUSE)
-def test_misuse_of_each_and_collect(case: str) -> None:
-    run, fragments = MISUSE[case]
-    with raises(*fragments):
-        run(cells()[0])
+@pytest.mark.parametrize("case", ERRORS)
+def test_errors(case: str) -> None:
+    call, beginning = ERRORS[case]
+    with pytest.raises(ft.FunctreeError) as caught:
+        call()
+    assert str(caught.value).startswith(beginning), str(caught.value)

@@ -86,8 +86,6 @@ def gradient(w: np.ndarray, x: np.ndarray) -> np.ndarray:
 DOORS: dict[str, Callable[[ft.Layout], Callable[..., Any]]] = {
     "grad": lambda layout: ft.grad(loss),
     "grad, layout=": lambda layout: ft.grad(loss, layout=layout),
-    "value_and_grad": lambda layout: lambda model, x: ft.value_and_grad(loss)(model, x)[1],
-    "accumulate": lambda layout: ft.accumulate(ft.grad(loss), 2),
     "accumulate, layout=": lambda layout: ft.accumulate(ft.grad(loss, layout=layout), 2),
     "accumulate, over=": lambda layout: ft.accumulate(ft.grad(loss), 2, over="b"),
 }

@@ -53,24 +53,21 @@ def test_the_result_is_in_the_same_scope():
     def f(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "batch"], str]:
         return x[0], "text"
 
-    with pytest.raises(
-        ft.AxesError, match=r'(?s)^f: .*result\.0   f32\[6\].*"batch" has size 6 here, and 4 in `x`'
-    ):
+    with raises("f: ", "result.0   f32[6]", '"batch" has size 6 here, and 4 in `x`'):
         f(X)
 
 
 def test_beartype_checks_the_rest():
     with pytest.raises(jaxtyping.TypeCheckError, match="times"):
         typed(up)(X, UP, times="two")  # type: ignore[arg-type]
-
-    @typed
-    def f(x: Float[Array, "batch embed"]) -> str:
-        return 3  # type: ignore[return-value]
-
-    with pytest.raises(jaxtyping.TypeCheckError, match="3"):
-        f(X)
     with pytest.raises(TypeError, match="missing a required argument"):
-        f()  # type: ignore[call-arg]
+        typed(up)()  # type: ignore[call-arg]
+    with pytest.raises(jaxtyping.TypeCheckError, match="three"):
+        typed(result_of)("three")
+
+
+def result_of(x: Any) -> int:
+    return x
 
 
 def test_calls_inside_calls_have_scopes_of_their_own():
@@ -88,20 +85,6 @@ def test_calls_inside_calls_have_scopes_of_their_own():
     assert outer(X).shape == (4,)
 
 
-def test_methods():
-    class Layer(eqx.Module):
-        w: Float[Array, "embed hidden"]
-
-        @typed
-        def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
-            return x @ self.w
-
-    assert Layer(UP)(X).shape == (4, 8)
-    assert typed(Layer(UP))(X).shape == (4, 8)
-    with pytest.raises(ft.AxesError, match=r"(?s)x   f32\[6\].*has 1 dimension"):
-        Layer(UP)(X[0])
-
-
 def test_nothing_is_added_to_the_program():
     rules, args = ft.axis_rules(RULES), (X, UP)
     with jax.set_mesh(EXPLICIT), rules:
@@ -115,12 +98,6 @@ def test_nothing_is_added_to_the_program():
 
 def placed(x: Array, spec: P, mesh: Any = EXPLICIT) -> Array:
     return jax.device_put(x, NamedSharding(mesh, spec))
-
-
-def test_types_as_the_rules_say():
-    with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
-        out = jax.jit(typed(up))(placed(X, P("data")), placed(UP, P(None, "model")))
-    assert out.sharding.spec == P("data", "model")
 
 
 def test_types_that_are_not_as_the_rules_say():
@@ -182,23 +159,6 @@ def test_constrain_without_a_mesh_does_nothing():
     assert typed(up, constrain=True)(X, UP).shape == (4, 8)
 
 
-def test_constrain_with_a_mesh_and_no_rules_is_an_error():
-    with (
-        jax.set_mesh(MESH),
-        pytest.raises(ft.ShardingError, match="no rules to lay out `batch embed`"),
-    ):
-        jax.jit(typed(up, constrain=True))(X, UP)
-
-
-def test_constrain_refuses_what_does_not_divide():
-    with (
-        jax.set_mesh(MESH),
-        ft.axis_rules(RULES),
-        pytest.raises(ft.ShardingError, match='"batch" has size 3'),
-    ):
-        jax.jit(typed(up, constrain=True))(jnp.ones((3, 6)), UP)
-
-
 def test_inside_shard_map_it_sees_local_arrays():
     def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
         return typed(same, constrain=True)(x)
@@ -208,12 +168,6 @@ def test_inside_shard_map_it_sees_local_arrays():
 
     rules = ft.AxisRules({"batch": "data", "embed": None})
     np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=rules)(X), X)
-
-
-def test_it_composes():
-    f = typed(up)
-    np.testing.assert_array_equal(jax.vmap(f, (0, None))(jnp.stack([X, X]), UP)[0], up(X, UP))
-    np.testing.assert_array_equal(jax.grad(lambda x: f(x, UP).sum())(X), jnp.full((4, 6), 8.0))
 
 
 def test_defaults_are_not_checked():
@@ -270,10 +224,7 @@ def test_an_array_of_another_rank_is_shown_with_its_annotation():
     def f(x: Float[Array, "*b d"], y: Float[Array, "b d"]) -> Any:
         return x, y
 
-    with raises(
-        "y   f32[3]", '`Float[Array, "b d"]` has 2', "Try: pass an array with these dimensions"
-    ) as caught:
+    with raises("y   f32[3]", '`Float[Array, "b d"]` has 2', "Try: pass an array with these dim"):
         f(jnp.ones((2, 3)), jnp.ones(3))
-    assert "ft.Stacked" not in str(caught.value)
     with raises("x   f32[]", '`Float[Array, "*b d"]`'):
         f(jnp.ones(()), jnp.ones((2, 3)))
