@@ -73,11 +73,11 @@ def is_sharded_as(array: jax.Array, sharding: Sharding) -> bool:
 
 def is_placed(value: Any, target: NamedSharding) -> bool:
     """Whether an array has its sharding already."""
-    # An uncommitted array has not, whatever its sharding: JAX would move it beside another array.
-    if not is_concrete(value) or not value.committed:
+    # One without a mesh may be uncommitted: JAX would move it beside another array. One on another
+    # mesh is not placed either, though it be of the same devices: its axes have other names.
+    if not is_concrete(value) or not isinstance(value.sharding, NamedSharding):
         return False
-    # Nor has an array on another mesh, though it be of the same devices: its axes have other names.
-    if not isinstance(value.sharding, NamedSharding) or value.sharding.mesh != target.mesh:
+    if value.sharding.mesh != target.mesh:
         return False
     return is_sharded_as(value, target)
 

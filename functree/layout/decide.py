@@ -119,18 +119,18 @@ def decide_parts(
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    # Many leaves share one decision object, so each object is examined once for each shape.
-    fine: set[tuple[int, tuple[int, ...]]] = set()
+    # Many leaves share one decision object, which is of one shape as far as it shards dimensions.
+    # So each object is examined once.
+    fine: set[int] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
     for leaf, decision, names in zip(known, decisions, by_group, strict=True):
         if not decision.specified and not allow_unspecified:
             problems.append(leaf.problem(*UNSPECIFIED))
-        key = id(decision), leaf.shape
-        if key not in fine:
+        if id(decision) not in fine:
             found = leaf_problems(leaf, decision, view, names)
             problems += found
             if not found:
-                fine.add(key)
+                fine.add(id(decision))
     problems += _conflicting(known, decisions, same)
     problems = without_repeats(problems, followed_paths(known))
     return Decisions(known, decisions, problems, unused)
