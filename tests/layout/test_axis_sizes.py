@@ -76,7 +76,6 @@ CASES: dict[str, tuple[Any, list[str]]] = {
     "layers one after another": (eqx.nn.MLP(4, 8, 16, 2, key=KEY), []),
     "elements of a list": (Listed([UP, DOWN]), []),
     "twice in one array": (Square(UP), ["embed: 8 in w, 32 in w"]),
-    "another size elsewhere": ({"a": {"b": Pair(UP, DOWN)}, "c": {"d": {"e": Swapped(UP, UP)}}}, []),
     "names of one layer each": (
         {"up": eqx.nn.Linear(8, 16, key=KEY), "down": eqx.nn.Linear(16, 8, key=KEY)}, [],
     ),
@@ -121,9 +120,3 @@ def test_axis_sizes() -> None:
     assert ft.plan(Square(UP), RULES, SIZES).axis_sizes == {
         "embed": {8: (ft.Path("w"),), 32: (ft.Path("w"),)}
     }
-
-
-def test_the_remedy_for_transposed_names() -> None:
-    text = str(ft.plan(Swapped(UP, DOWN), RULES, SIZES))
-    assert "hidden: 32 in up, 8 in down" in text
-    assert HEADLINE not in str(ft.plan(Pair(UP, DOWN), RULES, SIZES))

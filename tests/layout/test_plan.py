@@ -16,7 +16,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import functree as ft
-from tests.lib.meshes import SIZES
+from tests.lib.meshes import MESH, SIZES
 
 P = PartitionSpec
 AUTO = (AxisType.Auto,) * 2
@@ -212,65 +212,30 @@ def test_check_collects_or_raises() -> None:
     ]  # fmt: skip
     assert all(p.why and p.remedy for p in plan.problems)
     assert plan["b"].spec == P("data") and len(plan) == 3
+    assert plan["c"].local_shape == (3,)  # the largest part
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan(tree, layout, SIZES)
     assert caught.value.problems == plan.problems
-    assert str(caught.value).startswith("2 leaves cannot be laid out on mesh (data=2, model=4)\n")
-    assert isinstance(caught.value, ValueError)
     assert "PROBLEM a: dimension 0 has size 3;" in str(plan)
-
-
-def test_a_plan_with_problems_has_no_shardings(mesh: Mesh) -> None:
-    plan = ft.plan({"w": jnp.ones((3, 8))}, P("data", "x"), mesh, check=False)
     with pytest.raises(ft.ShardingError) as caught:
-        _ = plan.shardings
-    assert caught.value.problems == plan.problems and len(plan.problems) == 2
-
-
-def test_annotations_that_do_not_fit() -> None:
-    model = eqx.tree_at(lambda m: m.up, mlp(), jnp.ones((3, 6, 16)))
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(model, RULES, SIZES)
-    text = str(caught.value)
-    assert (
-        'up   f32[3, 6, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text
-        and "ft.Stacked" in text
-    )
-    assert ft.plan(model, P(), SIZES)["up"].spec == P(None, None, None)  # a spec needs no names
+        _ = ft.plan(tree, layout, MESH, check=False).shardings
+    assert caught.value.problems == plan.problems
 
 
 def test_one_array_at_two_paths() -> None:
+    """`tests/layout/test_refused.py` has what is wrong with it."""
     shared = jnp.ones((4, 8))
-    tree = {"a": shared, "b": [shared], "c": jnp.ones((4, 8))}
-    assert ft.plan(tree, P("data"), SIZES)["b.0"].spec == P("data", None)
-    assert ft.plan(tree, {"a": P("data"), "b": P("data", None), "c": P()}, SIZES)["c"].spec == P(
-        None, None
-    )
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, {"a": P("data"), "b": [P("model")], "c": P()}, SIZES)
-    text = str(caught.value)
-    assert (
-        "is the same array as `a`, and is laid out P('model', None) here and P('data', None) there"
-        in text
-    )
-    assert "b.0   f32[4, 8]" in text and "give both paths one spec, or make two arrays" in text
-    with pytest.raises(ft.ShardingError, match="in pinned_host here"):
-        ft.plan(tree, {"a": P("data"), "b": ft.on_host(P("data")), "c": P()}, SIZES)
-    array = np.ones(4)
-    with pytest.raises(ft.ShardingError, match="is the same array as `0`"):
-        ft.plan([array, array], [P("data"), P()], SIZES)
+    tree = {"a": shared, "b": [shared]}
+    plan = ft.plan(tree, {"a": P("data"), "b": P("data", None)}, SIZES)
+    assert plan["a"].spec == plan["b.0"].spec == P("data", None)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)  # one description of two arrays
     assert ft.plan([struct, struct], [P("data"), P()], SIZES)["0"].spec == P("data")
-    plan = ft.plan(
-        [shared, shared], [P("data"), None], SIZES, check=False
-    )  # `None` asks for nothing
-    assert [(str(p.path), p.why) for p in plan.problems] == [
-        ("1", "no layout was given for this array (`None`)")
-    ]
     number = np.float32(1)  # a value, and no array in some memory
-    assert (
-        ft.plan([number, number], [P(), ft.on_host(P())], SIZES)["1"].memory_kind == "pinned_host"
-    )
+    moved = ft.plan([number, number], [P(), ft.on_host(P())], SIZES)
+    assert moved["1"].memory_kind == "pinned_host"
+    for layout in ([P("data"), None], [None, P("data")]):  # `None` asks for nothing
+        (problem,) = ft.plan([shared, shared], layout, SIZES, check=False).problems
+        assert problem.why == "no layout was given for this array (`None`)"
 
 
 # The mesh
@@ -310,10 +275,6 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
     # the sizes are those of the tree that it is handed on to, and are checked
     with pytest.raises(ft.ShardingError, match=r'dimension 1 has size 12|"hidden" has size 12'):
         ft.plan(mlp(6, 12), plan)
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan({"other": jnp.ones(2)}, plan)
-    assert "the plan has no row for it" in str(caught.value)
-    assert "use a plan of the tree that it belongs to" in str(caught.value)
     with pytest.raises(ft.ShardingError, match="use one mesh"):
         ft.plan(mlp(), plan, {"data": 8})
     # sizes alone are no mesh: such a plan goes anywhere its specs do
@@ -351,28 +312,6 @@ def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
     assert [ref() for ref in alive] == [None, None]
     for again in (copy.copy(plan), copy.deepcopy(plan)):
         assert again == plan and again.specs == plan.specs
-
-
-def test_what_needs_no_device() -> None:
-    plan = ft.plan(abstract(mlp()), RULES, {"data": 2, "model": 4})
-    assert plan.specs.down == P(("data", "model"), None)
-
-
-# Structures
-
-
-def test_a_stack() -> None:
-    class Layer(eqx.Module):
-        w: Float[Array, "embed hidden"]
-
-    stacked = ft.stack(lambda key: Layer(jax.random.normal(key, (8, 16))), 6, jax.random.key(0))
-    plan = ft.plan(
-        stacked, ft.AxisRules({"layers": None, "embed": "data", "hidden": "model"}), SIZES
-    )
-    (row,) = plan
-    assert row.axes == ft.Axes("layers", "embed", "hidden") and row.spec == P(None, "data", "model")
-    with pytest.raises(ft.ShardingError, match="no rule names `layers`"):
-        ft.plan(stacked, ft.AxisRules({"embed": "data", "hidden": "model"}), SIZES)
 
 
 @pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
@@ -428,5 +367,3 @@ def test_a_plan_of_modules_is_pickled_without_its_tree() -> None:
     assert ft.plan(model, again, {"data": 2}).specs.weight == plan.specs.weight
     with pytest.raises(ft.ShardingError, match="plan your tree by it"):
         _ = again.specs
-    for copied in (copy.copy(plan), copy.deepcopy(plan)):
-        assert copied.specs.weight == plan.specs.weight
