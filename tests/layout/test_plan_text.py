@@ -5,6 +5,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -147,11 +148,6 @@ def test_moments_of_live_arrays(mesh: Mesh) -> None:
     w = ft.shard(model["w"], P("data"), mesh)
     other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, w)
     assert any(line.startswith("opt_state.0.mu.w f32[4/data, 8]") for line in table(ft.plan(other)))
-    on_host = ft.shard(model["w"], ft.on_host(P()), mesh)
-    other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, on_host)
-    assert any(
-        line.startswith("opt_state.0.mu.w f32[4, 8] pinned_host") for line in table(ft.plan(other))
-    )
 
 
 def test_what_is_on_another_mesh_is_not_replicated_over_this_one(mesh: Mesh) -> None:
@@ -204,21 +200,13 @@ def test_what_is_replicated_and_what_it_costs(case: str) -> None:
 
 
 FOLDS: dict[str, tuple[Any, Any, list[tuple[str, int]]]] = {
-    "equal layers": ([jnp.ones(4)] * 12, P(), [("{0-11}", 12)]),
     "a gap": (
         [jnp.ones(4), jnp.ones(8), jnp.ones(4), jnp.ones(4)],
         P(),
         [("{0,2-3}", 3), ("1", 1)],
     ),
-    "another spec": (
-        {"a": [jnp.ones(4), jnp.ones(4)]},
-        {"a": [P(), P("data")]},
-        [("a.0", 1), ("a.1", 1)],
-    ),
-    "another dtype": ([jnp.ones(4), jnp.ones(4, jnp.int32)], P(), [("0", 1), ("1", 1)]),
     "two indices": ([[jnp.ones(4)] * 2] * 3, P(), [("{0-2}.{0-1}", 6)]),
     "no full grid": ([[jnp.ones(4)] * 2, [jnp.ones(4)]], P(), [("0.0", 1), ("0.1", 1), ("1.0", 1)]),
-    "names are not indices": ({"a": jnp.ones(4), "b": jnp.ones(4)}, P(), [("a", 1), ("b", 1)]),
     "text that looks like one": (
         {"0": jnp.ones(4), "1": jnp.ones(4)},
         P(),
@@ -273,19 +261,10 @@ def test_problems_are_below_the_table_and_fit_too() -> None:
     long = {"a_very_long_name_of_a_module_that_goes_on": {"and_on_and_on_and_on": jnp.ones((3, 5))}}
     plan = ft.plan(long, P("data", "model"), SIZES, check=False)
     text = str(plan)
-    assert (
-        text.count(
-            "PROBLEM a_very_long_name_of_a_module_that_goes_on.and_on_and_on_and_on: dimension"
-        )
-        == 2
-    )
+    assert text.count(f"PROBLEM {plan.rows[0].path}: dimension") == 2
     assert "a multiple of 4" in " ".join(text.split()) and max(map(len, text.splitlines())) <= WIDTH
     dead = ft.plan(long, ft.StateSharding({"x": P(), ...: P()}), SIZES, check=False)
     assert "PROBLEM filter 'x': matches no leaf" in str(dead)
-
-
-def test_what_no_spec_says() -> None:
-    assert "f32[4] no spec " in str(ft.plan({"w": jnp.ones(4)}))
 
 
 def test_each_row_costs_the_same_and_needs_no_rich():
@@ -305,6 +284,7 @@ def test_each_field_keeps_rows_apart() -> None:
         "memory_kind": "pinned_host",
         "copies": 2,
         "shape": (4, 5),
+        "dtype": np.dtype(np.int32),
     }
     for name, value in changes.items():
         other = row._replace(path=ft.Path((1,)), **{name: value})

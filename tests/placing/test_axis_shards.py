@@ -35,27 +35,19 @@ def test_what_the_rules_say(name: str, mesh: jax.sharding.Mesh) -> None:
 
 
 def test_in_a_trace() -> None:
+    """What a `shard_map` maps is left out."""
     found: list[ft.AxisShards] = []
 
     def body(x: jax.Array) -> jax.Array:
         found.append(ft.axis_shards("experts"))
         return x
 
-    ft.jit(body, mesh=MESH, rules=RULES).lower(jax.ShapeDtypeStruct((), "float32"))
-    assert found == [(("data", "model"), 8)]
-
-
-def test_what_shard_map_maps_is_left_out() -> None:
-    found: list[ft.AxisShards] = []
-
-    def body(x: jax.Array) -> jax.Array:
-        found.append(ft.axis_shards("experts"))
-        return x
-
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    ft.jit(body, mesh=MESH, rules=RULES).lower(scalar)
     mapped = jax.shard_map(body, in_specs=P(), out_specs=P(), axis_names={"data"})
     with jax.set_mesh(MESH), ft.axis_rules(RULES):
-        jax.jit(mapped).lower(jax.ShapeDtypeStruct((), "float32"))
-    assert found == [(("model",), 4)]
+        jax.jit(mapped).lower(scalar)
+    assert found == [(("data", "model"), 8), (("model",), 4)]
 
 
 def test_without_rules_or_mesh_nothing_is_sharded() -> None:
