@@ -96,11 +96,6 @@ def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: An
     assert (ft.split([tree, one])[0] == ft.split([tree, other])[0]) == (same_value)
 
 
-def test_one_and_true_and_one_point_nought() -> None:
-    statics = [ft.split({"n": n, "w": np.ones(2)})[0] for n in (1, True, 1.0, 2)]
-    assert len(set(statics)) == 4
-
-
 def model() -> eqx.nn.MLP:
     return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
 
@@ -131,20 +126,6 @@ def test_a_packed_model_is_split_by_the_models_paths() -> None:
         ft.merge(static)
 
 
-def test_parts_go_through_jax() -> None:
-    mlp = model()
-    static, params = ft.split(mlp)
-
-    @jax.jit
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(ft.merge(static, params)(x))
-
-    grads = jax.grad(loss)(params, jnp.ones(2))
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    doubled = ft.merge(static, jax.tree.map(jnp.add, params, params))
-    assert jnp.array_equal(doubled.layers[0].weight, mlp.layers[0].weight + mlp.layers[0].weight)
-
-
 def test_static_is_a_key_for_jit() -> None:
     calls = []
 
@@ -168,7 +149,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "... before another": (
         lambda: ft.split(model(), ..., "**.bias"), RuleError, ["`...` may only be the last filter"],
     ),
-    "no filter": (lambda: ft.split(model(), 3), RuleError, ["3 is not a filter"]),
     "no filter matches": (
         lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
         FunctreeError, ["no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"],
@@ -188,15 +168,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         FunctreeError,
         ["3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"],
     ),
-    "no parts": (lambda: ft.merge(ft.split({"w": np.ones(2)})[0]), FunctreeError, ["w", "is in no part"]),
     "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), FunctreeError, ["w", "is in 2 parts"]),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
         FunctreeError, ["part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"],
-    ),
-    "another static field": (
-        lambda: ft.merge(ft.split(Leafy(np.ones(2), 1))[0], Leafy(np.ones(2), None, "other")),
-        FunctreeError, ["part 0 has another structure", "a Leafy with 1 leaf"],
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
@@ -236,14 +211,10 @@ def two() -> Two:
 
 NAMES_NOTHING: dict[str, tuple[Any, str]] = {
     "a glob": ("third.**", "glob('third.**')"),
-    "a typo": ("**.wieght", "glob('**.wieght')"),
-    "a path": (ft.Path(("third", "weight")), "glob('third.weight')"),
     "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
     "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
     "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
-    "with a property": (ft.glob("third.*") & ft.is_trainable, "glob('third.*')"),
     "not a typo": (~ft.glob("**.wieght"), "glob('**.wieght')"),
-    "and not a typo": (ft.is_trainable & ~ft.glob("**.wieght"), "glob('**.wieght')"),
     "not an expression": (~as_filter(re.compile("third.*")), "re.compile('third.*')"),
 }
 
@@ -261,9 +232,9 @@ def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
 
 
 @pytest.mark.parametrize("written", [
-    ft.has_axis("nowhere"), ft.is_buffer, ft.larger_than(100), lambda path, leaf: False, ft.under(Two) & ft.is_buffer,
-    eqx.nn.Linear | eqx.nn.LSTMCell, ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
-], ids=["axis", "buffer", "size", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
+    ft.has_axis("nowhere"), lambda path, leaf: False, ft.under(Two) & ft.is_buffer, eqx.nn.Linear | eqx.nn.LSTMCell,
+    ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
+], ids=["axis", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
 def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
     _, part, rest = ft.split(two(), written, ...)
     assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4
