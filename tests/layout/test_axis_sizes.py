@@ -49,11 +49,6 @@ UP, DOWN = jax.ShapeDtypeStruct((8, 32), jnp.float32), jax.ShapeDtypeStruct((32,
 SWAPPED = ["embed: 8 in up, 32 in down", "hidden: 32 in up, 8 in down"]
 
 
-def layers(*axes: str) -> Layers:
-    up, down = ({"axes": one} if one else {} for one in axes)
-    return Layers(ft.nn.Linear(8, 32, key=KEY, **up), ft.nn.Linear(32, 8, key=KEY, **down))
-
-
 CASES: dict[str, tuple[Any, list[str]]] = {
     "right": (Pair(UP, DOWN), []),
     "transposed": (Swapped(UP, DOWN), SWAPPED),
@@ -61,18 +56,13 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         [Pair(UP, DOWN), Swapped(UP, DOWN)],
         ["embed: 8 in *.up, 32 in *.down", "hidden: 32 in *.up, 8 in *.down"],
     ),
-    "layers of one kind": (
-        {"blocks": [Swapped(UP, DOWN)] * 3},
-        ["embed: 8 in blocks.*.up, 32 in blocks.*.down", "hidden: 32 in blocks.*.up, 8 in blocks.*.down"],
-    ),
     "weights of two layers": (
-        layers("", ""),
+        Layers(ft.nn.Linear(8, 32, key=KEY), ft.nn.Linear(32, 8, key=KEY)),
         [
             "embed: 8 in up.weight, 32 in down.weight",
             "hidden: 32 in up.weight, up.bias, 8 in down.weight, down.bias",
         ],
     ),
-    "layers with names": (layers("", "hidden embed"), []),
     "layers one after another": (eqx.nn.MLP(4, 8, 16, 2, key=KEY), []),
     "elements of a list": (Listed([UP, DOWN]), []),
     "twice in one array": (Square(UP), ["embed: 8 in w, 32 in w"]),
@@ -83,19 +73,18 @@ CASES: dict[str, tuple[Any, list[str]]] = {
         Gated(Swapped(UP, DOWN), jax.ShapeDtypeStruct((8, 16), jnp.float32)),
         ["embed: 8 in mlp.up, 32 in mlp.down", "hidden: 32 in mlp.up, 8 in mlp.down"],
     ),
-    "no names": ({"a": UP}, []),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_what_the_text_ends_with(case: str) -> None:
     tree, lines = CASES[case]
-    layout = ft.P() if case == "no names" else RULES
-    text = str(ft.plan(tree, layout, SIZES))
+    plan = ft.plan(tree, RULES, SIZES)
+    text = str(plan)
     assert (HEADLINE in text) is bool(lines)
     if lines:
         assert text.splitlines()[-len(lines) - 1 :] == [HEADLINE, *lines]
-        assert lines[0] in ft.plan(tree, layout, SIZES).html()
+        assert lines[0] in plan.html()
 
 
 def test_the_moments_of_an_optimizer_are_not_told_again() -> None:

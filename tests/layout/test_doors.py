@@ -151,12 +151,23 @@ def test_a_model(door: str, name: str) -> None:
     assert MODELS[door](layout(item)) == selected
 
 
+# Filters for a training state ─► the arrays of it. Paths are those in the model, and the moments
+# follow; or a pattern names what is above a leaf.
+IN_STATES: dict[str, tuple[Any, set[str]]] = {
+    **{name: (item, in_state(selected)) for name, (item, selected) in FILTERS.items()},
+    "a field": ("model.weight", in_state({"weight"})),
+    "one moment": (
+        "opt_state.*.mu.**.weight",
+        {"opt_state.0.mu.weight", "opt_state.0.mu.inner.weight"},
+    ),
+}
+
+
 @pytest.mark.parametrize("door", STATES)
-@pytest.mark.parametrize("name", FILTERS)
+@pytest.mark.parametrize("name", IN_STATES)
 def test_a_training_state(door: str, name: str) -> None:
-    """The paths that filters see are those in the model; the moments follow."""
-    item, selected = FILTERS[name]
-    assert STATES[door](layout(item)) == in_state(selected)
+    item, selected = IN_STATES[name]
+    assert STATES[door](layout(item)) == selected
 
 
 @pytest.mark.parametrize("name", FILTERS)
@@ -173,21 +184,6 @@ def test_other_trees(name: str) -> None:
         found = arguments(lambda net, x: (net, x), tree, in_shardings=layout(item))
         # JAX knows a packed array by one key, which is the text of its path.
         assert {path.strip('"') for path in found} == selected
-
-
-# Patterns that name what is above a leaf.
-NAMED: dict[str, set[str]] = {
-    "model.weight": in_state({"weight"}),
-    "opt_state.**.weight": {
-        f"opt_state.0.{moment}.{path}" for moment in ("mu", "nu") for path in ("weight", "inner.weight")
-    },
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("door", STATES)
-@pytest.mark.parametrize("pattern", NAMED)
-def test_a_field_of_a_training_state(door: str, pattern: str) -> None:
-    assert STATES[door](layout(pattern)) == NAMED[pattern]
 
 
 def test_a_key_above_a_training_state() -> None:
@@ -387,11 +383,6 @@ def test_a_call_without_a_module_says_nothing() -> None:
     mapped(double, X, rules=layout)
 
 
-def test_ambient_rules_check_nothing_by_themselves() -> None:
-    with ft.axis_rules(ft.StateSharding({"**.bais": P(), ...: RULES})):
-        ft.jit(of_model, mesh=MESH).trace(net(), X)
-
-
 @pytest.mark.parametrize("pattern", ["opt_state.**", "model.weight", "state.norm.mean", "step", "key"])  # fmt: skip
 def test_a_field_of_a_training_state_is_for_where_there_is_one(pattern: str) -> None:
     layout = ft.StateSharding({pattern: P(), ...: P("data")})
@@ -521,26 +512,18 @@ def test_a_spec_of_two_entries_under_vmap_is_not_for_statistics() -> None:
     assert plan["model.inner.weight"].spec == P("data", "model", None)
 
 
-VMAPPED: dict[str, Any] = {
-    "spec": P("data"),
-    "last": ft.StateSharding({...: P("data")}),
-    "the optimizer's state apart": ft.StateSharding(
-        {~ft.glob("opt_state.**"): P(), ...: P("data")}
-    ),
-}
-
-
-@pytest.mark.parametrize("layout", VMAPPED.values(), ids=VMAPPED)
-def test_rules_and_in_shardings_agree_about_a_state_made_under_vmap(layout: Any) -> None:
+def test_rules_and_in_shardings_agree_about_a_state_made_under_vmap() -> None:
     """Its counts have no path, and are no argument that is one array."""
     make = jax.vmap(lambda b: ft.TrainState.create({"b": b}, optax.adam(1.0)))
     state = ft.abstract(make)(jnp.ones(8))
-    found = []
-    for door in ("rules", "in_shardings"):
-        f = ft.jit(lambda state: state, mesh=MESH, **{door: layout})
-        found.append(f.lower(state).compile().input_shardings)
-    assert found[0] == found[1]
-    assert found[0][0][0].step.spec == P("data")
+    apart = ft.StateSharding({~ft.glob("opt_state.**"): P(), ...: P("data")})
+    for given in (P("data"), ft.StateSharding({...: P("data")}), apart):
+        found = []
+        for door in ("rules", "in_shardings"):
+            f = ft.jit(lambda state: state, mesh=MESH, **{door: given})
+            found.append(f.lower(state).compile().input_shardings)
+        assert found[0] == found[1]
+        assert found[0][0][0].step.spec == P("data")
 
 
 def test_a_spec_for_a_scalar() -> None:

@@ -54,11 +54,9 @@ def test_a_named_sharding_brings_its_mesh_and_memory(mesh: Mesh) -> None:
     plan = ft.plan(
         {"w": jnp.ones((4, 8))}, NamedSharding(mesh, P("data"), memory_kind="pinned_host")
     )
-    assert (
-        plan.mesh == mesh
-        and plan["w"].spec == P("data", None)
-        and plan["w"].memory_kind == "pinned_host"
-    )
+    assert plan.mesh == mesh
+    assert plan["w"].spec == P("data", None)
+    assert plan["w"].memory_kind == "pinned_host"
     assert plan.shardings["w"] == NamedSharding(mesh, P("data", None), memory_kind="pinned_host")
 
 
@@ -230,10 +228,8 @@ def test_on_host(mesh: Mesh) -> None:
     assert [row.memory_kind for row in plan] == ["pinned_host"] * 2 + [None] * 2
     assert plan.shardings["a"].w == NamedSharding(mesh, P(None, "model"), memory_kind="pinned_host")
     assert plan.shardings["b"].w.memory_kind != "pinned_host"
-    assert (
-        repr(ft.on_host(P("data"))) == "on_host(P('data'))"
-        and ft.on_host(P()) == ft.on_host(P()) != P()
-    )
+    assert repr(ft.on_host(P("data"))) == "on_host(P('data'))"
+    assert ft.on_host(P()) == ft.on_host(P()) != P()
     for nothing in (None, 3):
         with pytest.raises(ft.RuleError, match=f"{nothing}`? is not "):
             ft.on_host(nothing)  # type: ignore[arg-type]

@@ -72,36 +72,12 @@ def test_every_field_of_every_row() -> None:
         ("n", (4, 3), "int8", ft.Axes(None, None), P("data", None), "P('data') as given",
          (2, 3), 12, 6, 4, "pinned_host"),
     ]  # fmt: skip
-    assert (
-        plan.total_bytes == 384 + 192 + 4 + 8 + 12 and plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
-    )
-    assert (
-        plan.unused == ()
-        and plan.problems == ()
-        and dict(plan.sizes) == SIZES
-        and plan.mesh is None
-    )
-
-
-COPIES = [
-    (P(), 8),
-    (P("data"), 4),
-    (P("model"), 2),
-    (P("data", "model"), 1),
-    (P(("data", "model")), 1),
-]
-
-
-@pytest.mark.parametrize(("spec", "copies"), COPIES)
-def test_copies_and_bytes(spec: P, copies: int, mesh: Mesh) -> None:
-    row = ft.plan(jnp.ones((8, 8)), spec, mesh)[()]
-    assert (
-        row.copies == copies
-        and row.bytes_per_device * 8 == row.bytes_global * copies == 256 * copies
-    )
-    placed = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))  # as JAX has it
-    assert placed.addressable_shards[0].data.shape == row.local_shape
-    assert sum(shard.replica_id == 0 for shard in placed.addressable_shards) * copies == 8
+    assert plan.total_bytes == 384 + 192 + 4 + 8 + 12
+    assert plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
+    assert plan.unused == ()
+    assert plan.problems == ()
+    assert dict(plan.sizes) == SIZES
+    assert plan.mesh is None
 
 
 def test_what_is_no_array_has_no_row() -> None:
@@ -140,23 +116,13 @@ def test_a_row_by_path_tuple_and_text() -> None:
 def test_specs_is_an_ordinary_tree(mesh: Mesh) -> None:
     model = mlp()
     plan = ft.plan(model, RULES, mesh)
-    assert (
-        isinstance(plan.specs, MLP)
-        and plan.specs.up == P(None, ("data", "model"))
-        and plan.specs.name is None
-    )
-    arrays, static = eqx.partition(model, eqx.is_array)
+    assert isinstance(plan.specs, MLP)
+    assert plan.specs.up == P(None, ("data", "model"))
+    assert plan.specs.name is None
+    arrays = eqx.filter(model, eqx.is_array)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     assert jax.tree.structure(plan.specs, is_leaf=is_spec) == jax.tree.structure(arrays)
     assert jax.tree.structure(plan.shardings) == jax.tree.structure(arrays)
-
-    def f(arrays: Any) -> Any:
-        return jax.tree.map(lambda x: x, eqx.combine(arrays, static).up)
-
-    out = jax.jit(f, in_shardings=(plan.shardings,), out_shardings=plan.shardings.up)(
-        arrays
-    )  # plain JAX
-    assert out.sharding == NamedSharding(mesh, P(None, ("data", "model")))
 
 
 def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
@@ -185,11 +151,9 @@ def test_an_abstract_mesh() -> None:
 def test_a_mesh_far_larger_than_this_machine() -> None:
     tree = jax.eval_shape(lambda: {"w": jnp.ones((2**20, 2**16), jnp.bfloat16)})
     row = ft.plan(tree, P(("data", "model")), {"data": 512, "model": 16})["w"]
-    assert (
-        row.bytes_global == 2**37
-        and row.bytes_per_device == 2**24
-        and row.local_shape == (128, 2**16)
-    )
+    assert row.bytes_global == 2**37
+    assert row.bytes_per_device == 2**24
+    assert row.local_shape == (128, 2**16)
 
 
 def test_abstract_and_traced_trees() -> None:
@@ -314,14 +278,10 @@ def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
         assert again == plan and again.specs == plan.specs
 
 
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_random_keys_in_json(implementation: str):
-    plan = ft.plan({"key": jax.random.key(0, impl=implementation)}, P(), {"data": 2})
+def test_random_keys_in_json():
+    plan = ft.plan({"key": jax.random.key(0, impl="unsafe_rbg")}, P(), {"data": 2})
     read = ft.Plan.from_json(plan.to_json())
-    assert (
-        read["key"] == plan["key"]
-        and jax.random.key(0, impl=implementation).dtype == read["key"].dtype
-    )
+    assert read["key"] == plan["key"]
     assert read == plan == ft.Plan.from_json(read.to_json())
 
 

@@ -113,25 +113,6 @@ def test_moments_are_one_line() -> None:
     assert "0.mu.blocks.{0-1}.w ×2 f32[4, 8/model] 2 64 B" in alone
 
 
-APART: dict[str, tuple[Any, Any]] = {
-    "another spec than the parameter's": (
-        optax.sgd(1e-3, momentum=0.9),
-        ft.StateSharding({"opt_state.**": P(), ...: RULES}),
-    ),
-    "fewer dimensions": (optax.adafactor(1e-3, min_dim_size_to_factor=2), RULES),
-}
-
-
-@pytest.mark.parametrize("case", APART)
-def test_what_is_not_as_the_model_is_told_in_full(case: str) -> None:
-    tx, layout = APART[case]
-    plan = ft.plan(ft.TrainState.create(block(), tx), layout, SIZES)
-    others = [row for row in plan if row.path[0] == "opt_state" and row.path[-1] == "w"]
-    assert others
-    for row in others:
-        assert str(row.path) in str(plan)
-
-
 def test_follows_is_kept() -> None:
     ts = adam()
     plan = ft.plan(ts, RULES, SIZES)

@@ -47,12 +47,6 @@ def test_shard_changes_no_bit(dtype: str, spec: P, bits: bytes):
     assert np.asarray(ft.shard(x, spec, MESH)).tobytes() == x.tobytes()
 
 
-def test_shard_gives_back_the_same_object_when_nothing_is_to_be_done():
-    once = ft.shard(mlp(), RULES, MESH)
-    twice = ft.shard(once, RULES, MESH)
-    assert once.up is twice.up and once.down is twice.down
-
-
 def test_shard_gives_back_the_same_object_where_jax_gives_another():
     x = jax.device_put(jnp.ones((8, 4)), NamedSharding(MESH, P("data")))
     assert jax.device_put(x, NamedSharding(MESH, P("data", None))) is not x, "else it tests nothing"
@@ -74,16 +68,16 @@ def test_shard_moves_to_another_mesh_what_lies_right_there(other: Mesh):
     x = jax.device_put(jnp.ones(8), NamedSharding(other, P(other.axis_names)))
     placed = ft.shard(x, P(("data", "model")), MESH)
     assert placed.sharding == NamedSharding(MESH, P(("data", "model")))
-    assert (
-        placed.sharding.mesh.axis_types == MESH.axis_types
-        and placed.sharding.mesh.shape == MESH.shape
-    )
+    assert placed.sharding.mesh.axis_types == MESH.axis_types
+    assert placed.sharding.mesh.shape == MESH.shape
 
 
 def test_shard_moves_only_what_must_move():
     half = eqx.tree_at(lambda m: m.down, ft.shard(mlp(), RULES, MESH), jnp.ones((8, 6)))
     whole = ft.shard(half, RULES, MESH)
     assert whole.up is half.up and whole.down.sharding.spec == P("model", None)
+    again = ft.shard(whole, RULES, MESH)
+    assert again.up is whole.up and again.down is whole.down
 
 
 def test_shard_takes_numpy_scalars_and_typed_keys():
@@ -183,10 +177,6 @@ AXES: dict[str, tuple[Any, Any, Any]] = {
     "beside a module": (
         [mlp(), TOKENS], [None, "batch seq"], [MLP(P(None, "model"), P("model", None), "mlp"), P("data", "model")]
     ),
-    "beside a text": (
-        {"name": "train", "tokens": TOKENS}, {"name": None, "tokens": "batch seq"},
-        {"name": "train", "tokens": P("data", "model")},
-    ),
 }  # fmt: skip
 
 
@@ -220,10 +210,8 @@ def test_the_batches_of_a_loop_are_planned_once():
     first = place(0)
     assert python_calls(lambda: place(1), of=plan_leaves) == 0
     second = place(2)
-    assert (
-        np.array_equal(second["tokens"], TOKENS + 2)
-        and second["tokens"].sharding == first["tokens"].sharding
-    )
+    assert np.array_equal(second["tokens"], TOKENS + 2)
+    assert second["tokens"].sharding == first["tokens"].sharding
     assert place(0)["weight"] is not first["weight"]
     assert (
         ft.shard(first, TEXT_RULES, MESH, axes={"tokens": "batch seq", "weight": "batch"})["tokens"]

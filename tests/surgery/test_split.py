@@ -117,9 +117,8 @@ def test_a_packed_model_is_split_by_the_models_paths() -> None:
     assert [x is layer.bias for x, layer in zip(bias[0].arrays[1::2], mlp.layers, strict=True)] == [
         True
     ] * 3
-    assert (
-        bias[0].arrays[::2] == (None,) * 3 and rest[0].tree.layers[0].weight is mlp.layers[0].weight
-    )
+    assert bias[0].arrays[::2] == (None,) * 3
+    assert rest[0].tree.layers[0].weight is mlp.layers[0].weight
     assert static.paths == ft.split([mlp, "text"])[0].paths
     assert same(ft.merge(static, bias, rest)[0].tree, mlp)
     with pytest.raises(FunctreeError, match=r"(?s)6 leaves cannot be merged.*layers\.0\.weight"):
