@@ -47,11 +47,11 @@ def big_vision(path: str, shape: Shape, strategy: Pairs, parts: int) -> Sequence
     return (*[None] * max(divided)[1], "fsdp") if divided else ()
 
 
-def keras(path: str, layout_map: Mapping[str, Any], match: Any = re.fullmatch) -> Sequence[Any]:
-    """`LayoutMap`: the key itself, or the only one that matches. It was `re.search` before 3.14."""
+def keras(path: str, layout_map: Mapping[str, Any]) -> Sequence[Any]:
+    """`LayoutMap`, since 3.14: the key itself, or the only one that matches the whole path."""
     if path in layout_map:
         return layout_map[path]
-    matching = [key for key in layout_map if match(key, path)]
+    matching = [key for key in layout_map if re.fullmatch(key, path)]
     if len(matching) > 1:
         raise ValueError(f"Path '{path}' matches multiple layout specification keys: {matching}")
     return layout_map[matching[0]] if matching else ()

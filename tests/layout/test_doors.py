@@ -186,6 +186,14 @@ def test_other_trees(name: str) -> None:
         assert {path.strip('"') for path in found} == selected
 
 
+@pytest.mark.parametrize("door", STATES)
+def test_a_parameter_and_its_moments_are_one_problem(door: str) -> None:
+    with pytest.raises(ft.ShardingError) as caught:
+        STATES[door](ft.StateSharding({"weight": P("nowhere"), ...: P()}))
+    (problem,) = caught.value.problems
+    assert str(problem.path).endswith("model.weight") and "`nowhere`" in problem.why
+
+
 def test_a_key_above_a_training_state() -> None:
     both = {"gen": train_state(), "dis": train_state()}
     assert planned(both, layout("gen.**")) >= {f"gen.{path}" for path in in_state(set(ALL))}

@@ -172,50 +172,19 @@ def raised(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def printed(plan: ft.Plan) -> str:
-    """What the text of a plan says below the table."""
-    return " ".join(str(plan).partition("PROBLEM")[2].split())
-
-
-def ranking() -> str:
+def test_a_parameter_and_its_moments_are_one_problem() -> None:
+    """In texts, too. `tests/layout/test_doors.py` has the doors that raise."""
+    plan = ft.plan(ABSTRACT, VOCAB, SIZES, check=False)
+    result = raised(lambda: ft.jit(step, out_shardings=VOCAB, mesh=MESH).lower(ABSTRACT))
     layouts = {"this": (VOCAB,), "whole": (P(),)}
-    text = str(ft.explore(step, (ABSTRACT,), meshes=[SIZES], layouts=layouts))
-    return " ".join(text.split())
-
-
-def unchecked() -> ft.Plan:
-    return ft.plan(ABSTRACT, VOCAB, SIZES, check=False)
-
-
-# Every door through which a training state and a layout go, and how it begins the path of a leaf.
-DOORS: dict[str, tuple[Callable[[], str], str]] = {
-    "the text of a plan": (lambda: printed(unchecked()), "model"),
-    "a plan from JSON": (lambda: printed(ft.Plan.from_json(unchecked().to_json())), "model"),
-    "in_shardings": (
-        lambda: raised(lambda: ft.jit(step, in_shardings=VOCAB, mesh=MESH).lower(ABSTRACT)),
-        "ts.model",
-    ),
-    "out_shardings": (
-        lambda: raised(lambda: ft.jit(step, out_shardings=VOCAB, mesh=MESH).lower(ABSTRACT)),
-        "result.model",
-    ),
-    "rules": (
-        lambda: raised(lambda: ft.jit(step, rules=VOCAB, mesh=MESH)(train_state())),
-        "ts.model",
-    ),
-    "init": (lambda: raised(ft.init(train_state, VOCAB, MESH)), "model"),
-    "shard": (lambda: raised(lambda: ft.shard(train_state(), VOCAB, MESH)), "model"),
-    "explore": (ranking, "ts.model"),
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_a_parameter_and_its_moments_are_one_problem(door: str) -> None:
-    call, begin = DOORS[door]
-    text = call()
-    for told in (f"{begin}.head", INDIVISIBLE):
-        assert text.count(told) == 1
-    assert "opt_state" not in text
+    ranking = ft.explore(step, (ABSTRACT,), meshes=[SIZES], layouts=layouts)
+    for text, path in (
+        (str(plan).partition("PROBLEM")[2], "model.head"),
+        (result, "result.model.head"),
+        (str(ranking), "ts.model.head"),
+    ):
+        text = " ".join(text.split())
+        assert text.count(path) == text.count(INDIVISIBLE) == 1 and "opt_state" not in text
 
 
 def test_a_parameter_that_is_placed_tells_the_problem_of_its_moments() -> None:

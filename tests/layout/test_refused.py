@@ -183,16 +183,11 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     ]),
 }  # fmt: skip
 
-# What each family says to do, by one of its cases.
+# What each family says to do, by one of its cases; the whole text below has others.
 REMEDIES = {
     "a size by a spec": "pad dimension 1 to 8, or write `None` there to leave it unsharded",
-    "a size by a rule": (
-        'pad "hidden" to 8, leave this leaf unsharded by a path filter (`StateSharding`), or every "hidden" by '
-        '`"hidden": None`'
-    ),
     "sizes by FSDP": "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are",
     "a mesh axis of a spec": "name an axis of the mesh",
-    "mesh axes of rules": "name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP(...)`",
     "a mesh axis of FSDP": "name an axis of the mesh",
     "a mesh axis twice": "name the mesh axis once: it shards one dimension of an array",
     "rank": "give one entry for each dimension, or fewer",
@@ -201,9 +196,6 @@ REMEDIES = {
     "no mesh axis": "write names of mesh axes, or `None`",
     "no spec": "return `P(...)` for every leaf; `P()` to replicate it",
     "a name without a rule": 'add a rule for "hidden", or `"hidden": None` to leave it unsharded',
-    "a name whose rules are blocked": (
-        'add `("hidden", None)` after its rules to leave it unsharded, or a fallback to another mesh axis'
-    ),
     "a typo behind the ellipsis": 'write the same name in both, or add `"hidden": None` if they are different axes',
     "no names": (
         'annotate it (`Float[Array, "..."]`), give `names=` to the rules, lay it out by a path filter, or leave it '

@@ -2,7 +2,6 @@
 own rule; and the errors and plans of functree where the library is silent.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,9 +85,6 @@ KERAS = {
     ".*conv2d.*bias": ("model",),
     "head/kernel": ("model", None),
 }
-# As a user of Keras before 3.14 wrote it.
-OLD_KERAS = {key.removeprefix(".*"): axes for key, axes in KERAS.items()}
-
 TP_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.o_proj": "rowwise",
@@ -113,8 +109,8 @@ BIG_VISION_LAYOUT = ft.StateSharding(
 )
 
 
-def keras_layout(layout_map: Mapping[str, Any], form: str = "^(?:{})$") -> ft.StateSharding:
-    found = [(ft.regex(form.format(key), "/"), P(*axes)) for key, axes in layout_map.items()]
+def keras_layout(layout_map: Mapping[str, Any]) -> ft.StateSharding:
+    found = [(ft.regex(f"^(?:{key})$", "/"), P(*axes)) for key, axes in layout_map.items()]
     return ft.StateSharding([*found, (..., P())])
 
 
@@ -306,13 +302,6 @@ SOURCES = {
     "Keras": by_paths(
         KERAS_ARRAYS, lambda path, _: keras(path, KERAS), keras_layout(KERAS), batch=2, model=4
     ),
-    "Keras before 3.14": by_paths(
-        KERAS_ARRAYS,
-        lambda path, _: keras(path, OLD_KERAS, re.search),
-        keras_layout(OLD_KERAS, "{}"),
-        batch=2,
-        model=4,
-    ),
     "Transformers": by_paths(
         TP_ARRAYS, lambda *a: transformers(*a, TP_PLAN), tp_layout(TP_PLAN), model=4
     ),
@@ -396,16 +385,6 @@ def test_where_the_library_is_silent(case: str) -> None:
     assert found == expected
     with raises(told):
         ft.plan(tree, layout(), mesh)
-
-
-def test_what_is_replicated_is_listed() -> None:
-    """Transformers logs a module that the plan does not name, and big_vision says nothing of a small array."""
-    tree = nested({"embed_tokens/weight": (64, 16), "lm_head/weight": (64, 16)})
-    plan = ft.plan(tree, tp_layout({"lm_head": "colwise"}), MODEL)
-    assert [row.copies for row in plan] == [4, 1]
-    assert "replicated over model: 1 array, 4 KiB per device" in str(plan)
-    small = ft.plan(nested({"kernel": (1024, 1024)}), BIG_VISION_LAYOUT, {"fsdp": 4}, check=False)
-    assert "smaller than 1048577 elements" in small["kernel"].reason
 
 
 def test_where_the_two_differ() -> None:

@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 import functree as ft
 from tests.lib.checks import raises
-from tests.lib.meshes import MESH, assert_lies, mesh_of
+from tests.lib.meshes import EXPLICIT, MESH, assert_lies, mesh_of
 from tests.lib.trees import MLP, mlp
 
 P = PartitionSpec
@@ -160,9 +160,6 @@ def test_silent_failure_23_a_program_traced_under_other_rules_is_not_reused():
     assert len(traces) == 2 and len(set(traces)) == 2
 
 
-# Found by reading
-
-
 def test_constrain_sees_the_names_that_a_layout_gives():
     rules = ft.AxisRules(
         {"hidden": "model", "embed": None},
@@ -201,3 +198,62 @@ def test_a_layout_beside_the_rules_is_checked_too() -> None:
             jax.jit(lambda x, rules=layout: ft.constrain(x, "batch embed", rules)).lower(
                 ft.shard(jnp.ones((8, 8)), ft.P(), ft.make_mesh(data=2, model=4))
             )
+
+
+# `axis_shards`
+
+AXES = ft.AxisRules(
+    {"experts": ("data", "model"), "hidden": "model", "layers": "data", "embed": None}
+)
+FALLBACKS = ft.AxisRules([("experts", "model"), ("hidden", "model"), ("hidden", None)])
+SHARDED: dict[str, tuple[ft.Layout, tuple[Any, ...], tuple[tuple[str, ...], int]]] = {
+    "one mesh axis": (AXES, ("hidden",), (("model",), 4)),
+    "several": (AXES, ("experts",), (("data", "model"), 8)),
+    "none": (AXES, ("embed",), ((), 1)),
+    "taken by another dimension": (FALLBACKS, ("hidden", "experts hidden"), ((), 1)),
+    "of several dimensions": (AXES, ("layers", "layers embed hidden"), (("data",), 2)),
+    "axes": (AXES, ("hidden", ft.Axes("layers", "hidden")), (("model",), 4)),
+    "in a composition": (AXES | ft.FSDP("data"), ("embed",), ((), 1)),
+    "a layout for parameters": (ft.FSDP("data"), ("embed",), ((), 1)),
+}
+
+
+@pytest.mark.parametrize("mesh", [MESH, EXPLICIT], ids=["Auto", "Explicit"])
+@pytest.mark.parametrize("name", SHARDED)
+def test_axis_shards(name: str, mesh: jax.sharding.Mesh) -> None:
+    rules, given, expected = SHARDED[name]
+    with jax.set_mesh(mesh), ft.axis_rules(rules):
+        assert ft.axis_shards(*given) == ft.AxisShards(*expected)
+
+
+def test_axis_shards_in_a_trace() -> None:
+    """What a `shard_map` maps is left out."""
+    found: list[ft.AxisShards] = []
+
+    def body(x: jax.Array) -> jax.Array:
+        found.append(ft.axis_shards("experts"))
+        return x
+
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    ft.jit(body, mesh=MESH, rules=AXES).lower(scalar)
+    mapped = jax.shard_map(body, in_specs=P(), out_specs=P(), axis_names={"data"})
+    with jax.set_mesh(MESH), ft.axis_rules(AXES):
+        jax.jit(mapped).lower(scalar)
+    assert found == [(("data", "model"), 8), (("model",), 4)]
+
+
+def test_axis_shards_without_rules_or_mesh() -> None:
+    with jax.set_mesh(MESH):
+        assert ft.axis_shards("hidden") == ((), 1)
+    with ft.axis_rules(AXES):
+        assert ft.axis_shards("hidden") == ((), 1)
+
+
+def test_axis_shards_of_what_is_no_axis() -> None:
+    with jax.set_mesh(MESH), ft.axis_rules(AXES):
+        with raises('axis_shards("hidden", "embed vocab"): the axes do not have the name'):
+            ft.axis_shards("hidden", "embed vocab")
+        with raises('"vocab" cannot be laid out', "no rule"):
+            ft.axis_shards("vocab")
+        with raises("not as 3"):
+            ft.axis_shards(3)  # pyright: ignore[reportArgumentType]
