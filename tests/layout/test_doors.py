@@ -225,6 +225,14 @@ def test_a_call(door: str, case: str) -> None:
     assert compiled.input_shardings[0][1].spec == spec
 
 
+def test_rules_for_the_model_alone() -> None:
+    """They say nothing of an argument that is one array."""
+    rules = ft.StateSharding({"net.**": P("data")})
+    assert arguments(of_model, net(), rules=rules) == set(ALL)
+    compiled = ft.jit(of_model, rules=rules, mesh=MESH).lower(net(), X).compile()
+    assert compiled.input_shardings[0][1].is_fully_replicated
+
+
 def test_each_of_several_arguments_is_one_by_itself() -> None:
     def f(*xs: Any, **named: Any) -> Any:
         return xs, named

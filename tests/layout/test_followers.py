@@ -95,6 +95,12 @@ def test_a_training_state_of_which_each_part_has_a_layout() -> None:
     assert found["opt_state.0.count"] == P() and found["model.head"] == P("data", None)
 
 
+def test_filters_for_the_model_alone() -> None:
+    """No filter matches a count, and it follows nothing."""
+    found = specs(ABSTRACT, ft.StateSharding({"head": P("data"), "layers.**": P()}))
+    assert found["opt_state.0.mu.head"] == P("data", None) and found["opt_state.0.count"] == P()
+
+
 def test_training_states_in_several_parts() -> None:
     """Patterns begin in the part of their layout."""
     first = {"0.model.head": P("data"), "0.opt_state.*.mu.head": P(), ...: P()}

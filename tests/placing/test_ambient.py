@@ -217,6 +217,7 @@ FOR_PARAMETERS: dict[str, Any] = {
     "FSDP": FSDP,
     "a spec": P("model"),
     "filters without rules": ft.StateSharding({"**.bias": RULES, ...: P()}),
+    "filters without a last one": ft.StateSharding({"**.bias": RULES}),
     "a function": lambda path, leaf: P(),
     "a plan": ft.plan(jnp.ones((4, 8)), P("data"), {"data": 2, "model": 4}),
     "FSDP and a spec": FSDP | P("model"),

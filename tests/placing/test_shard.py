@@ -103,6 +103,8 @@ def test_shard_refuses_axes_that_do_not_fit():
         with pytest.raises(ft.ShardingError) as caught:
             ft.shard(jnp.ones(shape), RULES, MESH, axes=axes)
         assert [problem.why for problem in caught.value.problems] == [told]
+    with pytest.raises(ft.RuleError, match=r"\{1\} is not a text such as"):
+        ft.shard(jnp.ones((4, 8)), RULES, MESH, axes={1})
 
 
 def test_shard_says_constrain_in_a_trace():
