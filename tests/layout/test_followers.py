@@ -125,39 +125,33 @@ VOCAB = ft.AxisRules({"embed": None, "hidden": "model", "vocab": "data"})
 INDIVISIBLE = '"vocab" has size 61; rule vocab→data needs a multiple of data=2'
 AXIS = "P(None, 'modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"
 
-# Of layouts, the path and the reason of each problem.
-WRONG: dict[str, tuple[Any, list[tuple[str, str]]]] = {
-    "a size": (VOCAB, [("model.head", INDIVISIBLE)]),
+# A layout ─► each problem: the path, and what is wrong.
+WRONG: dict[str, tuple[Any, list[str]]] = {
+    "a size": (VOCAB, [f"model.head: {INDIVISIBLE}"]),
     "an axis of a spec": (
         ft.StateSharding({"layers.*.w": P(None, "modle"), ...: P()}),
-        [("model.layers.0.w", AXIS), ("model.layers.1.w", AXIS)],
+        [f"model.layers.0.w: {AXIS}", f"model.layers.1.w: {AXIS}"],
     ),
     "an axis twice": (
         ft.StateSharding({"head": P("data", "data"), ...: P()}, unused="ignore"),
         [
-            (
-                "model.head",
-                "P('data', 'data') uses mesh axis `data` twice, the second time for \"vocab\"",
-            ),
-            ("model.head", "\"vocab\" has size 61; data=2 needs a multiple of 2"),
+            "model.head: P('data', 'data') uses mesh axis `data` twice, the second time for \"vocab\"",
+            "model.head: \"vocab\" has size 61; data=2 needs a multiple of 2",
         ],
     ),
     "an axis of a rule": (
         ft.AxisRules({"vocab": "modle", ...: None}),
-        [("None", "the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?")],
+        ["None: the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?"],
     ),
     "no layout": (
         ft.StateSharding({"head": None, ...: P()}),
-        [("model.head", "no layout was given for this array (`None`)")],
+        ["model.head: no layout was given for this array (`None`)"],
     ),
     "a layout of its own": (
         ft.StateSharding({"opt_state.*.mu.head": P("x"), "head": P("y"), ...: P()}),
         [
-            ("model.head", "P('y') names `y`, and the mesh (data=2, model=4) has no such axis"),
-            (
-                "opt_state.0.mu.head",
-                "P('x') names `x`, and the mesh (data=2, model=4) has no such axis",
-            ),
+            "model.head: P('y') names `y`, and the mesh (data=2, model=4) has no such axis",
+            "opt_state.0.mu.head: P('x') names `x`, and the mesh (data=2, model=4) has no such axis",
         ],
     ),
 }  # fmt: skip
@@ -169,7 +163,7 @@ def test_a_parameter_tells_what_is_wrong_with_its_moments(case: str) -> None:
     layout, told = WRONG[case]
     state = ft.abstract(lambda: train_state("bfloat16"))()
     problems = ft.plan(state, layout, SIZES, check=False).problems
-    assert [(str(problem.path), problem.why) for problem in problems] == told
+    assert [f"{problem.path}: {problem.why}" for problem in problems] == told
 
 
 def raised(call: Callable[[], object]) -> str:

@@ -271,10 +271,7 @@ def test_a_filter_function_that_raises(function: str) -> None:
 # Construction
 
 NONSENSE: dict[str, tuple[Any, str]] = {
-    "... first": (
-        {...: P(), "a": P()},
-        "`...` may only be the last filter: 'a' after it would match nothing",
-    ),
+    "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' after it would match nothing"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
     "a spec": (P("data"), "is neither"),
     "a text": ("**.bias", "'**.bias' is neither"),
@@ -283,7 +280,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "a bad layout": ({"a": "data"}, "'data' is not a layout"),
     "a class as layout": ({"a": Linear}, "is not a layout"),
     "an odd spec": ({"a": P(3)}, "P(3): 3 is neither a mesh axis"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NONSENSE)
@@ -332,43 +329,6 @@ def test_a_table_with_another_rule(
     assert with_rule(ft.AxisRules(pairs), axis, mesh_axis) == ft.AxisRules(changed)
 
 
-NAMESPACE = {
-    **{name: getattr(ft, name) for name in dir(ft) if not name.startswith("_")},
-    "Linear": Linear,
-    "Conv": Conv,
-    "re": re,
-    "floating": jnp.floating,
-}
-# Others than the random ones of `tests/laws/test_layout_laws.py`.
-VALUES: dict[str, Any] = {
-    "classes": lambda: ft.StateSharding(
-        [(Linear, P()), (Linear | Conv, P("data")), (~ft.under(Conv), P())]
-    ),
-    "filters": lambda: ft.StateSharding(
-        [
-            (ft.glob("a") & ft.has_axis("embed") | ~ft.has_ndim(2), P()),
-            (ft.larger_than(3) & (ft.is_buffer | ft.is_trainable), P()),
-            (re.compile(r"a\.b", re.IGNORECASE), P()),
-            (ft.has_dtype(jnp.floating), P()),
-        ]
-    ),
-    "None": lambda: ft.StateSharding({"a": None, ...: P()}),
-    "a filter twice": lambda: ft.StateSharding([("a", P()), ("a", P("data"))], unused="ignore"),
-    "order": lambda: ft.StateSharding({"a.*": P("data"), "**.bias": P()}),
-    "quotes": lambda: ft.StateSharding({'a."b.c"': P(), 'a."0"': P()}),
-}
-
-
-@pytest.mark.parametrize("case", VALUES)
-def test_a_value(case: str) -> None:
-    layout = VALUES[case]()
-    assert layout == VALUES[case]() and hash(layout) == hash(VALUES[case]())
-    assert [name for name, make in VALUES.items() if make() == layout] == [case]
-    assert eval(repr(layout), NAMESPACE) == layout
-    for again in (pickle.loads(pickle.dumps(layout)), copy.copy(layout), copy.deepcopy(layout)):
-        assert again == layout and hash(again) == hash(layout) and repr(again) == repr(layout)
-
-
 def test_equal_by_what_filters_mean() -> None:
     assert ft.StateSharding({"**.bias": P()}) == ft.StateSharding({ft.glob("**.bias"): P()})
     assert ft.StateSharding({Linear: P()}) == ft.StateSharding({ft.under(Linear): P()})
@@ -381,8 +341,6 @@ def test_equal_by_what_filters_mean() -> None:
         {matrix: matrix}
     )
     assert "matrix: matrix" in repr(ft.StateSharding({matrix: matrix}))
-    with pytest.raises(AttributeError, match="cannot assign"):
-        ft.StateSharding({}).filters = ()
 
 
 def test_a_plan_and_a_named_sharding_can_be_values(mesh: Mesh) -> None:
@@ -412,7 +370,6 @@ def test_from_specs() -> None:
         "m.bias": P(None),
     }
     assert specs(jnp.ones(4), ft.StateSharding.from_specs(P("data"))) == {"": P("data")}
-    assert eval(repr(layout), NAMESPACE) == layout
 
 
 def test_from_specs_of_another_structure() -> None:

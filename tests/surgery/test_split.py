@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -144,58 +143,46 @@ def test_no_arrays_and_no_tree() -> None:
         assert ft.merge(static, part) == tree == ft.merge(static)
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
-    "... before another": (
-        lambda: ft.split(model(), ..., "**.bias"), RuleError, ["`...` may only be the last filter"],
-    ),
+CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no filter matches": (
         lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
-        FunctreeError, ["no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"],
+        ("no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"),
     ),
     "axes of the unmatched": (
-        lambda: ft.split(ft.nn.RMSNorm(4), "nothing"), FunctreeError, ['scale   f32[4]   "embed"'],
+        lambda: ft.split({"norm": ft.nn.RMSNorm(4), "b": np.ones(2)}, "b"), ('norm.scale   f32[4]   "embed"',),
     ),
     "unhashable": (
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
-        FunctreeError,
-        ["3 leaves cannot be static", "a.0, a.1   ndarray", "b   set", "neither an array nor hashable", "make it an"],
+        ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
     ),
-    "not a static": (
-        lambda: ft.merge({"w": 1}), FunctreeError, ["merge takes the `static` of a split first, not a dict"],  # pyright: ignore
+    "not a static": (lambda: ft.merge({"w": 1}), ("merge takes the `static` of a split first, not a dict",)),  # type: ignore[arg-type]
+    "missing": (
+        lambda: ft.merge(*ft.split(model(), "**.bias", ...)[:2]),
+        ("3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"),
     ),
-    "missing": (lambda: ft.merge(ft.split(model(), "**.bias", ...)[0], ft.split(model(), "**.bias", ...)[1]),
-        FunctreeError,
-        ["3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"],
-    ),
-    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), FunctreeError, ["w", "is in 2 parts"]),
+    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), ("w", "is in 2 parts")),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
-        FunctreeError, ["part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"],
+        ("part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"),
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
-        FunctreeError, ["part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"],
+        ("part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"),
     ),
-    "keys without an order": (
-        lambda: ft.split({1: np.ones(2), "a": 1}), FunctreeError, ["cannot be sorted"],
-    ),
+    "keys without an order": (lambda: ft.split({1: np.ones(2), "a": 1}), ("cannot be sorted",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_errors(case: str) -> None:
-    make, kind, fragments = CASES[case]
-    with pytest.raises(kind) as error:
-        make()
-    for fragment in fragments:
-        assert fragment in str(error.value)
+    call, told = CASES[case]
+    with raises(*told):
+        call()
 
 
-def test_the_path_of_what_is_missing() -> None:
-    static, part = ft.split(OrderedDict(b=[Keyless(np.ones(2), "s")]))
-    with pytest.raises(FunctreeError) as error:
-        ft.merge(static, jax.tree.map(lambda _: None, part))
-    assert [problem.path for problem in error.value.problems] == [("b", 0, 0)]
+def test_everything_else_is_the_last_filter() -> None:
+    with raises("`...` may only be the last filter", error=RuleError):
+        ft.split(model(), ..., "**.bias")
 
 
 class Two(eqx.Module):
