@@ -1,15 +1,13 @@
 """`FSDP`: which dimension it takes, what it leaves alone, and what it refuses."""
 
-from typing import Annotated, Any
+from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
 
 import functree as ft
 from tests.lib.checks import refused
@@ -147,14 +145,6 @@ def test_never_the_axis_of_a_stack() -> None:
     assert plan["stack.layer.w"].axes == plan["alike.w"].axes
     assert plan["stack.layer.w"].spec == P(None, "data", None)
     assert plan["alike.w"].spec == P("data", None, None)
-
-
-class Physical(eqx.Module):
-    b: Annotated[Float[Array, "hidden"], P("model")]
-
-
-def test_a_physical_annotation_stands() -> None:
-    assert ft.plan(Physical(jnp.ones(8)), ALL, SIZES)["b"].spec == P("model")
 
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {

@@ -349,15 +349,6 @@ SILENT: dict[str, tuple[Any, Any, Any, Callable[[], Any], Mapping[str, int], str
         linen(("batch", "embed"), LINEN), [("data",), None],
         named(w="batch embed"), lambda: ft.AxisRules(LINEN), SIZES, '"embed" has no rule left: `data` is used by "batch"',
     ),
-    "T5X: an additional rule that never applies": (
-        linen(("embed", "mlp"), [*t5x_rules(1, 1), ("embed", "data")]), [(), ("model",)],
-        named(w="embed mlp"), lambda: ft.AxisRules([*t5x_rules(1, 1), ("embed", "data")]), SIZES,
-        "rule embed→data can never apply",
-    ),
-    "MaxText: an empty list": (
-        linen(("kv",), [("kv", [])]), [()],
-        named(w="kv"), lambda: ft.AxisRules([("kv", [])]), SIZES, "rule kv→[]: mesh axes are non-empty names",
-    ),
     "EasyLM: a misspelled pattern": (
         easylm("attention/wq", (8, 8), MISSPELLED), P(None),
         nested({"attention/wq": (8, 8), "step": ()}), lambda: easylm_layout(MISSPELLED), {"mp": 4},

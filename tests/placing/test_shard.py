@@ -112,17 +112,14 @@ def test_shard_says_constrain_in_a_trace():
         ft.ShardingError, match=r"(?s)up.*is traced.*inside a trace.*`ft.constrain`"
     ):
         jax.jit(lambda up: ft.shard(MLP(up, up), RULES, MESH).up)(jnp.ones((6, 8)))
-
-
-def test_shard_refuses_what_is_abstract():
     with pytest.raises(ft.ShardingError, match=r"(?s)is abstract.*`ft.abstract`"):
         ft.shard(jax.ShapeDtypeStruct((4, 8), "float32"), P(), MESH)
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "model": 4}, MESH.abstract_mesh])
-def test_shard_wants_devices(mesh):
-    with pytest.raises(ft.ShardingError, match="has no devices"):
-        ft.shard(mlp(), RULES, mesh)
+def test_shard_wants_devices():
+    for mesh in ({"data": 2, "model": 4}, MESH.abstract_mesh):
+        with pytest.raises(ft.ShardingError, match="has no devices"):
+            ft.shard(mlp(), RULES, mesh)
 
 
 def test_shard_on_host():

@@ -50,24 +50,15 @@ TREES = st.recursive(
 
 @given(TREES)
 def test_unpacking_undoes_packing(tree: Any):
-    assert same(unpack(pack(tree)), tree)
-
-
-@given(TREES)
-def test_a_packed_tree_has_the_arrays_of_the_split_one(tree: Any):
-    static, part = ft.split(tree)
-    packed = pack(tree)
-    assert all(a is b for a, b in zip(packed.arrays, jax.tree.leaves(part), strict=True))
-    assert all(a is b for a, b in zip(packed.arrays, jax.tree.leaves(packed), strict=True))
-    assert packed.static == static and hash(packed.static) == hash(static)
-
-
-@given(TREES)
-def test_packing_twice_gives_equal_statics_with_equal_hashes(tree: Any):
+    """And packing again gives an equal static, which is that of `split`."""
     one, other = pack(tree), pack(jax.tree.map(lambda x: x, tree))
+    assert same(unpack(one), tree) and pack(one) is one
     assert one.static == other.static and hash(one.static) == hash(other.static)
     assert tree_structure(one) == tree_structure(other)
-    assert pack(one) is one
+    static, part = ft.split(tree)
+    assert one.static == static and hash(one.static) == hash(static)
+    assert all(a is b for a, b in zip(one.arrays, jax.tree.leaves(part), strict=True))
+    assert all(a is b for a, b in zip(one.arrays, jax.tree.leaves(one), strict=True))
 
 
 @given(TREES)
