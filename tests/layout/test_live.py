@@ -2,23 +2,19 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import functree as ft
 from tests.lib.checks import raises
 from tests.lib.meshes import mesh_of
+from tests.lib.trees import mlp
 
 P = PartitionSpec
-
-
-class Model(eqx.Module):
-    w: Float[Array, "embed hidden"]
 
 
 def told(row: ft.Row) -> tuple[Any, ...]:
@@ -61,15 +57,15 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
 
 def test_intent_and_fact() -> None:
     mesh = ft.make_mesh(data=2, model=4)
-    model = Model(jnp.ones((4, 8)))
+    model = mlp()
     intent = ft.plan(model, ft.AxisRules({"embed": "data", "hidden": "model"}), mesh)
     fact = ft.plan(ft.shard(model, intent))
     assert [(r.path, r.spec, r.local_shape, r.axes) for r in fact] == [
         (r.path, r.spec, r.local_shape, r.axes) for r in intent
     ]
-    assert fact.shardings.w == intent.shardings.w
-    assert ft.plan(model, fact)["w"].spec == P("data", "model")  # handed on
-    assert ft.plan(model)["w"].spec is None and ft.plan(model).mesh is None
+    assert fact.shardings.up == intent.shardings.up
+    assert ft.plan(model, fact)["up"].spec == P("data", "model")  # handed on
+    assert ft.plan(model)["up"].spec is None and ft.plan(model).mesh is None
 
 
 def test_no_array_no_mesh() -> None:

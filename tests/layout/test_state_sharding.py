@@ -313,20 +313,21 @@ def test_with_other_tables_the_rest_is_kept() -> None:
     assert with_tables(layout, lambda table: with_rule(table, "seq", None)) == kept
 
 
-@pytest.mark.parametrize(
-    ("pairs", "axis", "mesh_axis", "changed"),
-    [
-        ([("seq", "model")], "seq", "data", [("seq", "data")]),
-        ([("seq", "model"), ("seq", None)], "seq", None, [("seq", None)]),
-        ([("a", "x"), ("seq", "y"), ("b", "z")], "seq", None, [("a", "x"), ("seq", None), ("b", "z")]),
-        ([("a", "x"), (..., None)], "seq", "y", [("seq", "y"), ("a", "x"), (..., None)]),
-    ],
-    ids=["replaced", "fallbacks go", "in its place", "a new one first"],
-)  # fmt: skip
-def test_a_table_with_another_rule(
-    pairs: Any, axis: str, mesh_axis: str | None, changed: Any
-) -> None:
-    assert with_rule(ft.AxisRules(pairs), axis, mesh_axis) == ft.AxisRules(changed)
+def changed(*pairs: tuple[Any, Any], seq: str | None) -> list[tuple[Any, Any]]:
+    """The rules with another one for `seq`."""
+    return with_rule(ft.AxisRules(pairs), "seq", seq).pairs
+
+
+def test_a_table_with_another_rule() -> None:
+    """In the place of the first one; fallbacks go; and a new one is the first."""
+    others = ("a", "x"), ("b", "z")
+    assert changed(others[0], ("seq", "y"), others[1], seq="m") == [
+        others[0],
+        ("seq", "m"),
+        others[1],
+    ]
+    assert changed(("seq", "x"), ("seq", None), seq=None) == [("seq", None)]
+    assert changed(others[0], (..., None), seq="y") == [("seq", "y"), others[0], (..., None)]
 
 
 def test_equal_by_what_filters_mean() -> None:

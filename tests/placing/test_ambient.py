@@ -142,24 +142,18 @@ def test_functions_that_are_traced_in_tasks(wrapper: str):
 
     f, x = WRAPPERS[wrapper](body), np.ones((8, 4), np.float32)
     in_turn(lambda: f(x), lambda: f(x), lambda: f(x), rules=[RULES, OTHERS, None])
-    assert sorted(map(repr, traced)) == sorted(
-        map(repr, [RULES, OTHERS, None])
-    )  # once for each, whoever called last
+    # Once for each, whoever called last.
+    assert sorted(map(repr, traced)) == sorted(map(repr, [RULES, OTHERS, None]))
 
 
 def test_a_plain_jit_that_would_remember_the_rules_of_another_task():
     def plain() -> Any:
         return jax.jit(lambda x: (ft.spec("batch"), x)[1])(1.0)
 
-    with pytest.raises(
-        ft.ShardingError,
-        match=r"another asyncio task of this thread is in `ft.axis_rules`.*ft.jit\(rules",
-    ):
+    with raises("another asyncio task of this thread is in `ft.axis_rules`", "ft.jit(rules"):
         in_turn(plain, plain, rules=[RULES, OTHERS])
-    assert in_turn(plain, plain, rules=[RULES, RULES]) == [
-        [1.0] * 2,
-        [1.0] * 3,
-    ]  # equal rules are no harm
+    # Equal rules are no harm.
+    assert in_turn(plain, plain, rules=[RULES, RULES]) == [[1.0] * 2, [1.0] * 3]
 
 
 def test_threads_have_their_own_rules():
@@ -203,13 +197,12 @@ def test_ambient_filters_may_match_nothing():
 
 
 FSDP = ft.FSDP("data", min_size=0)
+OTHER_TABLE = ft.AxisRules({"hidden": "model", "embed": None})
 FOR_ACTIVATIONS: dict[str, Any] = {
     "rules": RULES,
     "rules and FSDP": RULES | FSDP,
     "FSDP and rules": FSDP | RULES,
-    "two tables": ft.AxisRules({"batch": "data"})
-    | ft.AxisRules({"hidden": "model", "embed": None})
-    | FSDP,
+    "two tables": ft.AxisRules({"batch": "data"}) | OTHER_TABLE | FSDP,
     "filters": ft.StateSharding({"**.bias": ft.AxisRules({"embed": "nowhere"}), ...: RULES | FSDP}),
     "on the host": ft.on_host(RULES | FSDP),
 }

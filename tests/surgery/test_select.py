@@ -246,18 +246,6 @@ def test_at_below_another_choice() -> None:
     ]  # fmt: skip
 
 
-def test_at_in_the_order_of_the_tuple() -> None:
-    """As `eqx.tree_at` does: what is set goes where the function said."""
-
-    def where(m: Model) -> Any:
-        return m.named.first, m.layers[0].weight
-
-    tree = model()
-    changed = ft.select(tree).at(where).set_each(["first", "weight"])
-    assert same(changed, eqx.tree_at(where, tree, ["first", "weight"]))
-    assert (changed.named.first, changed.layers[0].weight) == ("first", "weight")
-
-
 def test_innermost() -> None:
     tree = [[1, [2]], {"a": [[3], 4]}, (5,)]
     lists = ft.select(tree).under(list)
@@ -359,10 +347,6 @@ def test_remove_from_several_at_once() -> None:
 
 EMPTY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a class": (lambda s: s.under(eqx.nn.Linear), "select(Model).under(Linear)"),
-    "a filter": (
-        lambda s: s.where(ft.has_axis("nowhere")),
-        "select(Model).where(has_axis('nowhere'))",
-    ),
     "a function": (lambda s: s.where(lambda path, node: False), "select(Model).where(<lambda>)"),
     "several steps": (
         lambda s: s.at("layers").under(dict).under(Norm),
