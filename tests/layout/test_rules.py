@@ -129,13 +129,16 @@ def test_what_is_unused_is_listed() -> None:
 # Near misses behind `...`
 
 
-def test_no_near_miss_where_both_names_are_in_the_tree() -> None:
-    """Nor a longer form. And `mlp` is like neither."""
-    for name, other in (("layer1", "layer2"), ("head", "heads"), ("hidden", "mlp")):
+def test_no_near_miss() -> None:
+    """Where both names are in the tree, in a longer form too; and of names that are short or are not alike."""
+    for name, other in (("layer1", "layer2"), ("head", "heads")):
         tree = {"a": module(name), "b": module(other)}
         rules = ft.AxisRules({name: "model", ...: None})
         for layout in (rules, {"a": rules, "b": rules}):
             assert ft.plan(tree, layout, SIZES)["b.w"].spec == P(None)
+    rules = ft.AxisRules({"sep": "data", "hidden": "data", ...: None})
+    for name in ("seq", "sepal", "hide"):
+        assert ft.plan(module(name), rules, SIZES).unused == ("sep", "hidden")
 
 
 # One is the beginning or the plural of the other: perhaps another axis, so it is a warning.
