@@ -231,6 +231,11 @@ def test_rules_for_the_model_alone() -> None:
     assert arguments(of_model, net(), rules=rules) == set(ALL)
     compiled = ft.jit(of_model, rules=rules, mesh=MESH).lower(net(), X).compile()
     assert compiled.input_shardings[0][1].is_fully_replicated
+    # Nor of one that is like an array of the model.
+    f = ft.jit(lambda tree, x, other: other, rules=ft.FSDP("data", min_size=0), mesh=MESH)
+    alike = {"w": jnp.ones(8)}
+    found, _ = f.lower(alike, jnp.ones(8), {"w": jnp.ones(8)}).compile().input_shardings
+    assert [one.is_fully_replicated for one in jax.tree.leaves(found)] == [False, True, False]
 
 
 def test_each_of_several_arguments_is_one_by_itself() -> None:

@@ -56,6 +56,8 @@ def test_the_dimensions_of_a_parameter() -> None:
     assert {str(row.path): (row.spec, row.reason) for row in plan} == FOLLOWERS
     for row in plan:
         assert row.memory_kind == ("pinned_host" if row.reason.startswith("as w") else None)
+        # Only one with the same dimensions is told as the parameters are.
+        assert (row.follows == ft.Path("w")) == (row.reason == "as w")
 
 
 class Layer(eqx.Module):
@@ -101,6 +103,13 @@ def test_filters_for_the_model_alone() -> None:
     assert found["opt_state.0.mu.head"] == P("data", None) and found["opt_state.0.count"] == P()
 
 
+def test_a_later_filter_does_not_name_what_an_earlier_one_matches() -> None:
+    filters = {"head": P("data"), "opt_state.**": P(), ...: P()}
+    plan = ft.plan(ABSTRACT, ft.StateSharding(filters), SIZES)
+    assert plan["opt_state.0.mu.head"].follows == ft.Path(("model", "head"))
+    assert plan["opt_state.0.mu.layers.0.w"].follows is None
+
+
 def test_training_states_in_several_parts() -> None:
     """Patterns begin in the part of their layout."""
     first = {"0.model.head": P("data"), "0.opt_state.*.mu.head": P(), ...: P()}
@@ -144,7 +153,7 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         ["None: the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?"],
     ),
     "no layout": (
-        ft.StateSharding({"head": None, ...: P()}),
+        ft.StateSharding({"model.head": None, ...: P()}),
         ["model.head: no layout was given for this array (`None`)"],
     ),
     "a layout of its own": (
@@ -162,8 +171,11 @@ def test_a_parameter_tells_what_is_wrong_with_its_moments(case: str) -> None:
     """Whatever the dtypes of the two moments are."""
     layout, told = WRONG[case]
     state = ft.abstract(lambda: train_state("bfloat16"))()
-    problems = ft.plan(state, layout, SIZES, check=False).problems
-    assert [f"{problem.path}: {problem.why}" for problem in problems] == told
+    plan = ft.plan(state, layout, SIZES, check=False)
+    assert [f"{problem.path}: {problem.why}" for problem in plan.problems] == told
+    assert not any("plan_optimizer" in problem.remedy for problem in plan.problems)
+    has_none = plan["opt_state.0.mu.head"].spec is None  # as its parameter
+    assert has_none == (case == "no layout")
 
 
 def raised(call: Callable[[], object]) -> str:

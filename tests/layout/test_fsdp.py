@@ -131,6 +131,8 @@ def test_an_indivisible_size_does_not_excuse_a_blocked_name() -> None:
 def test_a_blocked_name_after_its_mention() -> None:
     layout = ft.FSDP("data", axes="hidden") | ft.AxisRules(BLOCKED)
     assert '"hidden" has no rule left' in refused(module("embed hidden", 4, 8), layout)
+    closed = ft.AxisRules({...: None}) | ft.AxisRules(BLOCKED)
+    assert spec(closed, 4, 8) == P("model", None)
     shards = ft.FSDP("data", min_size=0, axes="hidden") | ft.AxisRules({"embed": "model"})
     assert spec(shards, 4, 8) == P("model", "data")
 

@@ -70,6 +70,11 @@ def test_a_callable_sees_path_and_leaf() -> None:
         (ft.Path(("b",)), (8,)),
     ]  # below the subtree that it stands over
     assert [row.spec for row in plan] == [P("data", None), P(None)]
+    # Arrays that are alike but for their paths.
+    assert specs([x(4), x(4)], lambda path, leaf: P("data" if path == (1,) else None)) == [
+        P(None),
+        P("data"),
+    ]
     assert plan["a.w"].reason == "P('data') by test_a_callable_sees_path_and_leaf.<locals>.by_rank"
 
 

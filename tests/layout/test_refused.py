@@ -30,6 +30,7 @@ RULES = ft.AxisRules({"embed": None, "hidden": "model"})
 ALL = ft.FSDP("data", min_size=0)
 SHARED = np.ones((4, 8), np.float32)
 TIED = {"a": SHARED, "b": [SHARED]}
+DEAD = ft.StateSharding({"nothing": P(), ...: P()})
 
 # A tree and a layout ─► each problem: the path, or the part of the layout, and what is wrong.
 REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
@@ -134,9 +135,12 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "a misfit, by FSDP": (module("embed hidden", 3, 8, 16), ALL, [
         'w: has 3 dimensions; `Float[Array, "embed hidden"]` has 2',
     ]),
-    "names for another field": (eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0)), ft.AxisRules({...: None}, names={eqx.nn.Linear: ft.names(wieght="out in")}), [
-        "Linear: `ft.names` gives axes to `wieght`, but Linear has no such leaf; did you mean `weight`?",
-        "weight: has no axis names, and rules shard axes by name",
+    "a misfit, by both": (module("embed hidden", 3, 8, 16), RULES | ALL, [
+        'w: has 3 dimensions; `Float[Array, "embed hidden"]` has 2',
+    ]),
+    "names for another field": ([eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0))], ft.AxisRules({...: None}, names={eqx.nn.Linear: ft.names(wieght="out in")}), [
+        "0: `ft.names` gives axes to `wieght`, but Linear has no such leaf; did you mean `weight`?",
+        "0.weight: has no axis names, and rules shard axes by name",
     ]),
     "an axis of FSDP": (EH, ft.FSDP("data", axes="embd hidden", min_size=0), [
         "FSDP('data', min_size=0, axes=('embd', 'hidden')): no leaf has the axis `embd`; did you mean `embed`?",
@@ -163,8 +167,11 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "a filter of nothing": (W, ft.StateSharding({"**.bais": P("data"), ...: P()}), [
         "filter '**.bais': matches no leaf",
     ]),
-    "a filter of nothing in one part": ({"a": x(4), "b": [x(4)]}, {"a": P(), "b": ft.StateSharding({"nothing": P(), ...: P()})}, [
+    "a filter of nothing in one part": ({"a": x(4), "b": [x(4)]}, {"a": P(), "b": DEAD}, [
         "filter 'nothing', for `b`: matches no leaf",
+    ]),
+    "a filter of nothing in two parts": ({"a": x(4), "b": [x(4)], "c": x(4)}, {"a": DEAD, "b": DEAD, "c": P()}, [
+        "filter 'nothing': matches no leaf",
     ]),
     "a hidden filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"*": P(), "b": P("data"), ...: P()}), [
         "filter 'b': is never used: earlier filters match all of its leaves; `b` is matched by '*'",

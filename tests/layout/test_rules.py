@@ -347,6 +347,8 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
         ft.FSDP("data") | ft.AxisRules({"embed": None, "hidden": "data"}),
     ):
         assert ft.plan(tree, layout, SIZES)["w"].spec == P(None, "model")
+    # A spec that is given replaces it.
+    assert ft.plan(tree, P("data"), SIZES)["w"].spec == P("data", None)
     for layout in (rules | ft.FSDP("data", min_size=0), ft.FSDP("data", min_size=0)):
         assert ft.plan(tree, layout, SIZES)["w"].spec == P("data", "model")
 

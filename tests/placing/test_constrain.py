@@ -193,7 +193,8 @@ def test_a_layout_brings_its_mesh(ambient: Any):
 def test_a_layout_beside_the_rules_is_checked_too() -> None:
     """`FSDP` lays out no activation, but a mesh axis that the mesh lacks is a mistake wherever it stands."""
     rules = ft.AxisRules({"batch": "data", "embed": None})
-    for layout in (rules | ft.FSDP("dta"), ft.StateSharding({...: rules | ft.FSDP("dta")})):
+    fsdp = ft.FSDP("dta")
+    for layout in (rules | fsdp, fsdp | rules, ft.StateSharding({...: rules | fsdp})):
         with raises("the mesh (data=2, model=4) has no axis `dta`", error=ft.ShardingError):
             jax.jit(lambda x, rules=layout: ft.constrain(x, "batch embed", rules)).lower(
                 ft.shard(jnp.ones((8, 8)), ft.P(), ft.make_mesh(data=2, model=4))
