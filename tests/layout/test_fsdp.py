@@ -58,11 +58,6 @@ def test_the_reasons() -> None:
     assert several.reason.endswith("FSDP: already uses (model, data)")
 
 
-def test_it_takes_only_what_is_whole() -> None:
-    assert row(P(None, "model") | ALL, 4, 8).spec == P("data", "model")
-    assert row(ALL | ft.FSDP("model", min_size=0), 4, 8).spec == P("model", "data")
-
-
 def test_otherwise() -> None:
     found = row(ft.FSDP("data", min_size=0, otherwise=P()), 3, 5)
     assert found.spec == P(None, None)

@@ -68,11 +68,6 @@ def test_intent_and_fact() -> None:
     assert ft.plan(model)["up"].spec is None and ft.plan(model).mesh is None
 
 
-def test_no_array_no_mesh() -> None:
-    plan = ft.plan({"a": 3})
-    assert len(plan) == 0 and dict(plan.sizes) == {} and plan.mesh is None
-
-
 @pytest.mark.parametrize("explicit", [True, False])
 def test_in_a_trace(explicit: bool) -> None:
     mesh, rows = mesh_of(explicit), []

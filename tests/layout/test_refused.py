@@ -48,9 +48,6 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "what is left to FSDP": (module("embed hidden", 3, 8), P(None, "model") | ALL, [
         "w: FSDP('data'): none of its unsharded dimensions (\"embed\"=3) is a multiple of data=2",
     ]),
-    "the axes of FSDP": (module("embed hidden", 3, 8), ft.FSDP("data", min_size=0, axes="embed"), [
-        "w: FSDP('data'): none of its unsharded dimensions (\"embed\"=3) is a multiple of data=2",
-    ]),
     "the layers of a stack": (ft.Stacked(module("embed hidden", 64, 3, 5), axis="layers"), ALL, [
         "layer.w: FSDP('data'): none of its unsharded dimensions (\"embed\"=3, \"hidden\"=5) is a multiple of data=2",
     ]),
@@ -106,7 +103,6 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "w: no rule names `hidden`; did you mean the rule for `hiden`?",
     ]),
     "a name like no rule": (module("embed vocab"), RULES, ["w: no rule names `vocab`"]),
-    "a name behind FSDP": (EH, ft.AxisRules({"hidden": "model"}) | ALL, ["w: no rule names `embed`"]),
     "a name behind FSDP, otherwise": (module("embed hidden", 3, 8), ft.AxisRules({"hidden": "model"}) | ft.FSDP("data", min_size=0, otherwise=P()), [
         "w: no rule names `embed`",
     ]),

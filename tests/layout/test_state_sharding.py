@@ -105,7 +105,6 @@ def test_pairs_and_mappings_are_the_same() -> None:
         == ft.StateSharding(dict(pairs))
         == ft.StateSharding([list(pair) for pair in pairs])
     )
-    assert ft.StateSharding(iter(pairs)) == ft.StateSharding(pairs)
 
 
 def test_problems_and_unused_names_come_through() -> None:

@@ -361,14 +361,7 @@ def test_where_the_library_is_silent(case: str) -> None:
         ft.plan(tree, layout(), mesh)
 
 
-def test_where_the_two_differ() -> None:
-    """Of two dimensions of one size, and of two keys for one path, which Keras refuses."""
+def test_two_dimensions_of_one_size_differ() -> None:
     assert big_vision("square", (2048, 2048), BIG_VISION, 4) == (None, "fsdp")
     square = ft.plan(nested({"square": (2048, 2048)}), ft.FSDP("fsdp"), {"fsdp": 4})
     assert square["square"].spec == P("fsdp", None)
-    layout_map = {".*kernel": (None, "model"), ".*dense.*": ("model", None)}
-    with pytest.raises(ValueError, match="matches multiple layout"):
-        keras("dense/kernel", layout_map)
-    tree = nested({"dense/kernel": (8, 16), "dense/scale": (8, 16)})
-    plan = ft.plan(tree, keras_layout(layout_map), SIZES)
-    assert [row.spec for row in plan] == [P(None, "model"), P("model", None)]

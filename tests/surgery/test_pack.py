@@ -173,13 +173,6 @@ def test_keys_name_the_paths_of_the_model():
     assert "state.0.weight" in text
 
 
-def test_one_packed_tree_may_lie_in_another():
-    inner = pack(LAYER)
-    outer = pack((inner, "text"))
-    assert outer.arrays == inner.arrays
-    assert same(unpack(unpack(outer)[0]), LAYER)
-
-
 def test_repr():
     for tree, text in (
         (LAYER, "<Packed Layer: 1 array>"),

@@ -281,8 +281,6 @@ def test_apply_with_the_path() -> None:
     tree = {"a": 1, "b": [2, 3]}
     named = ft.select(tree).under(int).apply(lambda path, x: (str(path), x), with_path=True)
     assert named == {"a": ("a", 1), "b": [("b.0", 2), ("b.1", 3)]}
-    below = ft.select(tree).at("b").under(int).apply(lambda path, x: path, with_path=True)
-    assert below["b"] == [ft.Path(("b", 0)), ft.Path(("b", 1))]
 
 
 def test_paths_of_a_later_choice_begin_at_the_earlier() -> None:

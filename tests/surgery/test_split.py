@@ -199,7 +199,6 @@ NAMES_NOTHING: dict[str, tuple[Any, str]] = {
     "a glob": ("third.**", "glob('third.**')"),
     "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
     "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
-    "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
     "not a typo": (~ft.glob("**.wieght"), "glob('**.wieght')"),
     "not an expression": (~as_filter(re.compile("third.*")), "re.compile('third.*')"),
 }
