@@ -232,7 +232,7 @@ def test_rules_for_the_model_alone() -> None:
     compiled = ft.jit(of_model, rules=rules, mesh=MESH).lower(net(), X).compile()
     assert compiled.input_shardings[0][1].is_fully_replicated
     # Nor of one that is like an array of the model.
-    f = ft.jit(lambda tree, x, other: other, rules=ft.FSDP("data", min_size=0), mesh=MESH)
+    f = ft.jit(lambda *given: given, rules=ft.FSDP("data", min_size=0), mesh=MESH)
     alike = {"w": jnp.ones(8)}
     found, _ = f.lower(alike, jnp.ones(8), {"w": jnp.ones(8)}).compile().input_shardings
     assert [one.is_fully_replicated for one in jax.tree.leaves(found)] == [False, True, False]
@@ -337,7 +337,6 @@ def test_each_door_warns_of_a_longer_form(door: str) -> None:
 EFFECTS: dict[str, tuple[Any, tuple[str, ...]]] = {
     "right": ({"**.bias": P("model")}, ()),
     "right class": ({Layer: RULES}, ()),
-    "right axis": ({ft.has_axis("embed"): RULES}, ()),
     "expression": ({re.compile("bais"): P()}, ("filter re.compile('bais')", "matches no leaf")),
     "callable": ({lambda path, leaf: leaf.ndim == 9: P()}, ("<lambda>", "matches no leaf")),
     "class": ({Other: P()}, ("filter Other", "matches no leaf")),

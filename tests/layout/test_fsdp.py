@@ -149,7 +149,6 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "empty": ({"axis": ""}, "the first argument is a mesh axis"),
     "no axes": ({"axis": ()}, "the first argument is a mesh axis"),
     "twice": ({"axis": ("data", "data")}, "several different ones"),
-    "numbers": ({"axis": (1, 2)}, "the first argument is a mesh axis"),
     "negative": ({"axis": "data", "min_size": -1}, "min_size=-1: give a number of elements, 0 or more"),
     "a float": ({"axis": "data", "min_size": 1e6}, "min_size=1000000.0: give a number of elements"),
     "otherwise": ({"axis": "data", "otherwise": "data"}, "otherwise='data' is not a PartitionSpec; write `P()`"),

@@ -273,7 +273,6 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' after it would match nothing"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
     "a spec": (P("data"), "is neither"),
-    "a text": ("**.bias", "'**.bias' is neither"),
     "no pair": ([("a", P(), P())], "is neither"),
     "a bad filter": ({3: P()}, "3 is not a filter: write a glob"),
     "a bad layout": ({"a": "data"}, "'data' is not a layout"),

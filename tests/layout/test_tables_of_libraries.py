@@ -169,13 +169,11 @@ T5_ARRAYS = {
     "wi_fused": "embed mlp_activations mlp",
     "hidden": "batch length embed",
     "heads": "batch length heads kv",
-    "scores": "batch length vocab",
 }
 MAXTEXT_ARRAYS = {
     "embedding": "vocab embed_vocab",
     "query": "embed q_heads kv",
     "wi_fused": "embed num_activations mlp",
-    "wi_scanned": "embed layers mlp",
     "experts_in": "exp embed_moe mlp_moe",
     "experts_out": "exp mlp_moe embed_moe",
     "x": "activation_batch activation_length activation_embed",
