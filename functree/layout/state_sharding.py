@@ -251,7 +251,8 @@ def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[in
     found: set[int] = set()
     for decision in decisions:
         for key, number in decision.choices:
-            if key is layout._key:
+            # `for_arrays` may have added a last `...`, which is not one of its own.
+            if key is layout._key and number < len(layout.filters):
                 found.add(number)
     return found
 

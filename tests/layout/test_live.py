@@ -2,23 +2,19 @@
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
 import functree as ft
 from tests.lib.checks import raises
 from tests.lib.meshes import mesh_of
+from tests.lib.trees import mlp
 
 P = PartitionSpec
-
-
-class Model(eqx.Module):
-    w: Float[Array, "embed hidden"]
 
 
 def told(row: ft.Row) -> tuple[Any, ...]:
@@ -61,30 +57,20 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
 
 def test_intent_and_fact() -> None:
     mesh = ft.make_mesh(data=2, model=4)
-    model = Model(jnp.ones((4, 8)))
+    model = mlp()
     intent = ft.plan(model, ft.AxisRules({"embed": "data", "hidden": "model"}), mesh)
     fact = ft.plan(ft.shard(model, intent))
     assert [(r.path, r.spec, r.local_shape, r.axes) for r in fact] == [
         (r.path, r.spec, r.local_shape, r.axes) for r in intent
     ]
-    assert fact.shardings.w == intent.shardings.w
-    assert ft.plan(model, fact)["w"].spec == P("data", "model")  # handed on
-    assert ft.plan(model)["w"].spec is None and ft.plan(model).mesh is None
-    with pytest.raises(
-        ft.ShardingError, match="the plan has no spec for it: uncommitted, on the device cpu:0"
-    ):
-        ft.plan(model, ft.plan(model), mesh)
+    assert fact.shardings.up == intent.shardings.up
+    assert ft.plan(model, fact)["up"].spec == P("data", "model")  # handed on
+    assert ft.plan(model)["up"].spec is None and ft.plan(model).mesh is None
 
 
-def test_no_array_no_mesh() -> None:
-    plan = ft.plan({"a": 3})
-    assert len(plan) == 0 and dict(plan.sizes) == {} and plan.mesh is None
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_in_a_trace(kind: AxisType) -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(kind, kind))
-    rows = []
+@pytest.mark.parametrize("explicit", [True, False])
+def test_in_a_trace(explicit: bool) -> None:
+    mesh, rows = mesh_of(explicit), []
 
     def f(x: Array) -> Array:
         rows.append(ft.plan(x)[()])
@@ -93,29 +79,18 @@ def test_in_a_trace(kind: AxisType) -> None:
     x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
     with jax.set_mesh(mesh):
         jax.jit(f)(x)
-    (row,) = rows
-    if kind is AxisType.Explicit:
-        assert told(row) == (P("data", None), "by its type", (2, 8), 64, 4, None)
+        jax.shard_map(f, in_specs=P("data"), out_specs=P("data"))(x)
+    outside, inside = map(told, rows)
+    if explicit:
+        assert outside == (P("data", None), "by its type", (2, 8), 64, 4, None)
     else:
-        assert row.spec is None and row.reason == NOT_EXPLICIT
+        assert outside[:2] == (None, NOT_EXPLICIT)
+    assert inside == (None, NOT_EXPLICIT, (2, 8), 64, 1, None)
 
 
 NOT_EXPLICIT = (
     "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
 )
-
-
-@pytest.mark.parametrize("explicit", [True, False])
-def test_inside_shard_map(explicit: bool) -> None:
-    mesh, rows = mesh_of(explicit), []
-
-    def f(x: Array) -> Array:
-        rows.append(ft.plan(x)[()])
-        return x
-
-    x = jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data")))
-    jax.shard_map(f, mesh=mesh, in_specs=P("data"), out_specs=P("data"))(x)
-    assert told(rows[0]) == (None, NOT_EXPLICIT, (2, 8), 64, 1, None)
 
 
 def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
@@ -125,25 +100,12 @@ def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
     said = ("but `mesh` is (foo=2): leave `mesh` out", "give a layout too")
     with raises("the arrays are on the mesh (data=2, model=4), ", *said, error=ft.ShardingError):
         ft.plan(tree, mesh={"foo": 2})
-    swapped = Mesh(
-        np.array(jax.devices())[::-1].reshape(2, 4),
-        ("data", "model"),
-        axis_types=(AxisType.Auto,) * 2,
-    )
-    with raises(
-        "the arrays are on the mesh (data=2, model=4), of other devices, but",
-        error=ft.ShardingError,
-    ):
+    swapped = ft.make_mesh(data=2, model=4, devices=jax.devices()[::-1])
+    with raises("the arrays are on the mesh (data=2, model=4), of other devices, but"):
         ft.plan(tree, mesh=swapped)
     assert dict(ft.plan({"y": jnp.ones(2)}, mesh={"foo": 2}).sizes) == {
         "foo": 2
     }  # it is on no mesh
-
-
-def test_the_output_of_a_jitted_function(mesh: Mesh) -> None:
-    x = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, P("data", "model")))
-    row = ft.plan({"y": jax.jit(lambda x: x * 2)(x)})["y"]
-    assert row.spec == P("data", "model") and row.copies == 1
 
 
 def on_mesh(devices: Any, axis: str) -> Any:
@@ -164,24 +126,15 @@ def test_arrays_on_several_meshes_are_told_apart() -> None:
     assert plan.mesh == tree["first"].sharding.mesh
     # The shardings are those of the arrays, each on its own mesh.
     assert all(plan.shardings[key].is_equivalent_to(x.sharding, 2) for key, x in tree.items())
-    meshes = {str(row.path): row.mesh for row in plan}
-    own = {key: x.sharding.mesh for key, x in tree.items()}
-    assert meshes["first"] is None and meshes["same"] is None
-    assert all(
-        meshes[f'"{key}"'] == own[key] for key in ("other axes", "other devices", "other order")
-    )
-    reasons = {str(row.path): row.reason for row in plan}
-    assert reasons["same"] == "as it is sharded now"
-    assert reasons['"other axes"'] == "as it is sharded now, on the mesh (model=2) of cpu:4, cpu:5"
-    assert (
-        reasons['"other order"']
-        == "as it is sharded now, on the mesh (data=4) of cpu:3, cpu:2, cpu:1, cpu:0"
-    )
-    assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
-    with raises(
-        '"other axes"',
-        "the plan has it on another mesh",
-        "make a plan for each mesh",
-        error=ft.ShardingError,
+    now = "as it is sharded now"
+    told = {row.path[0]: (row.mesh, row.reason) for row in plan}
+    assert told["first"] == told["same"] == (None, now)
+    for key, text in (
+        ("other axes", "(model=2) of cpu:4, cpu:5"),
+        ("other devices", "(data=4) of cpu:4, cpu:5, cpu:6, cpu:7"),
+        ("other order", "(data=4) of cpu:3, cpu:2, cpu:1, cpu:0"),
     ):
+        assert told[key] == (tree[key].sharding.mesh, f"{now}, on the mesh {text}")
+    assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
+    with raises('"other axes"', "the plan has it on another mesh", "make a plan for each mesh"):
         ft.plan(tree, plan)

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 import functree as ft
-from tests.lib.meshes import SIZES
+from tests.lib.checks import raises
+from tests.lib.meshes import MESH, SIZES
 
 P = PartitionSpec
 AUTO = (AxisType.Auto,) * 2
@@ -37,12 +38,6 @@ def mlp(embed: int = 6, hidden: int = 16) -> MLP:
         jnp.ones(shapes[1], jnp.bfloat16),
         jnp.zeros((), jnp.int32),
         jax.random.key(0),
-    )
-
-
-def abstract(tree: Any) -> Any:
-    return jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if eqx.is_array(x) else x, tree
     )
 
 
@@ -72,36 +67,12 @@ def test_every_field_of_every_row() -> None:
         ("n", (4, 3), "int8", ft.Axes(None, None), P("data", None), "P('data') as given",
          (2, 3), 12, 6, 4, "pinned_host"),
     ]  # fmt: skip
-    assert (
-        plan.total_bytes == 384 + 192 + 4 + 8 + 12 and plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
-    )
-    assert (
-        plan.unused == ()
-        and plan.problems == ()
-        and dict(plan.sizes) == SIZES
-        and plan.mesh is None
-    )
-
-
-COPIES = [
-    (P(), 8),
-    (P("data"), 4),
-    (P("model"), 2),
-    (P("data", "model"), 1),
-    (P(("data", "model")), 1),
-]
-
-
-@pytest.mark.parametrize(("spec", "copies"), COPIES)
-def test_copies_and_bytes(spec: P, copies: int, mesh: Mesh) -> None:
-    row = ft.plan(jnp.ones((8, 8)), spec, mesh)[()]
-    assert (
-        row.copies == copies
-        and row.bytes_per_device * 8 == row.bytes_global * copies == 256 * copies
-    )
-    placed = jax.device_put(jnp.ones((8, 8)), NamedSharding(mesh, spec))  # as JAX has it
-    assert placed.addressable_shards[0].data.shape == row.local_shape
-    assert sum(shard.replica_id == 0 for shard in placed.addressable_shards) * copies == 8
+    assert plan.total_bytes == 384 + 192 + 4 + 8 + 12
+    assert plan.bytes_per_device == 48 + 24 + 4 + 8 + 6
+    assert plan.unused == ()
+    assert plan.problems == ()
+    assert dict(plan.sizes) == SIZES
+    assert plan.mesh is None
 
 
 def test_what_is_no_array_has_no_row() -> None:
@@ -124,9 +95,8 @@ def test_a_row_by_path_tuple_and_text() -> None:
     for path in ("up", ("a.b", 1), ("a.b", "1", "up"), "0", ()):
         with pytest.raises(KeyError, match="no array at"):
             plan[path]
-    with pytest.raises(
-        TypeError,
-        match=r"a plan is indexed by a path, not by 0; its rows by index are in `plan.rows`",
+    with raises(
+        "indexed by a path, not by 0; its rows by index are in `plan.rows`", error=TypeError
     ):
         _ = plan[0]
     with pytest.raises(KeyError, match=r'did you mean `"a.b".1.up`'):
@@ -140,23 +110,13 @@ def test_a_row_by_path_tuple_and_text() -> None:
 def test_specs_is_an_ordinary_tree(mesh: Mesh) -> None:
     model = mlp()
     plan = ft.plan(model, RULES, mesh)
-    assert (
-        isinstance(plan.specs, MLP)
-        and plan.specs.up == P(None, ("data", "model"))
-        and plan.specs.name is None
-    )
-    arrays, static = eqx.partition(model, eqx.is_array)
+    assert isinstance(plan.specs, MLP)
+    assert plan.specs.up == P(None, ("data", "model"))
+    assert plan.specs.name is None
+    arrays = eqx.filter(model, eqx.is_array)
     is_spec = lambda x: isinstance(x, P)  # noqa: E731
     assert jax.tree.structure(plan.specs, is_leaf=is_spec) == jax.tree.structure(arrays)
     assert jax.tree.structure(plan.shardings) == jax.tree.structure(arrays)
-
-    def f(arrays: Any) -> Any:
-        return jax.tree.map(lambda x: x, eqx.combine(arrays, static).up)
-
-    out = jax.jit(f, in_shardings=(plan.shardings,), out_shardings=plan.shardings.up)(
-        arrays
-    )  # plain JAX
-    assert out.sharding == NamedSharding(mesh, P(None, ("data", "model")))
 
 
 def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
@@ -167,34 +127,28 @@ def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
     }  # fmt: skip
     placed = jax.device_put(tree, plan.shardings)
     assert placed["b"].sharding.memory_kind == "pinned_host"
-    with pytest.raises(
-        ft.ShardingError,
-        match=r"made for the sizes \(data=2, model=4\), without devices: plan with a `Mesh`",
-    ):
+    with raises("made for the sizes (data=2, model=4), without devices: plan with a `Mesh`"):
         _ = ft.plan(tree, P(), SIZES).shardings
 
 
 def test_an_abstract_mesh() -> None:
-    abstract = AbstractMesh((2, 4), ("data", "model"), axis_types=AUTO)
-    plan = ft.plan(mlp(), RULES, abstract)
-    assert plan.mesh is abstract and plan["up"].spec == P(None, ("data", "model"))
-    assert plan.shardings.up == NamedSharding(abstract, P(None, ("data", "model")))
+    plan = ft.plan(mlp(), RULES, MESH.abstract_mesh)
+    assert plan.mesh is MESH.abstract_mesh
+    assert plan.shardings.up == NamedSharding(MESH.abstract_mesh, P(None, ("data", "model")))
     assert [row.spec for row in plan] == [row.spec for row in ft.plan(mlp(), RULES, SIZES)]
 
 
 def test_a_mesh_far_larger_than_this_machine() -> None:
     tree = jax.eval_shape(lambda: {"w": jnp.ones((2**20, 2**16), jnp.bfloat16)})
     row = ft.plan(tree, P(("data", "model")), {"data": 512, "model": 16})["w"]
-    assert (
-        row.bytes_global == 2**37
-        and row.bytes_per_device == 2**24
-        and row.local_shape == (128, 2**16)
-    )
+    assert row.bytes_global == 2**37
+    assert row.bytes_per_device == 2**24
+    assert row.local_shape == (128, 2**16)
 
 
 def test_abstract_and_traced_trees() -> None:
     concrete = ft.plan(mlp(), RULES, SIZES)
-    assert ft.plan(abstract(mlp()), RULES, SIZES).rows == concrete.rows
+    assert ft.plan(eqx.filter_eval_shape(mlp), RULES, SIZES).rows == concrete.rows
     rows = []
     jax.jit(lambda x: rows.append(ft.plan({"x": x}, P("data"), SIZES)["x"].spec) or x)(jnp.ones(4))
     assert rows == [P("data")]
@@ -212,65 +166,30 @@ def test_check_collects_or_raises() -> None:
     ]  # fmt: skip
     assert all(p.why and p.remedy for p in plan.problems)
     assert plan["b"].spec == P("data") and len(plan) == 3
+    assert plan["c"].local_shape == (3,)  # the largest part
     with pytest.raises(ft.ShardingError) as caught:
         ft.plan(tree, layout, SIZES)
     assert caught.value.problems == plan.problems
-    assert str(caught.value).startswith("2 leaves cannot be laid out on mesh (data=2, model=4)\n")
-    assert isinstance(caught.value, ValueError)
     assert "PROBLEM a: dimension 0 has size 3;" in str(plan)
-
-
-def test_a_plan_with_problems_has_no_shardings(mesh: Mesh) -> None:
-    plan = ft.plan({"w": jnp.ones((3, 8))}, P("data", "x"), mesh, check=False)
     with pytest.raises(ft.ShardingError) as caught:
-        _ = plan.shardings
-    assert caught.value.problems == plan.problems and len(plan.problems) == 2
-
-
-def test_annotations_that_do_not_fit() -> None:
-    model = eqx.tree_at(lambda m: m.up, mlp(), jnp.ones((3, 6, 16)))
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(model, RULES, SIZES)
-    text = str(caught.value)
-    assert (
-        'up   f32[3, 6, 16]\n      has 3 dimensions; `Float[Array, "embed hidden"]` has 2' in text
-        and "ft.Stacked" in text
-    )
-    assert ft.plan(model, P(), SIZES)["up"].spec == P(None, None, None)  # a spec needs no names
+        _ = ft.plan(tree, layout, MESH, check=False).shardings
+    assert caught.value.problems == plan.problems
 
 
 def test_one_array_at_two_paths() -> None:
+    """`tests/layout/test_refused.py` has what is wrong with it."""
     shared = jnp.ones((4, 8))
-    tree = {"a": shared, "b": [shared], "c": jnp.ones((4, 8))}
-    assert ft.plan(tree, P("data"), SIZES)["b.0"].spec == P("data", None)
-    assert ft.plan(tree, {"a": P("data"), "b": P("data", None), "c": P()}, SIZES)["c"].spec == P(
-        None, None
-    )
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, {"a": P("data"), "b": [P("model")], "c": P()}, SIZES)
-    text = str(caught.value)
-    assert (
-        "is the same array as `a`, and is laid out P('model', None) here and P('data', None) there"
-        in text
-    )
-    assert "b.0   f32[4, 8]" in text and "give both paths one spec, or make two arrays" in text
-    with pytest.raises(ft.ShardingError, match="in pinned_host here"):
-        ft.plan(tree, {"a": P("data"), "b": ft.on_host(P("data")), "c": P()}, SIZES)
-    array = np.ones(4)
-    with pytest.raises(ft.ShardingError, match="is the same array as `0`"):
-        ft.plan([array, array], [P("data"), P()], SIZES)
+    tree = {"a": shared, "b": [shared]}
+    plan = ft.plan(tree, {"a": P("data"), "b": P("data", None)}, SIZES)
+    assert plan["a"].spec == plan["b.0"].spec == P("data", None)
     struct = jax.ShapeDtypeStruct((4,), jnp.float32)  # one description of two arrays
     assert ft.plan([struct, struct], [P("data"), P()], SIZES)["0"].spec == P("data")
-    plan = ft.plan(
-        [shared, shared], [P("data"), None], SIZES, check=False
-    )  # `None` asks for nothing
-    assert [(str(p.path), p.why) for p in plan.problems] == [
-        ("1", "no layout was given for this array (`None`)")
-    ]
     number = np.float32(1)  # a value, and no array in some memory
-    assert (
-        ft.plan([number, number], [P(), ft.on_host(P())], SIZES)["1"].memory_kind == "pinned_host"
-    )
+    moved = ft.plan([number, number], [P(), ft.on_host(P())], SIZES)
+    assert moved["1"].memory_kind == "pinned_host"
+    for layout in ([P("data"), None], [None, P("data")]):  # `None` asks for nothing
+        (problem,) = ft.plan([shared, shared], layout, SIZES, check=False).problems
+        assert problem.why == "no layout was given for this array (`None`)"
 
 
 # The mesh
@@ -286,8 +205,8 @@ def test_layouts_that_bring_two_meshes(mesh: Mesh) -> None:
     other = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     tree = {"a": jnp.ones(8), "b": jnp.ones(8)}
     layout = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(other, P("data"))}
-    with pytest.raises(
-        ft.ShardingError, match=r"for the mesh \(data=8\), but the tree is laid out on \(data=2"
+    with raises(
+        "for the mesh (data=8), but the tree is laid out on (data=2", error=ft.ShardingError
     ):
         ft.plan(tree, layout)
     assert ft.plan(tree, {"a": layout["a"], "b": P()}).mesh == mesh
@@ -310,10 +229,6 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
     # the sizes are those of the tree that it is handed on to, and are checked
     with pytest.raises(ft.ShardingError, match=r'dimension 1 has size 12|"hidden" has size 12'):
         ft.plan(mlp(6, 12), plan)
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan({"other": jnp.ones(2)}, plan)
-    assert "the plan has no row for it" in str(caught.value)
-    assert "use a plan of the tree that it belongs to" in str(caught.value)
     with pytest.raises(ft.ShardingError, match="use one mesh"):
         ft.plan(mlp(), plan, {"data": 8})
     # sizes alone are no mesh: such a plan goes anywhere its specs do
@@ -328,14 +243,13 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
 def test_equal_by_value(mesh: Mesh) -> None:
     plan = ft.plan(mlp(), RULES, mesh)
     assert plan == ft.plan(mlp(), RULES, mesh) and hash(plan) == hash(ft.plan(mlp(), RULES, mesh))
-    for other in (
-        ft.plan(mlp(), RULES, SIZES),
-        ft.plan(mlp(), P(), mesh),
-        ft.plan(mlp(12), RULES, mesh),
-        ft.plan([mlp()], RULES, mesh),
-    ):
-        assert plan != other
-    assert plan != "a plan" and len({plan, ft.plan(mlp(), RULES, mesh)}) == 1
+    others = [
+        (mlp(), RULES, SIZES),
+        (mlp(), P(), mesh),
+        (mlp(12), RULES, mesh),
+        ([mlp()], RULES, mesh),
+    ]
+    assert all(plan != ft.plan(*other) for other in others) and plan != "a plan"
     with pytest.raises(AttributeError, match="cannot assign"):
         plan.rows = ()
     assert repr(plan) == "<Plan of 4 arrays on mesh (data=2, model=4)>"
@@ -353,36 +267,10 @@ def test_it_lets_the_arrays_go_and_can_be_copied() -> None:
         assert again == plan and again.specs == plan.specs
 
 
-def test_what_needs_no_device() -> None:
-    plan = ft.plan(abstract(mlp()), RULES, {"data": 2, "model": 4})
-    assert plan.specs.down == P(("data", "model"), None)
-
-
-# Structures
-
-
-def test_a_stack() -> None:
-    class Layer(eqx.Module):
-        w: Float[Array, "embed hidden"]
-
-    stacked = ft.stack(lambda key: Layer(jax.random.normal(key, (8, 16))), 6, jax.random.key(0))
-    plan = ft.plan(
-        stacked, ft.AxisRules({"layers": None, "embed": "data", "hidden": "model"}), SIZES
-    )
-    (row,) = plan
-    assert row.axes == ft.Axes("layers", "embed", "hidden") and row.spec == P(None, "data", "model")
-    with pytest.raises(ft.ShardingError, match="no rule names `layers`"):
-        ft.plan(stacked, ft.AxisRules({"embed": "data", "hidden": "model"}), SIZES)
-
-
-@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg", "unsafe_rbg"])
-def test_random_keys_in_json(implementation: str):
-    plan = ft.plan({"key": jax.random.key(0, impl=implementation)}, P(), {"data": 2})
+def test_random_keys_in_json():
+    plan = ft.plan({"key": jax.random.key(0, impl="unsafe_rbg")}, P(), {"data": 2})
     read = ft.Plan.from_json(plan.to_json())
-    assert (
-        read["key"] == plan["key"]
-        and jax.random.key(0, impl=implementation).dtype == read["key"].dtype
-    )
+    assert read["key"] == plan["key"]
     assert read == plan == ft.Plan.from_json(read.to_json())
 
 
@@ -428,5 +316,3 @@ def test_a_plan_of_modules_is_pickled_without_its_tree() -> None:
     assert ft.plan(model, again, {"data": 2}).specs.weight == plan.specs.weight
     with pytest.raises(ft.ShardingError, match="plan your tree by it"):
         _ = again.specs
-    for copied in (copy.copy(plan), copy.deepcopy(plan)):
-        assert copied.specs.weight == plan.specs.weight

@@ -149,9 +149,7 @@ def test_a_large_mesh_has_the_first_devices_only() -> None:
     page = Reader(ft.plan(TREE, P(), {"a": 64, "b": 4}).html())
     assert page.classes.count("device") == 16
     assert "and 240 more devices with the same" in page.texts["p"]
-
-
-def test_a_device_has_no_place_along_an_axis_of_size_1() -> None:
+    # A device has no place along an axis of size 1.
     assert ">device 1, data=1<" in ft.plan(TREE, P(), {"data": 2, "model": 1}).html()
 
 

@@ -15,10 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.labels.filters import as_filter
 from functree.layout.rules import with_rule
 from functree.layout.state_sharding import with_tables
-from tests.lib.checks import refused
+from tests.lib.checks import raises, refused
 from tests.lib.meshes import SIZES
 from tests.lib.trees import mlp
 
@@ -58,7 +57,6 @@ def test_specs_need_no_axes() -> None:
     layout = ft.StateSharding({"misfit.**": P("data"), ...: P(None, "model")})
     found = {"plain": P(None, "model"), "misfit.kernel": P("data", None, None)}
     assert specs(tree, layout) == found
-    assert "has 3 dimensions" in refused(tree, ft.AxisRules({...: None}))
 
 
 # Which leaves
@@ -66,44 +64,6 @@ def test_specs_need_no_axes() -> None:
 
 def matrix(path: Any, leaf: Any) -> bool:
     return leaf.ndim == 2
-
-
-FILTERS: dict[str, tuple[Any, list[str]]] = {
-    "glob": ("layers.*.bias", ["layers.0.bias", "layers.1.bias"]),
-    "literal": ("conv.kernel", ["conv.kernel"]),
-    "deep": ("**.bias", ["layers.0.bias", "layers.1.bias"]),
-    "regex": (re.compile(r"layers\.\d\.weight"), ["layers.0.weight", "layers.1.weight"]),
-    "class": (Conv, ["conv.kernel"]),
-    "classes": (
-        Conv | Linear,
-        ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias", "conv.kernel"],
-    ),
-    "under": (ft.under(Linear) & "**.0.*", ["layers.0.weight", "layers.0.bias"]),
-    "axis": (~ft.has_axis("hidden"), ["scale"]),
-    "ndim": (ft.has_ndim(1) & ft.is_trainable, ["layers.0.bias", "layers.1.bias"]),
-    "buffer": (ft.is_buffer, ["scale"]),
-    "size": (ft.larger_than(8), ["layers.0.weight", "layers.1.weight", "conv.kernel"]),
-    "callable": (matrix, ["layers.0.weight", "layers.1.weight", "conv.kernel"]),
-    "path": (ft.Path(("layers", 0, "bias")), ["layers.0.bias"]),
-}
-
-
-@pytest.mark.parametrize("case", FILTERS)
-def test_each_kind_of_filter(case: str) -> None:
-    written, expected = FILTERS[case]
-    plan = ft.plan(
-        net(),
-        ft.StateSharding(
-            {
-                written: lambda p, x: P(
-                    *["model"] * (x.ndim == 1), *[None, "model"] * (x.ndim == 2)
-                ),
-                ...: P(),
-            }
-        ),
-        SIZES,
-    )
-    assert [str(row.path) for row in plan if any(row.spec)] == expected
 
 
 def test_the_first_match_wins() -> None:
@@ -120,9 +80,6 @@ def test_the_first_match_wins() -> None:
     }
     assert ft.plan(net(), layout, SIZES)["layers.1.bias"].reason == "'**.bias': P('data') as given"
     assert ft.plan(net(), layout, SIZES)["scale"].reason == "...: P() as given"
-    assert specs(net(), ft.StateSharding({...: P()})) == {
-        str(r.path): P(*[None] * len(r.shape)) for r in ft.plan(net(), P(), SIZES)
-    }
 
 
 def test_the_filter_is_named_after_the_reasons_of_earlier_layouts() -> None:
@@ -148,55 +105,6 @@ def test_pairs_and_mappings_are_the_same() -> None:
         == ft.StateSharding(dict(pairs))
         == ft.StateSharding([list(pair) for pair in pairs])
     )
-    assert ft.StateSharding(iter(pairs)) == ft.StateSharding(pairs)
-
-
-# Which layouts
-
-
-def test_every_kind_of_value(mesh: Mesh) -> None:
-    rules = ft.AxisRules({"embed": "data", "hidden": "model"})
-    values: dict[str, tuple[Any, P, str | None]] = {
-        "spec": (P("data"), P("data", None), None),
-        "named sharding": (
-            NamedSharding(mesh, P(None, "data"), memory_kind="pinned_host"),
-            P(None, "data"),
-            "pinned_host",
-        ),
-        "rules": (rules, P("data", "model"), None),
-        "fsdp": (ft.FSDP("model", min_size=0), P(None, "model"), None),
-        "composition": (
-            ft.AxisRules({"embed": "model", "hidden": None}) | ft.FSDP("data", min_size=0),
-            P("model", "data"),
-            None,
-        ),
-        "plan": (
-            ft.plan({"conv": Conv(jnp.ones((4, 8)))}, P("data", "model"), mesh),
-            P("data", "model"),
-            None,
-        ),
-        "callable": (lambda path, leaf: P(None, "model"), P(None, "model"), None),
-        "on host": (ft.on_host(P("model")), P("model", None), "pinned_host"),
-        "nested": (ft.StateSharding({"conv.*": P("data")}), P("data", None), None),
-    }
-    for name, (layout, spec, kind) in values.items():
-        row = ft.plan(net(), ft.StateSharding({"conv.kernel": layout, ...: P()}), mesh)[
-            "conv.kernel"
-        ]
-        assert (row.spec, row.memory_kind) == (spec, kind), name
-
-
-def test_a_nested_one_is_checked_too() -> None:
-    inner = ft.StateSharding({"conv.*": P("data")})
-    text = refused(net(), ft.StateSharding({...: inner}))
-    assert (
-        text.startswith("5 leaves cannot be laid out")
-        and "no filter matches it; the filters are 'conv.*'" in text
-    )
-    assert "matches no leaf" in refused(
-        net(),
-        ft.StateSharding({"conv.*": inner | ft.StateSharding({"x": P(), ...: P()}), ...: P()}),
-    )
 
 
 def test_problems_and_unused_names_come_through() -> None:
@@ -209,21 +117,9 @@ def test_problems_and_unused_names_come_through() -> None:
 # What is wrong with a tree
 
 
-def test_a_leaf_that_nothing_matches() -> None:
-    text = refused(net(), ft.StateSharding({"layers.**": P(), Conv: P()}))
-    assert "1 leaf cannot be laid out" in text and 'scale   f32[4]   "embed"' in text
-    assert "no filter matches it; the filters are 'layers.**', Conv" in text
-    assert "add a filter for it, or `...: P()` as the last one" in text
+def test_many_filters_of_which_none_matches() -> None:
     many = ft.StateSharding([(f"a{i}", P()) for i in range(20)], unused="ignore")
     assert "'a7' and others" in refused(net(), many) and "'a8'" not in refused(net(), many)
-    assert "no filter matches it; there are no filters" in refused(net(), ft.StateSharding({}))
-
-
-def test_a_filter_that_matches_nothing() -> None:
-    text = refused(net(), ft.StateSharding({"**.bais": P("data"), ...: P()}))
-    assert "the layout does not fit the tree on mesh (data=2, model=4)" in text
-    assert "filter '**.bais'\n      matches no leaf" in text
-    assert 'correct the filter, remove it, or write `unused="ignore"`' in text
 
 
 # Filters that match nothing, and the pattern that is suggested; empty for none.
@@ -270,9 +166,7 @@ PARTS: dict[str, tuple[Any, str]] = {
     ),
     "or": (ft.glob("conv.*") | ft.glob("**.bais"), "glob('**.bais') matches no leaf"),
     "and not": (ft.is_trainable & ~ft.glob("sclae"), "glob('sclae') matches no leaf; did you mean"),
-    "an expression": (~ft.under(Conv) & ~as_filter(re.compile("x.*")), "re.compile('x.*') matches"),
     "deeper": (~(ft.glob("conv.*") & ~ft.glob("x")), "glob('x') matches no leaf"),
-    "a path": (~as_filter(ft.Path(("x", 1))), "glob('x.1') matches no leaf"),
 }
 
 
@@ -302,29 +196,17 @@ def test_a_pattern_inside_of_a_filter_for_a_training_state() -> None:
 
 
 def test_a_filter_that_earlier_ones_hide() -> None:
-    text = refused(net(), ft.StateSharding({"layers.**": P(), "**.bias": P("data"), ...: P()}))
-    assert (
-        "filter '**.bias'\n      is never used: earlier filters match all of its leaves; "
-        "`layers.0.bias` is matched by 'layers.**'" in text
-    )
-    assert "remove it; or write it before them" in text
-    # one leaf left is enough
-    assert specs(net(), ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()}))[
-        "layers.1.bias"
-    ] == P("data")
-    # by two together
-    text = refused(
-        net(),
-        ft.StateSharding([("layers.0.*", P()), ("layers.1.*", P()), (Linear, P()), (..., P())]),
-    )
-    assert "filter Linear\n      is never used" in text
+    """By two together. One leaf that is left is enough."""
+    hidden = ft.StateSharding([("layers.0.*", P()), ("layers.1.*", P()), (Linear, P()), (..., P())])
+    assert "filter Linear\n      is never used" in refused(net(), hidden)
+    layout = ft.StateSharding({"layers.0.**": P(), "**.bias": P("data"), ...: P()})
+    assert specs(net(), layout)["layers.1.bias"] == P("data")
 
 
 def test_a_last_ellipsis_is_exempt() -> None:
     assert specs(net(), ft.StateSharding({"**": P(), ...: P("data")}))["scale"] == P(None)
-    assert "matches no leaf" in refused(
-        {"a": jnp.ones(2)}, ft.StateSharding({"a": P(), ft.glob("**.b"): P()})
-    )
+    last = ft.StateSharding({"a": P(), ft.glob("**.b"): P()})
+    assert "matches no leaf" in refused({"a": jnp.ones(2)}, last)
 
 
 def test_a_misspelled_filter_below_a_key_with_the_name_of_a_field() -> None:
@@ -346,9 +228,6 @@ def test_only_a_state_of_an_optimizer_alone_has_another_way() -> None:
 
 def test_unused_says_what_to_do() -> None:
     filters = {"layers.**": P(), "**.bias": P("data"), "**.bais": P("data"), ...: P()}
-    assert refused(net(), ft.StateSharding(filters, unused="error")) == refused(
-        net(), ft.StateSharding(filters)
-    )
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert specs(net(), ft.StateSharding(filters, unused="ignore"))["scale"] == P(None)
@@ -364,57 +243,42 @@ def test_unused_says_what_to_do() -> None:
         ft.plan(net(), ft.StateSharding({"conv.*": P()}, unused="ignore"), SIZES)
 
 
-def test_everything_wrong_in_one_error() -> None:
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(
-            net(),
-            ft.StateSharding(
-                {
-                    "**.weight": P("x"),
-                    "**.bias": P("data", None),
-                    "nothing": P(),
-                    Conv: P("data", "data"),
-                }
-            ),
-            SIZES,
-        )
-    whys = "\n".join(problem.why for problem in caught.value.problems)
-    for said in (
-        "no such axis",
-        "has 2 entries for 1 dimensions",
-        "matches no leaf",
-        "uses mesh axis `data` twice",
-        "no filter matches it",
+# A function in the place of a filter that raises
+
+FAILING: dict[str, Any] = {
+    "gelu": jax.nn.gelu,
+    "no bool": lambda path, leaf: jnp.ones(3) > 0,
+    "own": lambda path, leaf: {}[path],
+    "next of nothing": lambda path, leaf: next(iter(())),
+}
+
+
+@pytest.mark.parametrize("function", FAILING)
+def test_a_filter_function_that_raises(function: str) -> None:
+    chosen = FAILING[function]
+    for door in (
+        lambda: ft.split(linear(), chosen, ...),
+        lambda: ft.grad(lambda layer: layer.weight.sum(), wrt=chosen)(linear()),
+        lambda: ft.plan(linear(), ft.StateSharding({chosen: P(), ...: P()}), SIZES),
+        lambda: ft.plan_optimizer(optax.sgd(0.1), linear(), P(), SIZES, wrt=chosen),
+        lambda: ft.select(linear()).where(chosen),
     ):
-        assert said in whys
-    assert {str(p.path) for p in caught.value.problems if p.path is not None} == {
-        str(row.path) for row in ft.plan(net(), P(), SIZES)
-    }
+        with raises("the filter function ", "failed", "raised ", "Try: a ", error=ft.RuleError):
+            door()
 
 
 # Construction
 
 NONSENSE: dict[str, tuple[Any, str]] = {
-    "... first": (
-        {...: P(), "a": P()},
-        "`...` may only be the last filter: 'a' after it would match nothing",
-    ),
-    "... twice": ([(..., P()), (..., P())], "`...` may only be the last filter"),
+    "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' after it would match nothing"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
-    "None": (None, "None is neither"),
     "a spec": (P("data"), "is neither"),
-    "a text": ("**.bias", "'**.bias' is neither"),
     "no pair": ([("a", P(), P())], "is neither"),
     "a bad filter": ({3: P()}, "3 is not a filter: write a glob"),
-    "None as filter": ({None: P()}, "None is not a filter"),
-    "a list as filter": ([(["a"], P())], "['a'] is not a filter"),
-    "a bad glob": ({"a..b": P()}, "'a..b' is not a path"),
-    "a bad glob part": ({"a.b**": P()}, "cannot read 'b**'"),
     "a bad layout": ({"a": "data"}, "'data' is not a layout"),
-    "a list as layout": ({"a": [P()]}, "is not a layout"),
     "a class as layout": ({"a": Linear}, "is not a layout"),
     "an odd spec": ({"a": P(3)}, "P(3): 3 is neither a mesh axis"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", NONSENSE)
@@ -425,10 +289,10 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("unused", ["no", None, True, ["error"]])
-def test_nonsense_as_unused(unused: Any) -> None:
-    with pytest.raises(ft.RuleError, match='is not one of "error", "warn", "ignore"'):
-        ft.StateSharding({...: P()}, unused=unused)
+def test_nonsense_as_unused() -> None:
+    for unused in ("no", None, ["error"]):
+        with pytest.raises(ft.RuleError, match='is not one of "error", "warn", "ignore"'):
+            ft.StateSharding({...: P()}, unused=unused)  # type: ignore[arg-type]
 
 
 # Values
@@ -447,74 +311,21 @@ def test_with_other_tables_the_rest_is_kept() -> None:
     assert with_tables(layout, lambda table: with_rule(table, "seq", None)) == kept
 
 
-@pytest.mark.parametrize(
-    ("pairs", "axis", "mesh_axis", "changed"),
-    [
-        ([("seq", "model")], "seq", "data", [("seq", "data")]),
-        ([("seq", "model"), ("seq", None)], "seq", None, [("seq", None)]),
-        ([("a", "x"), ("seq", "y"), ("b", "z")], "seq", None, [("a", "x"), ("seq", None), ("b", "z")]),
-        ([("a", "x"), (..., None)], "seq", "y", [("seq", "y"), ("a", "x"), (..., None)]),
-    ],
-    ids=["replaced", "fallbacks go", "in its place", "a new one first"],
-)  # fmt: skip
-def test_a_table_with_another_rule(
-    pairs: Any, axis: str, mesh_axis: str | None, changed: Any
-) -> None:
-    assert with_rule(ft.AxisRules(pairs), axis, mesh_axis) == ft.AxisRules(changed)
+def changed(*pairs: tuple[Any, Any], seq: str | None) -> list[tuple[Any, Any]]:
+    """The rules with another one for `seq`."""
+    return with_rule(ft.AxisRules(pairs), "seq", seq).pairs
 
 
-NAMESPACE = {
-    **{name: getattr(ft, name) for name in dir(ft) if not name.startswith("_")},
-    "Linear": Linear,
-    "Conv": Conv,
-    "re": re,
-    "floating": jnp.floating,
-}
-VALUES: dict[str, Any] = {
-    "empty": lambda: ft.StateSharding({}),
-    "specs": lambda: ft.StateSharding(
-        {"**.bias": P(), "a.*": P(None, ("data", "model")), ...: P("data")}
-    ),
-    "unused": lambda: ft.StateSharding({"a": P()}, unused="warn"),
-    "ignore": lambda: ft.StateSharding({"a": P()}, unused="ignore"),
-    "classes": lambda: ft.StateSharding(
-        [(Linear, P()), (Linear | Conv, P("data")), (~ft.under(Conv), P())]
-    ),
-    "filters": lambda: ft.StateSharding(
-        [
-            (ft.glob("a") & ft.has_axis("embed") | ~ft.has_ndim(2), P()),
-            (ft.larger_than(3) & (ft.is_buffer | ft.is_trainable), P()),
-            (re.compile(r"a\.b", re.IGNORECASE), P()),
-            (ft.has_dtype(jnp.floating), P()),
-        ]
-    ),
-    "rules": lambda: ft.StateSharding(
-        {
-            "a": ft.AxisRules([("a", "b"), ("a", None)]),
-            ...: ft.AxisRules({"a": "b", ...: None}) | ft.FSDP("c"),
-        }
-    ),
-    "nested": lambda: ft.StateSharding(
-        {"a": ft.StateSharding({"b": P()}, unused="warn"), ...: ft.on_host(P("x"))}
-    ),
-    "None": lambda: ft.StateSharding({"a": None, ...: P()}),
-    "a filter twice": lambda: ft.StateSharding([("a", P()), ("a", P("data"))], unused="ignore"),
-    "order": lambda: ft.StateSharding(
-        {"a.*": P(None, ("data", "model")), "**.bias": P(), ...: P("data")}
-    ),
-    "quotes": lambda: ft.StateSharding({'a."b.c"': P(), 'a."0"': P()}),
-    "path": lambda: ft.StateSharding({ft.Path(("a", 0)): P()}),
-}
-
-
-@pytest.mark.parametrize("case", VALUES)
-def test_a_value(case: str) -> None:
-    layout = VALUES[case]()
-    assert layout == VALUES[case]() and hash(layout) == hash(VALUES[case]())
-    assert [name for name, make in VALUES.items() if make() == layout] == [case]
-    assert eval(repr(layout), NAMESPACE) == layout
-    for again in (pickle.loads(pickle.dumps(layout)), copy.copy(layout), copy.deepcopy(layout)):
-        assert again == layout and hash(again) == hash(layout) and repr(again) == repr(layout)
+def test_a_table_with_another_rule() -> None:
+    """In the place of the first one; fallbacks go; and a new one is the first."""
+    others = ("a", "x"), ("b", "z")
+    assert changed(others[0], ("seq", "y"), others[1], seq="m") == [
+        others[0],
+        ("seq", "m"),
+        others[1],
+    ]
+    assert changed(("seq", "x"), ("seq", None), seq=None) == [("seq", None)]
+    assert changed(others[0], (..., None), seq="y") == [("seq", "y"), others[0], (..., None)]
 
 
 def test_equal_by_what_filters_mean() -> None:
@@ -529,8 +340,6 @@ def test_equal_by_what_filters_mean() -> None:
         {matrix: matrix}
     )
     assert "matrix: matrix" in repr(ft.StateSharding({matrix: matrix}))
-    with pytest.raises(AttributeError, match="cannot assign"):
-        ft.StateSharding({}).filters = ()
 
 
 def test_a_plan_and_a_named_sharding_can_be_values(mesh: Mesh) -> None:
@@ -560,49 +369,16 @@ def test_from_specs() -> None:
         "m.bias": P(None),
     }
     assert specs(jnp.ones(4), ft.StateSharding.from_specs(P("data"))) == {"": P("data")}
-    assert eval(repr(layout), NAMESPACE) == layout
-
-
-def test_from_the_specs_of_a_plan() -> None:
-    tree = {"net": net(), "step": 3}
-    plan = ft.plan(tree, ft.FSDP("data", min_size=0), SIZES)
-    again = ft.StateSharding.from_specs(plan.specs)
-    assert [row.spec for row in ft.plan(tree, again, SIZES)] == [row.spec for row in plan]
-    assert [
-        row.spec
-        for row in ft.plan(tree, ft.StateSharding.from_specs(plan.specs | {"step": None}), SIZES)
-    ] == [row.spec for row in plan]
 
 
 def test_from_specs_of_another_structure() -> None:
     text = refused(
         {"a": jnp.ones(2), "b": jnp.ones(2)}, ft.StateSharding.from_specs({"a": P(), "c": P()})
     )
-    assert (
-        "filter 'c'\n      matches no leaf" in text
-        and "b   f32[2]\n      no filter matches it" in text
-    )
+    assert "filter 'c'\n      matches no leaf" in text
+    assert "b   f32[2]\n      no filter matches it" in text
     with pytest.raises(ft.RuleError, match="a: 3 is not a PartitionSpec"):
         ft.StateSharding.from_specs({"a": 3})
-
-
-# Inside an optimizer's state
-
-
-def test_one_written_for_the_model_lays_out_its_optimizer_state() -> None:
-    model = linear()
-    layout = ft.StateSharding({"weight": P("data", "model"), "bias": P("model"), ...: P()})
-    plan = ft.plan_optimizer(optax.adam(1e-3), model, layout, SIZES)
-    assert plan["0.mu.weight"].spec == P("data", "model") and plan["0.nu.bias"].spec == P("model")
-    assert plan["0.count"].spec == P()
-
-
-def test_on_abstract_values() -> None:
-    tree = jax.eval_shape(net)
-    assert specs(
-        tree,
-        ft.StateSharding({ft.has_ndim(2): P("data"), ft.is_buffer: P(), "**.bias": P("model")}),
-    )["conv.kernel"] == P("data", None)
 
 
 def test_a_filter_before_one_that_gives_no_layout_is_used() -> None:

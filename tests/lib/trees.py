@@ -94,6 +94,12 @@ def leaf(axes: str, *shape: int) -> Leaf:
     return Leaf(Path(("w",)), x(*shape), Axes.parse(axes), annotated=True)
 
 
+def module(axes: str, *shape: int) -> Any:
+    """A module with one abstract array `w` of these axes; by default each has the size 8."""
+    body = {"__annotations__": {"w": Float[Array, axes]}, "__module__": __name__}
+    return type("One", (eqx.Module,), body)(x(*shape or (8,) * len(axes.split())))
+
+
 def linear(use_bias: bool = True) -> eqx.nn.Linear:
     """A layer of Equinox: a module whose class knows nothing of axes."""
     return eqx.nn.Linear(2, 3, use_bias=use_bias, key=jax.random.key(0))

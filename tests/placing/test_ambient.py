@@ -33,12 +33,14 @@ def test_spec_follows_the_innermost_rules():
         assert ft.spec("batch _ hidden") == P("data", None, "model")
 
 
-def test_rules_end_with_their_context_also_after_an_error():
+def test_rules_end_with_their_context():
+    """After an error too. They can be switched off inside."""
+    told = r"no ambient rules: enter `with ft.axis_rules\(rules\):`"
     with pytest.raises(KeyError), ft.axis_rules(RULES):
         raise KeyError
-    with pytest.raises(
-        ft.ShardingError, match=r"no ambient rules: enter `with ft.axis_rules\(rules\):`"
-    ):
+    with pytest.raises(ft.ShardingError, match=told):
+        ft.spec("batch")
+    with ft.axis_rules(RULES), ft.axis_rules(None), pytest.raises(ft.ShardingError, match=told):
         ft.spec("batch")
 
 
@@ -81,15 +83,6 @@ def test_an_interrupt_leaves_no_rules_entered():
         with pytest.raises(ft.ShardingError, match="no ambient rules"):
             ft.spec("batch")
     assert lines > 15
-
-
-def test_rules_can_be_switched_off_inside():
-    with (
-        ft.axis_rules(RULES),
-        ft.axis_rules(None),
-        pytest.raises(ft.ShardingError, match="no ambient rules"),
-    ):
-        ft.spec("batch")
 
 
 # Tasks of asyncio take turns in one thread.
@@ -149,24 +142,18 @@ def test_functions_that_are_traced_in_tasks(wrapper: str):
 
     f, x = WRAPPERS[wrapper](body), np.ones((8, 4), np.float32)
     in_turn(lambda: f(x), lambda: f(x), lambda: f(x), rules=[RULES, OTHERS, None])
-    assert sorted(map(repr, traced)) == sorted(
-        map(repr, [RULES, OTHERS, None])
-    )  # once for each, whoever called last
+    # Once for each, whoever called last.
+    assert sorted(map(repr, traced)) == sorted(map(repr, [RULES, OTHERS, None]))
 
 
 def test_a_plain_jit_that_would_remember_the_rules_of_another_task():
     def plain() -> Any:
         return jax.jit(lambda x: (ft.spec("batch"), x)[1])(1.0)
 
-    with pytest.raises(
-        ft.ShardingError,
-        match=r"another asyncio task of this thread is in `ft.axis_rules`.*ft.jit\(rules",
-    ):
+    with raises("another asyncio task of this thread is in `ft.axis_rules`", "ft.jit(rules"):
         in_turn(plain, plain, rules=[RULES, OTHERS])
-    assert in_turn(plain, plain, rules=[RULES, RULES]) == [
-        [1.0] * 2,
-        [1.0] * 3,
-    ]  # equal rules are no harm
+    # Equal rules are no harm.
+    assert in_turn(plain, plain, rules=[RULES, RULES]) == [[1.0] * 2, [1.0] * 3]
 
 
 def test_threads_have_their_own_rules():
@@ -179,18 +166,6 @@ def test_threads_have_their_own_rules():
     assert asyncio.run(main()) == (P("data"), 1)  # asyncio hands them over
     with ft.axis_rules(RULES), ThreadPoolExecutor(1) as pool:
         assert pool.submit(ambient_rules).result() is None
-
-
-@pytest.mark.parametrize(
-    ("axes", "message"),
-    [
-        ("batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`"),
-        ("hidden hidden", '`model` is used by "hidden"'),
-    ],
-)
-def test_spec_refuses_what_the_rules_do_not_place(axes: str, message: str):
-    with ft.axis_rules(RULES), pytest.raises(ft.ShardingError, match=message):
-        ft.spec(axes)
 
 
 def test_spec_checks_the_mesh():
@@ -212,34 +187,23 @@ def test_spec_serves_jax_out_sharding():
     assert y.sharding.spec == P("data", None)
 
 
-def test_rules_must_be_a_layout():
-    with pytest.raises(ft.RuleError, match="is not a layout"), ft.axis_rules({"batch": "data"}):
-        pass
-
-
 def test_ambient_filters_may_match_nothing():
-    layout = ft.StateSharding({"opt_state.**": P(), ...: RULES})
-    with ft.axis_rules(layout):
-        assert ft.spec("batch hidden") == P("data", "model")
-
-
-def test_filters_that_match_nothing_in_one_array_are_no_mistake():
     """They are for a whole tree, of which one array at a time is laid out."""
-    layout = ft.StateSharding({"embed.**": ft.P(), "blocks.**": ft.P("data"), ...: RULES})
-    with jax.set_mesh(ft.make_mesh(data=2, model=4)), ft.axis_rules(layout):
-        found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jax.numpy.ones((4, 8)))
-    assert found.sharding.spec == ft.P("data", "model")
+    layout = ft.StateSharding({"opt_state.**": P(), "blocks.**": P("data"), ...: RULES})
+    with jax.set_mesh(MESH), ft.axis_rules(layout):
+        assert ft.spec("batch hidden") == P("data", "model")
+        found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jnp.ones((4, 8)))
+    assert_lies(found, "data", "model")
 
 
 FSDP = ft.FSDP("data", min_size=0)
+OTHER_TABLE = ft.AxisRules({"hidden": "model", "embed": None})
 FOR_ACTIVATIONS: dict[str, Any] = {
     "rules": RULES,
     "rules and FSDP": RULES | FSDP,
     "FSDP and rules": FSDP | RULES,
-    "two tables": ft.AxisRules({"batch": "data"})
-    | ft.AxisRules({"hidden": "model", "embed": None})
-    | FSDP,
-    "filters": ft.StateSharding({"**.bias": P("model"), ...: RULES | FSDP}),
+    "two tables": ft.AxisRules({"batch": "data"}) | OTHER_TABLE | FSDP,
+    "filters": ft.StateSharding({"**.bias": ft.AxisRules({"embed": "nowhere"}), ...: RULES | FSDP}),
     "on the host": ft.on_host(RULES | FSDP),
 }
 FOR_PARAMETERS: dict[str, Any] = {
@@ -257,9 +221,8 @@ FOR_PARAMETERS: dict[str, Any] = {
 def test_axes_are_laid_out_by_the_axis_rules_of_a_layout(case: str):
     layout = FOR_ACTIVATIONS[case]
     with ft.axis_rules(layout):
-        assert ft.spec("batch hidden") == P("data", "model") and ft.spec("hidden embed") == P(
-            "model", None
-        )
+        assert ft.spec("batch hidden") == P("data", "model")
+        assert ft.spec("hidden embed") == P("model", None)
     x = lay(jnp.ones((4, 8)), "data")
     constrained = [
         ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x),
@@ -298,8 +261,7 @@ def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
 CONFIG = ft.nn.TransformerConfig(64, 32, layers=2, heads=4, kv_heads=4, head_dim=8, hidden=64)
 
 
-@pytest.mark.parametrize("ambient", [FSDP, P(), FSDP | P("model")], ids=["FSDP", "a spec", "both"])
-def test_silent_failure_33_a_layout_for_parameters_moves_no_activation(ambient: Any):
+def test_silent_failure_33_a_layout_for_parameters_moves_no_activation():
     """The program is that without ambient rules: as many collectives, and as many operations."""
     model = ft.shard(ft.nn.Transformer.create(CONFIG, key=jax.random.key(0)), FSDP, MESH)
     tokens = lay(jnp.zeros((8, 16), jnp.int32), "data")
@@ -311,6 +273,6 @@ def test_silent_failure_33_a_layout_for_parameters_moves_no_activation(ambient: 
             .compile()
         )
 
-    found, without = compiled(ambient), compiled(None)
+    found, without = compiled(FSDP | P("model")), compiled(None)
     assert found.as_text().count("all-gather(") == without.as_text().count("all-gather(")
     assert found.cost_analysis()["flops"] == without.cost_analysis()["flops"]

@@ -1,6 +1,8 @@
 """`ft.constrain`, beside what JAX does with literal specs."""
 
 import re
+from contextlib import nullcontext
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -12,7 +14,7 @@ from jaxtyping import Array
 
 import functree as ft
 from tests.lib.checks import raises
-from tests.lib.meshes import MESH, mesh_of
+from tests.lib.meshes import EXPLICIT, MESH, assert_lies, mesh_of
 from tests.lib.trees import MLP, mlp
 
 P = PartitionSpec
@@ -59,13 +61,17 @@ def test_constrain_uses_the_mesh_of_the_arrays_type():
 
 
 def test_constrain_leaves_out_what_is_manual():
+    """Sizes are local along `data`: of six rows three are on a device, which two does not divide."""
+
     def body(x: Array) -> Array:
-        assert x.shape == (2, 8)  # local along `data`, global along `model`
+        assert x.shape == (3, 8)
         return ft.constrain(x, "batch hidden", RULES)
 
+    how: Any = {"in_specs": P("data"), "out_specs": P("data"), "axis_names": {"data"}}
+    x = jnp.ones((6, 8))
     with jax.set_mesh(MESH):
-        partial = jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), axis_names={"data"})
-        assert jax.jit(partial)(jnp.ones((4, 8))).sharding.spec == P("data", "model")
+        assert_lies(jax.jit(jax.shard_map(body, **how))(x), "data", "model")
+    assert_lies(jax.jit(jax.shard_map(body, mesh=MESH, **how))(x), "data", "model")
 
 
 def test_constrain_composes_with_vmap_grad_and_scan():
@@ -96,53 +102,37 @@ def test_constrain_on_host_moves_to_the_host():
     assert out.sharding.memory_kind == "pinned_host"
 
 
-def test_one_function_under_two_rule_sets_has_two_layouts():
-    @jax.jit
-    def step(x: Array) -> Array:
-        return ft.constrain(x * 2.0, "batch hidden")
-
-    with jax.set_mesh(MESH):
-        with ft.axis_rules(ft.AxisRules({"batch": "data", "hidden": None})):
-            first = step(jnp.ones((4, 8)))
-        with ft.axis_rules(ft.AxisRules({"batch": None, "hidden": "model"})):
-            second = step(jnp.ones((4, 8)))
-    assert first.sharding.is_equivalent_to(NamedSharding(MESH, P("data")), 2)
-    assert second.sharding.is_equivalent_to(NamedSharding(MESH, P(None, "model")), 2)
-
-
 # What fails in silence elsewhere
 
 
 def test_silent_failure_02_a_constraint_that_does_not_divide_is_an_error():
     with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError) as error:
         jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jnp.ones((4, 6)))
-    text = str(error.value)
-    assert '"hidden" has size 6; rule hidden→model needs a multiple of model=4' in text
-    assert error.value.problems[0].shape == (4, 6)
-    # An activation has no path: the line says which it is.
-    assert re.match(r"ft.constrain at test_constrain.py:\d+: 1 leaf cannot be laid out on", text)
-    assert text.endswith(
-        'Try: pad "hidden" to 8, or leave every "hidden" unsharded by `"hidden": None`'
+    (problem,) = error.value.problems
+    assert problem.why == '"hidden" has size 6; rule hidden→model needs a multiple of model=4'
+    assert (
+        problem.remedy == 'pad "hidden" to 8, or leave every "hidden" unsharded by `"hidden": None`'
     )
+    assert problem.shape == (4, 6)
 
 
-def test_the_line_is_told_of_a_layout_too():
-    told = r"ft.constrain at test_constrain.py:\d+: 1 leaf cannot be laid out"
-    with jax.set_mesh(MESH), pytest.raises(ft.ShardingError, match=told):
-        ft.constrain(jnp.ones((3, 8)), P("data"))
+# An activation has no path: the line says which it is. An array, its axes or layout, and what is told.
+TOLD: dict[str, tuple[Any, Any, str]] = {
+    "a size": (jnp.ones((4, 6)), "batch hidden", '"hidden" has size 6'),
+    "rows": (jnp.ones((3, 8)), "batch hidden", 'pad "batch" to 4 with rows that do not count, drop what is left over'),
+    "a name without a rule": (jnp.ones((4, 8)), "batch seq", "no rule names `seq`"),
+    "a layout": (jnp.ones((3, 8)), P("data"), "dimension 0 has size 3"),
+}  # fmt: skip
 
 
-def test_rows_that_the_mesh_does_not_divide():
+@pytest.mark.parametrize("case", TOLD)
+def test_the_line_is_told(case: str):
+    x, layout, told = TOLD[case]
     with jax.set_mesh(MESH), ft.axis_rules(RULES), pytest.raises(ft.ShardingError) as error:
-        ft.constrain(jnp.ones((3, 8)), "batch hidden")
-    told = 'pad "batch" to 4 with rows that do not count, drop what is left over, or leave every'
-    assert told in str(error.value)
-
-
-def test_a_name_without_a_rule_is_told_with_its_line():
-    with jax.set_mesh(MESH), ft.axis_rules(ft.AxisRules({"batch": "data"})):
-        with pytest.raises(ft.ShardingError, match=r"ft.constrain at test_constrain.py:\d+: "):
-            ft.constrain(jnp.ones((4, 8)), "batch seq")
+        ft.constrain(x, layout)
+    text = str(error.value)
+    assert re.match(r"ft.constrain at test_constrain.py:\d+: 1 leaf cannot be laid out on", text)
+    assert told in text
 
 
 @pytest.mark.filterwarnings("ignore:.*context manager has been deprecated:DeprecationWarning")
@@ -170,9 +160,6 @@ def test_silent_failure_23_a_program_traced_under_other_rules_is_not_reused():
     assert len(traces) == 2 and len(set(traces)) == 2
 
 
-# Found by reading
-
-
 def test_constrain_sees_the_names_that_a_layout_gives():
     rules = ft.AxisRules(
         {"hidden": "model", "embed": None},
@@ -193,35 +180,81 @@ def test_constrain_refuses_a_layout_for_another_mesh():
         ft.constrain(jnp.ones((4, 8)), NamedSharding(other, P("data")))
 
 
-def test_inside_shard_map_sizes_are_local():
-    """Three of six rows are on each device along `data`, which does not divide three."""
-
-    def body(x: Array) -> Array:
-        return ft.constrain(x, "batch hidden", RULES)
-
-    x = jnp.ones((6, 8))
-    mapped = jax.shard_map(
-        body, mesh=MESH, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    found = jax.jit(mapped)(x)
-    assert found.shape == (6, 8) and found.sharding.is_equivalent_to(
-        NamedSharding(MESH, P("data", "model")), 2
-    )
-
-
-def test_a_layout_brings_its_mesh():
-    """Where there is no ambient mesh, and the array is on none."""
+@pytest.mark.parametrize("ambient", [None, MESH.abstract_mesh], ids=["none", "abstract"])
+def test_a_layout_brings_its_mesh(ambient: Any):
+    """Where the array is on no mesh, and there is no ambient one, or one without devices."""
     planned = ft.plan(jnp.ones((4, 8)), P(None, "model"), MESH)
     for layout, spec in ((NamedSharding(MESH, P("data")), P("data")), (planned, P(None, "model"))):
-        found = jax.jit(lambda x, layout=layout: ft.constrain(x * 2, layout))(jnp.ones((4, 8)))
-        assert found.sharding.is_equivalent_to(NamedSharding(MESH, spec), 2)
+        with nullcontext() if ambient is None else jax.sharding.use_abstract_mesh(ambient):
+            found = jax.jit(lambda x, layout=layout: ft.constrain(x * 2, layout))(jnp.ones((4, 8)))
+        assert_lies(found, *spec)
 
 
 def test_a_layout_beside_the_rules_is_checked_too() -> None:
     """`FSDP` lays out no activation, but a mesh axis that the mesh lacks is a mistake wherever it stands."""
     rules = ft.AxisRules({"batch": "data", "embed": None})
-    for layout in (rules | ft.FSDP("dta"), ft.StateSharding({...: rules | ft.FSDP("dta")})):
+    fsdp = ft.FSDP("dta")
+    for layout in (rules | fsdp, fsdp | rules, ft.StateSharding({...: rules | fsdp})):
         with raises("the mesh (data=2, model=4) has no axis `dta`", error=ft.ShardingError):
             jax.jit(lambda x, rules=layout: ft.constrain(x, "batch embed", rules)).lower(
                 ft.shard(jnp.ones((8, 8)), ft.P(), ft.make_mesh(data=2, model=4))
             )
+
+
+# `axis_shards`
+
+AXES = ft.AxisRules(
+    {"experts": ("data", "model"), "hidden": "model", "layers": "data", "embed": None}
+)
+FALLBACKS = ft.AxisRules([("experts", "model"), ("hidden", "model"), ("hidden", None)])
+SHARDED: dict[str, tuple[ft.Layout, tuple[Any, ...], tuple[tuple[str, ...], int]]] = {
+    "one mesh axis": (AXES, ("hidden",), (("model",), 4)),
+    "several": (AXES, ("experts",), (("data", "model"), 8)),
+    "none": (AXES, ("embed",), ((), 1)),
+    "taken by another dimension": (FALLBACKS, ("hidden", "experts hidden"), ((), 1)),
+    "of several dimensions": (AXES, ("layers", "layers embed hidden"), (("data",), 2)),
+    "axes": (AXES, ("hidden", ft.Axes("layers", "hidden")), (("model",), 4)),
+    "in a composition": (AXES | ft.FSDP("data"), ("embed",), ((), 1)),
+    "a layout for parameters": (ft.FSDP("data"), ("embed",), ((), 1)),
+}
+
+
+@pytest.mark.parametrize("name", SHARDED)
+def test_axis_shards(name: str) -> None:
+    rules, given, expected = SHARDED[name]
+    for mesh in (MESH, EXPLICIT):
+        with jax.set_mesh(mesh), ft.axis_rules(rules):
+            assert ft.axis_shards(*given) == ft.AxisShards(*expected)
+
+
+def test_axis_shards_in_a_trace() -> None:
+    """What a `shard_map` maps is left out."""
+    found: list[ft.AxisShards] = []
+
+    def body(x: jax.Array) -> jax.Array:
+        found.append(ft.axis_shards("experts"))
+        return x
+
+    scalar = jax.ShapeDtypeStruct((), "float32")
+    ft.jit(body, mesh=MESH, rules=AXES).lower(scalar)
+    mapped = jax.shard_map(body, in_specs=P(), out_specs=P(), axis_names={"data"})
+    with jax.set_mesh(MESH), ft.axis_rules(AXES):
+        jax.jit(mapped).lower(scalar)
+    assert found == [(("data", "model"), 8), (("model",), 4)]
+
+
+def test_axis_shards_without_rules_or_mesh() -> None:
+    with jax.set_mesh(MESH):
+        assert ft.axis_shards("hidden") == ((), 1)
+    with ft.axis_rules(AXES):
+        assert ft.axis_shards("hidden") == ((), 1)
+
+
+def test_axis_shards_of_what_is_no_axis() -> None:
+    with jax.set_mesh(MESH), ft.axis_rules(AXES):
+        with raises('axis_shards("hidden", "embed vocab"): the axes do not have the name'):
+            ft.axis_shards("hidden", "embed vocab")
+        with raises('"vocab" cannot be laid out', "no rule"):
+            ft.axis_shards("vocab")
+        with raises("not as 3"):
+            ft.axis_shards(3)  # pyright: ignore[reportArgumentType]

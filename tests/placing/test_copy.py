@@ -50,11 +50,9 @@ def test_the_same_values_where_they_lie(kind: str):
     assert type(y) is type(x) or isinstance(x, np.generic)
     assert np.array_equal(bits(x), bits(y)) and pointers(x).isdisjoint(pointers(y))
     if isinstance(x, jax.Array):
-        assert (
-            y.sharding == x.sharding
-            and y.committed == x.committed
-            and jax.typeof(y) == jax.typeof(x)
-        )
+        assert y.sharding == x.sharding
+        assert y.committed == x.committed
+        assert jax.typeof(y) == jax.typeof(x)
 
 
 def test_the_original_outlives_a_donation():
@@ -73,13 +71,11 @@ def test_everything_else_stays():
     }
     new = ft.copy(tree)
     assert new["a"] is new["b"][0] is not shared and new["b"][1:] == ["text", None, 3]
-    assert new["abstract"] is tree["abstract"] and jax.tree.structure(new) == jax.tree.structure(
-        tree
-    )
+    assert new["abstract"] is tree["abstract"]
+    assert jax.tree.structure(new) == jax.tree.structure(tree)
     layer = eqx.nn.Linear(4, 3, key=jax.random.key(0))
-    assert eqx.tree_equal(ft.copy(layer), layer) and eqx.tree_equal(
-        ft.copy(ft.pack(layer)).tree, layer
-    )
+    assert eqx.tree_equal(ft.copy(layer), layer)
+    assert eqx.tree_equal(ft.copy(ft.pack(layer)).tree, layer)
 
 
 def test_inside_a_trace():

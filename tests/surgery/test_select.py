@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.errors import FunctreeError, RuleError
-from functree.tree.nodes import children, nodes_at
+from functree.errors import RuleError
+from functree.tree.nodes import nodes_at
 from functree.tree.paths import Path
 from tests.lib.checks import python_calls, raises
 from tests.lib.trees import ARRAYS, Keyless, Leafy, Pair, containers, is_none, nodes, same
@@ -59,11 +59,13 @@ def test_set_of_get_is_the_identity(drawn: tuple[Any, ft.Selection[Any]]) -> Non
 @given(selections())
 def test_get_of_set_is_what_was_set(drawn: tuple[Any, ft.Selection[Any]]) -> None:
     _, selection = drawn
+    parts = list(selection)
     values = [object() for _ in selection]
     changed = selection.set_each(values)
     assert all(a is b for a, b in zip(nodes_at(changed, selection.paths()), values, strict=True))
     again = selection.set(values)
     assert all(part is values for part in nodes_at(again, selection.paths()))
+    assert all(a is b for a, b in zip(selection, parts, strict=True))  # the tree is as it was
 
 
 @given(selections())
@@ -136,10 +138,14 @@ def test_filters_are_those_of_split_and_of_layouts(tree: Any, chosen: Any) -> No
 
 
 @given(
-    TREES, st.sampled_from([Leafy, list, dict, Pair, np.ndarray, type(None), int, Leafy | tuple])
+    TREES,
+    st.sampled_from(
+        [Leafy, list, dict, Pair, np.ndarray, type(None), int, Leafy | tuple, (Leafy, dict)]
+    ),
 )
 def test_under_selects_the_outermost(tree: Any, cls: Any) -> None:
     found = ft.select(tree).under(cls).paths()
+    assert ft.select(tree).where(lambda path, node: isinstance(node, cls)).paths() == found
     instances = [path for path, node in nodes(tree) if isinstance(node, cls)]
     outermost = [
         path for path in instances if not any(path[:n] in instances for n in range(len(path)))
@@ -207,18 +213,13 @@ def texts(selection: ft.Selection[Any]) -> list[str]:
 AT: dict[str, tuple[Any, list[str]]] = {
     "text": ("layers.0.weight", ["layers.0.weight"]),
     "quoted": ('heads."a.b"', ['heads."a.b"']),
-    "path": (ft.Path(("heads", "a.b", "scale")), ['heads."a.b".scale']),
     "the whole": ("", [""]),
-    "none": ("layers.2.bias", ["layers.2.bias"]),
     "field of a named tuple": ("named.second", ["named.second"]),
-    "static leaf": ("act", ["act"]),
     "accessor": (lambda m: m.layers[1].scale, ["layers.1.scale"]),
     "accessor, the whole": (lambda m: m, [""]),
-    "accessor, none": (lambda m: m.layers[2].bias, ["layers.2.bias"]),
     "accessor, an empty tuple": (lambda m: m.pair[1], ["pair.1"]),
     "accessor, another empty tuple": (lambda m: m.heads["empty"], ["heads.empty"]),
     "accessor, a tuple of the tree": (lambda m: m.pair, ["pair"]),
-    "accessor, a named tuple": (lambda m: m.named, ["named"]),
     "accessor, tuple of parts": (lambda m: (m.heads["z"], m.layers[0]), ["heads.z", "layers.0"]),
     "accessor, list of parts": (
         lambda m: [m.layers[0], m.layers[2].bias],
@@ -243,88 +244,6 @@ def test_at_below_another_choice() -> None:
     assert texts(layers.at("bias")) == texts(layers.at(lambda layer: layer.bias)) == [
         "layers.0.bias", "layers.2.bias", "heads.z.bias",
     ]  # fmt: skip
-    assert texts(layers.at(ft.Path(("weight",))).where(ft.has_ndim(2))) == texts(
-        layers.where("weight")
-    )
-    assert texts(ft.select(tree).where("nothing").at("layers")) == []
-
-
-def test_at_in_the_order_of_the_tuple() -> None:
-    """As `eqx.tree_at` does: what is set goes where the function said."""
-
-    def where(m: Model) -> Any:
-        return m.named.first, m.layers[0].weight
-
-    tree = model()
-    changed = ft.select(tree).at(where).set_each(["first", "weight"])
-    assert same(changed, eqx.tree_at(where, tree, ["first", "weight"]))
-    assert (changed.named.first, changed.layers[0].weight) == ("first", "weight")
-
-
-UNDER: dict[str, tuple[Any, list[str]]] = {
-    "class": (Norm, ["layers.1", "pair.0", 'heads."a.b"']),
-    "union": (Norm | Dense, ["layers.0", "layers.1", "layers.2", "pair.0", 'heads."a.b"', "heads.z"]),
-    "tuple of classes": ((Norm, dict), ["layers.1", "pair.0", "heads"]),
-    "base class": (eqx.Module, [""]),
-    "outermost": (dict | Norm, ["layers.1", "pair.0", "heads"]),
-    "arrays": (np.ndarray, [
-        "layers.0.weight", "layers.0.bias", "layers.1.scale", "layers.2.weight", "pair.0.scale", 'heads."a.b".scale',
-        "heads.z.weight", "heads.z.bias", "named.first",
-    ]),
-    "none": (type(None), ["layers.2.bias", "named.second"]),
-    "not there": (eqx.nn.Linear, []),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", UNDER)
-def test_under(case: str) -> None:
-    cls, paths = UNDER[case]
-    assert texts(ft.select(model()).under(cls)) == paths
-
-
-def test_under_and_where_with_a_class() -> None:
-    """The instances, and their arrays."""
-    tree = model()
-    arrays = ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale']
-    assert (
-        texts(ft.select(tree).where(Norm)) == texts(ft.select(tree).where(ft.under(Norm))) == arrays
-    )
-    assert texts(ft.select(tree).under(Norm).at("scale")) == arrays
-
-
-WHERE: dict[str, tuple[Any, list[str]]] = {
-    "glob": ("layers.*.bias", ["layers.0.bias"]),
-    "a glob of one key": ("named.first", ["named.first"]),
-    "path": (ft.Path(("heads", "a.b", "scale")), ['heads."a.b".scale']),
-    "regular expression": (re.compile(r".*\.[12]\.\w+"), ["layers.1.scale", "layers.2.weight"]),
-    "class": (Norm, ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale']),
-    "union": (Norm | dict, ["layers.1.scale", "pair.0.scale", 'heads."a.b".scale', "heads.z.weight", "heads.z.bias"]),
-    "typing's union": (typing.Union[Norm, tuple], [  # noqa: UP007
-        "layers.1.scale", "pair.0.scale", 'heads."a.b".scale', "named.first",
-    ]),
-    "has_axis": (ft.has_axis("hidden") & ~ft.has_axis("embed"), ["layers.0.bias", "heads.z.bias"]),
-    "has_ndim": (ft.has_ndim(2), ["layers.0.weight", "layers.2.weight", "heads.z.weight"]),
-    "has_dtype": (ft.has_dtype(jnp.integer), ["named.first"]),
-    "larger_than": (ft.larger_than(5), ["layers.0.weight", "layers.2.weight", "heads.z.weight"]),
-    "combined": (ft.glob("layers.**") & ~ft.under(Dense), ["layers.1.scale"]),
-    "with a function in it": (ft.is_trainable & (lambda path, leaf: leaf.shape == (4,)), ["pair.0.scale"]),
-    "nothing": ("layers.7", []),
-    "function, over nodes": (lambda path, node: isinstance(node, Dense) and node.bias is None, ["layers.2"]),
-    "function, over none": (lambda path, node: node is None, ["layers.2.bias", "named.second"]),
-    "function, over static leaves": (lambda path, node: node is jax.nn.relu, ["act"]),
-    "function, over empty containers": (lambda path, node: children(node) == [], ["pair.1", "heads.empty"]),
-    "function, by path": (lambda path, node: path[-1:] == ("weight",), [
-        "layers.0.weight", "layers.2.weight", "heads.z.weight",
-    ]),
-    "function, the whole": (lambda path, node: True, [""]),
-    "function, outermost": (lambda path, node: len(path) >= 1, ["layers", "pair", "heads", "named", "act"]),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", WHERE)
-def test_where(case: str) -> None:
-    what, paths = WHERE[case]
-    assert texts(ft.select(model()).where(what)) == paths
 
 
 def test_innermost() -> None:
@@ -343,32 +262,25 @@ def test_innermost() -> None:
         ft.select(tree).under(str).innermost().set(0)
 
 
-@pytest.mark.parametrize(
-    "choose",
-    [
-        lambda selection: selection,
-        lambda selection: selection.at("1"),
-        lambda selection: selection.under(list).at("1"),
-        lambda selection: selection.at(lambda tree: tree[1]),
-        lambda selection: selection.under(list).innermost(),
-    ],
-)
-def test_innermost_of_an_exact_choice_is_an_error(choose: Any) -> None:
+def test_innermost_of_an_exact_choice_is_an_error() -> None:
     """It would silently be the outermost."""
-    with raises("write it right after `.under(cls)` or `.where(...)`"):
-        choose(ft.select([1, [2, [3]]])).innermost()
+    whole = ft.select([1, [2, [3]]])
+    lists = whole.under(list)
+    for exact in (
+        whole,
+        whole.at("1"),
+        lists.at("1"),
+        whole.at(lambda tree: tree[1]),
+        lists.innermost(),
+    ):
+        with raises("write it right after `.under(cls)` or `.where(...)`"):
+            exact.innermost()
 
 
 def test_apply_with_the_path() -> None:
     tree = {"a": 1, "b": [2, 3]}
     named = ft.select(tree).under(int).apply(lambda path, x: (str(path), x), with_path=True)
     assert named == {"a": ("a", 1), "b": [("b.0", 2), ("b.1", 3)]}
-    below = ft.select(tree).at("b").under(int).apply(lambda path, x: path, with_path=True)
-    assert below["b"] == [ft.Path(("b", 0)), ft.Path(("b", 1))]
-
-
-def test_everything_is_all_arrays() -> None:
-    assert texts(ft.select(model()).where(...)) == texts(ft.select(model()).under(np.ndarray))
 
 
 def test_paths_of_a_later_choice_begin_at_the_earlier() -> None:
@@ -389,45 +301,13 @@ def test_paths_of_a_later_choice_begin_at_the_earlier() -> None:
 X, Y = np.full(2, 1), np.full(2, 2)
 NEW = np.full(2, 9)
 TREE: dict[str, Any] = {
-    "module": Leafy(X, Y), "list": [X, Y], "tuple": (X, Y), "named": Named(X, Y), "dict": {"b": X, "a": Y},
-    "ordered": OrderedDict(b=X, a=Y), "default": defaultdict(list, b=X, a=Y), "keyless": Keyless(X, Y),
+    "list": [X, Y], "tuple": (X, Y), "dict": {"b": X, "a": Y}, "ordered": OrderedDict(b=X, a=Y),
+    "default": defaultdict(list, b=X, a=Y),
 }  # fmt: skip
-FIRST = dict.fromkeys(TREE, "b") | {
-    "module": "w",
-    "list": 0,
-    "tuple": 0,
-    "named": "first",
-    "keyless": 0,
-}
-
-
-@pytest.mark.parametrize("kind", TREE)
-def test_set_and_apply(kind: str) -> None:
-    selection = ft.select(TREE).at(ft.Path((kind, FIRST[kind])))
-    for changed in (
-        selection.set(NEW),
-        selection.set_each([NEW]),
-        selection.apply(lambda x: NEW if x is X else x),
-    ):
-        node = changed[kind]
-        assert type(node) is type(TREE[kind])
-        assert dict(children(node) or ())[FIRST[kind]] is NEW
-        assert sum(child is Y for _, child in children(node) or ()) == 1
-        assert all(changed[other] is TREE[other] for other in TREE if other != kind)
-    assert dict(children(TREE[kind]) or ())[FIRST[kind]] is X
-
-
-INSERTED: dict[str, Any] = {"list": [X, NEW, Y], "tuple": (X, NEW, Y)}
+FIRST = {"list": 0, "tuple": 0, "dict": "b", "ordered": "b", "default": "b"}
 REMOVED: dict[str, Any] = {
     "list": [Y], "tuple": (Y,), "dict": {"a": Y}, "ordered": OrderedDict(a=Y), "default": defaultdict(list, a=Y),
 }  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", INSERTED)
-def test_insert(kind: str) -> None:
-    selection = ft.select(TREE).at(ft.Path((kind, 0)))
-    assert same(selection.insert_after(NEW)[kind], INSERTED[kind])
-    assert same(ft.select(TREE).at(ft.Path((kind, 1))).insert_before(NEW)[kind], INSERTED[kind])
 
 
 @pytest.mark.parametrize("kind", REMOVED)
@@ -460,33 +340,11 @@ def test_remove_from_several_at_once() -> None:
     assert ft.select([0, 1]).under(int).remove() == []
 
 
-def test_partition() -> None:
-    tree = model()
-    biases, rest = ft.select(tree).where("**.bias").partition()
-    assert (
-        biases.layers[0].bias is tree.layers[0].bias
-        and biases.layers[0].weight is None
-        and biases.act is None
-    )
-    assert (
-        rest.layers[0].bias is None
-        and rest.layers[0].weight is tree.layers[0].weight
-        and rest.act is tree.act
-    )
-    layer, rest = ft.select(tree).at("layers.0").partition()
-    assert same(layer.layers[0], tree.layers[0]) and rest.layers[0].weight is None
-
-
 # Edges
 
 
 EMPTY: dict[str, tuple[Callable[[Any], Any], str]] = {
     "a class": (lambda s: s.under(eqx.nn.Linear), "select(Model).under(Linear)"),
-    "a filter": (
-        lambda s: s.where(ft.has_axis("nowhere")),
-        "select(Model).where(has_axis('nowhere'))",
-    ),
-    "a pattern": (lambda s: s.where("**.nothing"), "select(Model).where(glob('**.nothing'))"),
     "a function": (lambda s: s.where(lambda path, node: False), "select(Model).where(<lambda>)"),
     "several steps": (
         lambda s: s.at("layers").under(dict).under(Norm),
@@ -500,8 +358,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", EMPTY)
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(
+    ("case", "change"), [*((case, "set") for case in EMPTY), *(("a class", one) for one in CHANGES)]
+)
 def test_to_change_nothing_is_an_error(case: str, change: str) -> None:
     choose, asked = EMPTY[case]
     with raises(f"nothing is selected by {asked}, so nothing can be changed", "`.count()`"):
@@ -527,14 +386,6 @@ def test_the_whole_is_selected() -> None:
     )
 
 
-@pytest.mark.parametrize("tree", [None, [], (), {}, 3, "text"], ids=repr)
-def test_trees_without_parts(tree: Any) -> None:
-    whole = ft.select(tree)
-    assert whole.get() is tree and whole.set(1) == 1 and whole.at(lambda t: t).count() == 1
-    assert whole.where("**").count() == 0 and whole.at("").paths() == (Path(),)
-    assert same(eqx.combine(*whole.partition()), tree)
-
-
 def test_one_array_at_two_places() -> None:
     shared = jnp.ones(2)
     tree = {"a": shared, "b": [shared]}
@@ -550,12 +401,6 @@ def test_equal_small_values_are_told_apart() -> None:
     assert ft.select(tree).at(lambda t: t[1][0]).set(2) == [1, (2, None), None]
 
 
-def test_of_nested_parts_the_outermost_are_selected() -> None:
-    tree = [[1, [2]], 3]
-    assert texts(ft.select(tree).at("0").under(list)) == ["0"]
-    assert texts(ft.select(tree).at("0").where(lambda path, node: len(path) == 1)) == ["0.0", "0.1"]
-
-
 def test_a_stack_is_changed_as_a_whole() -> None:
     stack = ft.stack(lambda key: ft.nn.MLP(2, 4, key=key), 3, jax.random.key(0))
     tree = {"blocks": stack}
@@ -569,7 +414,6 @@ def test_a_stack_is_changed_as_a_whole() -> None:
     )
     assert zeroed.axis == "layers" and len(zeroed) == 3 and not zeroed.layer.gate.any()
     assert zeroed.layer.up is stack.layer.up
-    assert ft.select(tree).at("blocks").partition()[1]["blocks"].layer.gate is None
 
 
 def test_state_is_selected_by_the_models_paths() -> None:
@@ -605,112 +449,66 @@ def test_traced_and_abstract_trees() -> None:
         return ft.select(tree).where("a.**").apply(lambda x: x + x)
 
     assert double({"a": [jnp.ones(2)], "b": jnp.ones(2)})["a"][0].tolist() == [2, 2]
-    abstract = eqx.filter_eval_shape(model_of_jax, jax.random.key(0))
-    assert ft.select(abstract).where(ft.has_ndim(2)).count() == 2
-
-
-def model_of_jax(key: Any) -> eqx.nn.MLP:
-    return eqx.nn.MLP(2, 3, 4, 1, key=key)
 
 
 # Messages
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
+CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "get of several": (
-        lambda: ft.select(model()).under(Norm).get(),
-        FunctreeError, ["expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"],
+        lambda s: s.under(Norm).get(),
+        ("expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"),
     ),
-    "get of none": (lambda: ft.select(model()).where("nothing").get(), FunctreeError, ["expected 1 part, found 0"]),
     "expect": (
-        lambda: ft.select(model()).where("**.bias").expect(3),
-        FunctreeError, ["expected 3 parts, found 2", "layers.0.bias, heads.z.bias   f32[3]"],
+        lambda s: s.where("**.bias").expect(3),
+        ("expected 3 parts, found 2", "layers.0.bias, heads.z.bias   f32[3]"),
     ),
     "set_each": (
-        lambda: ft.select(model()).under(Norm).set_each([1]),
-        FunctreeError, ["set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: give one"],
-    ),
-    "set_each of nothing": (
-        lambda: ft.select(model()).where("nothing").set_each([1, 2]), FunctreeError, ["2 values for 0 parts"],
+        lambda s: s.under(Norm).set_each([1]),
+        ("set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: give one"),
     ),
     "nothing at a path": (
-        lambda: ft.select(model()).at("layers.0.weigth"),
-        FunctreeError, ["there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"],
+        lambda s: s.at("layers.0.weigth"),
+        ("there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"),
     ),
-    "nothing at the root": (
-        lambda: ft.select(model()).at("layer.0"), FunctreeError, ["`Model` has no `layer`", "did you mean `layers`?"],
-    ),
-    "nothing below a part": (
-        lambda: ft.select(model()).under(Norm).at("bias"), FunctreeError, ["there is no `bias`", "`layers.1` has no"],
-    ),
-    "too long an index": (lambda: ft.select(model()).at("layers.3"), FunctreeError, ["`layers` has no `3`"]),
-    "below a leaf": (
-        lambda: ft.select(model()).at("named.first.T"), FunctreeError, ["`named.first` has no `T`"],
-    ),
-    "a static field": (
-        lambda: ft.select(model()).at("layers.0.name"), FunctreeError, ["`layers.0` has no `name`", "a static field"],
-    ),
-    "no path": (lambda: ft.select(model()).at("layers..x"), RuleError, ["'layers..x' is not a path"]),
-    "at a number": (lambda: ft.select(model()).at(3), RuleError, ["at takes a path or a function", "not 3"]),
-    "at: what is no part": (
-        lambda: ft.select(model()).at(lambda m: (m.act, m.layers[0].name)),
-        FunctreeError, ["the function returned 'dense', which is not a part of the tree"],
-    ),
-    "at: a slice": (
-        lambda: ft.select([1, 2, [3]]).at(lambda t: [t[1:]]), FunctreeError, ["returned [<leaf>, [<leaf>]], which is"],
-    ),
-    "at: no parts": (lambda: ft.select(model()).at(lambda m: ()), FunctreeError, ["the function returned ()"]),
+    "nothing at the root": (lambda s: s.at("layer.0"), ("`Model` has no `layer`", "did you mean `layers`?")),
+    "nothing below a part": (lambda s: s.under(Norm).at("bias"), ("there is no `bias`", "`layers.1` has no")),
+    "a static field": (lambda s: s.at("layers.0.name"), ("`layers.0` has no `name`", "a static field")),
+    "at: a slice": (lambda s: s.at(lambda m: [m.pair[:1]]), ("returned (Norm(", "which is not a part of the tree")),
+    "at: no parts": (lambda s: s.at(lambda m: ()), ("the function returned ()",)),
     "at: one in another": (
-        lambda: ft.select(model()).at(lambda m: (m.layers[0].bias, m.layers)),
-        FunctreeError, ["`layers.0.bias` is inside `layers`", "choose one of them"],
+        lambda s: s.at(lambda m: (m.layers[0].bias, m.layers)),
+        ("`layers.0.bias` is inside `layers`", "choose one of them"),
     ),
-    "at: one in the whole": (
-        lambda: ft.select(model()).at(lambda m: (m, m.act)), FunctreeError, ["`act` is inside `Model`"],
-    ),
-    "under a number": (lambda: ft.select(model()).under(3), FunctreeError, ["under takes a class", "not 3"]),
-    "under a class with arguments": (
-        lambda: ft.select(model()).under(list[int]), FunctreeError, ["not list[int]; write `list`: the arguments"],
-    ),
-    "under a text": (lambda: ft.select(model()).under("Norm"), FunctreeError, ["under takes a class", "not 'Norm'"]),
-    "where a number": (lambda: ft.select(model()).where(3), RuleError, ["3 is not a filter", "write a glob"]),
-    "where a bad glob": (lambda: ft.select(model()).where("a..b"), RuleError, ["'a..b'"]),
+    "at: one in the whole": (lambda s: s.at(lambda m: (m, m.act)), ("`act` is inside `Model`",)),
+    "under a number": (lambda s: s.under(3), ("under takes a class", "not 3")),
+    "under a class with arguments": (lambda s: s.under(list[int]), ("not list[int]; write `list`: the arguments",)),
     "remove a field": (
-        lambda: ft.select(model()).at(lambda m: (m.act, m.named.second)).remove(),
-        FunctreeError,
-        ["2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
-         "named.second   NoneType", "is a field of Named", "`.set(None)`"],
+        lambda s: s.at(lambda m: (m.act, m.named.second)).remove(),
+        ("2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
+         "named.second   NoneType", "is a field of Named", "`.set(None)`"),
     ),
-    "remove the whole": (
-        lambda: ft.select(model()).remove(), FunctreeError, ["1 part cannot be removed", "Model", "is the whole tree"],
-    ),
+    "remove the whole": (lambda s: s.remove(), ("1 part cannot be removed", "Model", "is the whole tree")),
     "insert beside a field": (
-        lambda: ft.select(model()).where("**.bias").insert_after(1),
-        FunctreeError,
-        ["nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
-         "not an element of a list or a tuple", "`.apply(lambda part: ...)`"],
+        lambda s: s.where("**.bias").insert_after(1),
+        ("nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
+         "not an element of a list or a tuple", "`.apply(lambda part: ...)`"),
     ),
-    "insert into a dict": (
-        lambda: ft.select(model()).at("heads.z").insert_before(1), FunctreeError, ["is a field of dict"],
-    ),
+    "insert into a dict": (lambda s: s.at("heads.z").insert_before(1), ("is a field of dict",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_messages(case: str) -> None:
-    call, error, fragments = CASES[case]
-    with pytest.raises(error) as found:
-        call()
-    for fragment in fragments:
-        assert fragment in str(found.value)
+    call, told = CASES[case]
+    with raises(*told):
+        call(ft.select(model()))
 
 
-def test_problems_have_the_paths() -> None:
-    with pytest.raises(FunctreeError) as found:
-        ft.select(model()).under(Norm).get()
-    assert [str(problem.path) for problem in found.value.problems] == [
-        "layers.1",
-        "pair.0",
-        'heads."a.b"',
-    ]
+def test_what_is_neither_a_path_nor_a_filter() -> None:
+    with raises("at takes a path or a function", "not 3", error=RuleError):
+        ft.select(model()).at(3)
+    with raises("3 is not a filter", "write a glob", error=RuleError):
+        ft.select(model()).where(3)
 
 
 def test_many_parts_are_found_in_one_walk() -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import re
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -96,11 +95,6 @@ def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: An
     assert (ft.split([tree, one])[0] == ft.split([tree, other])[0]) == (same_value)
 
 
-def test_one_and_true_and_one_point_nought() -> None:
-    statics = [ft.split({"n": n, "w": np.ones(2)})[0] for n in (1, True, 1.0, 2)]
-    assert len(set(statics)) == 4
-
-
 def model() -> eqx.nn.MLP:
     return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
 
@@ -122,27 +116,12 @@ def test_a_packed_model_is_split_by_the_models_paths() -> None:
     assert [x is layer.bias for x, layer in zip(bias[0].arrays[1::2], mlp.layers, strict=True)] == [
         True
     ] * 3
-    assert (
-        bias[0].arrays[::2] == (None,) * 3 and rest[0].tree.layers[0].weight is mlp.layers[0].weight
-    )
+    assert bias[0].arrays[::2] == (None,) * 3
+    assert rest[0].tree.layers[0].weight is mlp.layers[0].weight
     assert static.paths == ft.split([mlp, "text"])[0].paths
     assert same(ft.merge(static, bias, rest)[0].tree, mlp)
     with pytest.raises(FunctreeError, match=r"(?s)6 leaves cannot be merged.*layers\.0\.weight"):
         ft.merge(static)
-
-
-def test_parts_go_through_jax() -> None:
-    mlp = model()
-    static, params = ft.split(mlp)
-
-    @jax.jit
-    def loss(params: Any, x: Any) -> Any:
-        return jnp.sum(ft.merge(static, params)(x))
-
-    grads = jax.grad(loss)(params, jnp.ones(2))
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    doubled = ft.merge(static, jax.tree.map(jnp.add, params, params))
-    assert jnp.array_equal(doubled.layers[0].weight, mlp.layers[0].weight + mlp.layers[0].weight)
 
 
 def test_static_is_a_key_for_jit() -> None:
@@ -164,64 +143,46 @@ def test_no_arrays_and_no_tree() -> None:
         assert ft.merge(static, part) == tree == ft.merge(static)
 
 
-CASES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
-    "... before another": (
-        lambda: ft.split(model(), ..., "**.bias"), RuleError, ["`...` may only be the last filter"],
-    ),
-    "no filter": (lambda: ft.split(model(), 3), RuleError, ["3 is not a filter"]),
+CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no filter matches": (
         lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
-        FunctreeError, ["no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"],
+        ("no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"),
     ),
     "axes of the unmatched": (
-        lambda: ft.split(ft.nn.RMSNorm(4), "nothing"), FunctreeError, ['scale   f32[4]   "embed"'],
+        lambda: ft.split({"norm": ft.nn.RMSNorm(4), "b": np.ones(2)}, "b"), ('norm.scale   f32[4]   "embed"',),
     ),
     "unhashable": (
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
-        FunctreeError,
-        ["3 leaves cannot be static", "a.0, a.1   ndarray", "b   set", "neither an array nor hashable", "make it an"],
+        ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
     ),
-    "not a static": (
-        lambda: ft.merge({"w": 1}), FunctreeError, ["merge takes the `static` of a split first, not a dict"],  # pyright: ignore
+    "not a static": (lambda: ft.merge({"w": 1}), ("merge takes the `static` of a split first, not a dict",)),  # type: ignore[arg-type]
+    "missing": (
+        lambda: ft.merge(*ft.split(model(), "**.bias", ...)[:2]),
+        ("3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"),
     ),
-    "missing": (lambda: ft.merge(ft.split(model(), "**.bias", ...)[0], ft.split(model(), "**.bias", ...)[1]),
-        FunctreeError,
-        ["3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"],
-    ),
-    "no parts": (lambda: ft.merge(ft.split({"w": np.ones(2)})[0]), FunctreeError, ["w", "is in no part"]),
-    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), FunctreeError, ["w", "is in 2 parts"]),
+    "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), ("w", "is in 2 parts")),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
-        FunctreeError, ["part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"],
-    ),
-    "another static field": (
-        lambda: ft.merge(ft.split(Leafy(np.ones(2), 1))[0], Leafy(np.ones(2), None, "other")),
-        FunctreeError, ["part 0 has another structure", "a Leafy with 1 leaf"],
+        ("part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"),
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
-        FunctreeError, ["part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"],
+        ("part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"),
     ),
-    "keys without an order": (
-        lambda: ft.split({1: np.ones(2), "a": 1}), FunctreeError, ["cannot be sorted"],
-    ),
+    "keys without an order": (lambda: ft.split({1: np.ones(2), "a": 1}), ("cannot be sorted",)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_errors(case: str) -> None:
-    make, kind, fragments = CASES[case]
-    with pytest.raises(kind) as error:
-        make()
-    for fragment in fragments:
-        assert fragment in str(error.value)
+    call, told = CASES[case]
+    with raises(*told):
+        call()
 
 
-def test_the_path_of_what_is_missing() -> None:
-    static, part = ft.split(OrderedDict(b=[Keyless(np.ones(2), "s")]))
-    with pytest.raises(FunctreeError) as error:
-        ft.merge(static, jax.tree.map(lambda _: None, part))
-    assert [problem.path for problem in error.value.problems] == [("b", 0, 0)]
+def test_everything_else_is_the_last_filter() -> None:
+    with raises("`...` may only be the last filter", error=RuleError):
+        ft.split(model(), ..., "**.bias")
 
 
 class Two(eqx.Module):
@@ -236,14 +197,9 @@ def two() -> Two:
 
 NAMES_NOTHING: dict[str, tuple[Any, str]] = {
     "a glob": ("third.**", "glob('third.**')"),
-    "a typo": ("**.wieght", "glob('**.wieght')"),
-    "a path": (ft.Path(("third", "weight")), "glob('third.weight')"),
     "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
     "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
-    "two": (ft.glob("third.*") | ft.glob("fourth.*"), "glob('third.*'), glob('fourth.*')"),
-    "with a property": (ft.glob("third.*") & ft.is_trainable, "glob('third.*')"),
     "not a typo": (~ft.glob("**.wieght"), "glob('**.wieght')"),
-    "and not a typo": (ft.is_trainable & ~ft.glob("**.wieght"), "glob('**.wieght')"),
     "not an expression": (~as_filter(re.compile("third.*")), "re.compile('third.*')"),
 }
 
@@ -261,9 +217,9 @@ def test_a_filter_that_names_nothing_of_the_tree(case: str) -> None:
 
 
 @pytest.mark.parametrize("written", [
-    ft.has_axis("nowhere"), ft.is_buffer, ft.larger_than(100), lambda path, leaf: False, ft.under(Two) & ft.is_buffer,
-    eqx.nn.Linear | eqx.nn.LSTMCell, ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
-], ids=["axis", "buffer", "size", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
+    ft.has_axis("nowhere"), lambda path, leaf: False, ft.under(Two) & ft.is_buffer, eqx.nn.Linear | eqx.nn.LSTMCell,
+    ft.glob("first.*") | ft.glob("third.*"), ~ft.under(eqx.nn.LSTMCell),
+], ids=["axis", "function", "in a class", "two classes", "two patterns", "not"])  # fmt: skip
 def test_a_filter_by_a_property_may_match_nothing(written: Any) -> None:
     _, part, rest = ft.split(two(), written, ...)
     assert len(jax.tree.leaves(part)) + len(jax.tree.leaves(rest)) == 4
