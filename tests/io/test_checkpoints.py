@@ -255,7 +255,9 @@ def test_the_text_of_what_differs(tmp_path: Path) -> None:
     like = {"w": jnp.ones((8, 4), jnp.bfloat16), "bias": ARRAYS["b"], "n": np.ones(2)}
     with pytest.raises(ft.CheckpointError) as caught:
         ft.restore(tmp_path / "c", like)
-    assert str(caught.value) == f"""\
+    assert (
+        str(caught.value)
+        == f"""\
 3 leaves cannot be restored from {tmp_path / "c"}
 
   bias   i32[4]
@@ -270,6 +272,7 @@ def test_the_text_of_what_differs(tmp_path: Path) -> None:
 Try: to restore the rest, and take these from `like`: \
 only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
      to have it as bf16: cast=True"""
+    )
 
 
 def test_another_container_with_the_same_paths(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 (`python -m tests.faults`)."""
 
 import gc
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -76,21 +75,6 @@ def test_an_array_may_be_donated_while_it_is_saved(tmp_path: Path) -> None:
             checkpoints.save(i, state)
             state = step(state)
     assert [value(checkpoints.restore(tree(0), i)) for i in range(5)] == [0, 1, 2, 3, 4]
-
-
-def test_meta_is_that_of_the_call(tmp_path: Path) -> None:
-    """It is written later: what the loop does with its list meanwhile is not saved."""
-    losses: list[float] = []
-    with ft.Checkpoints(tmp_path, keep=None) as checkpoints:
-        for step in range(4):
-            losses.append(float(step))
-            checkpoints.save(step, tree(step), meta={"losses": losses})
-            losses += [9.0]
-            losses.pop()
-    assert [ft.inspect(tmp_path / str(step)).meta["losses"] for step in (0, 3)] == [
-        [0.0],
-        [0.0, 1.0, 2.0, 3.0],
-    ]
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
@@ -297,27 +281,6 @@ def test_an_error_of_the_program_while_one_process_cannot_save(tmp_path: Path) -
             why = "File too large" if process == failing else "another process could not do so"
             assert line.startswith(f"{failing} and the last checkpoint was not saved: ")
             assert why in line
-
-
-def test_what_a_killed_process_left(tmp_path: Path) -> None:
-    """It is never seen; a writer removes it more than a day later, and nothing that is of another
-    one."""
-    values = "7/arrays-0123456789ab"
-    for name in (f"{values}/state", f"{values}.orbax-checkpoint-tmp", "mine", "8.5"):
-        (tmp_path / name).mkdir(parents=True)
-    checkpoints = ft.Checkpoints(tmp_path)
-    assert checkpoints.steps == () and checkpoints.latest is None
-    with checkpoints:
-        checkpoints.save(7, tree(7))
-        checkpoints.wait()
-        assert checkpoints.steps == (7,) and len(list((tmp_path / "7").iterdir())) == 4
-        for one in (tmp_path / "7").iterdir():
-            os.utime(one, (0, 0))
-        checkpoints.save(8, tree(8))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["7", "8", "8.5", "mine"]
-    # The manifest and the values, however old they are.
-    assert len(list((tmp_path / "7").iterdir())) == 2
-    assert value(checkpoints.restore(tree(0), 7)) == 7
 
 
 def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
