@@ -16,12 +16,13 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec
 from jax.tree_util import GetAttrKey, register_pytree_with_keys_class
+from safetensors.numpy import save_file
 
 import functree as ft
 from functree.errors import CheckpointError
 from functree.io.checkpoints.contents import Contents
 from tests.lib.checks import raises
-from tests.lib.meshes import SIZES, lay
+from tests.lib.meshes import MESH, SIZES, lay
 from tests.lib.trees import MLP, x
 
 P = PartitionSpec
@@ -189,9 +190,11 @@ def test_keys_that_meet_at_other_doors(tmp_path: Path) -> None:
     """Wherever arrays are known by their paths, one would be taken for the other."""
     tree = Meeting(jnp.ones(8), jnp.zeros(8))
     ft.save(tmp_path / "c", {"w": jnp.ones(8)})
+    save_file({"w": np.ones(8, np.float32)}, tmp_path / "tensors")
     doors: list[Callable[[], Any]] = [
         lambda: ft.save(tmp_path / "d", tree),
         lambda: ft.restore(tmp_path / "c", tree),
+        lambda: ft.load_tensors(tmp_path / "tensors", tree, {"w": "w"}, ft.P(), MESH),
         lambda: ft.TrainState.create(tree, optax.adam(0.1)),
         lambda: ft.plan_optimizer(optax.adam(0.1), tree, ft.P(), SIZES),
         lambda: ft.accumulate(lambda model, batch: model, 2)(jnp.ones(2), tree),
