@@ -89,9 +89,6 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a base that is no float": ({"rope_theta": 10**400}, '"rope_theta": 1000'),
     "infinity": ({"rope_theta": float("inf")}, '"rope_theta": Infinity'),
-    "less than nothing": ({"vocab_size": -1}, '"vocab_size": -1'),
-    "true": ({"num_hidden_layers": True}, '"num_hidden_layers": true'),
-    "a dtype of many": ({"dtype": "(1000000000,)f4"}, '"dtype": "(1000000000,)f4"'),
     "a dtype that is no text": ({"dtype": "\ud800"}, '"dtype": "\\ud800"'),
     "a field that nobody knows": ({"x": [[0] * 10**5] * 9}, '"x": [[0, 0'),
     "a family that is a list": ({"model_type": ["llama"]}, '"model_type": ["llama"]'),
@@ -110,11 +107,14 @@ def test_a_value_that_is_none(case: str, tmp_path: Path) -> None:
 
 # What is no JSON that can be read, for each file of JSON
 
+MANY = "".join(f'"{i}": 1, ' for i in range(10**5))
+
 TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
     "deep lists": (lambda text: text.replace("{", f'{{"x": {DEEP},', 1), TOO_DEEP),
     "not so deep": (lambda text: "[" * 101 + "]" * 101, TOO_DEEP),
     "many digits": (lambda text: text.replace("{", '{"x": ' + "9" * 9999 + ",", 1), "digits"),
-    "a name twice": (lambda text: '{"y": {"x": 1, "x": 2}}', 'an object has "x" twice'),
+    # Behind many, which are looked through once.
+    "a name twice": (lambda text: f'{{{MANY}"x": 1, "x": 2}}', 'an object has "x" twice'),
     "no text": (lambda text: "\ud800", "'utf-8' codec can't decode"),
 }
 
@@ -127,9 +127,7 @@ def test_what_cannot_be_read_as_json(case: str, tmp_path: Path) -> None:
     for file, error, read in (
         (folder / INDEX, ft.FunctreeError, lambda: load(folder)),
         (folder / CONFIG, ft.FunctreeError, lambda: load(folder)),
-        (folder / CONFIG, ft.FunctreeError, lambda: ft.nn.config_from_json(folder)),
         (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: inspected(tmp_path)),
-        (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: restored(tmp_path)),
     ):
         text = file.read_text()
         file.write_bytes(change(text).encode(errors="surrogatepass"))
@@ -142,10 +140,6 @@ def inspected(folder: Path) -> Any:
     return ft.inspect(folder / "saved")
 
 
-def restored(folder: Path) -> Any:
-    return ft.restore(folder / "saved", {"w": jnp.ones(3)})
-
-
 @pytest.mark.parametrize("what", NO_FILES)
 def test_what_is_no_file(what: str, tmp_path: Path) -> None:
     """Opening a pipe would wait for who writes to it, and a device does not end."""
@@ -156,7 +150,6 @@ def test_what_is_no_file(what: str, tmp_path: Path) -> None:
         (folder / "model-00003-of-00007.safetensors", lambda: load(folder)),
         (folder / CONFIG, lambda: load(folder)),
         (tmp_path / "saved" / "functree.json", lambda: inspected(tmp_path)),
-        (tmp_path / "saved" / "functree.json", lambda: restored(tmp_path)),
     ):
         file.rename(tmp_path / "away")
         NO_FILES[what](file)
@@ -178,22 +171,12 @@ def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
         ft.save(tmp_path / "saved", {"w": jnp.ones(3)}, overwrite=True)
 
 
-def test_a_name_twice_behind_many(tmp_path: Path) -> None:
-    """They are looked through once."""
-    folder = copied(tmp_path)
-    names = "".join(f'"{i}": 1, ' for i in range(10**5))
-    (folder / CONFIG).write_text(f'{{{names}"x": 1, "x": 2}}')
-    with refused('an object has "x" twice'):
-        load(folder)
-
-
 # The names of files in an index
 
 OUTSIDE = "index.json names files outside of its folder: "
 MISSING = "index.json names files that are not there: "
 NAMES: dict[str, str] = {
     "../outside.safetensors": f'{OUTSIDE}"../outside.safetensors"',
-    "sub/../../outside.safetensors": f'{OUTSIDE}"sub/../../outside.safetensors"',
     "/outside.safetensors": f'{OUTSIDE}"/outside.safetensors"',
     "": MISSING,
     "a\0b": MISSING,
@@ -247,48 +230,60 @@ def extra(shape: list[int], offsets: list[int]) -> Callable[[Head], Head]:
     return lambda head: head | {"extra": entry}
 
 
-def same(head: Head) -> Head:
-    return head
-
-
 WHOLE = f"{WEIGHTS} is not a safetensors file, or not all of it is there: "
 # Most of what a head says is compared with the file by safetensors itself.
-HEADS: dict[str, tuple[Callable[[Head], Any], int | None, str]] = {
-    "a length of 2^63": (same, 2**63, WHOLE),
-    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), None, WHOLE),
-    "a huge shape without elements": (extra([0, 2**62], [0, 0]), None, "extra\n"),
-    "a dtype of integers": (tensor(dtype="I32"), None, "lm_head.weight has the dtype I32"),
-    "deep": (lambda head: f'{{"x": {DEEP}}}', None, WHOLE),
+HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
+    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), WHOLE),
+    "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
+    "a dtype of integers": (
+        tensor(dtype="I32"),
+        "lm_head.weight has the dtype I32, and weights are",
+    ),
+    "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }
 
 
 @pytest.mark.parametrize("case", HEADS)
 def test_a_head_of_safetensors(case: str, tmp_path: Path) -> None:
-    change, length, said = HEADS[case]
+    change, said = HEADS[case]
     folder = copied(tmp_path)
     data = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     head = change(json.loads(data[8:end]))
     text = (head if isinstance(head, str) else json.dumps(head)).encode()
-    start = struct.pack("<Q", len(text) if length is None else length)
-    (folder / WEIGHTS).write_bytes(start + text + data[end:])
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
     with refused(said):
         load(folder)
 
 
 # The manifest of a checkpoint, with a checksum that fits
 
-Row = dict[str, Any]
-MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a huge shape": ({"shape": [10**9, 10**9]}, "it has 128 `bytes`, and an array of its shape"),
-    "a dtype that nobody knows": ({"dtype": "float9"}, "there is no dtype 'float9'"),
-    "random keys of no kind": ({"dtype": "key<x>"}, "random keys of an unknown kind: key<x>"),
-    "a spec of other rank": ({"spec": ["a", None, None]}, "its `spec` has 3 entries, and it has 2"),
-    "the same as nothing": ({"same_as": "nothing"}, "`same_as` is nothing, and no row before it"),
-    "the same as itself": ({"same_as": "w"}, "`same_as` is w, and no row before it"),
-    "a path that is a list": ({"path": "[[1]]"}, "is not a Python literal that can be a key"),
-    "a deep path": ({"path": f"[{'-' * 10**4}1]"}, "is not a path"),
-    "an axis that is none": ({"axes": ["", None]}, "is not an axis name"),
+
+def row(**changes: Any) -> Callable[[Head], Head]:
+    """Another row for the one array."""
+    return lambda body: body | {"rows": [body["rows"][0] | changes]}
+
+
+def tied_to_w(first: Head) -> Head:
+    return first | {"path": "v", "shape": [8, 4], "same_as": "w"}
+
+
+MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
+    "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, and an array of its shape"),
+    "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
+    "random keys of no kind": (row(dtype="key<x>"), "random keys of an unknown kind: key<x>"),
+    "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
+    "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
+    "the same as one of another shape": (
+        lambda body: body | {"rows": [*body["rows"], tied_to_w(body["rows"][0])]},
+        "`v`: `same_as` is w, and no row before it is of such an array",
+    ),
+    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
+    "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
+    "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
+    "an axis that is none": (row(axes=["", None]), "is not an axis name"),
+    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
+    "values above": (lambda body: body | {"arrays": "../other"}, "is not a folder of values"),
 }
 
 
@@ -309,34 +304,13 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_row_of_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
-    changes, said = MANIFESTS[case]
-    shutil.copytree(saved, tmp_path / "saved")
-    forge(tmp_path / "saved", lambda body: body | {"rows": [body["rows"][0] | changes]})
-    for read in (inspected, restored):
-        with raises(
-            "functree.json is not the manifest of a checkpoint: ", error=ft.CheckpointError
-        ):
-            read(tmp_path)
-    with raises(said, error=ft.CheckpointError):
-        inspected(tmp_path)
-
-
-BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
-    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
-    "values above": (lambda body: body | {"arrays": "../other"}, "is not a folder of values"),
-}
-
-
-@pytest.mark.parametrize("case", BODIES)
 def test_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
-    change, said = BODIES[case]
+    change, said = MANIFESTS[case]
     shutil.copytree(saved, tmp_path / "saved")
     forge(tmp_path / "saved", change)
-    for read in (inspected, restored):
-        with refused("functree.json is not the manifest of a checkpoint: ", said):
-            read(tmp_path)
+    headline = "functree.json is not the manifest of a checkpoint: "
+    with raises(headline, said, error=ft.CheckpointError):
+        inspected(tmp_path)
 
 
 def test_meta_is_not_deeper_than_what_is_read(tmp_path: Path) -> None:
