@@ -532,9 +532,6 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
     ),
-    "parts that are not equal": (
-        abstract(x=(2, 4)), {"x": "sizes.0[0/3]"}, ["`sizes.0[0/3]` as f32[8, 4], of which a part is asked for"]
-    ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
         ["`e.T` as f32[8, 8], and not as f32[2, 8, 4]", 'transposed? write "up": "e"'],

@@ -4,9 +4,8 @@ what is refused."""
 import dataclasses
 import functools
 import json
-import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -82,28 +81,6 @@ def test_logits_are_the_reference_s(name: str) -> None:
         found.append(logits(load(MODELS / name), ft.shard(TOKENS, ft.P("data"), mesh)))
     for one in found:
         assert np.abs(one - expected).max() < 5e-6 * np.abs(expected).max()
-
-
-EXPERT_MESHES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "EP 2, TP 2": ({"expert": 2, "model": 2}, {"batch": "expert", **TENSOR}),
-    "EP 3": ({"expert": 3}, {}),
-}
-
-
-@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen3_moe_raw", "olmoe"])
-@pytest.mark.parametrize("where", EXPERT_MESHES)
-def test_logits_of_experts_that_are_sharded(name: str, where: str) -> None:
-    sizes, rules = EXPERT_MESHES[where]
-    mesh = ft.make_mesh(**sizes, devices=jax.devices()[: math.prod(sizes.values())])
-    layout = ft.AxisRules({"experts": "expert", **rules, ...: None})
-    expected = np.load(MODELS / f"{name}.logits.npy")
-    with jax.set_mesh(mesh), ft.axis_rules(layout):
-        model = ft.load_weights(MODELS / name, layout)
-        found = logits(
-            model, jax.device_put(TOKENS, jax.NamedSharding(mesh, layout.spec("batch seq")))
-        )
-    assert model.blocks.layer.mlp.gate.sharding.spec[1] == "expert"
-    assert np.abs(found - expected).max() < 5e-6 * np.abs(expected).max()
 
 
 def joined(name: str) -> dict[str, np.ndarray]:
@@ -377,57 +354,6 @@ def test_the_table_of_the_logits_beside_a_tied_one(
     np.testing.assert_array_equal(untied.weight, other.T)
 
 
-# A door, what is asked for ─► the dtype of what is loaded, or what is said.
-X64 = "jax.config.update('jax_enable_x64', True)"
-WIDE: dict[str, tuple[Callable[[Path], Any], str | list[str]]] = {
-    "a model": (
-        load,
-        ["embed.weight", ": JAX has no float64 without `jax_enable_x64`", X64, "as `param_dtype=`"],
-    ),
-    "a model as float64": (
-        lambda folder: load(folder, param_dtype="float64"),
-        ["no weights are loaded: JAX has no float64 without `jax_enable_x64`", X64],
-    ),
-    "a model as float32": (lambda folder: load(folder, param_dtype="float32"), "float32"),
-    "tensors as float64": (lambda folder: wide(folder, "float64"), ["JAX has no float64", X64]),
-    "tensors of numpy": (lambda folder: wide(folder, np.zeros(32)), "float64"),
-}  # fmt: skip
-
-
-def wide(folder: Path, like: Any, cast: bool = False) -> Any:
-    """A tensor, as an array with a layout or as one of numpy."""
-    layout = None
-    if isinstance(like, str):
-        like, layout = jax.ShapeDtypeStruct((32,), like), ft.P("data")
-    names = {"x": "model.norm.weight"}
-    return ft.load_tensors(
-        folder, {"x": like}, names, layout, mesh_of(2, 1), left_out=["*"], cast=cast
-    )
-
-
-@pytest.mark.parametrize("case", WIDE)
-def test_float64_is_never_shortened_unasked(case: str, copied: Path) -> None:
-    loaded, expected = WIDE[case]
-    changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
-    if isinstance(expected, str):
-        assert {str(leaf.dtype) for leaf in jax.tree.leaves(loaded(copied))} == {expected}
-        return
-    with raises(*expected):
-        loaded(copied)
-
-
-@pytest.mark.parametrize(
-    "field", ["hidden_size", "num_hidden_layers", "vocab_size", "num_key_value_heads"]
-)
-def test_a_size_that_the_weights_do_not_have(field: str, copied: Path) -> None:
-    given = json.loads((copied / "config.json").read_text())
-    given[field] = {"num_key_value_heads": 4}.get(field, given[field] + 1)
-    (copied / "config.json").write_text(json.dumps(given))
-    said = ["problem", "the files have", "`model.", "that belong together"]
-    with raises("no weights are loaded", *said):
-        load(copied, 1, 1)
-
-
 @pytest.mark.parametrize("text", ['{"weight_map": 1}', '{"weight_map": {"a": 1}}', "[]"])
 def test_an_index_that_is_none(text: str, copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text(text)
@@ -439,6 +365,22 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with raises("`safetensors` is not installed: pip install 'functree[weights]'"):
         load(MODELS / "llama")
+
+
+def test_float64_is_never_shortened_unasked(copied: Path) -> None:
+    lacks = ["JAX has no float64 without `jax_enable_x64`", "('jax_enable_x64', True)"]
+    changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
+    with raises("embed.weight", "as f64[96, 32]: ", *lacks, "say which dtype", "`param_dtype=`"):
+        load(copied)
+    with raises(*lacks):
+        load(copied, param_dtype="float64")
+    assert load(copied, param_dtype="float32").norm.scale.dtype == np.float32
+    names: Any = {"x": "model.norm.weight"}
+    like = {"x": jax.ShapeDtypeStruct((32,), "float64")}
+    with raises(*lacks):
+        ft.load_tensors(copied, like, names, ft.P(), mesh_of(2, 1), left_out=["*"])
+    of_numpy = ft.load_tensors(copied, {"x": np.zeros(32)}, names, left_out=["*"])
+    assert of_numpy["x"].dtype == np.float64
 
 
 def test_layouts_that_do_not_fit() -> None:

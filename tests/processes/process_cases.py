@@ -279,22 +279,6 @@ def written() -> Any:
 
 
 @alike
-def by_shards() -> Any:
-    rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-
-    @ft.shard_map(mesh=MESH, rules=rules)
-    def ffn(
-        x: Float[Array, "batch embed"],
-        up: Float[Array, "embed hidden"],
-        down: Float[Array, "hidden embed"],
-    ) -> Float[Array, "batch embed"]:
-        return jax.lax.psum(jnp.tanh(x @ up) @ down, "model")
-
-    m = model()
-    return numbers(jax.jit(ffn)(place(batch(0)), m.up, m.down))
-
-
-@alike
 def optimizers() -> Any:
     m = transformer()
     states = [
