@@ -341,6 +341,14 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     abstract = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)
     tied = ft.restore(tmp_path / "tied", {"a": abstract, "b": abstract})
     assert tied["a"] is tied["b"]
+    # Elsewhere, or with another dtype, it is another array.
+    sharded = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(MESH, ft.P("data")))
+    half = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=w.sharding)
+    for like in (sharded, half):
+        found = ft.restore(tmp_path / "tied", {"a": abstract, "b": like}, cast=True)
+        assert [(x.dtype, x.sharding) for x in found.values()] == [
+            (x.dtype, x.sharding) for x in (abstract, like)
+        ]
     apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
     buffers = [
         {shard.data.unsafe_buffer_pointer() for shard in apart[name].addressable_shards}
@@ -366,6 +374,9 @@ def test_tied_arrays_without_digests(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", {"a": w, "b": w, "e": jnp.zeros(0)}, verify=False)
     found = ft.restore(tmp_path / "c", {"a": w, "b": w, "e": jnp.zeros(0)}, verify=False)
     assert found["a"] is found["b"]
+    ft.save(tmp_path / "apart", {"a": w, "b": w + 1}, verify=False)
+    with raises("is one array with `a` in `like`, and two arrays were saved"):
+        ft.restore(tmp_path / "apart", {"a": w, "b": w}, verify=False)
 
 
 # What cannot be saved or restored

@@ -216,6 +216,13 @@ def test_a_tensor_of_all_layers_keeps_their_dimension_in_front(tmp_path: Path) -
     np.testing.assert_array_equal(loaded.layer["b"], given["b"])
 
 
+def test_a_tensor_of_all_layers_and_experts_keeps_both_in_front(tmp_path: Path) -> None:
+    given, key = tensors(e=(3, 2, 8, 4)), jax.random.key(0)
+    like = ft.abstract(ft.stack)(lambda key: Experts(jnp.zeros((2, 4, 8))), 3, key)
+    loaded = ft.load_tensors(saved(tmp_path, given), like, {"layer.up": "e.T"}, P(), MESH)
+    np.testing.assert_array_equal(loaded.layer.up, given["e"].transpose(0, 1, 3, 2))
+
+
 # How much of the files
 
 
@@ -327,6 +334,11 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
         file, abstract(a=(8, 4), b=(8, 4)), {"a": "w", "b": "w"}, P(), MESH, left_out=["v"]
     )
     assert apart["a"] is not apart["b"]
+    # One array that is wanted in two places is two.
+    layout = ft.StateSharding({"a": P("data"), "b": P()})
+    two = ft.load_tensors(file, {"a": x, "b": x}, {"*": "w"}, layout, MESH, left_out=["v"])
+    assert_lies(two["a"], "data", None)
+    assert_lies(two["b"])
     with raises(
         "b   f32[8, 4]", "is one array with `a` in `like`, and has another name", "ft.copy"
     ):
