@@ -334,11 +334,6 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
         file, abstract(a=(8, 4), b=(8, 4)), {"a": "w", "b": "w"}, P(), MESH, left_out=["v"]
     )
     assert apart["a"] is not apart["b"]
-    # One array that is wanted in two places is two.
-    layout = ft.StateSharding({"a": P("data"), "b": P()})
-    two = ft.load_tensors(file, {"a": x, "b": x}, {"*": "w"}, layout, MESH, left_out=["v"])
-    assert_lies(two["a"], "data", None)
-    assert_lies(two["b"])
     with raises(
         "b   f32[8, 4]", "is one array with `a` in `like`, and has another name", "ft.copy"
     ):
