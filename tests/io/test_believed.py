@@ -261,7 +261,7 @@ def test_a_head_of_safetensors(case: str, tmp_path: Path) -> None:
 
 def row(**changes: Any) -> Callable[[Head], Head]:
     """Another row for the one array."""
-    return lambda body: body | {"rows": [body["rows"][0] | changes]}
+    return lambda body: body | {"rows": [body["rows"][-1] | changes]}
 
 
 def tied_to_w(first: Head) -> Head:
@@ -275,7 +275,7 @@ MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
     "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
     "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
     "the same as one of another shape": (
-        lambda body: body | {"rows": [*body["rows"], tied_to_w(body["rows"][0])]},
+        lambda body: body | {"rows": [*body["rows"], tied_to_w(body["rows"][-1])]},
         "`v`: `same_as` is w, and no row before it is of such an array",
     ),
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
@@ -299,7 +299,7 @@ def forge(folder: Path, change: Callable[[Head], Head]) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("manifests") / "saved"
-    ft.save(folder, {"w": jnp.ones((4, 8))})
+    ft.save(folder, {"a": jnp.ones(3), "w": jnp.ones((4, 8))})
     return folder
 
 
@@ -381,6 +381,16 @@ def test_the_files_of_the_values(case: str, saved: Path, tmp_path: Path) -> None
     shutil.copytree(saved, tmp_path / "saved")
     change(next((tmp_path / "saved").glob("arrays-*/state")))
     with refused("cannot be restored\n\n  w\n", said, "restore another checkpoint"):
+        ft.restore(tmp_path / "saved", {"a": jnp.ones(3), "w": jnp.ones((4, 8))})
+
+
+def test_values_of_another_digest(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "saved")
+    forge(
+        tmp_path / "saved", lambda body: body | {"rows": [body["rows"][-1] | {"digest": "0" * 8}]}
+    )
+    why = "its values are not those that were saved: their digest is f8f5d28f, and was 00000000"
+    with raises("1 leaf of ", why, "restore another checkpoint", error=ft.CheckpointError):
         ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})
 
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import functree as ft
 from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
-from tests.lib.checks import compilations
+from tests.lib.checks import compilations, raises
 from tests.lib.meshes import MESH, mesh_of
 
 INF, NAN = float("inf"), float("nan")
@@ -173,6 +173,8 @@ def test_a_run_and_a_layout(tmp_path: Path) -> None:
     with pytest.warns(ft.FunctreeWarning, match="2 arrays .*`a` 2 of 4 .*`b` 1 of 1"):
         found = checkpoints.restore(like, 1, ft.P(), MESH, only=~ft.glob("c"), cast=True)
     assert found["c"] is like["c"]
+    with raises("matches no array", error=ft.CheckpointError):
+        checkpoints.restore(like, only="modle.**")
 
 
 def test_rounding_is_no_warning(tmp_path: Path) -> None:

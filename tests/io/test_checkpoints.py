@@ -23,6 +23,7 @@ from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH
 
 KEY = jax.random.key(0)
+S = jax.ShapeDtypeStruct
 ADAFACTOR = ft.layerwise(optax.adafactor(1e-3))
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 CONFIG = ft.nn.TransformerConfig(
@@ -338,12 +339,12 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     assert ft.inspect(tmp_path / "tied").total_bytes == w.nbytes
     tied = ft.restore(tmp_path / "tied", {"a": w, "b": w})
     assert tied["a"] is tied["b"]
-    abstract = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=w.sharding)
+    abstract = S(w.shape, w.dtype, sharding=w.sharding)
     tied = ft.restore(tmp_path / "tied", {"a": abstract, "b": abstract})
     assert tied["a"] is tied["b"]
     # Elsewhere, or with another dtype, it is another array.
-    sharded = jax.ShapeDtypeStruct(w.shape, w.dtype, sharding=NamedSharding(MESH, ft.P("data")))
-    half = jax.ShapeDtypeStruct(w.shape, jnp.bfloat16, sharding=w.sharding)
+    sharded = S(w.shape, w.dtype, sharding=NamedSharding(MESH, ft.P("data")))
+    half = S(w.shape, jnp.bfloat16, sharding=w.sharding)
     for like in (sharded, half):
         found = ft.restore(tmp_path / "tied", {"a": abstract, "b": like}, cast=True)
         assert [(x.dtype, x.sharding) for x in found.values()] == [
@@ -428,11 +429,9 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
 
 def test_where_arrays_cannot_be_created(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", {"w": jnp.ones((8, 4))})
-    bare = {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32)}
+    bare = {"w": S((8, 4), jnp.float32)}
     with raises(
-        "w   f32[8, 4]",
-        "has no sharding in `like`, and there is no layout",
-        "give `layout=` and a mesh",
+        "w   f32[8, 4]", "has no sharding in `like`, and there is no layout", "give `layout"
     ):
         ft.restore(tmp_path / "c", bare)
     with raises("cannot be laid out on mesh (data=2, model=4)", error=ft.ShardingError):
@@ -441,29 +440,24 @@ def test_where_arrays_cannot_be_created(tmp_path: Path) -> None:
         ft.restore(tmp_path / "c", bare, ft.P(), {"data": 2})
     abstract = NamedSharding(MESH.abstract_mesh, ft.P())
     with raises("cannot be created", "has no devices"):
-        ft.restore(
-            tmp_path / "c", {"w": jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=abstract)}
-        )
+        ft.restore(tmp_path / "c", {"w": S((8, 4), jnp.float32, sharding=abstract)})
+
+
+def test_float64_that_jax_does_not_have(tmp_path: Path) -> None:
     ft.save(tmp_path / "wide", {"w": np.ones(4)})
-    with raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError):
-        ft.restore(
-            tmp_path / "wide", {"w": jax.ShapeDtypeStruct((4,), np.dtype("float64"))}, ft.P(), MESH
-        )
-    with (
-        jax.enable_x64(True),
-        raises("w was read as float32", "for the whole process", error=ft.CheckpointError),
-    ):
-        ft.restore(
-            tmp_path / "wide", {"w": jax.ShapeDtypeStruct((4,), np.dtype("float64"))}, ft.P(), MESH
-        )
+    like = {"w": S((4,), np.dtype("float64"))}
+    lacking = raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError)
+    with lacking:
+        ft.restore(tmp_path / "wide", like, ft.P(), MESH)
     with jax.enable_x64(True):
-        wide = {"w": jnp.ones(4, jnp.float64)}  # free to be on any device: it is read by numpy
-    with raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError):
-        ft.restore(tmp_path / "wide", wide)
-    narrow = {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}
-    assert bits(ft.restore(tmp_path / "wide", narrow, ft.P(), MESH, cast=True)["w"]) == bits(
-        np.ones(4, np.float32)
-    )
+        with raises("w was read as float32", "for the whole process", error=ft.CheckpointError):
+            ft.restore(tmp_path / "wide", like, ft.P(), MESH)
+        free = {"w": jnp.ones(4, jnp.float64)}  # to be on any device: it is read by numpy
+    with lacking:
+        ft.restore(tmp_path / "wide", free)
+    narrow = {"w": S((4,), jnp.float32)}
+    found = ft.restore(tmp_path / "wide", narrow, ft.P(), MESH, cast=True)
+    assert bits(found["w"]) == bits(np.ones(4, np.float32))
 
 
 def test_without_digests(tmp_path: Path) -> None:

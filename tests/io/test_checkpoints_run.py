@@ -2,6 +2,7 @@
 (`python -m tests.faults`)."""
 
 import gc
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -287,19 +288,12 @@ def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", tree(1))
     manifest = tmp_path / "c" / "functree.json"
     text = manifest.read_text()
-    for broken in (
-        "",
-        text[: len(text) // 2],
-        "[]",
-        "{}",
-        text.replace('"axes"', '"axis"'),
-        text.replace("w", "v"),
-    ):
+    body = json.loads(text)
+    del body["checksum"]
+    texts = "", text[: len(text) // 2], text.replace('"axes"', '"axis"'), json.dumps(body)
+    for broken in texts:
         manifest.write_text(broken)
-        with pytest.raises(
-            ft.CheckpointError,
-            match=r"functree.json is not (the manifest of a checkpoint|what was)",
-        ):
+        with raises("functree.json is not ", error=ft.CheckpointError):
             ft.restore(tmp_path / "c", tree(0))
     manifest.write_text(text)
     assert value(ft.restore(tmp_path / "c", tree(0))) == 1

@@ -2,7 +2,6 @@
 the function, and nothing is left behind."""
 
 import os
-import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -209,17 +208,6 @@ OTHERS: dict[str, Callable[[Path], Any]] = {
     "a link to itself": lambda path: path.symlink_to(path.name),
     "a text": lambda path: path.write_text("x"),
 }
-
-
-@pytest.mark.parametrize("what", OTHERS)
-def test_values_that_are_none(what: str, tmp_path: Path) -> None:
-    ft.save(tmp_path / "c", TREE)
-    [values] = (tmp_path / "c").glob("arrays-*")
-    shutil.rmtree(values)
-    OTHERS[what](values)
-    with raises(str(tmp_path / "c"), error=ft.CheckpointError) as caught:
-        ft.restore(tmp_path / "c", TREE)
-    assert isinstance(caught.value, OSError)
 
 
 @pytest.mark.parametrize("what", OTHERS)

@@ -63,13 +63,11 @@ def conditions(client: Client) -> list[Any]:
 
 def reads(client: Client) -> list[Any]:
     client.put("r")
-    about = client.about("/r")
-    found: list[Any] = [(about["name"], about["bucket"], about["size"], about["updated"][-1])]
-    for asked in ("bytes=2-4", "bytes=7-", "bytes=-3", "bytes=5-99"):
-        found.append(client.get("/r?alt=media", Range=asked))
+    found: list[Any] = [
+        client.get("/r?alt=media", Range=part) for part in ("bytes=2-4", "bytes=-3")
+    ]
     found.append(client.get("/r?alt=media", Range="bytes=10-12")[0])
     found.append(client.get(f"/r?alt=media&ifGenerationMatch={WRONG}")[0])
-    found.append(client.get(f"/r?alt=media&ifGenerationNotMatch={about['generation']}")[0])
     found.append((client.get("/none")[0], client.get("/none?alt=media")[0]))
     return found
 
@@ -101,12 +99,7 @@ def lists(client: Client) -> list[Any]:
 
 EXPECTED: dict[Callable[[Client], list[Any]], list[Any]] = {
     conditions: [200, 412, 200, 412, b"new", True, 412],
-    reads: [
-        ("r", "bucket", "10", "Z"),
-        *((206, part) for part in (b"234", b"789", b"789", b"56789")),
-        *(416, 412, 304),
-        (404, 404),
-    ],
+    reads: [(206, b"234"), (206, b"789"), 416, 412, (404, 404)],
     deletions: [412, 204, 404],
     lists: [(["l/a", "l/c"], ["l/b/"]), ["l/b/1", "l/b/2"], (3, ["l/c"], False), []],
 }

@@ -430,6 +430,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         {"x.{i}": "l.{2*j}.w"}, ALL,
         [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
     ),
+    "no arithmetic": (
+        {"x.{i}": "l.{i**2}.w"}, ALL,
+        [('"x.{i}": "l.{i**2}.w"', "`{i**2}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
+    ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
@@ -469,9 +473,7 @@ def test_the_text_of_what_is_refused(tmp_path: Path) -> None:
     file, like = saved(tmp_path, GIVEN), {"x": [S((8, 4), np.float32)] * 2}
     with pytest.raises(ft.FunctreeError) as caught:
         ft.load_tensors(file, like, {"x.*": "l.*.tt"}, P(), MESH, left_out=["*h", "*w", "[se]*"])
-    assert (
-        str(caught.value)
-        == f"""\
+    told = f"""\
 {file}: no weights are loaded: 5 problems
 
   x.0, x.1   f32[8, 4]
@@ -489,7 +491,24 @@ def test_the_text_of_what_is_refused(tmp_path: Path) -> None:
 Try: `l.0.tt`: did you mean `l.0.t`?
      correct the name in `table`, or the shape in `like`
      give `table` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]"""
-    )
+    assert str(caught.value) == told
+
+
+# (3, embed, heads, head_dim), and what PyTorch has of it: (3 * heads * head_dim, embed). Where both
+# products are equal, dimensions joined at two places would be read from it without a word.
+@pytest.mark.parametrize("name", ["qkv", "qkv.T", "qkv.transpose(0, 2, 1)"])
+@pytest.mark.parametrize(("shape", "stored"), [((3, 8, 4, 2), (24, 8)), ((4, 6), (3, 8))])
+def test_a_tensor_in_another_order_is_refused(
+    tmp_path: Path, shape: tuple[int, ...], stored: tuple[int, ...], name: str
+) -> None:
+    file = saved(tmp_path, tensors(qkv=stored))
+    why = f"the files have `{name}` as f32[{stored[0]}, {stored[1]}]"
+    with raises(why, "Try: it has as many elements, in an order that no row says: load an array"):
+        ft.load_tensors(file, abstract(x=shape), {"x": name}, P(), MESH)
+
+
+def test_a_part_in_another_order_is_refused(tmp_path: Path) -> None:
+    """(heads, embed, head_dim), of (3 * heads * head_dim, embed)."""
     file, like = saved(tmp_path, tensors(qkv=(48, 16))), abstract(x=(4, 16, 4))
     for name, many in (("qkv[0/3].T", True), ("qkv[0:2/3].T", False)):
         texts = ["as f32[48, 16], of which a part is asked for: f32[4, 16, 4]"]
