@@ -138,10 +138,6 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
         {"l__0": (32, 16), "l__1": (32, 16)}, (2, 16, 8, 4), "l.{layer}.T",
         lambda t: np.stack([t["l.0"].T, t["l.1"].T]).reshape(2, 16, 8, 4),
     ),
-    "thirds of layers": (
-        {"l__0": (24, 16), "l__1": (24, 16)}, (2, 16, 8), "l.{layer}[1/3].T",
-        lambda t: np.stack([t["l.0"][8:16].T, t["l.1"][8:16].T]),
-    ),
     "numbers of layers": (
         {"l__0": (), "l__1": ()}, (2,), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
     ),
@@ -149,9 +145,6 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "the heads of another order": (
         {"w": (16, 8, 3)}, (8, 3, 4, 4), "w.transpose(1, 2, 0)",
         lambda t: t["w"].transpose(1, 2, 0).reshape(8, 3, 4, 4),
-    ),
-    "a half of another order": (
-        {"w": (4, 2, 16)}, (8, 4, 2), "w[1/2].transpose(2, 0, 1)", lambda t: t["w"][:, :, 8:].transpose(2, 0, 1)
     ),
     "a one that is dropped": ({"w": (8, 1, 4)}, (4, 8), "w.T", lambda t: t["w"][:, 0].T),
     "ones of a number": ({"w": ()}, (1, 1), "w", lambda t: t["w"].reshape(1, 1)),
@@ -524,14 +517,9 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
-    "the transpose of layers": (
-        abstract(x=(2, 8, 4)), {"x": "l.{layer}.t"},
-        ["`l.{layer}.t` as f32[4, 8]", 'transposed? write "x": "l.{layer}.t.T"'],
-    ),
     "no dimension of layers": (
         abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
     ),
-    "no layers": (abstract(x=(0, 4)), {"x": "l.{layer}.w"}, ["for each element of a dimension, and it has none"]),
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
     ),
