@@ -49,7 +49,7 @@ import numpy as np
 import functree as ft
 from functree.io.checkpoints import folder as folders
 from tests.lib import gcs_emulator
-from tests.lib.launch import ended, free_port, initialized, started
+from tests.lib.launch import Running, ended, free_port, initialized, started
 
 BUCKET = "faults"
 LAYOUT = ft.StateSharding({"**.key": ft.P(), "**.step": ft.P(), ...: ft.P("data")})
@@ -156,11 +156,8 @@ def _noticed(path: str, like: Any, elements: int, mesh: jax.sharding.Mesh) -> st
         found = ft.restore(path, like)
     except ft.CheckpointError as error:
         return "noticed, by path" if error.problems[0].path is not None else "noticed"
-    return (
-        "nothing changed"
-        if meta == {"tokens": 12} and is_state(found, 1, elements, mesh)
-        else "MISSED"
-    )
+    is_same = meta == {"tokens": 12} and is_state(found, 1, elements, mesh)
+    return "nothing changed" if is_same else "MISSED"
 
 
 def kills(
@@ -182,8 +179,7 @@ def kills(
     run, log = place(folder, "run", store), folder / "log"
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
-        log.write_text("")
-        training = started(["-m", "tests.faults", "train", run, str(log), str(elements)], processes)
+        training = _training(run, log, elements, processes)
         _wait_for_steps(log, training)
         time.sleep(chance.uniform(0, 0.6))
         # One dies, and its supervisor kills the others a moment later.
@@ -193,14 +189,10 @@ def kills(
             time.sleep(chance.uniform(0, 0.1))
         ended(training, 10)
         returned = max(map(int, log.read_text().split()), default=-1)
-        latest = ft.Checkpoints(run).latest
+        latest, is_whole = _latest_state(run, elements, mesh)
         lost = returned - (-1 if latest is None else latest)
         found[f"{max(lost, 0)} steps lost"] += 1
-        like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
-        whole = latest is None or is_state(
-            ft.restore(f"{run}/{latest}", like), latest, elements, mesh
-        )
-        found["whole" if whole else "BROKEN"] += 1
+        found["whole" if is_whole else "BROKEN"] += 1
         _progress(f"kill {i + 1} of {count}: step {returned} of {processes} processes, {lost} lost")
     save_after_a_day(run, state(0, elements, mesh))
     found["dead folders"] = len(left_over(run))
@@ -275,6 +267,25 @@ def hastened() -> None:
     folders.ASKED_AFTER = 0.5
 
 
+def _training(
+    run: str, log: Path, elements: int, processes: int = 1, **environment: str
+) -> Running:
+    """Processes that run `train`."""
+    log.write_text("")
+    arguments = ["-m", "tests.faults", "train", run, str(log), str(elements)]
+    return started(arguments, processes, **environment)
+
+
+def _latest_state(run: str, elements: int, mesh: jax.sharding.Mesh) -> tuple[int | None, bool]:
+    """The latest step of a run, and whether it is whole; it is if there is none."""
+    latest = ft.Checkpoints(run).latest
+    if latest is None:
+        return None, True
+    like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
+    found = ft.restore(f"{run}/{latest}", like)
+    return latest, is_state(found, latest, elements, mesh)
+
+
 def _wait_for_steps(log: Path, running: Sequence["subprocess.Popen[str]"]) -> None:
     """Wait until a training has saved a step."""
     until = time.monotonic() + 60
@@ -317,24 +328,19 @@ def races(folder: Path, count: int, elements: int, store: str = "file") -> colle
     found: collections.Counter[str] = collections.Counter()
     for i in range(count):
         path = place(folder, f"race{i}", store)
-        writers = [
-            started(["-m", "tests.faults", "write", path, str(step), str(elements)])[0]
-            for step in (1, 2)
-        ]
+        writers: Running = []
+        for step in ("1", "2"):
+            writers += started(["-m", "tests.faults", "write", path, step, str(elements)])
         ends = ended(writers, 60)
-        won = [
-            step for step, (_, out, _) in zip((1, 2), ends, strict=True) if out.strip() == "saved"
-        ]
+        won = [step for step, (_, out, _) in enumerate(ends, 1) if out.strip() == "saved"]
         lost = [out for _, out, _ in ends if out.strip() != "saved"]
         found[f"{len(won)} saved"] += 1
-        found["FOREIGN"] += sum("CheckpointFileError" not in out for out in lost) + sum(
-            status for status, _, _ in ends
-        )
+        found["FOREIGN"] += sum("CheckpointFileError" not in out for out in lost)
+        found["FOREIGN"] += sum(status != 0 for status, _, _ in ends)
         found["MIXED"] += not is_state(ft.restore(path, like), won[-1], elements, mesh)
         _progress(f"race {i + 1} of {count}: {len(won)} saved")
     run, log = place(folder, "run", store), folder / "log"
-    log.write_text("")
-    training = started(["-m", "tests.faults", "train", run, str(log), str(elements)])
+    training = _training(run, log, elements)
     _wait_for_steps(log, training)
     reader = ft.Checkpoints(run)
     while reader.latest is None:
@@ -394,14 +400,11 @@ def outages(
     """
     found: collections.Counter[str] = collections.Counter()
     mesh = ft.make_mesh(data=8)
-    like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
     log = folder / "log"
     for i in range(count):
         run = place(folder, f"run{i}", "gs")
-        log.write_text("")
-        arguments = ["-m", "tests.faults", "train", run, str(log), str(elements)]
         unreached = {"FAULTS_UNREACHED": "1"} if i % 2 else {}
-        training = started(arguments, 2, **unreached, **GIVING_UP)
+        training = _training(run, log, elements, 2, **unreached, **GIVING_UP)
         if i % 2 == 0:
             _wait_for_steps(log, training)
             while ft.Checkpoints(run).latest is None:
@@ -412,10 +415,9 @@ def outages(
         for status, _, text in ends:
             found["told" if "the bucket has not answered" in text else "NOT TOLD"] += 1
             found["waited at the end"] += status == -signal.SIGKILL
-        latest = ft.Checkpoints(run).latest
+        latest, is_whole = _latest_state(run, elements, mesh)
         if latest is not None:
-            whole = is_state(ft.restore(f"{run}/{latest}", like), latest, elements, mesh)
-            found["whole" if whole else "BROKEN"] += 1
+            found["whole" if is_whole else "BROKEN"] += 1
         save_after_a_day(run, state(0, elements, mesh))
         found["dead folders"] += len(left_over(run))
         _progress(f"outage {i + 1} of {count}: {found}")
@@ -432,7 +434,6 @@ def full(folder: Path, elements: int) -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     mesh = ft.make_mesh(data=8)
     try:
-        like = ft.abstract(_state, LAYOUT, mesh)(jnp.int32(0), elements)
         for step in range(6):
             try:
                 with ft.Checkpoints(disk / "run", keep=None) as checkpoints:
@@ -440,11 +441,8 @@ def full(folder: Path, elements: int) -> collections.Counter[str]:
                 found["saved"] += 1
             except ft.CheckpointError as error:
                 found[f"CheckpointError: {str(error).split(': ', 1)[1][:60]}"] += 1
-            latest = ft.Checkpoints(disk / "run").latest
-            if latest is None or not is_state(
-                ft.restore(disk / "run" / str(latest), like), latest, elements, mesh
-            ):
-                found["BROKEN"] += 1
+            latest, is_whole = _latest_state(str(disk / "run"), elements, mesh)
+            found["BROKEN"] += latest is None or not is_whole
         left = [one for one in (disk / "run").rglob("*") if one.is_dir() and _is_dead(one)]
         found["dead folders"] = len(left)
     finally:

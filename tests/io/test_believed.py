@@ -18,6 +18,7 @@ import tensorstore
 import functree as ft
 from functree.io.checkpoints.manifest import checksum
 from tests.lib.checks import raises
+from tests.lib.meshes import MESH
 
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -62,21 +63,19 @@ def rewrite(file: Path, change: Callable[[Any], Any]) -> None:
 
 # The config of published weights
 
-LARGE = [10**9, 2**63, 10**30, 10**400]
-FIELDS = [
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "head_dim",
-    "intermediate_size",
-]
+FIELDS = {
+    "vocab_size": 10**9,
+    "hidden_size": 2**63,
+    "num_hidden_layers": 10**30,
+    "num_attention_heads": 10**400,
+    "head_dim": 10**9,
+    "intermediate_size": 2**63,
+}
 
 
 @pytest.mark.parametrize("field", FIELDS)
-@pytest.mark.parametrize("size", LARGE, ids=lambda size: f"{len(str(size))} digits")
-def test_a_size_that_no_tensor_has(field: str, size: int, tmp_path: Path) -> None:
-    folder = copied(tmp_path)
+def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
+    folder, size = copied(tmp_path), FIELDS[field]
     rewrite(folder / CONFIG, lambda given: given | {field: size})
     why = "the files have 30 tensors with 29,408 elements"
     with refused(f"{CONFIG}: sizes that the files do not have", f'"{field}": {size}'[:99], why):
@@ -89,29 +88,11 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
         ": no transformer can be built with these fields",
     ),
     "a base that is no float": ({"rope_theta": 10**400}, '"rope_theta": 1000'),
-    "an eps that is no float": ({"rms_norm_eps": 10**400}, '"rms_norm_eps": 1000'),
-    "no number": ({"rms_norm_eps": float("nan")}, '"rms_norm_eps": NaN'),
     "infinity": ({"rope_theta": float("inf")}, '"rope_theta": Infinity'),
-    "less than nothing": ({"vocab_size": -1}, '"vocab_size": -1'),
-    "a text": ({"hidden_size": "32"}, '"hidden_size": "32"'),
-    "true": ({"num_hidden_layers": True}, '"num_hidden_layers": true'),
-    "a factor that is no float": (
-        {
-            "rope_scaling": {
-                "rope_type": "llama3",
-                "factor": 10**400,
-                "low_freq_factor": 1,
-                "high_freq_factor": 4,
-                "original_max_position_embeddings": 16,
-            }
-        },
-        '"rope_scaling": ',
-    ),
-    "a dtype of many": ({"dtype": "(1000000000,)f4"}, '"dtype": "(1000000000,)f4"'),
     "a dtype that is no text": ({"dtype": "\ud800"}, '"dtype": "\\ud800"'),
-    "a dtype of many digits": ({"dtype": "9" * 5000}, '"dtype": "999'),
     "a field that nobody knows": ({"x": [[0] * 10**5] * 9}, '"x": [[0, 0'),
     "a family that is a list": ({"model_type": ["llama"]}, '"model_type": ["llama"]'),
+    "layers that are lists": ({"layer_types": [["full_attention"]]}, '"layer_types": [["full'),
 }
 
 
@@ -124,23 +105,17 @@ def test_a_value_that_is_none(case: str, tmp_path: Path) -> None:
         load(folder)
 
 
-def test_layers_that_are_lists(tmp_path: Path) -> None:
-    folder = copied(tmp_path, "qwen3")
-    rewrite(folder / CONFIG, lambda given: given | {"layer_types": [["full_attention"]]})
-    with refused(CONFIG, '"layer_types": [["full_attention"]]'):
-        load(folder)
-
-
 # What is no JSON that can be read, for each file of JSON
+
+MANY = "".join(f'"{i}": 1, ' for i in range(10**5))
 
 TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
     "deep lists": (lambda text: text.replace("{", f'{{"x": {DEEP},', 1), TOO_DEEP),
-    "deep objects": (lambda text: '{"x":' * 10**5 + "1" + "}" * 10**5, TOO_DEEP),
     "not so deep": (lambda text: "[" * 101 + "]" * 101, TOO_DEEP),
     "many digits": (lambda text: text.replace("{", '{"x": ' + "9" * 9999 + ",", 1), "digits"),
-    "a name twice": (lambda text: '{"y": {"x": 1, "x": 2}}', 'an object has "x" twice'),
+    # Behind many, which are looked through once.
+    "a name twice": (lambda text: f'{{{MANY}"x": 1, "x": 2}}', 'an object has "x" twice'),
     "no text": (lambda text: "\ud800", "'utf-8' codec can't decode"),
-    "nothing": (lambda text: "", "Expecting value"),
 }
 
 
@@ -152,9 +127,7 @@ def test_what_cannot_be_read_as_json(case: str, tmp_path: Path) -> None:
     for file, error, read in (
         (folder / INDEX, ft.FunctreeError, lambda: load(folder)),
         (folder / CONFIG, ft.FunctreeError, lambda: load(folder)),
-        (folder / CONFIG, ft.FunctreeError, lambda: ft.nn.config_from_json(folder)),
         (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: inspected(tmp_path)),
-        (tmp_path / "saved" / "functree.json", ft.CheckpointError, lambda: restored(tmp_path)),
     ):
         text = file.read_text()
         file.write_bytes(change(text).encode(errors="surrogatepass"))
@@ -167,10 +140,6 @@ def inspected(folder: Path) -> Any:
     return ft.inspect(folder / "saved")
 
 
-def restored(folder: Path) -> Any:
-    return ft.restore(folder / "saved", {"w": jnp.ones(3)})
-
-
 @pytest.mark.parametrize("what", NO_FILES)
 def test_what_is_no_file(what: str, tmp_path: Path) -> None:
     """Opening a pipe would wait for who writes to it, and a device does not end."""
@@ -181,7 +150,6 @@ def test_what_is_no_file(what: str, tmp_path: Path) -> None:
         (folder / "model-00003-of-00007.safetensors", lambda: load(folder)),
         (folder / CONFIG, lambda: load(folder)),
         (tmp_path / "saved" / "functree.json", lambda: inspected(tmp_path)),
-        (tmp_path / "saved" / "functree.json", lambda: restored(tmp_path)),
     ):
         file.rename(tmp_path / "away")
         NO_FILES[what](file)
@@ -203,27 +171,14 @@ def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
         ft.save(tmp_path / "saved", {"w": jnp.ones(3)}, overwrite=True)
 
 
-def test_a_name_twice_behind_many(tmp_path: Path) -> None:
-    """They are looked through once."""
-    folder = copied(tmp_path)
-    names = "".join(f'"{i}": 1, ' for i in range(10**5))
-    (folder / CONFIG).write_text(f'{{{names}"x": 1, "x": 2}}')
-    with refused('an object has "x" twice'):
-        load(folder)
-
-
 # The names of files in an index
 
 OUTSIDE = "index.json names files outside of its folder: "
 MISSING = "index.json names files that are not there: "
 NAMES: dict[str, str] = {
     "../outside.safetensors": f'{OUTSIDE}"../outside.safetensors"',
-    "sub/../../outside.safetensors": f'{OUTSIDE}"sub/../../outside.safetensors"',
     "/outside.safetensors": f'{OUTSIDE}"/outside.safetensors"',
-    "/dev/zero": OUTSIDE,
     "": MISSING,
-    ".": MISSING,
-    "sub": MISSING,
     "a\0b": MISSING,
     "x" * 4000: MISSING,
     CONFIG: f"{CONFIG} is not a safetensors file",
@@ -245,14 +200,6 @@ def test_a_name_in_an_index(name: str, tmp_path: Path) -> None:
         (folder / INDEX).read_text().replace(f'"{moved}"', json.dumps(name))
     )
     with refused(said):
-        load(folder)
-
-
-def test_many_names_in_an_index(tmp_path: Path) -> None:
-    folder = copied(tmp_path, "llama_sharded")
-    files = {str(i): f"{i}.safetensors" for i in range(10**4)}
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
-    with refused(MISSING, "and 9996 more"):
         load(folder)
 
 
@@ -283,68 +230,60 @@ def extra(shape: list[int], offsets: list[int]) -> Callable[[Head], Head]:
     return lambda head: head | {"extra": entry}
 
 
-def same(head: Head) -> Head:
-    return head
-
-
 WHOLE = f"{WEIGHTS} is not a safetensors file, or not all of it is there: "
-HEADS: dict[str, tuple[Callable[[Head], Any], int | None, str]] = {
-    "a length of 2^63": (same, 2**63, WHOLE),
-    "a length beyond the file": (same, 10**6, WHOLE),
-    "no length": (same, 0, WHOLE),
-    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), None, WHOLE),
-    "offsets of 2^64": (tensor(data_offsets=[0, 2**64]), None, WHOLE),
-    "offsets below nothing": (tensor(data_offsets=[-8, 0]), None, WHOLE),
-    "offsets in reverse": (tensor(data_offsets=[8, 0]), None, WHOLE),
-    "bytes of two": (extra([4], [0, 16]), None, WHOLE),
-    "a huge shape": (tensor(shape=[10**12, 10**12]), None, WHOLE),
-    "a shape of 2^63": (tensor(shape=[2**63, 2]), None, WHOLE),
-    "a negative shape": (tensor(shape=[-96, -32]), None, WHOLE),
-    "a shape of texts": (tensor(shape=["96", "32"]), None, WHOLE),
-    "a huge shape without elements": (extra([0, 2**62], [0, 0]), None, "extra\n"),
-    "a dtype that nobody knows": (tensor(dtype="F9"), None, WHOLE),
-    "a dtype that is a number": (tensor(dtype=4), None, WHOLE),
-    "a dtype of integers": (tensor(dtype="I32"), None, "lm_head.weight has the dtype I32"),
-    "deep": (lambda head: f'{{"x": {DEEP}}}', None, WHOLE),
+# Most of what a head says is compared with the file by safetensors itself.
+HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
+    "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), WHOLE),
+    "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
+    "a dtype of integers": (
+        tensor(dtype="I32"),
+        "lm_head.weight has the dtype I32, and weights are",
+    ),
+    "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }
 
 
 @pytest.mark.parametrize("case", HEADS)
 def test_a_head_of_safetensors(case: str, tmp_path: Path) -> None:
-    change, length, said = HEADS[case]
+    change, said = HEADS[case]
     folder = copied(tmp_path)
     data = (folder / WEIGHTS).read_bytes()
     end = 8 + struct.unpack("<Q", data[:8])[0]
     head = change(json.loads(data[8:end]))
     text = (head if isinstance(head, str) else json.dumps(head)).encode()
-    start = struct.pack("<Q", len(text) if length is None else length)
-    (folder / WEIGHTS).write_bytes(start + text + data[end:])
+    (folder / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + data[end:])
     with refused(said):
         load(folder)
 
 
 # The manifest of a checkpoint, with a checksum that fits
 
-Row = dict[str, Any]
-MANIFESTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a huge shape": ({"shape": [10**9, 10**9]}, "it has 128 `bytes`, and an array of its shape"),
-    "a shape of 400 digits": ({"shape": [10**400]}, "`rows.0.shape.0` is 1000"),
-    "a negative shape": ({"shape": [-4, -8]}, "`rows.0.shape.0` is -4, and not a size"),
-    "a shape of texts": ({"shape": ["4", "8"]}, '`rows.0.shape.0` is "4", and not a whole number'),
-    "a shape that is no number": ({"shape": [float("nan")]}, "`rows.0.shape.0` is NaN"),
-    "negative bytes": ({"bytes": -1}, "`rows.0.bytes` is -1, and not a size"),
-    "other bytes": ({"bytes": 10**15}, "it has 1000000000000000 `bytes`, and an array of"),
-    "a dtype that nobody knows": ({"dtype": "float9"}, "there is no dtype 'float9'"),
-    "a dtype of many": ({"dtype": "(1000000000,)f4"}, "there is no dtype '(1000000000,)f4'"),
-    "a dtype that is no text": ({"dtype": "\ud800"}, "there is no dtype"),
-    "random keys of no kind": ({"dtype": "key<x>"}, "random keys of an unknown kind: key<x>"),
-    "a spec of other rank": ({"spec": ["a", None, None]}, "its `spec` has 3 entries, and it has 2"),
-    "the same as nothing": ({"same_as": "nothing"}, "`same_as` is nothing, and no row before it"),
-    "the same as itself": ({"same_as": "w"}, "`same_as` is w, and no row before it"),
-    "a path that is a list": ({"path": "[[1]]"}, "is not a Python literal that can be a key"),
-    "a deep path": ({"path": f"[{'-' * 10**4}1]"}, "is not a path"),
-    "a path of many digits": ({"path": "9" * 4999}, "is not an identifier"),
-    "an axis that is none": ({"axes": ["", None]}, "is not an axis name"),
+
+def row(**changes: Any) -> Callable[[Head], Head]:
+    """Another row for the one array."""
+    return lambda body: body | {"rows": [body["rows"][-1] | changes]}
+
+
+def tied_to_w(first: Head) -> Head:
+    return first | {"path": "v", "shape": [8, 4], "same_as": "w"}
+
+
+MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
+    "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, and an array of its shape"),
+    "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
+    "random keys of no kind": (row(dtype="key<x>"), "random keys of an unknown kind: key<x>"),
+    "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
+    "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
+    "the same as one of another shape": (
+        lambda body: body | {"rows": [*body["rows"], tied_to_w(body["rows"][-1])]},
+        "`v`: `same_as` is w, and no row before it is of such an array",
+    ),
+    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
+    "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
+    "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
+    "an axis that is none": (row(axes=["", None]), "is not an axis name"),
+    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
+    "values above": (lambda body: body | {"arrays": "../other"}, "is not a folder of values"),
 }
 
 
@@ -360,41 +299,18 @@ def forge(folder: Path, change: Callable[[Head], Head]) -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("manifests") / "saved"
-    ft.save(folder, {"w": jnp.ones((4, 8))})
+    ft.save(folder, {"a": jnp.ones(3), "w": jnp.ones((4, 8))})
     return folder
 
 
 @pytest.mark.parametrize("case", MANIFESTS)
-def test_a_row_of_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
-    changes, said = MANIFESTS[case]
-    shutil.copytree(saved, tmp_path / "saved")
-    forge(tmp_path / "saved", lambda body: body | {"rows": [body["rows"][0] | changes]})
-    for read in (inspected, restored):
-        with raises(
-            "functree.json is not the manifest of a checkpoint: ", error=ft.CheckpointError
-        ):
-            read(tmp_path)
-    with raises(said, error=ft.CheckpointError):
-        inspected(tmp_path)
-
-
-BODIES: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
-    "a huge mesh": (lambda body: body | {"sizes": {"data": 10**400}}, "`sizes.data` is 1000"),
-    "a negative mesh": (lambda body: body | {"sizes": {"data": -1}}, "`sizes.data` is -1, and not"),
-    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
-    "no rows": (lambda body: body | {"rows": {}}, "`rows` is {}, and not a list"),
-}
-
-
-@pytest.mark.parametrize("case", BODIES)
 def test_a_manifest(case: str, saved: Path, tmp_path: Path) -> None:
-    change, said = BODIES[case]
+    change, said = MANIFESTS[case]
     shutil.copytree(saved, tmp_path / "saved")
     forge(tmp_path / "saved", change)
-    for read in (inspected, restored):
-        with refused("functree.json is not the manifest of a checkpoint: ", said):
-            read(tmp_path)
+    headline = "functree.json is not the manifest of a checkpoint: "
+    with raises(headline, said, error=ft.CheckpointError):
+        inspected(tmp_path)
 
 
 def test_meta_is_not_deeper_than_what_is_read(tmp_path: Path) -> None:
@@ -448,14 +364,11 @@ def no_file(name: str) -> Change:
 HEAD = "the head of w in the files "
 VALUES_FILES: dict[str, tuple[Change, str]] = {
     "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has the shape [4, 8] in parts of [1000000"),
-    "parts of 2^62": (in_parts(2**62, 8), f"{HEAD}has the shape [4, 8] in parts of [46116"),
     "parts of nothing": (in_parts(0, 8), f"{HEAD}has the shape [4, 8] in parts of [0, 8]"),
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
     "parts of texts": (in_head(lambda head: head | {"chunk_grid": "x"}), f"{HEAD}cannot be read: "),
     "a huge shape": (of_shape(10**9, 16), f"{HEAD}has the shape [1000000000, 16]"),
-    "a negative shape": (of_shape(-1, 8), f"{HEAD}has the shape [-1, 8]"),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
-    "no object": (in_head(lambda head: "[]"), f"{HEAD}cannot be read: "),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
     "a pipe": (no_file("manifest.ocdbt"), "manifest.ocdbt cannot be read: it is not a file"),
     "another pipe": (no_file("_METADATA"), "_METADATA cannot be read: it is not a file"),
@@ -468,65 +381,22 @@ def test_the_files_of_the_values(case: str, saved: Path, tmp_path: Path) -> None
     shutil.copytree(saved, tmp_path / "saved")
     change(next((tmp_path / "saved").glob("arrays-*/state")))
     with refused("cannot be restored\n\n  w\n", said, "restore another checkpoint"):
+        ft.restore(tmp_path / "saved", {"a": jnp.ones(3), "w": jnp.ones((4, 8))})
+
+
+def test_values_of_another_digest(saved: Path, tmp_path: Path) -> None:
+    shutil.copytree(saved, tmp_path / "saved")
+    forge(
+        tmp_path / "saved", lambda body: body | {"rows": [body["rows"][-1] | {"digest": "0" * 8}]}
+    )
+    why = "its values are not those that were saved: their digest is f8f5d28f, and was 00000000"
+    with raises("1 leaf of ", why, "restore another checkpoint", error=ft.CheckpointError):
         ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})
 
 
-# Plans and ledgers
-
-PLAN: dict[str, Any] = {
-    "functree": "plan",
-    "format": 1,
-    "sizes": {"data": 2},
-    "rows": [],
-    "problems": [],
-    "unused": [],
-    "unused_names": [],
-}
-MOVED: dict[str, Any] = {
-    "kind": "all-reduce",
-    "mesh_axes": ["data"],
-    "group_size": 2,
-    "bytes": 8,
-    "count": 1,
-    "paths": ["w"],
-    "arguments": ["model"],
-    "phase": None,
-    "source": None,
-    "op": "all-reduce.1",
-}
-LEDGER: dict[str, Any] = {
-    "functree": "ledger",
-    "format": 1,
-    "backend": "cpu",
-    "sizes": {"data": 2},
-    "collectives": [MOVED],
-    "memory": {"arguments": {}, "outputs": 0, "aliases": 0, "temporaries": 0, "peak": 0},
-    "warnings": [],
-    "warnings_known": True,
-    "not_understood": [],
-}
-WRITTEN: dict[str, tuple[dict[str, Any], str]] = {
-    "a plan on less than nothing": (PLAN | {"sizes": {"data": -2}}, "`sizes.data` is -2"),
-    "names that are no list": (PLAN | {"unused_names": None}, "`unused_names` is null"),
-    "a ledger of huge arrays": (
-        LEDGER | {"collectives": [MOVED | {"bytes": 10**400}]},
-        "`collectives.0.bytes` is 1000",
-    ),
-    "paths without their arguments": (
-        LEDGER | {"collectives": [MOVED | {"arguments": []}]},
-        "'all-reduce.1' has 1 `paths` and 0 `arguments`",
-    ),
-    "a path that is none": (
-        LEDGER | {"collectives": [MOVED | {"paths": ["[[1]]"]}]},
-        "'[[1]]' is not a path",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRITTEN)
-def test_a_plan_or_a_ledger(case: str) -> None:
-    body, said = WRITTEN[case]
-    ft.Plan.from_json(json.dumps(PLAN))
-    assert "model.w" in str(ft.Ledger.from_json(json.dumps(LEDGER)))
-    with refused(said):
-        {"plan": ft.Plan, "ledger": ft.Ledger}[body["functree"]].from_json(json.dumps(body))
+def test_a_ledger_whose_paths_have_no_arguments() -> None:
+    f = ft.jit(lambda x: x.sum(), mesh=MESH, in_shardings=ft.P("data"))
+    body = json.loads(f.lower(jnp.ones(8)).compile().ledger().to_json())
+    body["collectives"][0]["arguments"] = ["x", "y"]
+    with refused(" `paths` and 2 `arguments`"):
+        ft.Ledger.from_json(json.dumps(body))

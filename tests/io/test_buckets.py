@@ -5,10 +5,8 @@ interface (`tests/lib/gcs_emulator.py`); kills and races of whole processes are 
 import gc
 import os
 import re
-import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import util
 from pathlib import Path
@@ -121,82 +119,37 @@ def test_the_checkpoints_of_a_run(run: str, emulator: Emulator) -> None:
         assert saved == [0, 5, 10, 15, 20]
         assert checkpoints.save(21, tree(21), force=True)
         assert value(checkpoints.restore(tree())) == 21
-        with raises(f"{run} has step 20 already: remove {run}/20 to replace it"):
-            checkpoints.save(20, tree())
     assert checkpoints.steps == (20, 21)
     assert {name.partition("/")[0] for name in below(emulator, run)} == {"20", "21"}
     again = ft.Checkpoints(run)
     assert repr(again) == f"<Checkpoints at {run}: 2 steps, latest 21>"
     assert value(again.restore(tree(), 20)) == 20
-    with raises("has no checkpoint of step 4: its steps are 20, 21"):
-        again.restore(tree(), 4)
     with raises(f"{run} is not a checkpoint: it has the checkpoints of several steps", f"{run}/21"):
         ft.restore(run, tree())
     with raises(f"{run}/none is not a checkpoint: there is no such folder"):
         ft.inspect(f"{run}/none")
 
 
-def test_other_runs_of_the_same_steps_stay(run: str, emulator: Emulator) -> None:
-    """By their names one begins as the other does."""
-    for name in ("1", "10", "100"):
-        ft.save(f"{run}/{name}", {"n": np.arange(2)})
-    with ft.Checkpoints(run, keep=3) as checkpoints:
-        checkpoints.save(101, {"n": np.arange(2)})
-    assert checkpoints.steps == (10, 100, 101)
-    folder_at(run).remove("10")
-    assert checkpoints.steps == (100, 101)
-
-
-FOREIGN = {  # what is not functree's, by its name
-    "a file of arrays": {"arrays-train.npy": "mine"},
-    "a folder of arrays": {"arrays-train/part.npy": "mine"},
-    "a name that is too long": {f"{NAME}c": "mine"},
-    "another ending": {f"{NAME}.npy": "mine"},
-}
-
-
-@pytest.mark.parametrize("what", FOREIGN)
-def test_nothing_else_is_ever_removed(what: str, run: str, emulator: Emulator) -> None:
-    mine = {f"{run}/7/{name}": text for name, text in FOREIGN[what].items()}
-    for name, text in mine.items():
-        put(emulator, name, text)
+def test_nothing_else_is_ever_removed(run: str, emulator: Emulator) -> None:
+    mine = [f"{run}/7/{name}" for name in ("arrays-train.npy", f"{NAME}c/part.npy")]
+    for name in mine:
+        put(emulator, name)
     small = {"n": np.arange(2)}
-    for overwrite in (False, True):
-        with raises(f"{run}/7 is a folder that is not a checkpoint: it has `arrays-"):
-            ft.save(f"{run}/7", small, overwrite=overwrite)
+    with raises(f"{run}/7 is a folder that is not a checkpoint: it has `arrays-"):
+        ft.save(f"{run}/7", small, overwrite=True)
     for name in mine:
         emulator.objects.delete("bucket", name.removeprefix(f"{BUCKET}/"), {})
     ft.save(f"{run}/7", small)
-    for name, text in mine.items():
-        put(emulator, name, text)
+    for name in mine:
+        put(emulator, name)
     ft.save(f"{run}/7", small, overwrite=True)
     with ft.Checkpoints(run, keep=1) as checkpoints:
         checkpoints.save(8, small)
     assert checkpoints.steps == (8,)
-    left = [f"{run}/7/{name}" for name in below(emulator, f"{run}/7")]
-    assert len(left) == len(mine) and all(
-        emulator.objects.get("bucket", name.removeprefix(f"{BUCKET}/")) for name in mine
+    kept = [name.removeprefix(f"{BUCKET}/") for name in mine]
+    assert [one for one in emulator.objects.names("bucket") if f"{run[12:]}/7/" in one] == sorted(
+        kept
     )
-
-
-def test_the_manifest_of_another_is_not_replaced(run: str, emulator: Emulator) -> None:
-    put(emulator, f"{run}/functree.json", '{"functree": "my notes"}')
-    with raises("functree.json was not written by functree, and is not overwritten"):
-        ft.save(run, tree(), overwrite=True)
-
-
-def test_a_damaged_object(run: str, emulator: Emulator) -> None:
-    """By the digest, or since it cannot be read: with the leaf."""
-    big = {"w": np.arange(2**14, dtype=np.float32), "v": np.ones(3)}
-    ft.save(run, big)
-    names = [name for name in emulator.objects.names("bucket") if name.startswith(run[12:])]
-    where = max(names, key=lambda name: len(emulator.objects.get("bucket", name).data))
-    data = bytearray(emulator.objects.get("bucket", where).data)
-    data[len(data) // 2] ^= 1
-    emulator.objects.put("bucket", where, bytes(data), {})
-    with raises(f"{run} cannot be restored", "w"):
-        ft.restore(run, big)
-    assert ft.restore(run, big, only="v")["v"].tolist() == [1, 1, 1]
 
 
 # The laws of a folder on a disk and in a bucket
@@ -208,6 +161,13 @@ def folder_of(kind: str, run: str, path: Path) -> Folder:
 
 def manifest(name: str | None = None) -> Manifest:
     return Manifest((), name, None, {}, {}, None)
+
+
+def begun(folder: Folder, overwrite: bool = False) -> Draft:
+    """A process has written some of its values."""
+    draft = Draft(folder, overwrite)
+    folder.write(f"{draft.name}/part", b"1")
+    return draft
 
 
 KINDS = ("folder", "bucket")
@@ -226,6 +186,8 @@ def test_laws_of_a_folder(kind: str, run: str, tmp_path: Path) -> None:
     assert first.data == b"one" and folder.names() == ["functree.json"]
     assert folder.commit("three", first.generation) and folder.read().data == b"three"
     assert not folder.commit("four", first.generation)
+    # The answer to a first attempt may have been lost: then the manifest is its own.
+    assert folder.commit("three", first.generation)
     # Of one that was removed the generation does not come again.
     folder.write("functree.json", None)
     assert folder.read() == nothing and not folder.commit("five", first.generation)
@@ -245,157 +207,63 @@ def test_laws_of_a_folder(kind: str, run: str, tmp_path: Path) -> None:
     assert inside.path == folder.path / "5" and folder.with_manifest(["5", "6"]) == []
     assert inside.commit("inside", inside.read().generation)
     assert folder.with_manifest(["5", "6"]) == ["5"] and "5" in folder.names()
+    # Its name is how another one begins.
+    folder.write("55/a", b"")
     folder.remove("5")
+    assert sorted(folder.names()) == ["55", "functree.json"]
     assert "5" not in folder.names() and folder.read().data == b"six"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_writers_that_race_for_a_path(kind: str, run: str, tmp_path: Path) -> None:
-    """One of eight is first, its values are there, and the others are told."""
-
-    together = threading.Barrier(8)
-
-    def save(i: int) -> str:
-        draft = Draft(folder_of(kind, f"{run}/{i // 8}", tmp_path / str(i // 8)), False)
-        together.wait(10)
-        try:
-            draft.commit(manifest(draft.name))
-        except ft.CheckpointError as error:
-            draft.discard()
-            return str(error)
-        return draft.name
-
-    with ThreadPoolExecutor(8) as pool:
-        ends = list(pool.map(save, range(24)))
-    for i in range(3):
-        folder = folder_of(kind, f"{run}/{i}", tmp_path / str(i))
-        winner = read_manifest(folder).arrays
-        assert winner in ends[8 * i : 8 * i + 8]
-        for end in ends[8 * i : 8 * i + 8]:
-            assert end == winner or "another process has saved a checkpoint there" in end
-        assert folder.names() == ["functree.json"]
+def test_of_two_writers_one_wins(kind: str, overwrite: bool, run: str, tmp_path: Path) -> None:
+    """The other one is told, and removes nothing but what it has written."""
+    folder = folder_of(kind, run, tmp_path)
+    if overwrite:
+        ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
+    first, second = begun(folder, overwrite), begun(folder, overwrite)
+    first.commit(manifest(first.name))
+    with raises("another process has saved a checkpoint there meanwhile"):
+        second.commit(manifest(second.name))
+    second.discard()
+    first.discard()
+    assert sorted(folder.names()) == [first.name, "functree.json"]
+    assert read_manifest(folder).arrays == first.name
 
 
-def test_overwriting_writers_and_a_reader(run: str, emulator: Emulator) -> None:
-    """What a manifest names is there; of two that replace the same one, one is told."""
-    ft.save(run, {"n": np.zeros(4)})
-    ended = threading.Event()
-
-    def replace(i: int) -> int:
-        try:
-            ft.save(run, {"n": np.full(4, float(i))}, overwrite=True)
-        except ft.CheckpointError as error:
-            assert "another process has saved a checkpoint there meanwhile" in str(error)
-            return 0
-        return 1
-
-    def read() -> set[float]:
-        found: set[float] = set()
-        while not ended.is_set():
-            got = ft.restore(run, {"n": np.zeros(4)})["n"]
-            assert (got == got[0]).all()
-            found.add(float(got[0]))
-        return found
-
-    with ThreadPoolExecutor(3) as pool:
-        reader = pool.submit(read)
-        saved = sum(pool.map(replace, range(1, 11)))
-        ended.set()
-        assert saved >= 1 and reader.result()
-    assert len(below(emulator, run)) == 2
-
-
-# What is left of a writer
-
-
-def killed(run: str, step: int = 1) -> str:
-    """A process is killed while it saves a step: what it has written."""
-    folder = folder_at(f"{run}/{step}")
-    draft = Draft(folder, False)
-    folder.write(f"{draft.name}/part", b"1")
-    return draft.name
-
-
-def test_what_was_killed_is_not_a_checkpoint_and_is_removed(run: str, emulator: Emulator) -> None:
-    name = killed(run)
-    with raises(f"{run}/1 is not a checkpoint: it has no functree.json, so it is still written"):
-        ft.inspect(f"{run}/1")
-    small = {"n": np.arange(2)}
-    with ft.Checkpoints(run) as checkpoints:
-        assert checkpoints.steps == ()
-        with later(24):
-            checkpoints.save(2, small)
-            checkpoints.wait()
-        # It may still live.
-        assert below(emulator, f"{run}/1") == [f"{name}/"]
-        with later(26):
-            checkpoints.save(3, small)
-            checkpoints.wait()
-    assert below(emulator, f"{run}/1") == [] and checkpoints.steps == (2, 3)
-    # What is left of two is no obstacle for a third.
-    killed(run), killed(run)
-    ft.save(f"{run}/1", small)
-    with later(26):
-        ft.save(f"{run}/1", small, overwrite=True)
-    assert len(below(emulator, f"{run}/1")) == 2
-
-
-def test_a_writer_that_was_asleep_for_a_day(run: str, emulator: Emulator) -> None:
-    """What it has written may be gone: it does not commit."""
-    ft.save(run, {"n": np.arange(2)})
-    before = below(emulator, run)
-    draft = Draft(folder_at(run), True)
-    folder_at(run).write(f"{draft.name}/part", b"1")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_writer_that_was_asleep_for_a_day(kind: str, run: str, tmp_path: Path) -> None:
+    """What it wrote may be gone: it does not commit, and what was there before stays."""
+    folder = folder_of(kind, run, tmp_path)
+    ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
+    before = read_manifest(folder), sorted(folder.names())
+    draft = begun(folder, True)
     with later(24.5), raises("this began more than a day ago", "save again"):
         draft.commit(manifest(draft.name))
     draft.discard()
-    assert below(emulator, run) == before and len(ft.inspect(run)) == 1
+    assert (read_manifest(folder), sorted(folder.names())) == before
 
 
-def test_an_answer_that_is_lost(
-    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_commit_whose_answer_is_lost(
+    kind: str, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Tensorstore tries again, and finds what it has written itself: no other writer was first."""
-    real, lost = BucketFolder.commit, []
-
-    def forgetful(self: Any, text: str, generation: bytes) -> bool:
-        lost.append(real(self, text, generation))
-        return real(self, text, generation)
-
-    monkeypatch.setattr(BucketFolder, "commit", forgetful)
-    ft.save(run, {"n": np.arange(3)})
-    assert lost == [True]
-    assert ft.restore(run, {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
-
-
-def test_a_commit_whose_answer_is_lost_for_good(
-    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest may have come, and names the values: they stay."""
-    real = BucketFolder.commit
+    """The manifest may be there, so what it names stays."""
+    folder = folder_of(kind, run, tmp_path)
+    real = type(folder).commit
 
     def silent(*given: Any) -> bool:
         real(*given)
-        raise OSError("the bucket has not answered for 60 seconds")
+        raise OSError("no answer")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(BucketFolder, "commit", silent)
-        with raises(f"{run} cannot be written: the bucket has not answered"):
-            ft.save(run, {"n": np.arange(3)})
-    assert ft.restore(run, {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
+    path = run if kind == "bucket" else folder.path
+    with monkeypatch.context() as patch, raises(f"{path} cannot be written: no answer"):
+        patch.setattr(type(folder), "commit", silent)
+        ft.save(path, {"n": np.arange(3)})
+    assert ft.restore(path, {"n": np.zeros(3, int)})["n"].tolist() == [0, 1, 2]
 
 
-def test_a_save_that_fails_leaves_nothing(
-    run: str, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ft.save(f"{run}/old", tree(1))
-    before = below(emulator, run)
-    with monkeypatch.context() as patch:
-        patch.setattr(write, "start_saving", lambda *_: 1 / 0)
-        for name in ("old", "new"):
-            with pytest.raises(ft.CheckpointError):
-                ft.save(f"{run}/{name}", tree(2), overwrite=True)
-    assert below(emulator, run) == before and value(ft.restore(f"{run}/old", tree())) == 1
+# What is left of a writer
 
 
 # What cannot be reached
@@ -403,8 +271,6 @@ def test_a_save_that_fails_leaves_nothing(
 
 ADDRESSES = {
     "s3://bucket/run": ["s3://bucket/run cannot be used", "orbax", "reaches `gs://` alone"],
-    "hdfs://host/run": ["hdfs://host/run cannot be used", "copy what is finished"],
-    "file:///tmp/run": ["file:///tmp/run cannot be used"],
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
     "gs:/bucket/run": ["gs:/bucket/run has lost a slash", "give the address of a bucket as text"],
     "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
@@ -413,7 +279,6 @@ ADDRESSES = {
     "gs://bucket/run*": ["'gs://bucket/run*' has '*' in it"],
     "gs://bucket/a[1]/b": ["has '[' in it, which orbax takes for something else than a name"],
     "gs://bucket/../b": ["has '..' in it"],
-    "gs://bucket/a/.": ["has '.' in it"],
     "gs://bucket/a\nb": [r"'gs://bucket/a\nb' has '\n' in it"],
 }
 
@@ -427,7 +292,6 @@ def test_addresses_that_are_refused(
     before = emulator.objects.names("bucket")
     doors: list[Callable[[], Any]] = [
         lambda: ft.save(address, {"n": np.arange(2)}),
-        lambda: ft.restore(address, {"n": np.arange(2)}),
         lambda: ft.inspect(address),
         lambda: ft.Checkpoints(address),
     ]
@@ -437,7 +301,7 @@ def test_addresses_that_are_refused(
     assert os.listdir(tmp_path) == [] and emulator.objects.names("bucket") == before
 
 
-@pytest.mark.parametrize("name", ["x y", "a&b=c", "x%20y", "é", "x+y", "a:b", "..x"])
+@pytest.mark.parametrize("name", ["x y&b=c", "x%20y+é", "a:b", "..x"])
 def test_addresses_that_are_not(name: str, run: str, emulator: Emulator) -> None:
     ft.save(f"{run}/{name}/c/", {"n": np.arange(2)})
     ft.save(f"{run}/{name}/c", {"n": np.arange(3)}, overwrite=True)

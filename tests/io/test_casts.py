@@ -2,7 +2,6 @@
 door; and what it does hold is none."""
 
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +36,6 @@ TABLE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("f4", [NAN, 2, -1, 0.5, INF], [0, 1], "?"),
     (BF16, [300, 0.5, NAN, INF], [1, -128], "i1"),
     ("f2", [0.5, NAN, INF], [60000, -7], "i4"),
-    (E4M3, [0.5, NAN], [448, -2], "i4"),
     ("f4", [8, -9, 0.5], [7, -8], INT4),
     ("f4", [70000, -1e20, 65536], [65504, 65510, 1e-10, 0.1, NAN, INF, -INF], "f2"),
     ("f4", [3.4e38, -3.4e38], [1e38, 0.1, 1e-40, NAN, INF, -INF], BF16),
@@ -48,7 +46,6 @@ TABLE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("i4", [-1, -128, 256], [0, 255], "u1"),
     ("i4", [-1, -(2**31)], [0, 2**31 - 1], "u4"),
     ("u4", [2**31, 2**32 - 1], [2**31 - 1], "i4"),
-    ("u1", [128, 255], [127], "i1"),
     ("i1", [-1, -128], [0, 127], "u4"),
     ("i4", [8, -9, 16], [7, -8], INT4),
     ("i4", [2, -1, 256], [0, 1], "?"),
@@ -63,9 +60,7 @@ TABLE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("?", [], [True, False], "i1"),
     ("f4", [], [300.7, NAN, 1e30], "c8"),
     (BF16, [], [0.1, NAN, INF, 1e38], "f4"),
-    ("i1", [], [-128, 127], "f4"),
     ("i1", [], [-128, 127], BF16),
-    ("u1", [], [255], "i4"),
 ]
 # Without `jax_enable_x64` they are on the host alone.
 WIDE: list[tuple[Any, list[Any], list[Any], Any]] = [
@@ -169,19 +164,17 @@ def test_a_number_of_numpy(tmp_path: Path) -> None:
 
 def test_a_run_and_a_layout(tmp_path: Path) -> None:
     with ft.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, {"a": W, "b": np.array([1 + 1j], np.complex64)})
+        checkpoints.save(1, {"a": W, "b": np.array([1 + 1j], np.complex64), "c": W})
     like = {
         "a": jax.ShapeDtypeStruct((4,), np.uint8),
         "b": jax.ShapeDtypeStruct((1,), jnp.bfloat16),
+        "c": np.zeros(4, np.int8),
     }
     with pytest.warns(ft.FunctreeWarning, match="2 arrays .*`a` 2 of 4 .*`b` 1 of 1"):
-        checkpoints.restore(like, layout=ft.P(), mesh=MESH, cast=True)
-
-
-def test_an_array_that_is_not_restored_is_not_warned_about(tmp_path: Path) -> None:
-    ft.save(tmp_path / "c", {"a": W, "b": np.ones(2, np.float32)})
-    like = {"a": np.zeros(4, np.int8), "b": np.zeros(2, np.int8)}
-    ft.restore(tmp_path / "c", like, only="b", cast=True)
+        found = checkpoints.restore(like, 1, ft.P(), MESH, only=~ft.glob("c"), cast=True)
+    assert found["c"] is like["c"]
+    with raises("matches no array", error=ft.CheckpointError):
+        checkpoints.restore(like, only="modle.**")
 
 
 def test_rounding_is_no_warning(tmp_path: Path) -> None:
@@ -225,11 +218,3 @@ def test_load_weights(tmp_path: Path) -> None:
         assert float(found.embed.weight[3, 3]) == float(jnp.asarray(1e6, dtype))
     published(tmp_path / "n", 6e4)
     ft.load_weights(tmp_path / "n", ft.P(), MESH, param_dtype=jnp.float16)
-
-
-def test_as_an_error(tmp_path: Path) -> None:
-    ft.save(tmp_path / "c", {"a": W})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", ft.FunctreeWarning)
-        with raises("`a` 2 of 4", error=ft.FunctreeWarning):
-            ft.restore(tmp_path / "c", {"a": np.zeros(4, np.int8)}, cast=True)

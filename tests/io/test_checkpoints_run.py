@@ -2,7 +2,7 @@
 (`python -m tests.faults`)."""
 
 import gc
-import os
+import json
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,21 +78,6 @@ def test_an_array_may_be_donated_while_it_is_saved(tmp_path: Path) -> None:
     assert [value(checkpoints.restore(tree(0), i)) for i in range(5)] == [0, 1, 2, 3, 4]
 
 
-def test_meta_is_that_of_the_call(tmp_path: Path) -> None:
-    """It is written later: what the loop does with its list meanwhile is not saved."""
-    losses: list[float] = []
-    with ft.Checkpoints(tmp_path, keep=None) as checkpoints:
-        for step in range(4):
-            losses.append(float(step))
-            checkpoints.save(step, tree(step), meta={"losses": losses})
-            losses += [9.0]
-            losses.pop()
-    assert [ft.inspect(tmp_path / str(step)).meta["losses"] for step in (0, 3)] == [
-        [0.0],
-        [0.0, 1.0, 2.0, 3.0],
-    ]
-
-
 def test_what_is_refused(tmp_path: Path) -> None:
     checkpoints = ft.Checkpoints(tmp_path / "run")
     assert (checkpoints.steps, checkpoints.latest) == ((), None)
@@ -108,9 +93,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
             assert checkpoints.save(2, tree(2))
         with raises("has no checkpoint of step 4: its steps are 2, 3", error=ft.CheckpointError):
             checkpoints.restore(tree(0), 4)
-    for wrong in (dict(keep=0), dict(keep=True), dict(every=0), dict(every=2.5)):
-        with raises("there are no such checkpoints", *wrong):
-            ft.Checkpoints(tmp_path, **wrong)
 
 
 def test_one_that_is_kept_is_never_the_one_that_was_just_saved(tmp_path: Path) -> None:
@@ -186,19 +168,12 @@ def test_a_failure_is_raised_at_the_next_call(
 ENDS = {  # how the interpreter may end inside of a `with` statement
     "a generator that is suspended": "g = run(); next(g)",
     "entered and not left": "c = ft.Checkpoints(path).__enter__(); c.save(0, tree)",
-    "after a child was forked": (
-        "import multiprocessing\n"
-        "c = ft.Checkpoints(path).__enter__(); c.save(0, tree)\n"
-        "child = multiprocessing.get_context('fork').Process(target=print, args=('child',))\n"
-        "child.start(); child.join(); print(child.exitcode)"
-    ),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "end, processes",
-    [*((end, 1) for end in ENDS if "generator" not in end), ("a generator that is suspended", 2)],
+    ("end", "processes"), [("entered and not left", 1), ("a generator that is suspended", 2)]
 )
 def test_a_program_that_ends_inside_of_the_statement(
     end: str, processes: int, tmp_path: Path
@@ -255,88 +230,16 @@ def test_nothing_is_left_of_a_failure_in_another_process(
     assert value(checkpoints.restore(tree(0))) == 1
 
 
-LEFT = """
-from tests.lib.launch import initialized
-initialized()
-import jax, numpy as np, functree as ft, os, resource, sys
-tree = {"w": ft.shard(np.ones((8, 2**16), np.float32), ft.P("data"), ft.make_mesh(data=8))}
-def most_bytes(number):  # of a file that this process writes
-    resource.setrlimit(resource.RLIMIT_FSIZE, (number, resource.RLIM_INFINITY))
-for failing in (1, 0):
-    try:
-        with ft.Checkpoints(sys.argv[1]) as checkpoints:
-            if jax.process_index() == failing:
-                most_bytes(2**12)
-            checkpoints.save(1, tree)
-            raise KeyError("mine")
-    except KeyError as error:
-        print(failing, *error.__notes__)
-    most_bytes(resource.RLIM_INFINITY)
-with ft.Checkpoints(sys.argv[1]) as checkpoints:
-    checkpoints.save(2, tree)
-# On a busy machine, orbax may still make the folder of a step that was given up. It is no
-# checkpoint, and is removed when the process that left it is dead.
-steps = os.listdir(sys.argv[1])
-whole = [step for step in steps if os.path.exists(f"{sys.argv[1]}/{step}/functree.json")]
-print(checkpoints.steps, whole)
-"""
-
-
-@pytest.mark.slow
-def test_an_error_of_the_program_while_one_process_cannot_save(tmp_path: Path) -> None:
-    """The others do not wait for it, and what comes afterwards is whole."""
-    for process, (status, out, err) in enumerate(
-        ended(started(["-c", LEFT, str(tmp_path / "run")], 2), 60)
-    ):
-        assert status == 0, err
-        # Threads of Gloo print too, sometimes in the middle of each other's lines.
-        own = ("0 and ", "1 and ", "(2,) ")
-        lines = [line for line in out.splitlines() if line.startswith(own)]
-        assert lines[2:] == ["(2,) ['2']"]
-        for failing, line in zip((1, 0), lines, strict=False):
-            why = "File too large" if process == failing else "another process could not do so"
-            assert line.startswith(f"{failing} and the last checkpoint was not saved: ")
-            assert why in line
-
-
-def test_what_a_killed_process_left(tmp_path: Path) -> None:
-    """It is never seen; a writer removes it more than a day later, and nothing that is of another
-    one."""
-    values = "7/arrays-0123456789ab"
-    for name in (f"{values}/state", f"{values}.orbax-checkpoint-tmp", "mine", "8.5"):
-        (tmp_path / name).mkdir(parents=True)
-    checkpoints = ft.Checkpoints(tmp_path)
-    assert checkpoints.steps == () and checkpoints.latest is None
-    with checkpoints:
-        checkpoints.save(7, tree(7))
-        checkpoints.wait()
-        assert checkpoints.steps == (7,) and len(list((tmp_path / "7").iterdir())) == 4
-        for one in (tmp_path / "7").iterdir():
-            os.utime(one, (0, 0))
-        checkpoints.save(8, tree(8))
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["7", "8", "8.5", "mine"]
-    # The manifest and the values, however old they are.
-    assert len(list((tmp_path / "7").iterdir())) == 2
-    assert value(checkpoints.restore(tree(0), 7)) == 7
-
-
 def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", tree(1))
     manifest = tmp_path / "c" / "functree.json"
     text = manifest.read_text()
-    for broken in (
-        "",
-        text[: len(text) // 2],
-        "[]",
-        "{}",
-        text.replace('"axes"', '"axis"'),
-        text.replace("w", "v"),
-    ):
+    body = json.loads(text)
+    del body["checksum"]
+    texts = "", text[: len(text) // 2], text.replace('"axes"', '"axis"'), json.dumps(body)
+    for broken in texts:
         manifest.write_text(broken)
-        with pytest.raises(
-            ft.CheckpointError,
-            match=r"functree.json is not (the manifest of a checkpoint|what was)",
-        ):
+        with raises("functree.json is not ", error=ft.CheckpointError):
             ft.restore(tmp_path / "c", tree(0))
     manifest.write_text(text)
     assert value(ft.restore(tmp_path / "c", tree(0))) == 1
@@ -371,7 +274,7 @@ def test_two_writers_and_a_reader(tmp_path: Path) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_file_system_that_takes_no_more(processes: int, tmp_path: Path) -> None:
     """An error that says so, also while a checkpoint is replaced; what was there before is still
-    whole.
+    whole, and so is what comes afterwards.
 
     With two processes only the disk of the last one takes no more; both say so, and both end.
     """
@@ -390,26 +293,40 @@ if jax.process_index() == {processes - 1}:
 def in_a_run():
     with ft.Checkpoints(path + "3") as checkpoints:
         checkpoints.save(1, large)
-for run in (lambda: ft.save(path, large, overwrite=True), lambda: ft.save(path + "2", large), in_a_run):
+def left_by_an_error():
+    try:
+        with ft.Checkpoints(path + "4") as checkpoints:
+            checkpoints.save(1, large)
+            raise KeyError("mine")
+    except KeyError as error:
+        raise ft.CheckpointError(*error.__notes__)
+replaced, new = lambda: ft.save(path, large, overwrite=True), lambda: ft.save(path + "2", large)
+for run in (replaced, new, in_a_run, left_by_an_error):
     start = time.monotonic()
     try:
         run()
     except ft.CheckpointError as error:
         print("after", round(time.monotonic() - start), "seconds:", str(error).replace(chr(10), " "), flush=True)
+with ft.Checkpoints(path + "4") as checkpoints:
+    checkpoints.save(2, small)
 """
-    ends = ended(started(["-c", code], processes, FUNCTREE_SHUTDOWN_SECONDS="3"), 90)
-    for status, out, err in ends:
+    ends = ended(started(["-c", code], processes, FUNCTREE_SHUTDOWN_SECONDS="3"), 120)
+    for process, (status, out, err) in enumerate(ends):
         # No process waits at its end for those that could not write: JAX would end all of them.
         assert status == 0, err
         lines = [line for line in out.splitlines() if "cannot be written" in line]
-        assert len(lines) == 3 and all("File too large" in line for line in lines), (out, err)
+        assert len(lines) == 4 and all("File too large" in line for line in lines[:3]), (out, err)
+        # One that leaves by an error of its own talks to no other: it finds a word of that.
+        why = "File too large" if process == processes - 1 else "another process could not do so"
+        assert "and the last checkpoint was not saved: " in lines[3] and why in lines[3]
         assert all(int(line.split()[1]) < 10 for line in lines), lines
     if processes == 2:
         assert "process 1 of 2 failed with CheckpointFileError" in ends[0][1]
     mesh = ft.make_mesh(data=8)
     small = faults.state(1, 2**12, mesh)
-    assert faults.is_state(ft.restore(tmp_path / "c", small), 1, 2**12, mesh)
-    assert {one.name for one in tmp_path.iterdir()} <= {"c", "c3"} and len(
-        list((tmp_path / "c").iterdir())
-    ) == 2
+    for name in ("c", "c4/2"):
+        assert faults.is_state(ft.restore(tmp_path / name, small), 1, 2**12, mesh)
+        assert len(list((tmp_path / name).iterdir())) == 2
+    assert {one.name for one in tmp_path.iterdir()} <= {"c", "c3", "c4"}
     assert ft.Checkpoints(tmp_path / "c3").latest is None
+    assert ft.Checkpoints(tmp_path / "c4").steps == (2,)

@@ -12,8 +12,6 @@ import pytest
 
 import functree as ft
 from functree.io.checkpoints import write
-from functree.io.checkpoints.folder import Draft, folder_at, read_manifest
-from functree.io.checkpoints.manifest import Manifest
 from tests.lib.checks import raises
 
 TREE = {"w": np.arange(3.0)}
@@ -32,20 +30,18 @@ def aged(path: Path, hours: float = 26) -> None:
 
 
 # What a user may have beside the values, and is not functree's: by its name.
-FOREIGN: dict[str, Callable[[Path], Any]] = {
-    "a file of arrays": lambda path: file(path / "arrays-train.npy"),
-    "a folder of arrays": lambda path: file(path / "arrays-train" / "part.npy"),
-    "a hidden file": lambda path: file(path / ".arrays"),
-    "a name that is too long": lambda path: file(path / f"{NAME}c"),
-    "capitals": lambda path: file(path / NAME.upper()),
-    "another ending": lambda path: file(path / f"{NAME}.npy"),
-    "a longer ending": lambda path: file(path / f"{NAME}.json.bak"),
-    "the beginning of an ending": lambda path: file(path / f"{NAME}.begun-mine"),
-    "a copy of what is unfinished": lambda path: file(
-        path / f"{NAME}.orbax-checkpoint-tmp-mine" / "part.npy"
-    ),
-    "a copy of a manifest": lambda path: file(path / "functree.json.bak"),
-}
+FOREIGN = [
+    "arrays-train.npy",
+    "arrays-train/part.npy",
+    ".arrays",
+    f"{NAME}c",
+    NAME.upper(),
+    f"{NAME}.npy",
+    f"{NAME}.json.bak",
+    f"{NAME}.begun-mine",
+    f"{NAME}.orbax-checkpoint-tmp-mine/part.npy",
+    "functree.json.bak",
+]
 
 
 def existing(path: Path) -> dict[str, str]:
@@ -96,28 +92,24 @@ REMOVE: dict[str, Callable[[Path], None]] = {
 def test_what_stays_beside_a_checkpoint(what: str, how: str, tmp_path: Path) -> None:
     path = tmp_path / "7"
     ft.save(path, TREE)
-    FOREIGN[what](path)
-    mine = existing(path)
-    assert mine
+    file(path / what)
     values = next(one.name for one in path.glob("arrays-*") if (one / "state").is_dir())
     REMOVE[how](path)
-    assert existing(path) == mine
+    assert existing(path) == {what: "mine"}
     # And what is functree's is gone, if no manifest names it.
     assert (path / values).exists() == (how == "a failed save")
 
 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_is_in_the_way_of_a_checkpoint(what: str, tmp_path: Path) -> None:
-    path = tmp_path / "7"
-    FOREIGN[what](path)
-    mine = existing(path)
+    file(tmp_path / "7" / what)
     refused = raises("is a folder that is not a checkpoint: it has `", "save elsewhere")
     for overwrite in (False, True):
         with refused:
-            ft.save(path, TREE, overwrite=overwrite)
+            ft.save(tmp_path / "7", TREE, overwrite=overwrite)
     with refused, ft.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(7, TREE)
-    assert existing(path) == mine
+    assert existing(tmp_path / "7") == {what: "mine"}
     # The remedy, literally.
     ft.save(tmp_path / "elsewhere than that", TREE)
 
@@ -125,7 +117,6 @@ def test_what_is_in_the_way_of_a_checkpoint(what: str, tmp_path: Path) -> None:
 MANIFESTS: dict[str, tuple[Callable[[Path], Any], bool]] = {
     "a file of the user's": (lambda path: path.write_text('{"functree": "my notes"}'), True),
     "JSON of a plan": (lambda path: path.write_text('{\n "functree": "plan"}'), True),
-    "an empty file": (lambda path: path.write_text(""), True),
     "a folder": (lambda path: (path.unlink(), path.mkdir()), True),
     "a damaged manifest": (lambda path: path.write_text(path.read_text()[:-9]), False),
     "a manifest on one line": (
@@ -190,6 +181,18 @@ def test_an_empty_folder_of_the_user_stays(tmp_path: Path) -> None:
     assert not (tmp_path / "made" / "here").exists()
 
 
+def test_names_that_are_no_steps(tmp_path: Path) -> None:
+    """A folder called `007` would be one step with `7`, and be counted twice."""
+    others = ("007", "8.5", "mine", "³")
+    for name in ("7", *others):
+        ft.save(tmp_path / name, TREE)
+    with ft.Checkpoints(tmp_path, keep=2) as checkpoints:
+        assert checkpoints.steps == (7,)
+        checkpoints.save(8, TREE)
+    assert checkpoints.steps == (7, 8)
+    assert all(ft.inspect(tmp_path / name).rows for name in others)
+
+
 # What writers leave
 
 
@@ -247,78 +250,6 @@ def test_what_a_manifest_names_stays_however_old(tmp_path: Path) -> None:
     assert np.array_equal(checkpoints.restore(TREE, 7)["w"], TREE["w"])
 
 
-def manifest_of(draft: Draft) -> Manifest:
-    return Manifest((), draft.name, None, {}, {}, None)
-
-
-def test_a_writer_that_paused_for_more_than_a_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What it wrote may be gone: it does not commit, and what was there before stays."""
-    ft.save(tmp_path / "c", TREE)
-    before = ft.inspect(tmp_path / "c")
-    draft = Draft(folder_at(tmp_path / "c"), True)
-    (tmp_path / "c" / draft.name).mkdir()
-    real = time.time
-    with monkeypatch.context() as patch:
-        patch.setattr(time, "time", lambda: real() + 3600 * 24.5)
-        with raises("this began more than a day ago", "save again", error=ft.CheckpointError):
-            draft.commit(manifest_of(draft))
-    draft.discard()
-    assert ft.inspect(tmp_path / "c") == before and len(list((tmp_path / "c").iterdir())) == 2
-
-
-@pytest.mark.parametrize("overwrite", [False, True])
-def test_of_two_writers_one_wins(overwrite: bool, tmp_path: Path) -> None:
-    """The other one is told, and removes nothing but what it has written."""
-    path = tmp_path / "c"
-    if overwrite:
-        ft.save(path, TREE)
-    first, second = Draft(folder_at(path), overwrite), Draft(folder_at(path), overwrite)
-    for draft in (first, second):
-        (path / draft.name).mkdir()
-    first.commit(manifest_of(first))
-    with raises("another process has saved a checkpoint there meanwhile"):
-        second.commit(manifest_of(second))
-    second.discard()
-    first.discard()
-    assert {one.name for one in path.iterdir()} == {first.name, "functree.json"}
-    assert read_manifest(folder_at(path)).arrays == first.name
-
-
-def test_an_answer_to_a_commit_that_is_lost(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The manifest may be there, so what it names stays."""
-    draft = Draft(folder_at(tmp_path / "c"), False)
-    (tmp_path / "c" / draft.name).mkdir()
-    real = type(draft._folder).commit
-
-    def silent(*given: Any) -> bool:
-        real(*given)
-        raise OSError("no answer")
-
-    with monkeypatch.context() as patch, raises("c cannot be written: no answer"):
-        patch.setattr(type(draft._folder), "commit", silent)
-        draft.commit(manifest_of(draft))
-    draft.discard()
-    assert read_manifest(folder_at(tmp_path / "c")).arrays == draft.name
-    assert (tmp_path / "c" / draft.name).is_dir()
-
-
-def test_what_orbax_writes_after_it_was_given_up(tmp_path: Path) -> None:
-    """Its threads make the folder anew: that is in the way of nobody, and goes after a day."""
-    draft = Draft(folder_at(tmp_path / "c"), False)
-    draft.discard()
-    assert not (tmp_path / "c").exists()
-    late = tmp_path / "c" / f"{draft.name}.orbax-checkpoint-tmp"
-    late.mkdir(parents=True)
-    ft.save(tmp_path / "c", TREE)
-    aged(late)
-    ft.save(tmp_path / "c", TREE, overwrite=True)
-    assert not late.exists()
-
-
 def test_a_checkpoint_with_a_lock_of_an_earlier_version(tmp_path: Path) -> None:
     for name in ("1", "2"):
         ft.save(tmp_path / name, TREE)
@@ -329,15 +260,3 @@ def test_a_checkpoint_with_a_lock_of_an_earlier_version(tmp_path: Path) -> None:
     with ft.Checkpoints(tmp_path, keep=1) as checkpoints:
         checkpoints.save(3, TREE)
     assert [one.name for one in tmp_path.iterdir()] == ["3"]
-
-
-def test_a_manifest_names_no_folder_elsewhere(tmp_path: Path) -> None:
-    from functree.io.checkpoints.manifest import Manifest
-
-    ft.save(tmp_path / "c", TREE)
-    manifest = tmp_path / "c" / "functree.json"
-    found = Manifest.from_json(manifest.read_text(), manifest)
-    for name in ("../other", "/tmp", "arrays-x", ""):
-        manifest.write_text(found._replace(arrays=name).to_json())
-        with raises("is not the manifest of a checkpoint:", "is not a folder of values"):
-            ft.restore(tmp_path / "c", TREE)

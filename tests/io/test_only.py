@@ -1,9 +1,7 @@
 """`restore(only=)`: what a filter names has to be there, on one side or the other; classes and
 functions are asked of `like` alone."""
 
-import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import pytest
 from jaxtyping import Array, Float, Int
 
 import functree as ft
-from functree.io.checkpoints.manifest import checksum
 from functree.labels.filters import as_filter
 from tests.lib.checks import raises
 from tests.lib.meshes import MESH
@@ -53,15 +50,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 NOTHING: dict[str, Any] = {
     "a glob": "modle.**",
     "a path": ft.Path("model.7"),
-    "the text of a path": "model.0.wieght",
-    "a regular expression": re.compile("modle.*"),
     "a class": Never,
-    "several classes": Never | eqx.nn.Linear,
     "a function": lambda path, leaf: "modle" in path,
-    "an axis": ft.has_axis("embd"),
     "a property": ft.larger_than(10**6),
     "parts that exclude each other": ft.glob("head") & ft.under(Up),
-    "part of a conjunction": ft.glob("model.**") & ft.glob("**.wieght"),
 }
 # Beside something that matches.
 BESIDE: dict[str, Callable[[ft.Filter], ft.Filter]] = {
@@ -69,10 +61,9 @@ BESIDE: dict[str, Callable[[ft.Filter], ft.Filter]] = {
     "not": lambda part: ~part,
     "or": lambda part: ft.glob("head") | part,
     "and not": lambda part: ft.glob("model.**") & ~part,
-    "or in brackets": lambda part: ft.glob("head") & (part | ft.under(Up)) | ft.glob("model.**"),
 }
 # A property may be that of no array, if something else is restored.
-PROPERTIES = ("an axis", "a property", "parts that exclude each other")
+PROPERTIES = ("a property", "parts that exclude each other")
 
 
 @pytest.mark.parametrize("where", BESIDE)
@@ -95,16 +86,6 @@ def test_what_matches_nothing(what: str, where: str, saved: Path) -> None:
     }
 
 
-def test_the_nearest_name(saved: Path) -> None:
-    for only, near in (
-        ("modle.**", "did you mean `model.**`?"),
-        ("**.wieght", "did you mean `**.weight`?"),
-        ("model.0.wieght", "did you mean `model.0.weight`?"),
-    ):
-        with raises(near, error=ft.CheckpointError):
-            ft.restore(saved, net(), only=only)
-
-
 def test_the_remedies_of_what_matches_nothing(saved: Path) -> None:
     """The pattern that is suggested, and no filter at all."""
     like = net(extra={"up": Up(np.zeros((2, 4)))})
@@ -120,21 +101,16 @@ def test_the_remedies_of_what_matches_nothing(saved: Path) -> None:
 # Filters that match an array which only the checkpoint has, or only `like`, and others.
 MATCHING: dict[str, Any] = {
     "none": None,
-    "all": ...,
     "a glob": "**.weight",
-    "a regular expression": re.compile(r".*weight"),
     "a class": Base,
-    "several classes": Up | Down,
-    "a disjunction": ft.glob("model.**") | ft.under(Base),
     "a conjunction": ft.glob("**.weight") & ft.under(Base),
     "a negation": ~ft.glob("head"),
-    "a property": ft.has_axis("embed"),
     "trained": ft.is_trainable,
 }
 
 
 # Classes are asked of `like` alone, so these match nothing that only the checkpoint has.
-OF_LIKE = ("a class", "several classes", "a disjunction", "a conjunction")
+OF_LIKE = ("a class", "a conjunction")
 
 
 @pytest.mark.parametrize("alone", ["in the checkpoint", "in like"])
@@ -157,8 +133,8 @@ def test_the_remedy_of_what_only_one_side_has(what: str, alone: str, tmp_path: P
         assert found["extra"]["up"].weight is more["extra"]["up"].weight
 
 
-@pytest.mark.parametrize("only", ["extra.**", ft.glob("extra.**") & ft.has_axis("embed")], ids=str)
-def test_where_there_is_no_rest_to_restore(only: Any, saved: Path) -> None:
+def test_where_there_is_no_rest_to_restore(saved: Path) -> None:
+    only = ft.glob("extra.**") & ft.has_axis("embed")
     with raises("extra.up.weight", "which matches nothing else, or `like`") as caught:
         ft.restore(saved, net(), only=only)
     assert "to restore the rest" not in str(caught.value)
@@ -167,29 +143,8 @@ def test_where_there_is_no_rest_to_restore(only: Any, saved: Path) -> None:
     ft.restore(saved, net(extra={"up": Up(np.zeros((2, 4)))}), only=only)
 
 
-def test_in_a_run(tmp_path: Path) -> None:
-    with ft.Checkpoints(tmp_path) as checkpoints:
-        checkpoints.save(1, net())
-    with raises("matches no array", error=ft.CheckpointError):
-        checkpoints.restore(net(), only="modle.**")
-
-
 def test_what_comes_from_like_is_not_deleted(tmp_path: Path) -> None:
     """It would be returned without a word. What is read may be: of it only the shape is needed."""
-    ft.save(tmp_path / "c", {"w": np.ones(3, "f"), "b": np.ones(4, "f")})
-    like = {"w": jax.numpy.zeros(3), "b": jax.numpy.zeros(4)}
-    like["b"].delete()
-    with raises(
-        "restore: 1 array of `like` is deleted",
-        "b   f32[4]\n      is deleted",
-        "use what that call returned",
-        error=ft.FunctreeError,
-    ):
-        ft.restore(tmp_path / "c", like, only="w")
-    assert ft.restore(tmp_path / "c", like, only="b")["b"].sum() == 4
-
-
-def test_of_like_are_not_all_deleted_if_some_are_read(tmp_path: Path) -> None:
     tree = {"m": {"a": np.ones(3, "f"), "b": np.ones(4, "f"), "c": np.ones(4, "f")}}
     ft.save(tmp_path / "c", tree)
     like = jax.tree.map(jax.numpy.asarray, tree)
@@ -201,6 +156,7 @@ def test_of_like_are_not_all_deleted_if_some_are_read(tmp_path: Path) -> None:
         error=ft.FunctreeError,
     ):
         ft.restore(tmp_path / "c", like, only="m.a")
+    assert ft.restore(tmp_path / "c", like, only=~ft.glob("m.a"))["m"]["b"].sum() == 4
 
 
 def test_a_tree_without_arrays_has_nothing_to_match(tmp_path: Path) -> None:
@@ -217,9 +173,7 @@ def test_what_only_one_side_has_is_no_typing_error(saved: Path) -> None:
 # The layouts of the arrays that are restored: as in `plan`.
 LAYOUTS: dict[str, tuple[Any, str]] = {
     "a glob": ({"**.bais": ft.P(), ...: ft.P()}, "**.bais"),
-    "hidden": ({"**.weight": ft.P(), "model.0.weight": ft.P(), ...: ft.P()}, "model.0.weight"),
     "a class": ([(Never, ft.P()), (..., ft.P())], "Never"),
-    "an axis": ([(ft.has_axis("embd"), ft.P()), (..., ft.P())], "has_axis('embd')"),
 }
 
 
@@ -237,10 +191,6 @@ def test_a_layout_with_a_filter_that_matches_nothing(what: str, saved: Path) -> 
 CLASSES: dict[str, tuple[Any, bool]] = {
     "its class": (Up, False),
     "a base": (Base, False),
-    "one of several": (Never | Up, False),
-    "a container": (dict, False),
-    "not another class": (~ft.under(Down), True),
-    "another class": (Down, False),
     "not its class": (~ft.under(Up), True),
     "beside a pattern": (Down | ft.glob("extra.**"), True),
     "a function": (lambda path, leaf: leaf.shape == (2, 4), False),
@@ -264,13 +214,8 @@ def test_classes_and_functions_are_asked_of_like_alone(what: str, saved: Path) -
 # `like` has none of them.
 ASKED: dict[str, tuple[ft.Filter, set[str]]] = {
     "trained": (ft.is_trainable, {"norm.weight"}),
-    "not trained": (~ft.is_trainable, {"norm.table"}),
-    "beside a glob": (ft.glob("head") | ft.is_buffer, {"norm.table"}),
-    "no state": (~ft.is_state, {"norm.weight", "norm.table"}),
     "a buffer": (ft.is_buffer, {"norm.table"}),
     "beside a class": (Up | ft.is_buffer, {"norm.table"}),
-    "no buffer": (~ft.is_buffer, {"norm.weight"}),
-    "an axis": (ft.has_axis("embed") & ~ft.under(Base), {"norm.weight"}),
     "a size": (ft.has_ndim(1) & ~ft.glob("head"), {"norm.weight", "norm.table"}),
     "a dtype": (ft.has_dtype(np.int32), {"norm.table"}),
 }
@@ -289,18 +234,3 @@ def test_what_is_asked_of_what_only_the_checkpoint_has(what: str, tmp_path: Path
     with pytest.raises(ft.CheckpointError, match="cannot be restored") as caught:
         ft.restore(tmp_path / "c", net(), only=only)
     assert {str(problem.path) for problem in caught.value.problems} == wanted
-
-
-def test_a_checkpoint_with_classes(saved: Path, tmp_path: Path) -> None:
-    """As earlier versions wrote it: it is read without them."""
-    shutil.copytree(saved, tmp_path / "c")
-    manifest = tmp_path / "c" / "functree.json"
-    body = json.loads(manifest.read_text())
-    del body["checksum"]
-    body["classes"] = [["builtins:dict"]]
-    for row in body["rows"]:
-        row["classes"] = 0
-    manifest.write_text(json.dumps({**body, "checksum": checksum(body)}))
-    whole = net(extra={"up": Up(np.zeros((2, 4)))})
-    assert np.array_equal(ft.restore(tmp_path / "c", whole)["extra"]["up"].weight, np.ones((2, 4)))
-    ft.restore(tmp_path / "c", net(), only=dict)

@@ -15,10 +15,9 @@ from jaxtyping import Array, Float
 from safetensors.numpy import save_file
 
 import functree as ft
-from functree.errors import count
-from functree.io.weights.blocks import TensorForm, joined_as
+from functree.io.weights.blocks import joined_as
 from functree.io.weights.files import Tensor
-from functree.io.weights.table import TensorName
+from tests.io.reads import blocks_read
 from tests.lib.checks import raises, warns
 from tests.lib.meshes import MESH, assert_lies
 
@@ -55,7 +54,6 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
         {"a.*": "l.*.a", "b.*": "l.*.b"},
         {("a", 0): "l.0.a", ("a", 1): "l.1.a", ("b", 0): "l.0.b"},
     ),
-    "two stars": ([{"a": 0, "b": 0}], {"*.*": "l.*.*"}, {(0, "a"): "l.0.a", (0, "b"): "l.0.b"}),
     "a star in a part": ({"la": 0, "lb": 0}, {"l*": "l.1.*"}, {("la",): "l.1.a", ("lb",): "l.1.b"}),
     "the first that matches": ({"a": 0, "b": 0}, {"b": "l.0.a", "*": "l.1.*"}, {("a",): "l.1.a", ("b",): "l.0.a"}),
     "any number of parts": (
@@ -68,7 +66,6 @@ NAMES: dict[str, tuple[Any, dict[str, str], dict[tuple[Any, ...], str]]] = {
     "or none": ({"a": 0, "x": {"a": 0}}, {"**.a": "**.a"}, {("a",): "a", ("x", "a"): "x.a"}),
     "a key with dots": ({"l.0.a": 0, "l.1.b": 0}, {"*": "*"}, {("l.0.a",): "l.0.a", ("l.1.b",): "l.1.b"}),
     "an array by itself": (0, {"": "a"}, {(): "a"}),
-    "a number": ({"a": [0, 0]}, {"a.{i}": "l.{i}.a"}, {("a", 0): "l.0.a", ("a", 1): "l.1.a"}),
     "index arithmetic": (
         [[0, 0], [0, 0]], {"{i}.{j}": "n.{2*i+j}"},
         {(0, 0): "n.0", (0, 1): "n.1", (1, 0): "n.2", (1, 1): "n.3"},
@@ -117,41 +114,29 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "as it is": ({"w": (16, 8)}, (16, 8), "w", lambda t: t["w"]),
     "the transpose": ({"w": (8, 16)}, (16, 8), "w.T", lambda t: t["w"].T),
     "a number": ({"w": ()}, (), "w", lambda t: t["w"]),
-    "the transpose of a number": ({"w": ()}, (), "w.T", lambda t: t["w"]),
-    "a vector": ({"w": (16,)}, (16,), "w.T", lambda t: t["w"]),
     "no elements": ({"w": (4, 0)}, (0, 4), "w.T", lambda t: t["w"].T),
     "three dimensions": ({"w": (4, 2, 8)}, (8, 2, 4), "w.T", lambda t: t["w"].T),
     "heads of a query": ({"w": (32, 16)}, (16, 8, 4), "w.T", lambda t: t["w"].T.reshape(16, 8, 4)),
     "heads in front": ({"w": (32, 16)}, (8, 4, 16), "w", lambda t: t["w"].reshape(8, 4, 16)),
-    "heads of an output": ({"w": (16, 32)}, (8, 4, 16), "w.T", lambda t: t["w"].T.reshape(8, 4, 16)),
     "heads of a bias": ({"w": (32,)}, (8, 4), "w", lambda t: t["w"].reshape(8, 4)),
     "heads in groups": (
         {"w": (64, 16)}, (16, 4, 8, 2), "w.T", lambda t: t["w"].T.reshape(16, 4, 8, 2)
     ),
-    "one head": ({"w": (8, 16)}, (16, 1, 8), "w.T", lambda t: t["w"].T.reshape(16, 1, 8)),
     "heads of one": ({"w": (8, 16)}, (16, 8, 1), "w.T", lambda t: t["w"].T.reshape(16, 8, 1)),
-    "ones in front": ({"w": (16,)}, (1, 1, 16), "w", lambda t: t["w"].reshape(1, 1, 16)),
-    "ones behind": ({"w": (16,)}, (16, 1, 1), "w", lambda t: t["w"].reshape(16, 1, 1)),
     "ones in both": ({"w": (1, 16, 1)}, (1, 1, 16, 1), "w", lambda t: t["w"].reshape(1, 1, 16, 1)),
     "a third": (QKV, (16, 8, 4), "w[1/3].T", lambda t: t["w"][32:64].T.reshape(16, 8, 4)),
     "a third in our order": (QKV, (32, 16), "w[2/3]", lambda t: t["w"][64:]),
     "two of three": (QKV, (16, 64), "w[0:2/3].T", lambda t: t["w"][:64].T),
-    "groups of queries": (QKV, (16, 8, 8), "w[0:4/6].T", lambda t: t["w"][:64].T.reshape(16, 8, 8)),
     "the last of these": (QKV, (16, 2, 8), "w[5/6].T", lambda t: t["w"][80:].T.reshape(16, 2, 8)),
     "a third of the other dimension": (
         {"w": (16, 96)}, (16, 8, 4), "w[1/3]", lambda t: t["w"][:, 32:64].reshape(16, 8, 4)
     ),
-    "a third of a bias": ({"w": (96,)}, (8, 4), "w[2/3]", lambda t: t["w"][64:].reshape(8, 4)),
     "layers": (
         {"l__0": (8, 4), "l__1": (8, 4)}, (2, 8, 4), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
     ),
     "layers of heads": (
         {"l__0": (32, 16), "l__1": (32, 16)}, (2, 16, 8, 4), "l.{layer}.T",
         lambda t: np.stack([t["l.0"].T, t["l.1"].T]).reshape(2, 16, 8, 4),
-    ),
-    "thirds of layers": (
-        {"l__0": (24, 16), "l__1": (24, 16)}, (2, 16, 8), "l.{layer}[1/3].T",
-        lambda t: np.stack([t["l.0"][8:16].T, t["l.1"][8:16].T]),
     ),
     "numbers of layers": (
         {"l__0": (), "l__1": ()}, (2,), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
@@ -161,16 +146,8 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
         {"w": (16, 8, 3)}, (8, 3, 4, 4), "w.transpose(1, 2, 0)",
         lambda t: t["w"].transpose(1, 2, 0).reshape(8, 3, 4, 4),
     ),
-    "a half of another order": (
-        {"w": (4, 2, 16)}, (8, 4, 2), "w[1/2].transpose(2, 0, 1)", lambda t: t["w"][:, :, 8:].transpose(2, 0, 1)
-    ),
     "a one that is dropped": ({"w": (8, 1, 4)}, (4, 8), "w.T", lambda t: t["w"][:, 0].T),
-    "ones that are dropped": ({"w": (1, 8, 1)}, (8,), "w", lambda t: t["w"].reshape(8)),
-    "a number of one": ({"w": (1,)}, (), "w", lambda t: t["w"].reshape(())),
     "ones of a number": ({"w": ()}, (1, 1), "w", lambda t: t["w"].reshape(1, 1)),
-    "every other layer": (
-        {"l__1": (8, 4), "l__3": (8, 4)}, (2, 8, 4), "l.{2*layer+1}", lambda t: np.stack([t["l.1"], t["l.3"]])
-    ),
     "a part of the layers": (
         {"l__4": (8, 4), "l__5": (8, 4)}, (2, 8, 4), "l.{2 * (1 + 1) + layer}",
         lambda t: np.stack([t["l.4"], t["l.5"]]),
@@ -178,10 +155,6 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
     "experts of layers": (
         {"l__0__e__0": (4, 8), "l__0__e__1": (4, 8)}, (1, 2, 8, 4), "l.{layer}.e.{expert}.T",
         lambda t: np.stack([t["l.0.e.0"].T, t["l.0.e.1"].T])[None],
-    ),
-    "experts": (
-        {"e__0": (4, 8), "e__1": (4, 8)}, (2, 8, 4), "e.{expert}.T",
-        lambda t: np.stack([t["e.0"].T, t["e.1"].T]),
     ),
 }  # fmt: skip
 
@@ -202,28 +175,17 @@ def test_shapes(case: str, tmp_path: Path) -> None:
     ("shape", "stored", "joined"),
     [
         ((), (), ()),
-        ((1,), (), ()),
-        ((), (1,), (0,)),
-        ((2, 3), (6,), (2,)),
         ((2, 3, 4), (6, 4), (2, 1)),
         ((2, 3, 4), (2, 12), (1, 2)),
         ((2, 3, 4), (3, 8), None),
         ((2, 3, 4), (2, 3), None),
-        ((2, 1, 3), (2, 3), (1, 1)),
-        ((2, 3), (2, 1, 3), (1, 0, 1)),
-        ((1, 1), (1, 1), (0, 0)),
+        ((2, 1, 3), (2, 1, 3), (1, 0, 1)),
         ((1, 1, 1), (1,), (0,)),
         ((4, 0), (4, 0), (1, 1)),
     ],
 )
 def test_joined_as(shape: Any, stored: Any, joined: Any) -> None:
     assert joined_as(shape, stored) == joined
-
-
-def test_the_form_of_a_part_is_that_of_the_tensor() -> None:
-    form = TensorForm.fitting((16, 8, 4), (96, 16), TensorName.parse("w[1/3].T"), 0)
-    assert form is not None and (form.joined, form.order, form.cut) == ((1, 2), (1, 0), 0)
-    assert TensorForm.fitting((2, 4), (8, 4), TensorName.parse("w[0/3]"), 0) is None
 
 
 class Experts(eqx.Module):
@@ -246,6 +208,13 @@ def test_a_tensor_of_all_layers_keeps_their_dimension_in_front(tmp_path: Path) -
     np.testing.assert_array_equal(loaded.layer["b"], given["b"])
 
 
+def test_a_tensor_of_all_layers_and_experts_keeps_both_in_front(tmp_path: Path) -> None:
+    given, key = tensors(e=(3, 2, 8, 4)), jax.random.key(0)
+    like = ft.abstract(ft.stack)(lambda key: Experts(jnp.zeros((2, 4, 8))), 3, key)
+    loaded = ft.load_tensors(saved(tmp_path, given), like, {"layer.up": "e.T"}, P(), MESH)
+    np.testing.assert_array_equal(loaded.layer.up, given["e"].transpose(0, 1, 3, 2))
+
+
 # How much of the files
 
 
@@ -261,22 +230,12 @@ READ = {
 
 @pytest.mark.parametrize("name", ["w.T", "qkv[1/3].T"])
 @pytest.mark.parametrize("spec", READ)
-def test_slices_alone_are_read(
-    spec: P, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_slices_alone_are_read(spec: P, name: str, tmp_path: Path) -> None:
     given = tensors(w=(32, 16)) if name == "w.T" else tensors(qkv=(96, 16))
-    read: list[int] = []
-
-    def count(self: Tensor, index: Any, read_block: Any = Tensor.read) -> np.ndarray:
-        block = read_block(self, index)
-        read.append(block.size)
-        return block
-
-    monkeypatch.setattr(Tensor, "read", count)
-    loaded = ft.load_tensors(
-        saved(tmp_path, given), abstract(x=(16, 8, 4)), {"x": name}, spec, MESH
-    )
-    assert set(read) == {READ[spec]}
+    file, like = saved(tmp_path, given), abstract(x=(16, 8, 4))
+    with blocks_read() as blocks:
+        loaded = ft.load_tensors(file, like, {"x": name}, spec, MESH)
+    assert {block.size for block in blocks} == {READ[spec]}
     assert_lies(loaded["x"], *spec)
     whole = given["w"] if name == "w.T" else given["qkv"][32:64]
     np.testing.assert_array_equal(loaded["x"], whole.T.reshape(16, 8, 4))
@@ -305,14 +264,10 @@ def test_files(tmp_path: Path) -> None:
 FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "none there": (lambda folder: folder / "b", ["there is no file", "b"]),
     "an empty folder": (lambda folder: folder / "empty", ["there is no *.safetensors file"]),
-    "a folder among files": (lambda folder: [folder / "a.safetensors", folder / "empty"], ["empty is not a safet"]),
-    "another kind": (lambda folder: folder / "text", ["text is not a safetensors file"]),
     "a name in two": (
         lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file has a tensor 'w' too"]
     ),
     "no file": (lambda folder: [], ["it must be the path of a file", "or of a folder, or a list of files"]),
-    "an address": (lambda folder: "gs://bucket/a", ["of a file system: copy to or from a bucket"]),
-    "a number": (lambda folder: 3, ["files=3", "it must be the path"]),
 }  # fmt: skip
 
 
@@ -321,7 +276,6 @@ def test_no_such_files(case: str, tmp_path: Path) -> None:
     files, fragments = FILES[case]
     saved(tmp_path, tensors(w=(8,)))
     (tmp_path / "copy").write_bytes((tmp_path / "a.safetensors").read_bytes())
-    (tmp_path / "text").write_text("x" * 100)
     (tmp_path / "empty").mkdir()
     with raises(*fragments):
         ft.load_tensors(files(tmp_path), abstract(x=(8,)), {"x": "w"}, P(), MESH)
@@ -361,12 +315,6 @@ def test_like_says_where(tmp_path: Path) -> None:
         assert type(number) is type(zero) and number == 1
     with raises("w   f32[8, 4]", "has no sharding in `like`", "give `layout=`"):
         ft.load_tensors(file, abstract(w=(8, 4)), {"w": "w"})
-
-
-def test_a_layout_that_does_not_fit(tmp_path: Path) -> None:
-    with raises("dimension 0 has size 6", error=ft.ShardingError):
-        file = saved(tmp_path, tensors(w=(6, 8)))
-        ft.load_tensors(file, abstract(w=(6, 8)), {"w": "w"}, P("model"), MESH)
 
 
 def test_one_array_in_two_places(tmp_path: Path) -> None:
@@ -422,133 +370,78 @@ GIVEN |= tensors(sizes__0=(8, 4), sizes__1=(4, 8), e=(8, 8))
 GIVEN["l.1.h"] = np.zeros((8, 4), np.float16)
 GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
 ALL = ["l.*", "qkv", "big", "[se]*"]
-# A table and what is left out, for `x.0` and `x.1` (8, 4) ─► the lines of the error.
-REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
+CORRECT = "correct the name in `table`, or the shape in `like`"
+PARTS = "`[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4"
+NUMBERS = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
+NO_PARTS = "of 3 parts there are 0 to 2, and none is asked for"
+# A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
+# to do.
+REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
-        [
-            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.t` as f32[4, 8], and not as f32[8, 4]",
-            'Try: transposed? write "x.*": "l.*.t.T"',
-            "     correct the name in `table`, or the shape in `like`",
-        ],
+        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], and not as f32[8, 4]", f'transposed? write "x.*": "l.*.t.T"\n{CORRECT}')],
     ),
     "not the transpose": (
         {"x.*": "l.*.w.T"}, ALL,
-        [
-            "  x.0, x.1   f32[8, 4]", "      the files have `l.*.w.T` as f32[8, 4], and not as f32[4, 8]",
-            'Try: transposed? write "x.*": "l.*.w"',
-            "     correct the name in `table`, or the shape in `like`",
-        ],
+        [("x.0, x.1", "the files have `l.*.w.T` as f32[8, 4], and not as f32[4, 8]", f'transposed? write "x.*": "l.*.w"\n{CORRECT}')],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
-        [
-            "  x.1   f32[8, 4]", "      the files have `big` as f32[9, 9], and not as f32[8, 4]",
-            "Try: correct the name in `table`, or the shape in `like`",
-        ],
-    ),
-    "another shape of one layer": (
-        {"x.0": "big", "*.*": "l.*.w"}, ["l.*", "qkv", "[se]*"],
-        [
-            '  "*.*": "l.*.w"', "      the pattern has 2 of `*`, and the name has 1",
-            "Try: write as many in a name as in its pattern: each stands for the same text",
-        ],
+        [("x.1", "the files have `big` as f32[9, 9], and not as f32[8, 4]", CORRECT)],
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        [
-            "  x.1   f32[8, 4]", "      the files have `l.1.h` as f16[8, 4], and not as f32",
-            "Try: to have it as f32: cast=True",
-        ],
+        [("x.1", "the files have `l.1.h` as f16[8, 4], and not as f32", "to have it as f32: cast=True")],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
-        [
-            "  x.1   f32[8, 4]",
-            "      the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for: f32[4, 8]",
-            "Try: correct the name in `table`, or the shape in `like`",
-        ],
+        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for: f32[4, 8]", CORRECT)],
     ),
     "a part that cannot be": (
         {"x.*": "qkv[3/3]"}, ALL,
         [
-            '  "x.*": "qkv[3/3]"',
-            "      the pattern has 1 of `*`, and the name has 0",
-            "      of 3 parts there are 0 to 2, and none is asked for",
-            "Try: write as many in a name as in its pattern: each stands for the same text",
-            "     `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
+            ('"x.*": "qkv[3/3]"', "the pattern has 1 of `*`, and the name has 0",
+             "write as many in a name as in its pattern: each stands for the same text"),
+            ('"x.*": "qkv[3/3]"', NO_PARTS, PARTS),
         ],
     ),
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
         [
-            "  x.0, x.1   f32[8, 4]", "      the files have no `l.*.tt`, which has to be f32[8, 4]",
-            "Try: `l.0.tt`: did you mean `l.0.t`?",
-            "     correct the name in `table`, or the shape in `like`",
-        ],
-    ),
-    "a name that they have of one layer": (
-        {"x.0": "l.0.w", "x.1": "ll.1.w"}, ALL,
-        [
-            "  x.1   f32[8, 4]", "      the files have no `ll.1.w`, which has to be f32[8, 4]",
-            "Try: `ll.1.w`: did you mean `l.1.w`?",
-            "     correct the name in `table`, or the shape in `like`",
+            ("x.0", "the files have no `l.*.tt`, which has to be f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
+            ("x.1", "the files have no `l.*.tt`, which has to be f32[8, 4]", CORRECT),
         ],
     ),
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
-            "  x.1   f32[8, 4]", "      no pattern of `table` matches it",
-            "  l.1.w", "      no array is read from it",
-            'Try: add a row, such as "x.*": "l.*.w"',
-            '     give `table` rows for them, or leave them out: left_out=["l.1.w"]',
-        ],
-    ),
-    "unread": (
-        {"x.*": "l.*.w"}, ["*h", "[se]*"],
-        [
-            "  big", "      no array is read from it",
-            "  l.0.t", "      no array is read from it, nor from 1 tensor like it",
-            "  qkv", "      no array is read from it",
-            'Try: give `table` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]',
+            ("x.1", "no pattern of `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
+            ("l.1.w", "no array is read from it", 'give `table` rows for them, or leave them out: left_out=["l.1.w"]'),
         ],
     ),
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
-        [
-            '  "x.{i}": "l.{2*j}.w"', "      `{2*j}` is no number of the pattern, `{layer}` or `{expert}`",
-            'Try: name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
-        ],
+        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
+    ),
+    "no arithmetic": (
+        {"x.{i}": "l.{i**2}.w"}, ALL,
+        [('"x.{i}": "l.{i**2}.w"', "`{i**2}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
     ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
-            '  "x.0": <lambda>', "      returns 3, and not a name",
-            '  "x.{i}": <lambda>',
-            "      of 3 parts there are 0 to 2, and none is asked for",
-            "      `{j}` is no number of the pattern, `{layer}` or `{expert}`",
-            "Try: `[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4",
-            '     name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`',
-        ],
-    ),
-    "an order of other dimensions": (
-        {"x.*": "l.*.t.transpose(0, 2, 1)"}, ALL,
-        [
-            "  x.0, x.1   f32[8, 4]",
-            "      the files have `l.*.t.transpose(0, 2, 1)` as f32[4, 8], and not as f32[8, 4]",
-            "Try: it has as many elements, in an order that no row says: load an array in the order of the files, "
-            "and transpose it in a function of `ft.jit`",
-            "     correct the name in `table`, or the shape in `like`",
+            ('"x.0": <lambda>', "returns 3, and not a name", ""),
+            ('"x.{i}": <lambda>', NO_PARTS, PARTS),
+            ('"x.{i}": <lambda>', "`{j}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS),
         ],
     ),
     "patterns for nothing": (
         {"x.*": "l.*.w", "y.*": "l.*.t", "x.1": "l.1.t"}, [*ALL, "l.*.hh", "l.0.w"],
         [
-            '  "y.*": "l.*.t"', "      matches no array; did you mean `x.*`?",
-            '  "x.1": "l.1.t"', "      matches only arrays that an earlier pattern names",
-            '  left_out "l.*.hh"', "      matches no tensor of the files; did you mean `l.*.h`?",
-            '  left_out "l.0.w"', "      each tensor that it matches is read",
-            "Try: write the narrower pattern first",
+            ('"y.*": "l.*.t"', "matches no array; did you mean `x.*`?", ""),
+            ('"x.1": "l.1.t"', "matches only arrays that an earlier pattern names", "write the narrower pattern first"),
+            ('left_out "l.*.hh"', "matches no tensor of the files; did you mean `l.*.h`?", ""),
+            ('left_out "l.0.w"', "each tensor that it matches is read", ""),
         ],
     ),
 }  # fmt: skip
@@ -557,28 +450,47 @@ REFUSED: dict[str, tuple[dict[str, str], list[str], list[str]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All that does not fit is one error, and nothing was read."""
-    table, left_out, lines = REFUSED[case]
+    table, left_out, told = REFUSED[case]
     file, like = saved(tmp_path, GIVEN), {"x": [S((8, 4), np.float32)] * 2}
     monkeypatch.setattr(Tensor, "read", lambda *_: pytest.fail("a value was read"))
-    with pytest.raises(ft.FunctreeError) as caught:
+    with raises(f"{file}: no weights are loaded: ") as caught:
         ft.load_tensors(file, like, table, P(), MESH, left_out=left_out)
-    found = [line for line in str(caught.value).splitlines() if line]
-    headline = f"{file}: no weights are loaded: {count(len(caught.value.problems), 'problem')}"
-    assert found == [headline, *lines]
+    where: dict[tuple[str, str], list[str]] = {}
+    for problem in caught.value.problems:
+        named = problem.what if problem.path is None else str(problem.path)
+        where.setdefault((problem.why, problem.remedy), []).append(named)
+    assert [(", ".join(named), *text) for text, named in where.items()] == told
+
+
+def test_the_text_of_what_is_refused(tmp_path: Path) -> None:
+    file, like = saved(tmp_path, GIVEN), {"x": [S((8, 4), np.float32)] * 2}
+    with pytest.raises(ft.FunctreeError) as caught:
+        ft.load_tensors(file, like, {"x.*": "l.*.tt"}, P(), MESH, left_out=["*h", "*w", "[se]*"])
+    told = f"""\
+{file}: no weights are loaded: 5 problems
+
+  x.0, x.1   f32[8, 4]
+      the files have no `l.*.tt`, which has to be f32[8, 4]
+
+  big
+      no array is read from it
+
+  l.0.t
+      no array is read from it, nor from 1 tensor like it
+
+  qkv
+      no array is read from it
+
+Try: `l.0.tt`: did you mean `l.0.t`?
+     correct the name in `table`, or the shape in `like`
+     give `table` rows for them, or leave them out: left_out=["big", "l.*.t", "qkv"]"""
+    assert str(caught.value) == told
 
 
 # (3, embed, heads, head_dim), and what PyTorch has of it: (3 * heads * head_dim, embed). Where both
 # products are equal, dimensions joined at two places would be read from it without a word.
-@pytest.mark.parametrize("name", ["qkv", "qkv.T"])
-@pytest.mark.parametrize(
-    ("shape", "stored"),
-    [
-        ((3, 8, 4, 2), (24, 8)),
-        ((3, 16, 4, 2), (24, 16)),
-        ((8, 4, 4, 4), (16, 32)),
-        ((4, 6), (3, 8)),
-    ],
-)
+@pytest.mark.parametrize("name", ["qkv", "qkv.T", "qkv.transpose(0, 2, 1)"])
+@pytest.mark.parametrize(("shape", "stored"), [((3, 8, 4, 2), (24, 8)), ((4, 6), (3, 8))])
 def test_a_tensor_in_another_order_is_refused(
     tmp_path: Path, shape: tuple[int, ...], stored: tuple[int, ...], name: str
 ) -> None:
@@ -605,27 +517,16 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
-    "all layers": (abstract(x=(2, 8, 4)), {"x": "m.{layer}.w"}, ["the files have no `m.{layer}.w`, which has to be f32[8, 4]"]),
-    "the transpose of layers": (
-        abstract(x=(2, 8, 4)), {"x": "l.{layer}.t"},
-        ["`l.{layer}.t` as f32[4, 8]", 'transposed? write "x": "l.{layer}.t.T"'],
-    ),
-    "layers of two dtypes": (abstract(x=(2, 8, 4)), {"x": "l.{layer}.h"}, ["the files have `l.1.h` as f16[8, 4], and not as f32"]),
     "no dimension of layers": (
         abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
     ),
-    "no layers": (abstract(x=(0, 4)), {"x": "l.{layer}.w"}, ["for each element of a dimension, and it has none"]),
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
-    ),
-    "parts that are not equal": (
-        abstract(x=(2, 4)), {"x": "sizes.0[0/3]"}, ["`sizes.0[0/3]` as f32[8, 4], of which a part is asked for"]
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
         ["`e.T` as f32[8, 8], and not as f32[2, 8, 4]", 'transposed? write "up": "e"'],
     ),
-    "a random key without a name": ({"x": jax.random.key(0)}, {"*.y": "*"}, ["x   key<fry>[]", "is a random key"]),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which is read from no tensor"]
     ),
@@ -637,27 +538,6 @@ def test_refused_of_layers(case: str, tmp_path: Path) -> None:
     like, table, fragments = STACKED[case]
     with raises(*fragments):
         ft.load_tensors(saved(tmp_path, GIVEN), like, table, P(), MESH, left_out=ALL)
-
-
-@jax.tree_util.register_pytree_with_keys_class
-class Twins:
-    """It gives both of its children one key."""
-
-    def __init__(self, *children: Any):
-        self.children = children
-
-    def tree_flatten_with_keys(self) -> Any:
-        return [(jax.tree_util.GetAttrKey("w"), child) for child in self.children], None
-
-    @classmethod
-    def tree_unflatten(cls, _: object, children: Any) -> "Twins":
-        return cls(*children)
-
-
-def test_two_arrays_at_one_path(tmp_path: Path) -> None:
-    file = saved(tmp_path, tensors(w=(8,)))
-    with raises("w   f32[8]", "is the path of several arrays"):
-        ft.load_tensors(file, Twins(S((8,), "float32"), S((8,), "float32")), {"w": "w"}, P(), MESH)
 
 
 def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from types import MappingProxyType, SimpleNamespace
+from types import MappingProxyType
 from typing import Any, NamedTuple, cast
 
 import equinox as eqx
@@ -45,22 +45,16 @@ ONE, OTHER = {0, 8}, {8, 0}
 # Two values that are equal.
 EQUAL: dict[str, tuple[Any, Any]] = {
     "sets": (ONE, OTHER),
-    "frozensets": (frozenset([0, 8]), frozenset([8, 0])),
-    "sets of texts": (set("abcdefgh"), set("hgfedcba")),
     "sets in sets": ({frozenset([0, 8])}, {frozenset([8, 0])}),
     "sets in tuples": ((1, ONE), (1, OTHER)),
     "sets in dataclasses": (Frozen(frozenset(ONE)), Frozen(frozenset(OTHER))),
-    "sets in named tuples": (Pair(ONE, 1), Pair(OTHER, 1)),
     "sets in partials": (functools.partial(max, ONE), functools.partial(max, OTHER)),
-    "keys that are sets": ({frozenset([0, 8]): 1}, {frozenset([8, 0]): 1}),
     "keys without an order": ({1: 1, "a": 2}, {"a": 2, 1: 1}),
     "keys in another order": ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     "mappings": (MappingProxyType({"a": ONE}), MappingProxyType({"a": OTHER})),
-    "views": ({0: 1, 8: 1}.keys(), {8: 1, 0: 1}.keys()),
     "functions": (lambda: 1, lambda: 1),
     "optimizers": (optax.adam(1e-3), optax.adam(1e-3)),
     "arrays": (jnp.arange(9), np.arange(9, dtype=np.int32)),
-    "layouts": (ft.AxisRules({"a": "data"}), ft.AxisRules({"a": "data"})),
 }  # fmt: skip
 
 # Two values that differ.
@@ -69,20 +63,13 @@ UNEQUAL: dict[str, tuple[Any, Any]] = {
     "bools": (1, True),
     "zeros": (0.0, -0.0),
     "containers": ((1, 2), [1, 2]),
-    "empty containers": ((), []),
-    "classes": (Frozen(1), Pair(1, None)),
-    "sets": ({1, 2}, {1, 3}),
     "kinds of sets": ({1}, frozenset({1})),
     "fields that are not in repr": (Frozen(1, 2), Frozen(1, 3)),
-    "members": (Color.RED, Color.BLUE),
     "patterns": (re.compile("a"), re.compile("b")),
     "ordered dicts": (OrderedDict(a=1), OrderedDict(a=2)),
     "functions": (jnp.sin, jnp.cos),
-    "dtypes": (np.dtype("int32"), np.dtype("int64")),
     "specs": (ft.P("data"), ft.P(None)),
-    "treedefs": (jax.tree.structure([1]), jax.tree.structure((1,))),
     "arrays": (np.arange(9), np.arange(1, 10)),
-    "dtypes of arrays": (np.arange(3, dtype=np.int32), np.arange(3, dtype=np.int16)),
     "long texts": ("a" * 5000, "a" * 4999 + "b"),
     "layouts": (ft.FSDP("data"), ft.FSDP("model")),
     "filters": (ft.glob("a.**"), ft.glob("b.**")),
@@ -126,10 +113,7 @@ def test_trees_have_a_line_for_each_leaf() -> None:
 OTHERS: dict[str, Any] = {
     "object": object(),
     "lock": threading.Lock(),
-    "random state": np.random.default_rng(0),
-    "namespace": SimpleNamespace(a=1),
     "in a list": [1, object()],
-    "in a dataclass": Frozen({"a": object()}),
     "array of objects": np.array([{1}], object),
 }
 
@@ -154,7 +138,6 @@ TREES: dict[str, tuple[Any, Any]] = {
     "static fields": (Static(1, "a"), Static(1, "b")),
     "static sets": (Static(1, cast(str, {"a"})), Static(1, cast(str, {"b"}))),
     "containers": ([1, 2], (1, 2)),
-    "empty": ({"a": [1], "b": []}, {"a": [1]}),
     "None": ({"a": [1], "b": None}, {"a": [1]}),
     "packed": (ft.pack(Static(jnp.ones(3), "a")), ft.pack(Static(jnp.ones(3), "b"))),
     "registered": (jax.tree_util.Partial(max, 1), jax.tree_util.Partial(min, 1)),

@@ -271,7 +271,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
             # One array of numpy at two places is often nothing but zeros that were made once. Two
             # arrays on one buffer could not both be donated.
             is_one = isinstance(value, jax.Array)
-            own.append((id(value), weight.sharding) if is_one else weight.leaf.path)
+            own.append(id(value) if is_one else weight.leaf.path)
             if own[-1] not in once:
                 array, loss = weight.array()
                 once[own[-1]] = _as_in(value, array)
