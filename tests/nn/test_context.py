@@ -255,19 +255,6 @@ def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_by_a_mesh_axis_of_the_vocabulary(expected: Any) -> None:
-    """On Explicit axes tokens and targets are sharded as the sequence is between layers."""
-    model, reference = expected
-    names = {"vocab": "model", "hidden": "model", "seq": "model", ...: None}
-    rules = ft.AxisRules(names)
-    with jax.set_mesh(ft.make_mesh(data=2, model=4, explicit=True)):
-        texts = [
-            ft.shard(jnp.asarray(x), rules, axes="batch seq") for x in (TEXT[:, :-1], TEXT[:, 1:])
-        ]
-        gradient = ft.jit(ft.value_and_grad(loss), rules=rules)
-        found = gradient(ft.shard(model, rules), *texts, None, True)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -141,11 +141,6 @@ def test_prompts_of_any_integers(dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", ["int4", "uint4"])
-def test_prompts_of_less_than_a_byte(dtype: str) -> None:
-    """Dtypes that are not numpy's own."""
-    found = ft.nn.generate(model("llama"), jnp.asarray(PROMPTS % 8, dtype), 8)
-    assert found.tolist() == ft.nn.generate(model("llama"), PROMPTS % 8, 8).tolist()
 
 
 # The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
@@ -365,15 +360,6 @@ def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
     assert re.sub(r"\s+", " ", why) in re.sub(r"\s+", " ", str(error.value))
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-def test_prompts_that_the_mesh_does_not_divide(rows: int) -> None:
-    rules = ft.AxisRules({"batch": "data", ...: None})
-    mesh = ft.make_mesh(data=8)
-    sharded = ft.shard(model("llama"), rules, mesh)
-    prompts = ft.shard(np.ones((rows, 9), np.int32), ft.P(), mesh)
-    run = ft.jit(lambda model, prompts: ft.nn.generate(model, prompts, 2), rules=rules)
-    with raises(f'"batch" has size {rows}; rule batch→data needs a multiple of data=8', "Try: pad"):
-        run(sharded, prompts)
 
 
 def test_what_does_not_go_with_a_cache() -> None:

@@ -105,13 +105,6 @@ def test_the_head_of_a_transformer_is_none_whatever_its_class() -> None:
     assert matrices(ft.select(model).at("unembed").set(head)) == block("blocks.layer")
 
 
-def test_layers_apart() -> None:
-    config = ft.nn.TransformerConfig(10, 8, layers=1, **SIZES)
-    blocks = [
-        ft.abstract(ft.nn.Block.create)(config, key=jax.random.key(0)),
-        ft.abstract(ft.nn.Block.create)(config, key=jax.random.key(0)),
-    ]
-    assert matrices(blocks) == block("0") | block("1")
 
 
 # Forms of the parameters

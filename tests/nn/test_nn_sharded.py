@@ -298,30 +298,6 @@ def test_a_loss_in_a_partial_shard_map(
     )
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_attention_in_a_partial_shard_map(explicit: bool) -> None:
-    mesh = make_mesh(data=2, model=4, explicit=explicit)
-    attention = nn.Attention(16, 8, 4, 4, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (4, 20, 16))
-    segments = jnp.arange(20)[None].repeat(4, 0) // 7
-
-    def of_all(attention: nn.Attention, x: jax.Array, segments: jax.Array) -> jax.Array:
-        return (attention(x, None, segments) ** 2).sum()
-
-    mapped = jax.shard_map(
-        lambda *args: jax.lax.psum(of_all(*args), "data"),
-        mesh=mesh,
-        in_specs=(P(), P("data"), P("data")),
-        out_specs=P(),
-        axis_names={"data"},
-    )
-    placed = [shard(value, P("data"), mesh) for value in (x, segments)]
-    with jax.set_mesh(mesh), axis_rules(AxisRules({**TENSOR, ...: None})):
-        found = jax.jit(jax.grad(mapped, (0, 1)))(shard(attention, POD, mesh), *placed)
-    expected = jax.jit(jax.grad(of_all, (0, 1)))(attention, x, segments)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected
-    )
 
 
 @pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=["some", "all"])
@@ -362,17 +338,6 @@ def test_generate_in_a_partial_shard_map(check_vma: bool) -> None:
     np.testing.assert_array_equal(found, nn.generate(model, tokens[:, :5], 3, stop=7))
 
 
-def test_a_token_that_there_is_not_in_a_partial_shard_map() -> None:
-    mesh, table = make_mesh(data=2, model=4), nn.Embedding(8, 4, key=jax.random.key(0))
-    tokens = jnp.array([[0, 7, 8, 300], [3, -1, -8, -9]], jnp.int16)
-    mapped = jax.shard_map(
-        table, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
-        found = jax.jit(mapped)(tokens)
-    expected = table(tokens)
-    np.testing.assert_array_equal(found, expected)
-    assert (np.isnan(expected).any(-1) == [[0, 0, 1, 1], [0, 1, 1, 1]]).all()
 
 
 def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
@@ -414,36 +379,5 @@ def test_product_on_explicit_axes(x: P, weight: P, result: P) -> None:
         np.testing.assert_array_equal(per_example, found)
 
 
-@pytest.mark.parametrize(
-    "table", [P(), P("model", "data"), P("data", "model"), P(None, "model")], ids=str
-)
-def test_rows_and_broadcasts_on_explicit_axes(table: P) -> None:
-    mesh = make_mesh(data=4, model=2, explicit=True)
-    values = np.arange(64, dtype=np.float32).reshape(16, 4)
-    index = np.arange(8, dtype=np.int32)
-    last = "model" if tuple(table)[1:] == ("model",) else None
-    with jax.set_mesh(mesh):
-        put = jax.device_put(values, NamedSharding(mesh, table))
-        found = jax.jit(rows)(put, jax.device_put(index, NamedSharding(mesh, P("data"))))
-        assert jax.typeof(found).sharding.spec == P("data", last)
-        np.testing.assert_array_equal(found, values[:8])
-        vector = jax.device_put(values[0], NamedSharding(mesh, P("data")))
-        assert jax.typeof(jax.jit(broadcast_like)(vector, found)).sharding.spec == P("data", last)
 
 
-def test_linear_and_norm_on_explicit_axes() -> None:
-    mesh = make_mesh(data=4, model=2, explicit=True)
-    rules = LAYOUTS["fsdp and tensor"]
-    norm, linear = (
-        nn.RMSNorm(16),
-        nn.Linear(16, 8, init=jax.nn.initializers.ones, key=jax.random.key(0)),
-    )
-    linear = eqx.tree_at(lambda layer: layer.bias, linear, jnp.arange(8.0))
-    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    with jax.set_mesh(mesh):
-        put = jax.device_put(x, NamedSharding(mesh, P("data")))
-        found = jax.jit(lambda layers, x: layers[1](layers[0](x)))(
-            shard((norm, linear), rules, mesh), put
-        )
-    assert jax.typeof(found).sharding.spec == P("data", "model")
-    np.testing.assert_allclose(found, linear(norm(jnp.asarray(x))), rtol=1e-5, atol=1e-5)

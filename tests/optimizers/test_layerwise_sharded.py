@@ -207,20 +207,8 @@ def steps(model: Any, tx: Any, number: int = 20, **options: Any) -> tuple[list[f
     return values, ts
 
 
-TRAINED: dict[str, Any] = {
-    "adafactor": optax.adafactor(0.02, min_dim_size_to_factor=4),
-    "muon": optax.contrib.muon(0.02),
-}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_twenty_steps_of_a_stack_are_those_of_a_list(name: str):
-    tx = TRAINED[name]
-    have, _ = steps(MODEL, ft.layerwise(tx))
-    want, _ = steps(unstacked(MODEL), tx)
-    np.testing.assert_allclose(have, want, rtol=1e-6)
-    assert have[-1] < 0.5 * have[0]
 
 
 def test_frozen_parameters_of_a_training_state():
@@ -231,25 +219,3 @@ def test_frozen_parameters_of_a_training_state():
     assert np.array_equal(ts.model.head, MODEL.head) and ts.opt_state[0].mu.head is None
 
 
-def test_a_state_is_saved_and_restored(tmp_path: Path):
-    tx = ft.layerwise(optax.MultiSteps(TRAINED["adafactor"], 2))
-    ts = ft.TrainState.create(MODEL, tx, layout=LAYOUT, mesh=MESH)
-    gradient = ft.shard(GRADIENT, LAYOUT, MESH)
-
-    @ft.jit(rules=RULES)
-    def step(ts: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return ft.apply_gradients(ts, gradient)
-
-    ts = step(step(ts))
-    ft.save(tmp_path / "ts", ts)
-    rows = {str(row.path): row.shape for row in ft.inspect(tmp_path / "ts").rows}
-    assert rows["opt_state.inner_opt_state.0.v_row.layers.layer.up"] == (LAYERS, EMBED)
-    back = ft.restore(tmp_path / "ts", ts, LAYOUT, MESH)
-    have, want = arrays_by_path(back), arrays_by_path(ts)
-    assert have.keys() == want.keys()
-    for path, array in have.items():
-        assert np.array_equal(array, want[path])
-        assert array.sharding.is_equivalent_to(want[path].sharding, array.ndim)
-    for x, y in zip(*map(jax.tree.leaves, (step(back), step(ts))), strict=True):
-        assert np.array_equal(x, y)

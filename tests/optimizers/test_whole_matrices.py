@@ -278,29 +278,6 @@ def test_outside_of_jit() -> None:
         close(kept(updated(tx, placed, state)), expected(muon_of_optax(ns_steps=1), model))
 
 
-def test_twenty_steps_of_a_stack_are_those_of_a_list() -> None:
-    def train(model: Any, tx: Any) -> list[float]:
-        def loss(model: Any, x: Any) -> Any:
-            for layer in model:
-                x = jnp.tanh(x @ layer.weight + layer.bias)[:, :8]
-            return jnp.mean((x - 0.5) ** 2)
-
-        ts = ft.TrainState.create(model, tx)
-        x = jax.random.normal(jax.random.key(1), (16, 8))
-        step = ft.jit(lambda ts: ft.apply_gradients(ts, ft.grad(loss)(ts.model, x)))
-        losses: list[float] = []
-        for _ in range(20):
-            losses.append(float(loss(ts.model, x)))
-            ts = step(ts)
-        return losses
-
-    tx = ft.muon(0.02, ns_steps=3)
-    stacked, listed = train(MODELS[3](), tx), train(MODELS["list of 3"](), tx)
-    np.testing.assert_allclose(stacked, listed, rtol=1e-4)
-    np.testing.assert_allclose(
-        listed, train(MODELS["list of 3"](), optax.contrib.muon(0.02, ns_steps=3)), rtol=1e-4
-    )
-    assert stacked[-1] < 0.6 * stacked[0]
 
 
 # What is moved

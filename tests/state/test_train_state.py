@@ -102,17 +102,6 @@ LAYOUTS: dict[str, Any] = {
 
 # The law
 
-SAID = (
-    "shape",
-    "dtype",
-    "spec",
-    "axes",
-    "local_shape",
-    "bytes_per_device",
-    "copies",
-    "memory_kind",
-    "reason",
-)
 
 
 def rows_of(plan: ft.Plan, below: str = "") -> dict[str, Any]:
@@ -371,17 +360,6 @@ def test_with_a_layout_and_under_init(name: str, explicit: bool):
         assert not eqx.is_array(x) or np.array_equal(x, y)
 
 
-def test_born_and_never_whole_on_one_device():
-    size, tx = 1024, optax.adam(1.0)
-
-    def make(key: Array) -> Any:
-        up = jax.random.normal(key, (size, size))
-        return ft.TrainState.create(Net(up, up.T, jnp.zeros(size), jnp.array(0)), tx)
-
-    memory = ft.init(make, RULES | FSDP, MESH).lower(jax.random.key(0)).compile().memory_analysis()
-    leaf = size * size * 4
-    assert memory.output_size_in_bytes <= 6 * leaf // 8 + 2**15
-    assert memory.output_size_in_bytes + memory.temp_size_in_bytes < 2 * leaf
 
 
 class Normed(eqx.Module):
@@ -645,70 +623,10 @@ def test_the_average_is_no_second_name_of_the_parameters():
 # Steps
 
 
-CONFIG = ft.nn.TransformerConfig(
-    64,
-    16,
-    layers=2,
-    heads=4,
-    kv_heads=4,
-    head_dim=4,
-    hidden=32,
-    max_seq=16,
-    compute_dtype=jnp.float32,
-)
-STEPS: dict[str, Any] = {
-    "tp": RULES,
-    "fsdp": ft.AxisRules({"batch": "data", ...: None}) | FSDP,
-    "both": RULES | FSDP,
-}
 
 
-def token_loss(model: Any, tokens: Array) -> Array:
-    logits = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("layout", "name", "packed"),
-    [
-        ("tp", "adam", False),
-        ("fsdp", "adafactor", False),
-        ("both", "adam", True),
-        ("both", "adafactor", False),
-    ],
-    ids=lambda x: ("plain", "packed")[x] if isinstance(x, bool) else x,
-)
-def test_ten_steps_of_a_transformer(layout: str, name: str, packed: bool):
-    chosen, tx = STEPS[layout], OPTIMIZERS[name]()
-    if name == "adafactor":
-        tx = ft.layerwise(tx)  # it treats a stack otherwise than its layers
-    rules = chosen if isinstance(chosen, ft.AxisRules) else chosen.parts[0]
-
-    def make(key: Array) -> Any:
-        return ft.TrainState.create(ft.nn.Transformer.create(CONFIG, key=key), tx, key=key)
-
-    ts = ft.init(make, chosen, MESH)(jax.random.key(0))
-    wanted = [row.spec for row in ft.plan(ts, chosen, MESH)]
-    tokens = ft.shard(jax.random.randint(jax.random.key(1), (4, 9), 0, 64), P("data"), MESH)
-
-    @ft.jit(rules=rules, donate="ts", in_shardings={"ts": chosen, "tokens": P("data")})
-    def step(ts: Any, tokens: Array) -> tuple[Any, Array]:
-        value, gradients = ft.value_and_grad(token_loss, layout=chosen)(ts.model, tokens)
-        return ft.apply_gradients(ts, gradients), value
-
-    ts = ft.pack(ts) if packed else ts
-    values = []
-    for _ in range(10):
-        ts, value = step(ts, tokens)
-        values.append(float(value))
-    assert len(step.compilations) == 1 and values[-1] < values[0]
-    assert isinstance(ts, ft.Packed) is packed
-    ts = ft.unpack(ts) if packed else ts
-    assert int(ts.step) == 10
-    arrays = jax.tree.leaves(eqx.filter(ts, eqx.is_array))
-    for x, spec in zip(arrays, wanted, strict=True):
-        assert x.sharding.is_equivalent_to(NamedSharding(MESH, spec), x.ndim), (x.sharding, spec)
 
 
 LAYOUTS_OF_ALL: dict[str, Any] = {
@@ -749,32 +667,11 @@ def test_one_bare_layout_for_a_state_and_a_batch(name: str, packed: bool):
     assert ts.model.bias.sharding.spec == ts.opt_state[0].v.bias.sharding.spec == P("model")
 
 
-def test_out_shardings_by_the_models_layout():
-    def make(key: Array) -> Any:
-        return ft.TrainState.create(net(key), TX)
-
-    ts = ft.jit(make, out_shardings=RULES | FSDP, mesh=MESH)(jax.random.key(0))
-    plan = ft.plan(ts, RULES | FSDP, MESH)
-    found = [x.sharding.spec for x in jax.tree.leaves(eqx.filter(ts, eqx.is_array))]
-    assert [
-        P(*spec, *[None] * (len(row.shape) - len(spec)))
-        for spec, row in zip(found, plan, strict=True)
-    ] == [row.spec for row in plan]
 
 
 TX = adafactor()
 
 
-def test_moments_on_the_host_by_rules():
-    layout = ft.StateSharding({"opt_state.**": ft.on_host(RULES), ...: RULES})
-    ts = ft.TrainState.create(net(), adafactor(), layout=layout, mesh=MESH)
-    assert ts.opt_state[0].v_col.up.sharding == NamedSharding(
-        MESH, P("model"), memory_kind="pinned_host"
-    )
-    ts = ft.TrainState.create(net(), optax.adam(1.0), layout=layout, mesh=MESH)
-    assert ts.opt_state[0].mu.up.sharding == NamedSharding(
-        MESH, P(None, "model"), memory_kind="pinned_host"
-    )
 
 
 def test_the_optimizers_state_in_host_memory_trains(mesh: Mesh):
@@ -978,15 +875,6 @@ class Averaging(ft.TrainState[Any]):
         self.target, self.name, self.told = ts.model, "mine", "once"
 
 
-def test_an_optimizer_that_is_made_anew_is_another_one():
-    """It is static in a training state, and no two of optax are equal."""
-    step = ft.jit(lambda ts: ts.step + 1)
-    tx, model = optax.sgd(1.0), {"w": jnp.ones(2)}
-    for _ in range(2):
-        step(ft.TrainState.create(model, tx))
-    assert len(step.compilations) == 1
-    step(ft.TrainState.create(model, optax.sgd(1.0)))
-    assert len(step.compilations) == 2
 
 
 @pytest.mark.parametrize("jit", [False, True])
