@@ -255,8 +255,6 @@ def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
-
-
 @pytest.mark.parametrize("explicit", [False, True])
 def test_prompts_are_read_in_parts(expected: Any, explicit: bool) -> None:
     model = expected[0]

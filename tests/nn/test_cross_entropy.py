@@ -222,5 +222,3 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_bad_input(given: dict[str, Any], why: str) -> None:
     with raises(why):
         ft.nn.cross_entropy(model(), **{"tokens": TOKENS, "targets": TARGETS, **given})
-
-

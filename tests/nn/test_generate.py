@@ -141,8 +141,6 @@ def test_prompts_of_any_integers(dtype: str) -> None:
     )
 
 
-
-
 # The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
 # all tokens, `pad`, and a number that is no token.
 DTYPES = [
@@ -358,8 +356,6 @@ def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
     with raises("generate cannot continue these prompts") as error:
         ft.nn.generate(model("llama"), **arguments)
     assert re.sub(r"\s+", " ", why) in re.sub(r"\s+", " ", str(error.value))
-
-
 
 
 def test_what_does_not_go_with_a_cache() -> None:

@@ -105,8 +105,6 @@ def test_the_head_of_a_transformer_is_none_whatever_its_class() -> None:
     assert matrices(ft.select(model).at("unembed").set(head)) == block("blocks.layer")
 
 
-
-
 # Forms of the parameters
 
 

@@ -309,8 +309,6 @@ def test_a_dispatch_that_cannot_be_had() -> None:
         assert jax.jit(lambda: moe(x)[0])().shape == (1, 3, EMBED)  # "auto" gathers
 
 
-
-
 REFUSED = {
     "too many": (dict(top_k=5), ["top_k=5", "there are only 4 experts"]),
     "none": (dict(top_k=0), ["top_k=0", "positive integer"]),

@@ -1,7 +1,5 @@
 """Shards of matrices become whole matrices, and shards again."""
 
-import math
-from itertools import pairwise, product
 from typing import Any
 
 import jax
@@ -11,7 +9,6 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 from functree.optimizers.exchange import Exchange
-from tests.lib.covering import selected_cells
 
 P = PartitionSpec
 SIZES = {"a": 2, "b": 2, "c": 2, "one": 1}
@@ -26,18 +23,6 @@ def exchange_of(stack: tuple[int, ...], spec: P, over: Any = None) -> Exchange:
 # Round trips
 
 # The mesh axis of the stack's first dimension; it must not be one of the matrices' too.
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 # What is moved

@@ -1,7 +1,6 @@
 """`ft.layerwise` on meshes and in training: how its state is laid out, saved, and what is
 computed."""
 
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -207,15 +206,9 @@ def steps(model: Any, tx: Any, number: int = 20, **options: Any) -> tuple[list[f
     return values, ts
 
 
-
-
-
-
 def test_frozen_parameters_of_a_training_state():
     wrt = ft.is_trainable & ~ft.glob("head")
     have, ts = steps(MODEL, ft.layerwise(optax.lamb(0.02)), 3, wrt=wrt)
     want, _ = steps(unstacked(MODEL), optax.lamb(0.02), 3, wrt=wrt)
     np.testing.assert_allclose(have, want, rtol=1e-6)
     assert np.array_equal(ts.model.head, MODEL.head) and ts.opt_state[0].mu.head is None
-
-

@@ -278,8 +278,6 @@ def test_outside_of_jit() -> None:
         close(kept(updated(tx, placed, state)), expected(muon_of_optax(ns_steps=1), model))
 
 
-
-
 # What is moved
 
 IN_AND_OUT = ("data", "model")

@@ -364,8 +364,6 @@ def test_the_models_rules_and_filters_lay_it_out():
         ft.plan(state, ft.AxisRules({"batch": "data"}), MESH)
 
 
-
-
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_shard_init_and_abstract(explicit: bool):
     mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
@@ -400,8 +398,6 @@ def test_split_packed_and_merged():
     model, made = ft.make_state(Counter())
     y, after = ft.jit(lambda m, x, s: m(x, s))(ft.pack(model), jnp.ones(8), ft.pack(made))
     assert isinstance(after, ft.Packed) and int(after.tree["calls"]) == 1 and y.shape == (8,)
-
-
 
 
 def test_what_is_state_is_not_trained():

@@ -103,7 +103,6 @@ LAYOUTS: dict[str, Any] = {
 # The law
 
 
-
 def rows_of(plan: ft.Plan, below: str = "") -> dict[str, Any]:
     """The rows below a path: what is said of each, without what the mesh makes of it."""
     prefix = ft.Path.parse(below) if below else ft.Path()
@@ -358,8 +357,6 @@ def test_with_a_layout_and_under_init(name: str, explicit: bool):
         assert shardings == [plan.sharding(row) for row in plan]
     for x, y in zip(jax.tree.leaves(born.model), jax.tree.leaves(placed.model), strict=True):
         assert not eqx.is_array(x) or np.array_equal(x, y)
-
-
 
 
 class Normed(eqx.Module):
@@ -623,12 +620,6 @@ def test_the_average_is_no_second_name_of_the_parameters():
 # Steps
 
 
-
-
-
-
-
-
 LAYOUTS_OF_ALL: dict[str, Any] = {
     "rules": ft.AxisRules({"batch": "data", "hidden": "model", ...: None}),
     "patterns": ft.StateSharding({"**.bias": P("model"), "x": P("data"), ...: P()}),
@@ -667,11 +658,7 @@ def test_one_bare_layout_for_a_state_and_a_batch(name: str, packed: bool):
     assert ts.model.bias.sharding.spec == ts.opt_state[0].v.bias.sharding.spec == P("model")
 
 
-
-
 TX = adafactor()
-
-
 
 
 def test_the_optimizers_state_in_host_memory_trains(mesh: Mesh):
@@ -873,8 +860,6 @@ class Averaging(ft.TrainState[Any]):
         )
         self.key, self.tx, self.wrt = ts.key, ts.tx, ts.wrt
         self.target, self.name, self.told = ts.model, "mine", "once"
-
-
 
 
 @pytest.mark.parametrize("jit", [False, True])
