@@ -734,6 +734,28 @@ def test_a_weak_parameter_at_two_places_stays_one_array():
     assert not ft.TrainState.create({"a": weak_shape}, TX).model["a"].weak_type
 
 
+class Counting(eqx.Module):
+    w: Array
+    index: eqx.nn.StateIndex
+
+    def __init__(self):
+        self.w, self.index = jnp.ones(2), eqx.nn.StateIndex(jnp.asarray(0.2))
+
+
+def test_weak_types_of_a_state_do_not_compile_a_step_twice():
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return updates, jnp.where(state > 3, 1.0, 2.0)  # weak, as Python's numbers are
+
+    tx = optax.GradientTransformation(lambda params: jnp.float32(0), update)
+    model, state = eqx.nn.make_with_state(Counting)()
+    ts = ft.TrainState.create(model, tx, state=state)
+    step = ft.jit(lambda ts: ft.apply_gradients(ts, ft.grad(lambda m: m.w.sum())(ts.model)))
+    assert not any(jax.typeof(x).weak_type for x in jax.tree.leaves(ts.state))
+    for _ in range(2):
+        ts = step(ts)
+    assert len(step.compilations) == 1
+
+
 LAYER = ft.nn.Linear(2, 2, key=jax.random.key(0))
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "swapped": (
