@@ -5,6 +5,7 @@ All of it is asked of pyright in strict mode, in which a type that is not known 
 
 import inspect
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import jax
 import pytest
 
 import functree as ft
+from tests.package.public import NAMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -315,15 +317,7 @@ def test_the_users_own_types(reports: dict[str, list[dict[str, Any]]], expressio
 
 
 def test_every_public_function_has_a_row() -> None:
-    names = [*ft.__all__]
-    names += [f"nn.{name}" for name in ft.nn.__all__]
-    names += [f"testing.{name}" for name in ft.testing.__all__]
-    public = [(*name.split("."), "")[:2] for name in names]
-    functions = {
-        name
-        for name, (first, second) in zip(names, public, strict=True)
-        if inspect.isfunction(getattr(getattr(ft, first), second) if second else getattr(ft, first))
-    }
+    functions = {name for name in NAMES if inspect.isfunction(operator.attrgetter(name)(ft))}
     assert functions == FUNCTIONS.keys()
 
 
