@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from functree.calls.checks import BIG_CONSTANT
+from functree.errors import MAX_PATHS
 from functree.io.checkpoints.folder import DAY, DEADLINE
 from functree.io.weights.save import MOST_BYTES
 from functree.layout.fsdp import FSDP
@@ -25,6 +26,7 @@ def test_each_promise_has_its_sentence_and_its_test() -> None:
 FIGURES = [
     # on the page, with the figure in words where it has it so; and in the package
     ("docs/checkpoints.md", "does not answer for {} seconds", DEADLINE, 1),
+    ("docs/errors.md", "of many, the first six are named", MAX_PATHS, 6),
     ("docs/jit.md", "closes over an array of more than {} MiB", BIG_CONSTANT, 2**20),
     (
         "docs/layouts.md",
