@@ -6,10 +6,9 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
-from jaxtyping import Array, Float
+from jaxtyping import Array
 from optax.contrib import MuonDimensionNumbers
 
 import functree as ft
@@ -240,35 +239,3 @@ def test_all_that_is_wrong_is_one_error_of_the_right_type() -> None:
 
 
 # With optax
-
-
-class Scaled(eqx.Module):
-    weight: Float[Array, "embed hidden"]
-    norm: Float[Array, "hidden"]
-
-    def __matrix_dimensions__(self) -> Any:
-        return {"weight": (-2, -1)}
-
-
-def test_muon_takes_it_for_a_stack_as_for_layers_apart() -> None:
-    def make(key: Any) -> Scaled:
-        return Scaled(jax.random.normal(key, (3, 5)), jax.random.normal(key, (5,)))
-
-    stack = ft.stack(make, 2, jax.random.key(0))
-    apart = [stack[0], stack[1]]
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        updates = [muon_update(tree) for tree in (stack, apart)]
-    for i in range(2):
-        np.testing.assert_allclose(updates[0].layer.weight[i], updates[1][i].weight, rtol=1e-5)
-        np.testing.assert_allclose(updates[0].layer.norm[i], updates[1][i].norm, rtol=1e-5)
-
-
-@jax.jit
-def muon_update(model: Any) -> Any:
-    """One update, which begins with a gradient that is the model."""
-    dimensions = ft.nn.matrix_dimensions(model)
-    tx = optax.contrib.muon(1e-3, muon_weight_dimension_numbers=dimensions)
-    state = tx.init(model)
-    muon = state.inner_states["muon"].inner_state[0].mu
-    assert [x.ndim - 2 for x in jax.tree.leaves(muon)] == [1] or isinstance(model, list)
-    return tx.update(model, state, model)[0]

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
@@ -21,7 +20,6 @@ from functree.errors import AxesError, FunctreeError
 from functree.labels.leaves import tree_axes
 from functree.layout.rules import AxisRules
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import cached_positions, next_positions
 from functree.nn.embedding import lookup
 from functree.nn.rope import rope
 from functree.nn.weights import rows
@@ -356,15 +354,6 @@ def test_positions_and_segments_of_any_integers(dtype: str) -> None:
         np.testing.assert_array_equal(attention(x, *given), attention(x, *whole))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
-def test_numbers_of_cached_tokens_of_any_integers(dtype: str) -> None:
-    """Positions behind 127 or 255, of which a sum in a narrow dtype would wrap."""
-    filled = jnp.array([0, 120], dtype)
-    assert next_positions(filled, 300)[:, -1].tolist() == [299, 419]
-    assert cached_positions(filled, 300)[:, -1].tolist() == [-1, -1]
-    assert cached_positions(filled, 300)[:, 0].tolist() == [-300, 0]
-
-
 # Rotary positions, by their laws
 
 
@@ -414,39 +403,6 @@ def test_initializers_are_arguments() -> None:
 
 
 # Activations
-
-
-def test_activations_are_constrained_by_the_names_of_their_axes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: dict[Any, tuple[int, ...]] = {}
-
-    def constrain(x: jax.Array, axes: str, rules: Any = None) -> jax.Array:
-        seen[axes if rules is None else rules.spec(axes)] = x.shape
-        return x
-
-    monkeypatch.setattr("functree.nn.activations.constrain", constrain)
-    model = create(CONFIG)
-    sizes = {
-        "embed": (12,),
-        "heads head_dim": (4, 6),
-        "kv_heads head_dim": (2, 6),
-        "hidden": (20,),
-        "vocab": (37,),
-    }
-    # The table, and what is looked up in it: no mesh axis is used twice.
-    specs: dict[str, list[Any]] = {
-        "batch seq": [("model", None), ("data", None, None)],
-        "seq": [("model", "data"), (None, "data")],
-    }
-    for outer, shape in {"batch seq": (2, 9), "seq": (9,)}.items():
-        with axis_rules(AxisRules({"batch": "data", "embed": "data", "vocab": "model", ...: None})):
-            jax.eval_shape(model, jax.ShapeDtypeStruct(shape, jnp.int32))
-        table, *places = (PartitionSpec(*entries) for entries in specs[outer])
-        assert seen.pop(table) == (37, 12)
-        assert [seen.pop(spec) for spec in places] == [(*shape, 12)] * len(places)
-        assert seen == {f"{outer} {inner}": shape + size for inner, size in sizes.items()}
-        seen.clear()
 
 
 def test_nobody_names_further_batch_dimensions() -> None:

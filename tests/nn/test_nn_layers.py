@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -284,35 +283,6 @@ def test_batch_norm_in_bfloat16_keeps_wide_averages() -> None:
     )
 
 
-SHAPES: dict[str, tuple[Any, tuple[int, ...]]] = {
-    # a layer, and the shape of its input without a batch
-    "Linear": (lambda: nn.Linear(8, 4, key=KEY), (8,)),
-    "Embedding": (lambda: nn.Embedding(16, 8, key=KEY), ()),
-    "RMSNorm": (lambda: nn.RMSNorm(8), (8,)),
-    "LayerNorm": (lambda: nn.LayerNorm(8), (8,)),
-    "MLP": (lambda: nn.MLP(8, 4, key=KEY), (8,)),
-    "MoE": (lambda: nn.MoE(8, 4, 4, 2, key=KEY), (4, 8)),
-    "Attention": (lambda: nn.Attention(8, 4, 2, key=KEY), (4, 8)),
-    "Block": (lambda: nn.Transformer.create(TIED, key=KEY).blocks[0], (4, 8)),
-    "Transformer": (lambda: nn.Transformer.create(TIED, key=KEY), (4,)),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_with_and_without_batch_dimensions(name: str) -> None:
-    make, shape = SHAPES[name]
-    layer = make()
-    dtype = jnp.int32 if name in ("Embedding", "Transformer") else jnp.float32
-
-    def result(*batch: int) -> tuple[int, ...]:
-        out = jax.eval_shape(layer, jax.ShapeDtypeStruct((*batch, *shape), dtype))
-        return (out[0] if name == "MoE" else out).shape
-
-    one = result()
-    for batch in ((2,), (2, 3)):
-        assert result(*batch) == (*batch, *one)
-
-
 def test_one_vector_is_no_batch() -> None:
     layer, state = ft.make_state(nn.BatchNorm(8))
     with pytest.raises(FunctreeError) as error:
@@ -573,24 +543,27 @@ def test_sequential_without_the_state_it_needs() -> None:
 # Constrain
 
 
+RULES = ft.AxisRules({"batch": "data", "embed": "model", "seq": None})
+
+
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("own", [False, True], ids=["ambient", "own rules"])
-def test_constrain_says_how_its_input_lies(explicit: bool, own: bool) -> None:
-    rules = ft.AxisRules({"batch": "data", "embed": "model", "seq": None})
+@pytest.mark.parametrize(
+    ("layer", "ambient"),
+    [
+        (nn.Constrain("batch seq embed"), RULES),
+        (nn.Constrain("batch seq embed", RULES), None),
+        (nn.Constrain(P("data", None, "model")), None),
+    ],
+    ids=["ambient", "own rules", "a layout"],
+)
+def test_constrain_says_how_its_input_lies(layer: Any, ambient: Any, explicit: bool) -> None:
     mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
-    layer = nn.Constrain("batch seq embed", rules if own else None)
     x = ft.shard(jnp.asarray(X), P(), mesh)
-    y = ft.jit(lambda layer, x: layer(x), rules=None if own else rules)(layer, x)
+    y = ft.jit(lambda layer, x: layer(x), rules=ambient)(layer, x)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
     np.testing.assert_array_equal(y, X)
-    grad = ft.jit(jax.grad(lambda x: (layer(x) ** 2).sum()), rules=None if own else rules)(x)
+    grad = ft.jit(jax.grad(lambda x: (layer(x) ** 2).sum()), rules=ambient)(x)
     np.testing.assert_allclose(grad, 2 * X, rtol=1e-6)
-
-
-def test_constrain_by_a_layout(mesh: Mesh) -> None:
-    layer = nn.Constrain(P("data", None, "model"))
-    y = ft.jit(lambda x: layer(x))(ft.shard(jnp.asarray(X), P(), mesh))
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
 
 
 def test_constrain_does_nothing_on_a_laptop(mesh: Mesh) -> None:
@@ -686,18 +659,9 @@ def test_jitted_under_transforms(transform: str) -> None:
 # Tied weights
 
 
-def test_tied_weights_are_one_leaf_with_one_gradient_and_one_pair_of_moments() -> None:
+def test_tied_weights_are_one_leaf_with_one_gradient() -> None:
     model = nn.Transformer.create(TIED, key=KEY)
-    tables = [
-        leaf for leaf in jax.tree.leaves(model) if set(leaf.shape) == {16, 8} and leaf.ndim == 2
-    ]
-    assert len(tables) == 1 and model.unembed is None and tables[0] is model.embed.weight
-    with jax.numpy_dtype_promotion("standard"):
-        ts = ft.TrainState.create(model, optax.adam(1e-2))
-    moments = [
-        row.path for row in ft.plan(ts, P(), {}) if "embed" in row.path and "opt_state" in row.path
-    ]
-    assert len(moments) == 2
+    assert model.unembed is None
 
     def loss(model: Any, tokens: Any) -> Any:
         return jnp.mean(jnp.sin(model(tokens)))
@@ -710,13 +674,9 @@ def test_tied_weights_are_one_leaf_with_one_gradient_and_one_pair_of_moments() -
         is_leaf=lambda x: x is None,
     )
     untied = eqx.tree_at(lambda m: m.unembed.weight, untied, model.embed.weight.T)
-    tied_grad, grads = ft.grad(loss)(model, TOKENS), ft.grad(loss)(untied, TOKENS)
-    np.testing.assert_allclose(
-        tied_grad.embed.weight, grads.embed.weight + grads.unembed.weight.T, rtol=1e-4, atol=1e-7
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        after = ft.apply_gradients(ts, tied_grad)
-    assert (after.model.embed.weight != model.embed.weight).any() and after.model.unembed is None
+    found, grads = ft.grad(loss)(model, TOKENS), ft.grad(loss)(untied, TOKENS)
+    expected = grads.embed.weight + grads.unembed.weight.T
+    np.testing.assert_allclose(found.embed.weight, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_equinox_inference_mode():

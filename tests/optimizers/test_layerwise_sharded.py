@@ -179,36 +179,3 @@ def test_inside_shard_map():
     mapped = jax.shard_map(update, mesh=MESH, in_specs=P(None, "data"), out_specs=P(None, "data"))
     want = [update(rows) for rows in jnp.split(up, 2, axis=1)]
     np.testing.assert_allclose(jax.jit(mapped)(up), jnp.concatenate(want, axis=1), rtol=1e-6)
-
-
-def loss(model: Any, x: Array, y: Array) -> Array:
-    return jnp.mean((model(x) - y) ** 2)
-
-
-def steps(model: Any, tx: Any, number: int = 20, **options: Any) -> tuple[list[float], Any]:
-    """The losses of a few steps."""
-    ts = ft.TrainState.create(model, tx, **options)
-    wrt = options.get("wrt", ft.is_trainable)
-    x = jax.random.normal(jax.random.key(2), (8, EMBED))
-    y = jnp.sin(x[:, :4])
-
-    @ft.jit
-    def step(ts: Any) -> Any:
-        value, gradient = ft.value_and_grad(loss, wrt=wrt)(ts.model, x, y)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return ft.apply_gradients(ts, gradient), value
-
-    values: list[float] = []
-    for _ in range(number):
-        ts, value = step(ts)
-        values.append(float(value))
-    assert len(step.compilations) == 1
-    return values, ts
-
-
-def test_frozen_parameters_of_a_training_state():
-    wrt = ft.is_trainable & ~ft.glob("head")
-    have, ts = steps(MODEL, ft.layerwise(optax.lamb(0.02)), 3, wrt=wrt)
-    want, _ = steps(unstacked(MODEL), optax.lamb(0.02), 3, wrt=wrt)
-    np.testing.assert_allclose(have, want, rtol=1e-6)
-    assert np.array_equal(ts.model.head, MODEL.head) and ts.opt_state[0].mu.head is None

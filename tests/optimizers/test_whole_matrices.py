@@ -329,11 +329,6 @@ def test_over(layout: str, over: Any, expected: Any) -> None:
     assert moved(*update) == expected
 
 
-@pytest.mark.parametrize("over", ["data", ("model", "data")])
-def test_values_over(over: Any) -> None:
-    check(muon(over=over), muon_of_optax(), MODELS[3](), TENSOR, EXPLICIT)
-
-
 @pytest.mark.parametrize("mesh", MESHES)
 def test_layers_that_are_sharded_stay_where_they_are(mesh: str) -> None:
     model = MODELS[8]()
@@ -341,36 +336,6 @@ def test_layers_that_are_sharded_stay_where_they_are(mesh: str) -> None:
     update, placed, state = on_mesh(muon(), model, layout, MESHES[mesh])
     close(kept(update(placed, state)), expected(muon_of_optax(), model))
     assert moved(update, placed, state) == [("all-to-all", ("model",), 512)] * 2
-
-
-class Three(eqx.Module):
-    """Three matrices of the reference."""
-
-    first: Float[Array, "embed hidden"]
-    second: Float[Array, "embed hidden"]
-    third: Float[Array, "embed hidden"]
-
-    def __matrix_dimensions__(self) -> Any:
-        return dict.fromkeys(("first", "second", "third"), (-2, -1))
-
-
-def twelve(key: Array) -> Any:
-    return ft.stack(lambda key: Three(*jax.random.normal(key, (3, 256, 512))), 4, key)
-
-
-def test_bytes_of_twelve_matrices() -> None:
-    layout = ft.AxisRules({"embed": "data", "hidden": "model", "layers": None})
-    model = ft.abstract(twelve)(KEY)
-    tx = muon(ns_steps=1)
-    update = ft.jit(
-        lambda g, s, m: tx.update(g, s, m),
-        in_shardings=(layout, ft.plan_optimizer(tx, model, layout, MESH), layout),
-        rules=layout,
-        mesh=MESH,
-    )
-    ledger = update.lower(model, jax.eval_shape(tx.init, model), model).compile().ledger()
-    # Twelve layers on eight devices: two for each of them, of half a MiB.
-    assert [(one.kind, one.bytes) for one in ledger.collectives] == [("all-to-all", 2**20)] * 2
 
 
 def test_moments_are_sharded_as_their_parameters() -> None:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Any
 
 import equinox as eqx
 import jax
@@ -153,40 +153,6 @@ def test_on_explicit_axes_it_lies_as_planned(name: str):
     plan = ft.plan(ts, RULES, EXPLICIT)
     for row, x in zip(plan, jax.tree.leaves(eqx.filter(ts, eqx.is_array)), strict=True):
         assert_lies(x, *row.spec, mesh=EXPLICIT)
-
-
-class Named(eqx.Module):
-    layer: Annotated[eqx.nn.Linear, ft.names(weight="hidden embed", bias="hidden")]
-
-
-def linear() -> eqx.nn.Linear:
-    return eqx.nn.Linear(8, 16, key=jax.random.key(0))
-
-
-GIVERS: dict[str, tuple[Any, ft.AxisRules]] = {
-    "of a field": (Named(linear()), ft.AxisRules({"hidden": "model", "embed": None})),
-    "of a layout": (
-        linear(),
-        ft.AxisRules(
-            {"hidden": "model", "embed": None},
-            names={eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")},
-        ),
-    ),
-    "of the class": (
-        ft.nn.Linear(8, 16, key=jax.random.key(0)), ft.AxisRules({"hidden": "model", "embed": None})
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("giver", GIVERS)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_names_from_outside_reach_the_optimizers_state(name: str, giver: str):
-    (model, rules), tx = GIVERS[giver], OPTIMIZERS[name]()
-    plan = ft.plan(ft.TrainState.create(model, tx), rules, SIZES)
-    assert rows_of(plan, "opt_state") == rows_of(ft.plan_optimizer(tx, model, rules, SIZES))
-    assert [row.spec for row in plan if row.path[0] == "model" and row.path[-1] == "bias"] == [
-        P("model")
-    ]
 
 
 def specs(layout: Any, tx: Any = None, model: Any = None) -> dict[str, Any]:
