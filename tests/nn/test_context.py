@@ -255,19 +255,6 @@ def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("explicit", [False, True])
-def test_prompts_are_read_in_parts(expected: Any, explicit: bool) -> None:
-    model = expected[0]
-    prompts, lengths = jnp.asarray(TEXT[:, :7]), jnp.array([7, 3, 5, 1])
-    wanted = ft.nn.generate(model, prompts, 5, lengths=lengths)
-    mesh = ft.make_mesh(**MESHES[2], explicit=explicit)
-    with jax.set_mesh(mesh), ft.axis_rules(RULES):
-        # Placed, since each call of one program that has to place an argument is told.
-        lengths = ft.shard(lengths, RULES, axes="batch")
-        found = ft.nn.generate(ft.shard(model, RULES), prompts, 5, lengths=lengths)
-    assert (np.asarray(found) == np.asarray(wanted)).all()
-
-
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_of_a_part(window: int | None, packed: bool) -> None:

@@ -177,22 +177,16 @@ def test_layer_norm_is_equinoxs(use_weight: bool, use_bias: bool) -> None:
     np.testing.assert_allclose(jax.vmap(jax.vmap(ours))(X + 3), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layer_norm_computes_in_float32() -> None:
+@pytest.mark.parametrize(
+    ("compute_dtype", "dtype", "near"), [(None, "bfloat16", 2e-2), ("float32", "float32", 1e-4)]
+)
+def test_layer_norm_computes_in_float32(compute_dtype: Any, dtype: str, near: float) -> None:
     x = jnp.asarray(X * 100 + 1000, jnp.bfloat16)
-    for layer, dtype in (
-        (nn.LayerNorm(8), jnp.bfloat16),
-        (nn.LayerNorm(8, compute_dtype="float32"), jnp.float32),
-    ):
-        y = layer(x)
-        wide = np.asarray(x, np.float64)
-        expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(
-            wide.var(-1, keepdims=True) + 1e-5
-        )
-        assert y.dtype == dtype
-        np.testing.assert_allclose(
-            np.asarray(y, np.float64), expected, atol=2e-2 if dtype == jnp.bfloat16 else 1e-4
-        )
-    assert nn.LayerNorm(8, param_dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16
+    y = nn.LayerNorm(8, compute_dtype=compute_dtype)(x)
+    wide = np.asarray(x, np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=near)
 
 
 def test_a_constant_vector_is_finite() -> None:

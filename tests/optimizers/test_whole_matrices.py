@@ -338,17 +338,6 @@ def test_layers_that_are_sharded_stay_where_they_are(mesh: str) -> None:
     assert moved(update, placed, state) == [("all-to-all", ("model",), 512)] * 2
 
 
-def test_moments_are_sharded_as_their_parameters() -> None:
-    layout = LAYOUTS["FSDP+TP"]
-    ts = ft.TrainState.create(MODELS[3](), muon(), layout=layout, mesh=MESH)
-    step = ft.jit(lambda ts: ft.apply_gradients(ts, ts.model), rules=layout, mesh=MESH)
-    after = step(ts)
-    mu = after.opt_state.inner_states["muon"].inner_state[0].mu
-    for one in (mu.layer.weight, after.model.layer.weight):
-        assert one.sharding.spec == P(None, "data", "model")
-    assert mu.layer.bias == optax.MaskedNode()
-
-
 def test_the_program_does_not_grow_with_depth() -> None:
     sizes = []
     for layers in (16, 32):

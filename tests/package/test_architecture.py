@@ -1,4 +1,4 @@
-"""The rules on imports, and one on closures, held on every module of the package.
+"""The rules on imports, held on every module of the package.
 
 ruff checks the other rules of style. Each rule here is a function from the folder of a package to
 its violations, as lines for a reader, and is run on functree and on small packages that break it.
@@ -206,37 +206,12 @@ def _foreign_names(root: Path, name: str, path: Path) -> set[str]:
     return out
 
 
-def recursive_closures(root: Path) -> list[str]:
-    """Functions inside of functions that call themselves: such a cycle keeps all that they see
-    until a collection."""
-    out = []
-    for path in modules(root).values():
-        for outer in nodes(path):
-            if not isinstance(outer, ast.FunctionDef):
-                continue
-            for inner in ast.walk(outer):
-                if inner is outer or not isinstance(inner, ast.FunctionDef):
-                    continue
-                names = [
-                    node.id
-                    for one in inner.body
-                    for node in ast.walk(one)
-                    if isinstance(node, ast.Name)
-                ]
-                if inner.name in names:
-                    out.append(
-                        f"{at(root, path, inner.lineno)}: {inner.name} in {outer.name} calls itself"
-                    )
-    return out
-
-
 # Held on functree
 
 RULES: tuple[Callable[[Path], list[str]], ...] = (
     floors,
     cycles,
     private_imports,
-    recursive_closures,
 )
 
 
@@ -306,12 +281,6 @@ BROKEN: dict[str, tuple[Callable[[Path], list[str]], dict[str, str], list[str]]]
                       "a = eqx._module.Module\nb = core._thing\nc = State._fields\nd = pkg.tree._mine\n"
                       "e = a._own\nf = core.__name__\n"},
         ["pkg/errors.py:5: eqx._module is private", "pkg/errors.py:6: core._thing is private"],
-    ),
-    "a closure that calls itself": (
-        recursive_closures,
-        {"errors.py": "def f(x):\n    def g(y):\n        return g(y - 1) if y else x\n    return g(3)\n",
-         "cli.py": "def f(x):\n    def g(y):\n        return f(y)\n    return g(x)\n"},
-        ["pkg/errors.py:2: g in f calls itself"],
     ),
 }  # fmt: skip
 

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.sharding import NamedSharding
-from jax.tree_util import DictKey, tree_flatten_with_path
 from jaxtyping import Float
 
 import functree as ft
@@ -123,16 +122,6 @@ def test_a_state_is_an_immutable_mapping():
 def test_no_state():
     model, state = ft.make_state({"w": jnp.ones(2)})
     assert len(state) == 0 and model["w"].shape == (2,) and repr(state) == "State({})"
-
-
-def test_one_key_for_each_leaf():
-    _, state = ft.make_state({"a": Counter(), "b c": Counter()})
-    leaves, treedef = tree_flatten_with_path(state)
-    assert [path for path, _ in leaves] == [(DictKey(str(path)),) for path in state]
-    assert [str(path) for path in state] == ["a.calls", "a.total", '"b c".calls', '"b c".total']
-    assert jax.tree_util.keystr(leaves[0][0]) == "['a.calls']"
-    again = treedef.unflatten([x for _, x in leaves])
-    assert list(again) == list(state) and ft.tree_axes(again)["a.total"] == Axes("embed")
 
 
 VALUES: dict[str, Any] = {
