@@ -440,61 +440,48 @@ def test_arguments(name: str) -> None:
         make()
 
 
-def refused(tx: Any, model: Any, *fragments: str) -> None:
-    placed = ft.shard(model, LAYOUTS["FSDP+TP"], MESH)
-    update = ft.jit(lambda m: updated(tx, m, tx.init(m)), rules=LAYOUTS["FSDP+TP"])
+def counted_from_the_front(params: Any) -> Any:
+    return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(1, 2), params)
+
+
+def of_weights(fn: Any) -> Any:
+    return optax.masked(ft.on_whole_matrices(fn), is_matrix)
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "no such mesh axis": (
+        lambda: muon(over="modle"),
+        ("`ft.muon` cannot spread matrices", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
+    ),
+    "no matrix": (
+        lambda: ft.on_whole_matrices(polar),
+        ("`ft.on_whole_matrices` cannot be applied", "layer.bias   f32[3, 16]",
+         "is no matrix: it has the shape [16], without the dimension of its stack",
+         "Try: leave it out, by `optax.masked` or `optax.partition`"),
+    ),
+    "another shape": (
+        lambda: of_weights(lambda x: x.T), ("layer.weight", "the function returns float32[16, 8] for it")
+    ),
+    "another dtype": (
+        lambda: of_weights(lambda x: x.astype(jnp.bfloat16)), ("the function returns bfloat16[8, 16] for it",)
+    ),
+    "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a tuple for it",)),
+    "dimensions counted from the front": (
+        lambda: muon(muon_weight_dimension_numbers=counted_from_the_front),
+        ("muon: the dimensions of matrices do not fit layers", "is in a stack, and its dimensions are 1, 2",
+         "count them from the end"),
+    ),
+    "inside of layerwise": (
+        lambda: ft.layerwise(muon()),
+        ("`ft.muon` cannot be applied", "is one layer of a stack", "leave `ft.layerwise` away"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused(case: str) -> None:
+    make, fragments = REFUSED[case]
+    tx, layout = make(), LAYOUTS["FSDP+TP"]
+    update = ft.jit(lambda m: updated(tx, m, tx.init(m)), rules=layout)
     with raises(*fragments):
-        update(placed)
-
-
-def test_a_mesh_axis_that_there_is_not() -> None:
-    refused(
-        muon(over="modle"),
-        MODELS[3](),
-        "`ft.muon` cannot spread matrices",
-        "over='modle'",
-        "mesh (data=2, model=4) has no such axis; did you mean `model`?",
-    )
-
-
-def test_what_is_no_matrix() -> None:
-    refused(
-        ft.on_whole_matrices(polar),
-        MODELS[3](),
-        "`ft.on_whole_matrices` cannot be applied",
-        "layer.bias   f32[3, 16]",
-        "is no matrix: it has the shape [16], without the dimension of its stack",
-        "Try: leave it out, by `optax.masked` or `optax.partition`",
-    )
-
-
-@pytest.mark.parametrize(
-    ("fn", "what"),
-    [
-        (lambda x: x.T, "float32[16, 8]"),
-        (lambda x: x.astype(jnp.bfloat16), "bfloat16[8, 16]"),
-        (lambda x: (x, x), "a tuple"),
-    ],
-)
-def test_a_function_that_returns_something_else(fn: Any, what: str) -> None:
-    tx = optax.masked(ft.on_whole_matrices(fn), is_matrix)
-    refused(tx, MODELS[3](), "layer.weight", f"the function returns {what} for it", "of the same")
-
-
-def test_dimensions_that_are_not_counted_from_the_end() -> None:
-    numbers = optax.contrib.MuonDimensionNumbers(1, 2)
-    refused(
-        muon(muon_weight_dimension_numbers=lambda params: jax.tree.map(lambda _: numbers, params)),
-        MODELS[3](),
-        "muon: the dimensions of matrices do not fit layers",
-        "layer.weight",
-        "is in a stack, and its dimensions are 1, 2",
-        "count them from the end",
-    )
-
-
-def test_inside_of_layerwise_it_is_refused() -> None:
-    refused(
-        ft.layerwise(muon()), MODELS[3](), "`ft.muon` cannot be applied", "layer.weight",
-        "is one layer of a stack", "leave `ft.layerwise` away",
-    )  # fmt: skip
+        update(ft.shard(MODELS[3](), layout, MESH))

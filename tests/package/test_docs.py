@@ -5,7 +5,7 @@ import operator
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,11 @@ import functree as ft
 from tests.package.public import NAMES
 
 ROOT = Path(__file__).parents[2]
-NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 # By path from the root, as links are resolved: `docs/index.md`, `README.md`.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
-
-
-def not_in_navigation(pages: Iterable[str], navigation: str) -> set[str]:
-    """The pages under docs/ that no entry `- title: page.md` of mkdocs.yml names."""
-    entries = {
-        f"docs/{entry}" for entry in re.findall(r"^ *- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.M)
-    }
-    return {page for page in pages if page.startswith("docs/")} - entries
 
 
 def not_linked(pages: Mapping[str, str]) -> set[str]:
@@ -40,11 +31,6 @@ def not_linked(pages: Mapping[str, str]) -> set[str]:
             for target in targets
         } - {page}
     return {page for page in pages if page.startswith("docs/")} - linked
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    missing = not_in_navigation(PAGES, NAVIGATION)
-    assert not missing, f"the nav of mkdocs.yml does not have: {', '.join(sorted(missing))}"
 
 
 def test_every_page_is_linked_from_another() -> None:
@@ -70,12 +56,6 @@ def test_a_public_name_has_one_entry_in_the_reference_and_a_row_in_its_table(nam
 
 
 # The checks themselves
-
-
-def test_a_page_outside_of_the_navigation_is_found() -> None:
-    navigation = "nav:\n  - Tutorial: index.md\n  - How-to:\n      - Train: how-to/train.md\n      - bare.md\n"
-    pages = ["README.md", "docs/index.md", "docs/how-to/train.md", "docs/bare.md", "docs/train.md"]
-    assert not_in_navigation(pages, navigation) == {"docs/train.md"}
 
 
 def test_a_page_without_a_link_to_it_is_found() -> None:
