@@ -226,6 +226,12 @@ def test_a_mesh_with_axes_of_both_types() -> None:
     check(muon(), muon_of_optax(), MODELS[3](), LAYOUTS["FSDP+TP"], mesh)
 
 
+@pytest.mark.parametrize("over", [None, "data", ("model", "data")])
+def test_mesh_axes_in_another_order_than_in_the_mesh(over: Any) -> None:
+    layout = ft.AxisRules({"hidden": ("model", "data"), ...: None})
+    check(muon(over=over), muon_of_optax(), MODELS[3](), layout, MESH)
+
+
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_values_on_one_device_are_those_of_optax(optimizer: str) -> None:
     """To 1e-6 of the largest."""
