@@ -232,9 +232,10 @@ def mesh() -> Mesh:
 
 @pytest.fixture(autouse=True)
 def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give doctests the names that every page would otherwise import, and pages JAX's own defaults.
+    """Give docstrings the names that each would otherwise import, and pages JAX's own defaults.
 
-    What a page shows is a user's program, with optax in it, not a part of the library.
+    What a page shows is a user's program, with optax in it, not a part of the library. It imports
+    what it uses, so that it can be read from its top.
     """
     if not isinstance(request.node, pytest.DoctestItem):
         yield
@@ -244,10 +245,11 @@ def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
     # Pages print lines of source, and what the compiler says.
     request.getfixturevalue("compiles_anew")
     names = request.getfixturevalue("doctest_namespace")
-    names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
-    names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)
-    names.update(folder=request.getfixturevalue("tmp_path"))
+    names.clear()  # those of another doctest of this process
     if request.node.path.suffix != ".md":
+        names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
+        names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)
+        names.update(folder=request.getfixturevalue("tmp_path"))
         yield
         return
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

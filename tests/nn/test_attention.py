@@ -109,6 +109,27 @@ def test_a_query_that_attends_to_nothing_gets_zeros(chunk: float) -> None:
     assert not gradients[0][1, 0].any() and not gradients[1][1, :4].any()
 
 
+@pytest.mark.parametrize("by_order", [True, False], ids=["in order", "by positions"])
+def test_chunks_that_no_query_attends_to_are_not_computed(by_order: bool) -> None:
+    """A NaN in them would come out, with a weight of zero too. By a window of 8, queries 32 to 39
+    attend to keys 25 to 39, and keys 24 to 31 get gradients of queries 24 to 38."""
+    positions = None if by_order else jnp.arange(64)[None].repeat(2, 0)
+    mask = Mask(positions, positions, window=8)
+
+    def mixed_and_gradients(*given: Any) -> Any:
+        mixed, pull = jax.vjp(lambda *given: chunked(*given, mask, 8), *given)
+        return mixed, *pull(jnp.ones_like(mixed))
+
+    def only(x: Any) -> Any:
+        return jnp.full_like(x, jnp.nan).at[:, 24:40].set(x[:, 24:40])
+
+    query, key, value = arrays(64, 2, 2)
+    mixed, *_ = jax.jit(mixed_and_gradients)(query, only(key), only(value))
+    assert np.isfinite(mixed[:, 32:40]).all() and np.isnan(mixed[:, 48:]).all()
+    _, _, *of_keys = jax.jit(mixed_and_gradients)(only(query), key, value)
+    assert all(np.isfinite(one[:, 24:32]).all() for one in of_keys)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_bfloat16_in_long_sequences(window: int | None) -> None:
     seq, rows = 8192, [0, 1, 511, 512, 4097, 8191]

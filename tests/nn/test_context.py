@@ -255,34 +255,6 @@ def test_a_mesh_axis_of_one_device(monkeypatch: pytest.MonkeyPatch, heads: bool)
         np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
 
 
-def test_targets_by_a_mesh_axis_of_the_vocabulary(expected: Any) -> None:
-    """On Explicit axes tokens and targets are sharded as the sequence is between layers."""
-    model, reference = expected
-    names = {"vocab": "model", "hidden": "model", "seq": "model", ...: None}
-    rules = ft.AxisRules(names)
-    with jax.set_mesh(ft.make_mesh(data=2, model=4, explicit=True)):
-        texts = [
-            ft.shard(jnp.asarray(x), rules, axes="batch seq") for x in (TEXT[:, :-1], TEXT[:, 1:])
-        ]
-        gradient = ft.jit(ft.value_and_grad(loss), rules=rules)
-        found = gradient(ft.shard(model, rules), *texts, None, True)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(reference), strict=True):
-        np.testing.assert_allclose(np.asarray(one), np.asarray(other), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-def test_prompts_are_read_in_parts(expected: Any, explicit: bool) -> None:
-    model = expected[0]
-    prompts, lengths = jnp.asarray(TEXT[:, :7]), jnp.array([7, 3, 5, 1])
-    wanted = ft.nn.generate(model, prompts, 5, lengths=lengths)
-    mesh = ft.make_mesh(**MESHES[2], explicit=explicit)
-    with jax.set_mesh(mesh), ft.axis_rules(RULES):
-        # Placed, since each call of one program that has to place an argument is told.
-        lengths = ft.shard(lengths, RULES, axes="batch")
-        found = ft.nn.generate(ft.shard(model, RULES), prompts, 5, lengths=lengths)
-    assert (np.asarray(found) == np.asarray(wanted)).all()
-
-
 @pytest.mark.parametrize("window", [None, 200])
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_kernel_of_a_part(window: int | None, packed: bool) -> None:

@@ -133,65 +133,37 @@ def test_each_field_with_a_value_that_is_not_understood(
         ft.nn.config_from_json(written(tmp_path, name, **{field: value}))
 
 
+# Values that a wrong type is not among: the test above has those, for each field.
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "an activation": ("llama", {"hidden_act": "gelu"}, 'it is understood as "silu" only'),
-    "biases of the feed-forward layer": ("llama", {"mlp_bias": True}, '"mlp_bias": true'),
-    "a bias of the output too": (
-        "qwen3",
-        {"attention_bias": True},
-        "it is understood as false only",
-    ),
     "a flag for a number": ("llama", {"pretraining_tp": True}, '"pretraining_tp": true'),
-    "dropout": ("mistral", {"attention_dropout": 0.1}, "it is understood as 0.0 or 0 only"),
-    "windows of some layers": ("qwen2", {"use_sliding_window": True}, '"use_sliding_window": true'),
+    "a bias of the output too": ("qwen3", {"attention_bias": True}, "it is understood as false only"),
     "layers of two kinds": (
-        "qwen3",
-        {"layer_types": ["full_attention", "sliding_attention"]},
-        '"layer_types": [',
+        "qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, '"layer_types": ['
     ),
-    "no window, which means 4,096": (
-        "mistral",
-        {"sliding_window": ...},
-        '"sliding_window"\n      it is missing',
-    ),
+    "no window, which means 4,096": ("mistral", {"sliding_window": ...}, "it is missing"),
+    "no size": ("llama", {"hidden_size": ...}, "it is missing"),
     "another rotation": (
-        "llama",
-        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-        '"rope_type": "yarn"',
+        "llama", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, '"rope_type": "yarn"'
     ),
     "a factor too many": (
         "llama3_rope",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "factor": 2.0}},
         '"rope_parameters": {"rope_type": "default"',
     ),
-    "half of the dimensions": (
-        "llama",
-        {"partial_rotary_factor": 0.5},
-        '"partial_rotary_factor": 0.5',
-    ),
-    "no size": ("llama", {"hidden_size": ...}, '"hidden_size"\n      it is missing'),
-    "a misspelled field": (
-        "llama",
-        {"vocab_sise": 96},
-        "no such field is understood; did you mean `vocab_size`?",
-    ),
-    "other architecture": (
-        "llama",
-        {"architectures": ["LlamaForTokenClassification"]},
-        '"architectures": [',
-    ),
+    "half of the dimensions": ("llama", {"partial_rotary_factor": 0.5}, '"partial_rotary_factor": 0.5'),
+    "a misspelled field": ("llama", {"vocab_sise": 96}, "did you mean `vocab_size`?"),
     "two values for one": (
-        "llama",
-        {"rope_theta": 1.0},
-        'it says another rope_theta than "rope_parameters"',
+        "llama", {"rope_theta": 1.0}, 'it says another rope_theta than "rope_parameters"'
     ),
-    "values that are clipped": (
-        "olmoe",
-        {"clip_qkv": 8.0},
-        '"clip_qkv": 8.0\n      it is understood as null only',
+    "two numbers of experts": (
+        "qwen3_moe", {"num_experts": 8}, 'another experts than "num_local_experts"'
     ),
+    "dense layers between": ("qwen3_moe", {"mlp_only_layers": [0]}, '"mlp_only_layers": [0]'),
     "heads that do not fit": ("llama", {"num_key_value_heads": 3}, "kv_heads=3"),
-}
+    "other layers": (
+        "llama", {"model_type": "deepseek"}, '"model_type": "deepseek" cannot be loaded'
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -201,14 +173,13 @@ def test_what_is_refused(case: str, tmp_path: Path) -> None:
         ft.nn.config_from_json(written(tmp_path, name, **changes))
 
 
-@pytest.mark.parametrize(("name", "kind"), [("gemma", "gemma"), ("gpt2", "gpt2")])
-def test_other_families(name: str, kind: str) -> None:
+def test_other_families() -> None:
     with raises(
-        f'config.json: "model_type": "{kind}" is none of llama, mistral, qwen2, qwen3',
+        'config.json: "model_type": "gpt2" is none of llama, mistral, qwen2, qwen3',
         "add two functions to `ft.nn.families`",
         error=ft.FunctreeError,
     ):
-        ft.nn.config_from_json(MODELS / name)
+        ft.nn.config_from_json(MODELS / "gpt2")
 
 
 def test_all_problems_at_once(tmp_path: Path) -> None:
@@ -259,28 +230,8 @@ def test_a_family_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ft.nn.config_from_json(written(tmp_path, "llama", model_type="mine", more=1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "said"),
-    [
-        ("deepseek", ["experts that all tokens have", "dense first layers"]),
-        ("deepseek_v2", ["latent attention", "groups of experts", "`routed_scaling_factor`"]),
-        ("deepseek_v3", ["latent attention", "`routed_scaling_factor`", "a second stack"]),
-    ],
-)
-def test_families_whose_layers_we_do_not_have(kind: str, said: list[str], tmp_path: Path) -> None:
-    file = written(tmp_path, "llama", model_type=kind)
-    with raises(f'"model_type": "{kind}" cannot be loaded', *said, error=ft.FunctreeError):
-        ft.nn.config_from_json(file)
-
-
 def test_names_of_the_number_of_experts(tmp_path: Path) -> None:
     older = written(tmp_path, "qwen3_moe", num_local_experts=..., num_experts=6)
     assert ft.nn.config_from_json(older).experts == 6
     chosen = ft.nn.config_from_json(older, capacity=1.25, dispatch="exchange")
     assert (chosen.capacity, chosen.dispatch) == (1.25, "exchange")
-    with raises(
-        '"num_experts"', 'another experts than "num_local_experts"', error=ft.FunctreeError
-    ):
-        ft.nn.config_from_json(written(tmp_path, "qwen3_moe", num_experts=8))
-    with raises('"mlp_only_layers": [0]', error=ft.FunctreeError):
-        ft.nn.config_from_json(written(tmp_path, "qwen3_moe", mlp_only_layers=[0]))

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
@@ -22,10 +20,9 @@ from functree.errors import AxesError, FunctreeError
 from functree.labels.leaves import tree_axes
 from functree.layout.rules import AxisRules
 from functree.nn.activations import activation, inputs
-from functree.nn.attention.attend import attend, cached_positions, next_positions
 from functree.nn.embedding import lookup
 from functree.nn.rope import rope
-from functree.nn.weights import accumulator, rows
+from functree.nn.weights import rows
 from functree.placing.ambient import axis_rules
 from functree.state.train import TrainState, apply_gradients
 from functree.transforms.grad.grad import value_and_grad
@@ -153,19 +150,6 @@ def test_transformer_is_numpys(config: str) -> None:
         np.testing.assert_allclose(run(model, TOKENS[None]), expected[None], **TOLERANCE)
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_number_of_parameters(config: str) -> None:
-    c = CONFIGS[config]
-    attention = 2 * c.embed * c.head_dim * (c.heads + c.kv_heads)
-    block = attention + 3 * c.embed * c.hidden + 2 * c.embed
-    tables = c.vocab_size * c.embed * (1 if c.tie_embedding else 2)
-    leaves = jax.tree.leaves(eqx.filter_eval_shape(nn.Transformer.create, c, key=KEY))
-    assert (
-        sum(leaf.size for leaf in leaves if hasattr(leaf, "size"))
-        == tables + c.layers * block + c.embed
-    )
-
-
 def loss(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
     logs = jax.nn.log_softmax(model(tokens[:, :-1]).astype(jnp.float32))
     return -jnp.mean(jnp.take_along_axis(logs, tokens[:, 1:, None], axis=-1))
@@ -180,41 +164,6 @@ def test_gradients_are_finite_and_do_not_depend_on_remat(remat: str) -> None:
     for grad, expected in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
         assert np.isfinite(grad).all() and np.any(grad)
         np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_a_gradient_is_the_slope() -> None:
-    model, grads = create(CONFIG), gradient(CONFIG)
-
-    @jax.jit
-    def along_the_gradient(step: float) -> jax.Array:
-        return loss(jax.tree.map(lambda weight, grad: weight + step * grad, model, grads), TOKENS)
-
-    squares = sum(float(jnp.sum(grad**2)) for grad in jax.tree.leaves(grads))
-    slope = (along_the_gradient(1e-2) - along_the_gradient(-1e-2)) / 2e-2
-    np.testing.assert_allclose(slope, squares, rtol=1e-2)
-
-
-def test_causality() -> None:
-    model = create(CONFIG)
-    before = run(model, TOKENS)
-    for t in range(TOKENS.shape[1]):
-        changed = TOKENS.copy()
-        changed[:, t] = (changed[:, t] + 1) % CONFIG.vocab_size
-        after = run(model, changed)
-        np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert np.all(np.any(after[:, t:] != before[:, t:], axis=-1))
-
-
-@pytest.mark.parametrize(("backward", "remat"), [(False, None), (True, None), (True, "full")])
-def test_compiled_size_does_not_grow_with_depth(backward: bool, remat: str | None) -> None:
-    def size(layers: int) -> int:
-        config = dataclasses.replace(CONFIG, layers=layers, remat=remat)
-        model = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
-        fun = jax.grad(loss) if backward else nn.Transformer.__call__
-        lowered = jax.jit(fun).lower(model, jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32))
-        return len(lowered.compile().as_text().splitlines())
-
-    assert size(8) <= 1.02 * size(2)
 
 
 def test_the_axes_of_every_leaf() -> None:
@@ -250,9 +199,7 @@ def test_dtypes_apart(tie_embedding: bool) -> None:
 
 
 PRECISIONS: dict[str, tuple[str, str, str | None]] = {
-    "bfloat16 in compute": ("float32", "bfloat16", None),
-    "and in the first moments": ("float32", "bfloat16", "bfloat16"),
-    "and in parameters": ("bfloat16", "bfloat16", "float32"),
+    "bfloat16 in parameters": ("bfloat16", "bfloat16", "float32"),
     "float16 in compute": ("float32", "float16", None),
 }
 
@@ -288,13 +235,6 @@ def test_mixed_precision_trains(case: str) -> None:
         assert {leaf.dtype for leaf in jax.tree.leaves(tree)} == {jnp.dtype(dtype)}
 
 
-def test_param_dtype() -> None:
-    config = dataclasses.replace(CONFIG, param_dtype=jnp.bfloat16)
-    model = eqx.filter_eval_shape(nn.Transformer.create, config, key=KEY)
-    assert {leaf.dtype for leaf in jax.tree.leaves(model)} == {jnp.dtype("bfloat16")}
-    assert jax.eval_shape(nn.Transformer.__call__, model, jnp.asarray(TOKENS)).dtype == jnp.float32
-
-
 LAYERS: dict[str, Callable[..., Callable[[jax.Array], jax.Array]]] = {
     "Linear": lambda **options: nn.Linear(12, 8, key=KEY, **options),
     "RMSNorm": lambda **options: nn.RMSNorm(12, **options),
@@ -313,32 +253,12 @@ def test_a_layer_computes_in_the_dtype_of_its_input_unless_told(layer: str) -> N
     assert dtype(X.astype(jnp.bfloat16)) == dtype(X, compute_dtype=jnp.bfloat16) == jnp.bfloat16
 
 
-def test_layers_of_equinox_have_a_scope_and_these_have_none() -> None:
-    def scopes(layer: Any) -> set[str]:
-        text = jax.jit(lambda x: layer(x)).lower(jnp.ones((4, 8))).as_text(debug_info=True)
-        return set(re.findall(r"[\w.]*nn\.\w+", " ".join(re.findall(r'"jit[^"]*"', text))))
-
-    assert scopes(jax.vmap(eqx.nn.Linear(8, 8, key=KEY))) == {"eqx.nn.Linear"}
-    for layer in (nn.Linear(8, 8, key=KEY), nn.MLP(8, 16, key=KEY), nn.RMSNorm(8)):
-        assert scopes(layer) == set()
-
-
 def test_norms_are_computed_in_float32() -> None:
     """A sum of 4096 squares near 1 in bfloat16 would stop at 256."""
     x = jnp.full((4096,), 1.5, jnp.bfloat16)
     np.testing.assert_allclose(nn.RMSNorm(4096)(x).astype(jnp.float32), 1.0, rtol=1e-3)
     large = jnp.full((4,), 1e4, jnp.float16)  # its square is not a float16
     np.testing.assert_allclose(nn.RMSNorm(4)(large).astype(jnp.float32), 1.0, rtol=1e-3)
-
-
-def test_accumulator() -> None:
-    assert (
-        accumulator(jnp.bfloat16)
-        == accumulator(jnp.float16)
-        == accumulator(jnp.float32)
-        == jnp.float32
-    )
-    assert accumulator(np.float64) == np.float64
 
 
 # Each layer alone, with and without batch dimensions
@@ -434,41 +354,10 @@ def test_positions_and_segments_of_any_integers(dtype: str) -> None:
         np.testing.assert_array_equal(attention(x, *given), attention(x, *whole))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
-def test_numbers_of_cached_tokens_of_any_integers(dtype: str) -> None:
-    """Positions behind 127 or 255, of which a sum in a narrow dtype would wrap."""
-    filled = jnp.array([0, 120], dtype)
-    assert next_positions(filled, 300)[:, -1].tolist() == [299, 419]
-    assert cached_positions(filled, 300)[:, -1].tolist() == [-1, -1]
-    assert cached_positions(filled, 300)[:, 0].tolist() == [-300, 0]
-
-
-def test_attention_over_several_batch_dimensions() -> None:
-    query, key, value = (
-        np.random.default_rng(0).normal(size=(3, 2, 3, 1, 5, 4, 6)).astype(np.float32)
-    )
-    whole = jax.jit(attend)(query, key, value)
-    assert whole.shape == query.shape
-    one = jax.jit(attend)(query[1, 2, 0], key[1, 2, 0], value[1, 2, 0])
-    np.testing.assert_allclose(whole[1, 2, 0], one, **TOLERANCE)
-
-
 # Rotary positions, by their laws
 
 
 turned = jax.jit(rope, static_argnames="theta")
-
-
-def test_rope_sees_relative_positions_only() -> None:
-    query, key = np.random.default_rng(0).normal(size=(2, 9, 2, 8)).astype(np.float32)
-
-    def scores(positions: np.ndarray) -> np.ndarray:
-        turns = (turned(x, theta=100.0, positions=positions.astype(np.int32)) for x in (query, key))
-        return np.einsum("qhd,khd->hqk", *turns)
-
-    positions = np.arange(9)
-    np.testing.assert_allclose(scores(positions), scores(positions + 1000), rtol=1e-3, atol=1e-3)
-    assert not np.allclose(scores(positions), scores(3 * positions), rtol=1e-3, atol=1e-3)
 
 
 def test_rotations_are_computed_in_float32() -> None:
@@ -479,18 +368,6 @@ def test_rotations_are_computed_in_float32() -> None:
     wanted = turned(x.astype(jnp.float32), positions=positions)
     assert found.dtype == jnp.bfloat16
     np.testing.assert_allclose(found.astype(jnp.float32), wanted, rtol=1e-2, atol=1e-2)
-
-
-def test_rope_rotates() -> None:
-    x = np.random.default_rng(0).normal(size=(2, 9, 3, 8)).astype(np.float32)
-    out = turned(x)
-    np.testing.assert_allclose(np.linalg.norm(out, axis=-1), np.linalg.norm(x, axis=-1), rtol=1e-5)
-    np.testing.assert_array_equal(out[:, 0], x[:, 0])
-    np.testing.assert_allclose(turned(x[1]), out[1], rtol=1e-6)
-    once = np.ones(9, np.int32)
-    twice = turned(turned(x, positions=once), positions=once)
-    np.testing.assert_allclose(twice, turned(x, positions=2 * once), rtol=1e-4, atol=1e-5)
-    assert turned(x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
 
 
 # Initializers
@@ -528,45 +405,6 @@ def test_initializers_are_arguments() -> None:
 # Activations
 
 
-def test_activations_are_left_alone_without_rules() -> None:
-    x = jnp.asarray(X)
-    assert activation(x, "batch seq embed") is x
-    assert [one is x for one in inputs(x, "hidden", "heads head_dim")] == [True, True]
-
-
-def test_activations_are_constrained_by_the_names_of_their_axes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    seen: dict[Any, tuple[int, ...]] = {}
-
-    def constrain(x: jax.Array, axes: str, rules: Any = None) -> jax.Array:
-        seen[axes if rules is None else rules.spec(axes)] = x.shape
-        return x
-
-    monkeypatch.setattr("functree.nn.activations.constrain", constrain)
-    model = create(CONFIG)
-    sizes = {
-        "embed": (12,),
-        "heads head_dim": (4, 6),
-        "kv_heads head_dim": (2, 6),
-        "hidden": (20,),
-        "vocab": (37,),
-    }
-    # The table, and what is looked up in it: no mesh axis is used twice.
-    specs: dict[str, list[Any]] = {
-        "batch seq": [("model", None), ("data", None, None)],
-        "seq": [("model", "data"), (None, "data")],
-    }
-    for outer, shape in {"batch seq": (2, 9), "seq": (9,)}.items():
-        with axis_rules(AxisRules({"batch": "data", "embed": "data", "vocab": "model", ...: None})):
-            jax.eval_shape(model, jax.ShapeDtypeStruct(shape, jnp.int32))
-        table, *places = (PartitionSpec(*entries) for entries in specs[outer])
-        assert seen.pop(table) == (37, 12)
-        assert [seen.pop(spec) for spec in places] == [(*shape, 12)] * len(places)
-        assert seen == {f"{outer} {inner}": shape + size for inner, size in sizes.items()}
-        seen.clear()
-
-
 def test_nobody_names_further_batch_dimensions() -> None:
     x = jnp.ones((1, 2, 3, 4))
     with axis_rules(AxisRules({"batch": "data"})):
@@ -579,52 +417,53 @@ def test_nobody_names_further_batch_dimensions() -> None:
 # Errors
 
 
-BAD_FIELDS = {
-    "kv_heads": (dict(kv_heads=3), ["kv_heads=3", "divide heads=4", "one of 1, 2, 4 for kv_heads"]),
-    "head_dim": (dict(head_dim=5), ["head_dim=5", "even", "head_dim=6"]),
-    "embed": (dict(embed=0), ["embed=0", "positive integer"]),
-    "layers": (dict(layers=2.0), ["layers=2.0", "positive integer"]),
-    "max_seq": (dict(max_seq=-1), ["max_seq=-1", "positive integer"]),
-    "heads": (dict(heads=0), ["heads=0", "positive integer"]),
-    "rope_theta": (dict(rope_theta=0.0), ["rope_theta=0.0", "positive"]),
-    "no number": (
-        dict(rope_theta="x", norm_eps=None),
-        ["rope_theta='x'", "norm_eps=None", "a positive number"],
-    ),
-    "no finite number": (
-        dict(rope_theta=float("inf"), norm_eps=float("nan")),
-        ["rope_theta=inf", "norm_eps=nan"],
-    ),
-    "flags for numbers": (
-        dict(layers=True, norm_eps=True),
-        ["layers=True", "positive integer", "norm_eps=True"],
-    ),
-    "texts for sizes": (
-        dict(heads="4", head_dim=None),
-        ["heads='4'", "head_dim=None", "positive integer"],
-    ),
-    "no flag": (dict(tie_embedding="no"), ["tie_embedding='no'", "True or False"]),
-    "no dtype": (
-        dict(param_dtype="x", compute_dtype=None),
-        ["param_dtype='x'", "compute_dtype=None", "floating-"],
-    ),
-    "remat": (dict(remat="some"), ["remat='some'", '"full"', '"dots"']),
-    "remat and more": (dict(remat=3, layers=0), ["remat=3", "it must be None", "layers=0"]),
-    "dtype": (
-        dict(param_dtype=jnp.int32),
-        ["param_dtype=int32", "floating", "such as `jnp.float32`"],
-    ),
-    "several": (dict(kv_heads=3, head_dim=5, hidden=-2), ["kv_heads=3", "head_dim=5", "hidden=-2"]),
-}
+BAD_CONFIG = """no transformer can be built with these fields
+
+  hidden=-2
+      it must be a positive integer
+
+  rope_theta=inf
+      it must be a positive number
+
+  tie_embedding='no'
+      it must be True or False
+
+  remat='some'
+      it must be None, "full", "dots", `ft.offload("name")` or one of `jax.checkpoint_policies`
+
+  param_dtype='x'
+      it must be a floating-point dtype, such as `jnp.float32`
+
+  kv_heads=3
+      it must divide heads=4: all key and value heads serve equally many query heads
+
+  head_dim=5
+      it must be even: rotary positions rotate pairs of dimensions
+
+Try: one of 1, 2, 4 for kv_heads
+     head_dim=6"""
 
 
-@pytest.mark.parametrize("case", BAD_FIELDS)
-def test_bad_configs(case: str) -> None:
-    fields, fragments = BAD_FIELDS[case]
+def test_a_bad_config() -> None:
     with pytest.raises(FunctreeError) as caught:
-        dataclasses.replace(CONFIG, **fields)
-    for fragment in fragments:
-        assert fragment in str(caught.value)
+        dataclasses.replace(
+            CONFIG, kv_heads=3, head_dim=5, hidden=-2, tie_embedding="no",
+            rope_theta=float("inf"), param_dtype="x", remat="some",
+        )  # fmt: skip
+    assert str(caught.value) == BAD_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("embed", 0), ("layers", 2.0), ("layers", True), ("heads", "4"), ("head_dim", None), ("max_seq", -1),
+     ("rope_theta", 0.0), ("rope_theta", "x"), ("norm_eps", float("nan")), ("norm_eps", True),
+     ("compute_dtype", None), ("param_dtype", jnp.int32), ("remat", 3)],
+)  # fmt: skip
+def test_a_bad_field_of_a_config(field: str, value: Any) -> None:
+    with pytest.raises(FunctreeError) as caught:
+        dataclasses.replace(CONFIG, **{field: value})
+    [problem] = caught.value.problems
+    assert problem.what.startswith(f"{field}=")
 
 
 def test_equal_configs_are_equal() -> None:
@@ -634,32 +473,27 @@ def test_equal_configs_are_equal() -> None:
     assert numbers == CONFIG and type(numbers.layers) is int and type(numbers.rope_theta) is float
 
 
-# What is created, and the argument that the error has to name. No layer may fail in JAX, or only
+# What is created, and the arguments that the error has to name. No layer may fail in JAX, or only
 # when it is called.
-BAD_SIZES: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "no heads": (lambda: nn.Attention(8, 0, key=KEY), ["Attention cannot be built", "heads=0"]),
-    "no heads of keys": (lambda: nn.Attention(8, 4, 0, key=KEY), ["Attention", "kv_heads=0"]),
-    "more heads than sizes": (lambda: nn.Attention(2, 4, key=KEY), ["Attention", "head_dim=0"]),
-    "heads less than none": (lambda: nn.Attention(8, -4, key=KEY), ["Attention", "heads=-4"]),
-    "text": (lambda: nn.Attention(8, "4", key=KEY), ["Attention", "heads='4'"]),  # type: ignore[arg-type]
-    "a fraction": (lambda: nn.Attention(8, 4.0, key=KEY), ["Attention", "heads=4.0"]),  # type: ignore[arg-type]
-    "several": (lambda: nn.MLP(0, -1, key=KEY), ["MLP cannot be built", "embed=0", "hidden=-1"]),
-    "a flag": (lambda: nn.Linear(True, 8, key=KEY), ["Linear", "in_size=True"]),
-    "Linear": (lambda: nn.Linear(8, 0, key=KEY), ["Linear", "out_size=0"]),
-    "Embedding": (lambda: nn.Embedding(0, 8, key=KEY), ["Embedding", "vocab_size=0"]),
-    "RMSNorm": (lambda: nn.RMSNorm(0), ["RMSNorm", "size=0"]),
-    "LayerNorm": (lambda: nn.LayerNorm(-1), ["LayerNorm", "size=-1"]),
-    "BatchNorm": (lambda: nn.BatchNorm(0), ["BatchNorm", "size=0"]),
-}
+BAD_SIZES: list[tuple[Callable[[], Any], list[str]]] = [
+    (lambda: nn.Attention(8, 0, key=KEY), ["heads=0"]),
+    (lambda: nn.Attention(8, 4, 0, key=KEY), ["kv_heads=0"]),
+    (lambda: nn.Attention(2, 4, key=KEY), ["head_dim=0"]),
+    (lambda: nn.Attention(8, 4.0, key=KEY), ["heads=4.0"]),  # type: ignore[arg-type]
+    (lambda: nn.MLP(0, -1, key=KEY), ["embed=0", "hidden=-1"]),
+    (lambda: nn.Linear(8, 0, key=KEY), ["out_size=0"]),
+    (lambda: nn.Embedding(0, 8, key=KEY), ["vocab_size=0"]),
+    (lambda: nn.RMSNorm(0), ["size=0"]),
+    (lambda: nn.LayerNorm(-1), ["size=-1"]),
+    (lambda: nn.BatchNorm(0), ["size=0"]),
+]
 
 
-@pytest.mark.parametrize("case", BAD_SIZES)
-def test_bad_sizes(case: str) -> None:
-    make, fragments = BAD_SIZES[case]
+@pytest.mark.parametrize(("make", "named"), BAD_SIZES)
+def test_bad_sizes(make: Callable[[], Any], named: list[str]) -> None:
     with pytest.raises(FunctreeError) as caught:
         make()
-    for fragment in (*fragments, "it must be a positive integer"):
-        assert fragment in str(caught.value)
+    assert [problem.what for problem in caught.value.problems] == named
 
 
 def test_sizes_of_numpy() -> None:
@@ -675,12 +509,9 @@ def test_bad_heads_and_axes() -> None:
         nn.Linear(4, 8, axes="embed", key=KEY)
 
 
-@pytest.mark.parametrize("shape", [(17,), (1, 17)], ids=len)
-def test_a_sequence_that_is_too_long(shape: tuple[int, ...]) -> None:
-    with pytest.raises(FunctreeError) as caught:
-        create(CONFIG)(jnp.zeros(shape, jnp.int32))
-    for fragment in (f"tokens of shape {shape}", "17", "max_seq=16", "larger max_seq"):
-        assert fragment in str(caught.value)
+def test_a_sequence_that_is_too_long() -> None:
+    with raises("tokens of shape (1, 17)", "max_seq=16", "larger max_seq", error=FunctreeError):
+        create(CONFIG)(jnp.zeros((1, 17), jnp.int32))
 
 
 # A config that has an option of each kind ─► the model that is created with it.

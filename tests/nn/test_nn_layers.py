@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
@@ -178,22 +177,16 @@ def test_layer_norm_is_equinoxs(use_weight: bool, use_bias: bool) -> None:
     np.testing.assert_allclose(jax.vmap(jax.vmap(ours))(X + 3), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_layer_norm_computes_in_float32() -> None:
+@pytest.mark.parametrize(
+    ("compute_dtype", "dtype", "near"), [(None, "bfloat16", 2e-2), ("float32", "float32", 1e-4)]
+)
+def test_layer_norm_computes_in_float32(compute_dtype: Any, dtype: str, near: float) -> None:
     x = jnp.asarray(X * 100 + 1000, jnp.bfloat16)
-    for layer, dtype in (
-        (nn.LayerNorm(8), jnp.bfloat16),
-        (nn.LayerNorm(8, compute_dtype="float32"), jnp.float32),
-    ):
-        y = layer(x)
-        wide = np.asarray(x, np.float64)
-        expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(
-            wide.var(-1, keepdims=True) + 1e-5
-        )
-        assert y.dtype == dtype
-        np.testing.assert_allclose(
-            np.asarray(y, np.float64), expected, atol=2e-2 if dtype == jnp.bfloat16 else 1e-4
-        )
-    assert nn.LayerNorm(8, param_dtype=jnp.bfloat16).weight.dtype == jnp.bfloat16
+    y = nn.LayerNorm(8, compute_dtype=compute_dtype)(x)
+    wide = np.asarray(x, np.float64)
+    expected = (wide - wide.mean(-1, keepdims=True)) / np.sqrt(wide.var(-1, keepdims=True) + 1e-5)
+    assert y.dtype == dtype
+    np.testing.assert_allclose(np.asarray(y, np.float64), expected, atol=near)
 
 
 def test_a_constant_vector_is_finite() -> None:
@@ -228,18 +221,8 @@ def test_a_norm_over_several_dimensions() -> None:
 # BatchNorm
 
 
-def numpy_batch_norm(
-    layer: nn.BatchNorm, x: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    flat = x.astype(np.float64).reshape(-1, x.shape[-1])
-    mean, var = flat.mean(0), flat.var(0)
-    y = (x - mean) / np.sqrt(var + layer.eps)
-    y = y if layer.weight is None else y * np.asarray(layer.weight) + np.asarray(layer.bias)
-    return y, mean, var
-
-
 @pytest.mark.parametrize("affine", [True, False], ids=["affine", "plain"])
-def test_batch_norm_is_equinoxs_and_numpys(affine: bool) -> None:
+def test_batch_norm_is_equinoxs(affine: bool) -> None:
     ours, state = ft.make_state(filled(nn.BatchNorm(8, None, 1e-3, affine, 0.75)))
     theirs, their_state = eqx.nn.make_with_state(eqx.nn.BatchNorm)(
         8, "batch", 1e-3, affine, 0.75, mode="batch"
@@ -248,23 +231,16 @@ def test_batch_norm_is_equinoxs_and_numpys(affine: bool) -> None:
         theirs = eqx.tree_at(
             lambda layer: (layer.weight, layer.bias), theirs, (ours.weight, ours.bias)
         )
-    mean, var = np.zeros(8), np.ones(8)
     with jax.numpy_dtype_promotion("standard"):
         them = jax.vmap(theirs, axis_name="batch", in_axes=(0, None), out_axes=(0, None))
         for step in range(3):
-            x = X.reshape(-1, 8) * (step + 1) + step
-            y, state = ours(jnp.asarray(x), state)
-            expected, their_state = them(jnp.asarray(x), their_state)
-            numpys, batch_mean, batch_var = numpy_batch_norm(ours, x)
-            mean, var = 0.75 * mean + 0.25 * batch_mean, 0.75 * var + 0.25 * batch_var
+            x = jnp.asarray(X.reshape(-1, 8) * (step + 1) + step)
+            y, state = ours(x, state)
+            expected, their_state = them(x, their_state)
             np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(y, numpys, rtol=1e-4, atol=1e-5)
-            np.testing.assert_allclose(state[ours.mean], mean, rtol=1e-5, atol=1e-6)
-            np.testing.assert_allclose(state[ours.var], var, rtol=1e-5, atol=1e-6)
+            averages = jnp.stack([state[ours.mean], state[ours.var]])
             theirs_now = their_state.get(theirs.batch_state_index)
-            np.testing.assert_allclose(
-                jnp.stack([state[ours.mean], state[ours.var]]), theirs_now, rtol=1e-5, atol=1e-6
-            )
+            np.testing.assert_allclose(averages, theirs_now, rtol=1e-5, atol=1e-6)
 
 
 def test_batch_norm_is_over_all_but_the_last_dimension() -> None:
@@ -299,35 +275,6 @@ def test_batch_norm_in_bfloat16_keeps_wide_averages() -> None:
         y.dtype == layer.weight.dtype == jnp.bfloat16
         and after["mean"].dtype == after["var"].dtype == jnp.float32
     )
-
-
-SHAPES: dict[str, tuple[Any, tuple[int, ...]]] = {
-    # a layer, and the shape of its input without a batch
-    "Linear": (lambda: nn.Linear(8, 4, key=KEY), (8,)),
-    "Embedding": (lambda: nn.Embedding(16, 8, key=KEY), ()),
-    "RMSNorm": (lambda: nn.RMSNorm(8), (8,)),
-    "LayerNorm": (lambda: nn.LayerNorm(8), (8,)),
-    "MLP": (lambda: nn.MLP(8, 4, key=KEY), (8,)),
-    "MoE": (lambda: nn.MoE(8, 4, 4, 2, key=KEY), (4, 8)),
-    "Attention": (lambda: nn.Attention(8, 4, 2, key=KEY), (4, 8)),
-    "Block": (lambda: nn.Transformer.create(TIED, key=KEY).blocks[0], (4, 8)),
-    "Transformer": (lambda: nn.Transformer.create(TIED, key=KEY), (4,)),
-}
-
-
-@pytest.mark.parametrize("name", SHAPES)
-def test_with_and_without_batch_dimensions(name: str) -> None:
-    make, shape = SHAPES[name]
-    layer = make()
-    dtype = jnp.int32 if name in ("Embedding", "Transformer") else jnp.float32
-
-    def result(*batch: int) -> tuple[int, ...]:
-        out = jax.eval_shape(layer, jax.ShapeDtypeStruct((*batch, *shape), dtype))
-        return (out[0] if name == "MoE" else out).shape
-
-    one = result()
-    for batch in ((2,), (2, 3)):
-        assert result(*batch) == (*batch, *one)
 
 
 def test_one_vector_is_no_batch() -> None:
@@ -397,8 +344,6 @@ def test_statistics_are_those_of_the_whole_batch_and_stay_where_they_are(
         assert all(value.is_deleted() for value in old.values())
     assert {path: value.sharding for path, value in state.items()} == before
     assert len(apply.compilations) == 1
-    text = apply.lower(layer, x, state).compile().as_text()
-    assert "input_output_alias" in text and text.split("entry_computation")[0].count("-alias)") == 2
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
@@ -480,25 +425,10 @@ def test_dropout_is_equinoxs() -> None:
             )
 
 
-def test_dropout_drops_a_share_and_keeps_the_mean() -> None:
-    y = nn.Dropout(0.3)(jnp.ones((100, 1000)), key=KEY)
-    assert abs(float((y == 0).mean()) - 0.3) < 0.01 and abs(float(y.mean()) - 1) < 0.01
-    other = nn.Dropout(0.3)(jnp.ones((100, 1000)), key=jax.random.key(1))
-    assert abs(float(((y == 0) & (other == 0)).mean()) - 0.09) < 0.01
-
-
 def test_dropout_in_inference_needs_no_key() -> None:
     x = jnp.asarray(X, jnp.bfloat16)
     assert nn.Dropout(0.5, inference=True)(x) is x and nn.Dropout(0.5)(x, inference=True) is x
     assert nn.Dropout(0.0)(x) is x and nn.Dropout(0.5)(x, key=KEY).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize("p", [1, 1.5, -0.1, float("nan"), "0.5", None, False])
-def test_no_probability(p: Any) -> None:
-    with pytest.raises(
-        FunctreeError, match=r"Dropout cannot be built\s+p=.*\s+it must be at least 0 and less"
-    ):
-        nn.Dropout(p)
 
 
 def test_dropout_without_a_key() -> None:
@@ -602,38 +532,30 @@ def test_sequential_without_the_state_it_needs() -> None:
         assert fragment in str(error.value)
 
 
-def test_surgery_in_a_sequential() -> None:
-    model = nn.Sequential([nn.Linear(8, 8, key=KEY), nn.Linear(8, 8, key=KEY)])
-    noisy = ft.select(model).under(nn.Linear).insert_after(nn.Dropout(0.5))
-    assert [type(layer).__name__ for layer in noisy.layers] == ["Linear", "Dropout"] * 2
-    assert (noisy(jnp.ones(8), key=KEY) == 0).any()
-    calm = (
-        ft.select(noisy).under(nn.Dropout).apply(lambda layer: nn.Dropout(layer.p, inference=True))
-    )
-    np.testing.assert_array_equal(calm(jnp.asarray(X)), model(jnp.asarray(X)))
-
-
 # Constrain
 
 
+RULES = ft.AxisRules({"batch": "data", "embed": "model", "seq": None})
+
+
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-@pytest.mark.parametrize("own", [False, True], ids=["ambient", "own rules"])
-def test_constrain_says_how_its_input_lies(explicit: bool, own: bool) -> None:
-    rules = ft.AxisRules({"batch": "data", "embed": "model", "seq": None})
+@pytest.mark.parametrize(
+    ("layer", "ambient"),
+    [
+        (nn.Constrain("batch seq embed"), RULES),
+        (nn.Constrain("batch seq embed", RULES), None),
+        (nn.Constrain(P("data", None, "model")), None),
+    ],
+    ids=["ambient", "own rules", "a layout"],
+)
+def test_constrain_says_how_its_input_lies(layer: Any, ambient: Any, explicit: bool) -> None:
     mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
-    layer = nn.Constrain("batch seq embed", rules if own else None)
     x = ft.shard(jnp.asarray(X), P(), mesh)
-    y = ft.jit(lambda layer, x: layer(x), rules=None if own else rules)(layer, x)
+    y = ft.jit(lambda layer, x: layer(x), rules=ambient)(layer, x)
     assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
     np.testing.assert_array_equal(y, X)
-    grad = ft.jit(jax.grad(lambda x: (layer(x) ** 2).sum()), rules=None if own else rules)(x)
+    grad = ft.jit(jax.grad(lambda x: (layer(x) ** 2).sum()), rules=ambient)(x)
     np.testing.assert_allclose(grad, 2 * X, rtol=1e-6)
-
-
-def test_constrain_by_a_layout(mesh: Mesh) -> None:
-    layer = nn.Constrain(P("data", None, "model"))
-    y = ft.jit(lambda x: layer(x))(ft.shard(jnp.asarray(X), P(), mesh))
-    assert y.sharding.is_equivalent_to(NamedSharding(mesh, P("data", None, "model")), 3)
 
 
 def test_constrain_does_nothing_on_a_laptop(mesh: Mesh) -> None:
@@ -726,28 +648,12 @@ def test_jitted_under_transforms(transform: str) -> None:
     np.testing.assert_allclose(of(nn.Jitted(body)), of(body), rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_of_a_jitted_layer() -> None:
-    layer = nn.Jitted(filled(nn.MLP(8, 16, key=KEY)))
-    found = ft.grad(lambda layer: jnp.sum(layer(jnp.asarray(X)) ** 2))(layer)
-    expected = ft.grad(lambda layer: jnp.sum(layer(jnp.asarray(X)) ** 2))(layer.body)
-    close(found.body, expected, 1e-5)
-
-
 # Tied weights
 
 
-def test_tied_weights_are_one_leaf_with_one_gradient_and_one_pair_of_moments() -> None:
+def test_tied_weights_are_one_leaf_with_one_gradient() -> None:
     model = nn.Transformer.create(TIED, key=KEY)
-    tables = [
-        leaf for leaf in jax.tree.leaves(model) if set(leaf.shape) == {16, 8} and leaf.ndim == 2
-    ]
-    assert len(tables) == 1 and model.unembed is None and tables[0] is model.embed.weight
-    with jax.numpy_dtype_promotion("standard"):
-        ts = ft.TrainState.create(model, optax.adam(1e-2))
-    moments = [
-        row.path for row in ft.plan(ts, P(), {}) if "embed" in row.path and "opt_state" in row.path
-    ]
-    assert len(moments) == 2
+    assert model.unembed is None
 
     def loss(model: Any, tokens: Any) -> Any:
         return jnp.mean(jnp.sin(model(tokens)))
@@ -760,13 +666,9 @@ def test_tied_weights_are_one_leaf_with_one_gradient_and_one_pair_of_moments() -
         is_leaf=lambda x: x is None,
     )
     untied = eqx.tree_at(lambda m: m.unembed.weight, untied, model.embed.weight.T)
-    tied_grad, grads = ft.grad(loss)(model, TOKENS), ft.grad(loss)(untied, TOKENS)
-    np.testing.assert_allclose(
-        tied_grad.embed.weight, grads.embed.weight + grads.unembed.weight.T, rtol=1e-4, atol=1e-7
-    )
-    with jax.numpy_dtype_promotion("standard"):
-        after = ft.apply_gradients(ts, tied_grad)
-    assert (after.model.embed.weight != model.embed.weight).any() and after.model.unembed is None
+    found, grads = ft.grad(loss)(model, TOKENS), ft.grad(loss)(untied, TOKENS)
+    expected = grads.embed.weight + grads.unembed.weight.T
+    np.testing.assert_allclose(found.embed.weight, expected, rtol=1e-4, atol=1e-7)
 
 
 def test_equinox_inference_mode():

@@ -23,7 +23,7 @@ from functree.layout.fsdp import FSDP
 from functree.layout.rules import AxisRules
 from functree.nn.activations import on_shards
 from functree.nn.attention.kernels import AXES, splash
-from functree.nn.weights import broadcast_like, product, rows
+from functree.nn.weights import product
 from functree.placing.ambient import axis_rules
 from functree.placing.shard import shard
 
@@ -151,69 +151,51 @@ def collectives(layout: str, explicit: bool, capfd: Any) -> set[tuple[str, str]]
 
 # On each device 2 sequences of 40, and the weights as tensor parallelism splits them.
 WEIGHTS = {
-    "f32[128,8,16]",
-    "f32[128,4,16]",
-    "f32[8,16,128]",
-    "f32[128,384]",
-    "f32[384,128]",
-    "f32[128]",
+    *(
+        "f32[128,8,16]",
+        "f32[128,4,16]",
+        "f32[8,16,128]",
+        "f32[128,384]",
+        "f32[384,128]",
+        "f32[128]",
+    ),
+    *("f32[512,128]", "f32[128,512]"),
 }
 HALVES = {
-    "f32[128,4,16]",
-    "f32[128,2,16]",
-    "f32[4,16,128]",
-    "f32[128,192]",
-    "f32[192,128]",
-    "f32[128]",
+    *(
+        "f32[128,4,16]",
+        "f32[128,2,16]",
+        "f32[4,16,128]",
+        "f32[128,192]",
+        "f32[192,128]",
+        "f32[128]",
+    ),
+    *("f32[256,128]", "f32[128,256]"),
 }
 STREAM = "f32[2,40,128]"
+# For each layout the weights that are gathered, and how activations are moved. For TPUs the sums of
+# a sharded sequence are reduce-scatters (`test_accelerators.py`); the compiler for CPUs has only
+# all-reduces.
+MOVED: dict[str, tuple[set[str], set[str]]] = {
+    "fsdp": (WEIGHTS, set()),
+    "tensor": (set(), {"all-reduce"}),
+    "fsdp and tensor": (HALVES, {"all-reduce"}),
+    "sequence": (HALVES, {"all-reduce", "all-gather"}),
+}
 
 
 @pytest.mark.usefixtures("compiles_anew")
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_fsdp_gathers_weights_and_no_activation(explicit: bool, capfd: Any) -> None:
-    found = collectives("fsdp", explicit, capfd)
-    assert {what for what, how in found if how == "all-gather"} == WEIGHTS | {
-        "f32[512,128]",
-        "f32[128,512]",
-    }
-    assert {how for _, how in found} <= {"all-gather", "all-reduce", "reduce-scatter"}
-    assert not [what for what, _ in found if "40" in what]
-
-
-@pytest.mark.usefixtures("compiles_anew")
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_tensor_parallelism_reduces_the_stream_and_gathers_nothing(
-    explicit: bool, capfd: Any
-) -> None:
-    found = collectives("tensor", explicit, capfd)
-    assert (STREAM, "all-reduce") in found
-    assert {how for _, how in found} == {"all-reduce"}
-    assert {what for what, _ in found if "40" in what} == {STREAM}
-
-
-@pytest.mark.usefixtures("compiles_anew")
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_both_do_both(explicit: bool, capfd: Any) -> None:
-    found = collectives("fsdp and tensor", explicit, capfd)
-    assert {what for what, how in found if how == "all-gather"} == HALVES | {
-        "f32[256,128]",
-        "f32[128,256]",
-    }
-    assert {(what, how) for what, how in found if "40" in what} == {(STREAM, "all-reduce")}
-
-
-@pytest.mark.usefixtures("compiles_anew")
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_sequence_parallelism_gathers_what_products_take(explicit: bool, capfd: Any) -> None:
-    """For TPUs the sums are reduce-scatters (`test_accelerators.py`); the compiler for CPUs has
-    only all-reduces."""
-    found = collectives("sequence", explicit, capfd)
-    assert {(what, how) for what, how in found if "40" in what or "20" in what} == {
-        (STREAM, "all-reduce"), (STREAM, "all-gather")
-    }  # fmt: skip
-    weights = {what for what, how in found if how == "all-gather"} - {STREAM}
-    assert weights == HALVES | {"f32[256,128]", "f32[128,256]"}
+@pytest.mark.parametrize("layout", MOVED)
+def test_what_is_moved(layout: str, explicit: bool, capfd: Any) -> None:
+    weights, of_stream = MOVED[layout]
+    found = collectives(layout, explicit, capfd)
+    assert {what for what, how in found if how == "all-gather"} - {STREAM} == weights
+    activations = {(what, how) for what, how in found if "40" in what or "20" in what}
+    assert activations == {(STREAM, how) for how in of_stream}
+    allowed = {"tensor": {"all-reduce"}, "fsdp": {"all-gather", "all-reduce", "reduce-scatter"}}
+    if layout in allowed:
+        assert {how for _, how in found} <= allowed[layout]
 
 
 @pytest.mark.parametrize(
@@ -298,32 +280,6 @@ def test_a_loss_in_a_partial_shard_map(
     )
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_attention_in_a_partial_shard_map(explicit: bool) -> None:
-    mesh = make_mesh(data=2, model=4, explicit=explicit)
-    attention = nn.Attention(16, 8, 4, 4, key=jax.random.key(0))
-    x = jax.random.normal(jax.random.key(1), (4, 20, 16))
-    segments = jnp.arange(20)[None].repeat(4, 0) // 7
-
-    def of_all(attention: nn.Attention, x: jax.Array, segments: jax.Array) -> jax.Array:
-        return (attention(x, None, segments) ** 2).sum()
-
-    mapped = jax.shard_map(
-        lambda *args: jax.lax.psum(of_all(*args), "data"),
-        mesh=mesh,
-        in_specs=(P(), P("data"), P("data")),
-        out_specs=P(),
-        axis_names={"data"},
-    )
-    placed = [shard(value, P("data"), mesh) for value in (x, segments)]
-    with jax.set_mesh(mesh), axis_rules(AxisRules({**TENSOR, ...: None})):
-        found = jax.jit(jax.grad(mapped, (0, 1)))(shard(attention, POD, mesh), *placed)
-    expected = jax.jit(jax.grad(of_all, (0, 1)))(attention, x, segments)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), found, expected
-    )
-
-
 @pytest.mark.parametrize("manual", [{"data"}, {"data", "model"}], ids=["some", "all"])
 def test_a_kernel_in_a_checked_shard_map(manual: set[str]) -> None:
     """Its results do not say along which mesh axes they vary: alone it is an error of JAX."""
@@ -360,19 +316,6 @@ def test_generate_in_a_partial_shard_map(check_vma: bool) -> None:
     with jax.set_mesh(mesh), axis_rules(POD):
         found = jax.jit(mapped)(shard(model, AxisRules({**TENSOR, ...: None}), mesh), placed)
     np.testing.assert_array_equal(found, nn.generate(model, tokens[:, :5], 3, stop=7))
-
-
-def test_a_token_that_there_is_not_in_a_partial_shard_map() -> None:
-    mesh, table = make_mesh(data=2, model=4), nn.Embedding(8, 4, key=jax.random.key(0))
-    tokens = jnp.array([[0, 7, 8, 300], [3, -1, -8, -9]], jnp.int16)
-    mapped = jax.shard_map(
-        table, mesh=mesh, in_specs=P("data"), out_specs=P("data"), axis_names={"data"}
-    )
-    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
-        found = jax.jit(mapped)(tokens)
-    expected = table(tokens)
-    np.testing.assert_array_equal(found, expected)
-    assert (np.isnan(expected).any(-1) == [[0, 0, 1, 1], [0, 1, 1, 1]]).all()
 
 
 def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
@@ -412,38 +355,3 @@ def test_product_on_explicit_axes(x: P, weight: P, result: P) -> None:
         np.testing.assert_array_equal(found, x_value @ weight_value)
         per_example = jax.jit(jax.vmap(product, in_axes=(1, None), out_axes=1))(*put)
         np.testing.assert_array_equal(per_example, found)
-
-
-@pytest.mark.parametrize(
-    "table", [P(), P("model", "data"), P("data", "model"), P(None, "model")], ids=str
-)
-def test_rows_and_broadcasts_on_explicit_axes(table: P) -> None:
-    mesh = make_mesh(data=4, model=2, explicit=True)
-    values = np.arange(64, dtype=np.float32).reshape(16, 4)
-    index = np.arange(8, dtype=np.int32)
-    last = "model" if tuple(table)[1:] == ("model",) else None
-    with jax.set_mesh(mesh):
-        put = jax.device_put(values, NamedSharding(mesh, table))
-        found = jax.jit(rows)(put, jax.device_put(index, NamedSharding(mesh, P("data"))))
-        assert jax.typeof(found).sharding.spec == P("data", last)
-        np.testing.assert_array_equal(found, values[:8])
-        vector = jax.device_put(values[0], NamedSharding(mesh, P("data")))
-        assert jax.typeof(jax.jit(broadcast_like)(vector, found)).sharding.spec == P("data", last)
-
-
-def test_linear_and_norm_on_explicit_axes() -> None:
-    mesh = make_mesh(data=4, model=2, explicit=True)
-    rules = LAYOUTS["fsdp and tensor"]
-    norm, linear = (
-        nn.RMSNorm(16),
-        nn.Linear(16, 8, init=jax.nn.initializers.ones, key=jax.random.key(0)),
-    )
-    linear = eqx.tree_at(lambda layer: layer.bias, linear, jnp.arange(8.0))
-    x = np.random.default_rng(0).normal(size=(8, 16)).astype(np.float32)
-    with jax.set_mesh(mesh):
-        put = jax.device_put(x, NamedSharding(mesh, P("data")))
-        found = jax.jit(lambda layers, x: layers[1](layers[0](x)))(
-            shard((norm, linear), rules, mesh), put
-        )
-    assert jax.typeof(found).sharding.spec == P("data", "model")
-    np.testing.assert_allclose(found, linear(norm(jnp.asarray(x))), rtol=1e-5, atol=1e-5)

@@ -14,7 +14,6 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.leaves import arrays_by_path
-from tests.lib.evaluate import evaluate
 from tests.lib.optimizers import NAMES, build, given
 
 P = ft.P
@@ -108,8 +107,8 @@ def extra(name: str, gradient: Any) -> Mapping[str, Any]:
 
 
 def results(tx: Any, name: str, model: Any, gradients: Any) -> tuple[Any, Any]:
-    """Two updates and the state behind them, in double precision; by path."""
-    found: list[Any] = []
+    """Two updates and the state after them, in double precision; by path."""
+    paths: list[Any] = []
 
     def run(model: Any, gradients: Any) -> Any:
         params = given(name, model)
@@ -118,16 +117,18 @@ def results(tx: Any, name: str, model: Any, gradients: Any) -> tuple[Any, Any]:
             update, state = tx.update(gradient, state, params, **extra(name, gradient))
             updates.append(update)
         by_path = arrays_by_path(updates), arrays_by_path(state)
-        found.append([list(one) for one in by_path])
+        paths[:] = [list(one) for one in by_path]
         return [list(one.values()) for one in by_path]
 
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        program = jax.make_jaxpr(run)(model, gradients)
-    with np.errstate(all="ignore"):
-        outputs = evaluate(program, jax.tree.leaves((model, gradients)))
-    (paths, state_paths), number = found[0], len(found[0][0])
-    updates = dict(zip(paths, outputs[:number], strict=True))
-    return updates, dict(zip(state_paths, outputs[number:], strict=True))
+    with (
+        jax.enable_x64(True),
+        jax.numpy_dtype_promotion("standard"),
+        jax.numpy_rank_promotion("allow"),
+    ):
+        wide = jax.tree.map(lambda x: x.astype("float64"), (model, gradients))
+        arrays = jax.tree.map(np.asarray, jax.jit(run)(*wide))
+    updates, state = (dict(zip(*one, strict=True)) for one in zip(paths, arrays, strict=True))
+    return updates, state
 
 
 def by_layers(arrays: Mapping[ft.Path, Any]) -> Iterator[tuple[ft.Path, Any]]:

@@ -1,7 +1,6 @@
 """`ft.layerwise` on meshes and in training: how its state is laid out, saved, and what is
 computed."""
 
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
@@ -180,76 +179,3 @@ def test_inside_shard_map():
     mapped = jax.shard_map(update, mesh=MESH, in_specs=P(None, "data"), out_specs=P(None, "data"))
     want = [update(rows) for rows in jnp.split(up, 2, axis=1)]
     np.testing.assert_allclose(jax.jit(mapped)(up), jnp.concatenate(want, axis=1), rtol=1e-6)
-
-
-def loss(model: Any, x: Array, y: Array) -> Array:
-    return jnp.mean((model(x) - y) ** 2)
-
-
-def steps(model: Any, tx: Any, number: int = 20, **options: Any) -> tuple[list[float], Any]:
-    """The losses of a few steps."""
-    ts = ft.TrainState.create(model, tx, **options)
-    wrt = options.get("wrt", ft.is_trainable)
-    x = jax.random.normal(jax.random.key(2), (8, EMBED))
-    y = jnp.sin(x[:, :4])
-
-    @ft.jit
-    def step(ts: Any) -> Any:
-        value, gradient = ft.value_and_grad(loss, wrt=wrt)(ts.model, x, y)
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return ft.apply_gradients(ts, gradient), value
-
-    values: list[float] = []
-    for _ in range(number):
-        ts, value = step(ts)
-        values.append(float(value))
-    assert len(step.compilations) == 1
-    return values, ts
-
-
-TRAINED: dict[str, Any] = {
-    "adafactor": optax.adafactor(0.02, min_dim_size_to_factor=4),
-    "muon": optax.contrib.muon(0.02),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", TRAINED)
-def test_twenty_steps_of_a_stack_are_those_of_a_list(name: str):
-    tx = TRAINED[name]
-    have, _ = steps(MODEL, ft.layerwise(tx))
-    want, _ = steps(unstacked(MODEL), tx)
-    np.testing.assert_allclose(have, want, rtol=1e-6)
-    assert have[-1] < 0.5 * have[0]
-
-
-def test_frozen_parameters_of_a_training_state():
-    wrt = ft.is_trainable & ~ft.glob("head")
-    have, ts = steps(MODEL, ft.layerwise(optax.lamb(0.02)), 3, wrt=wrt)
-    want, _ = steps(unstacked(MODEL), optax.lamb(0.02), 3, wrt=wrt)
-    np.testing.assert_allclose(have, want, rtol=1e-6)
-    assert np.array_equal(ts.model.head, MODEL.head) and ts.opt_state[0].mu.head is None
-
-
-def test_a_state_is_saved_and_restored(tmp_path: Path):
-    tx = ft.layerwise(optax.MultiSteps(TRAINED["adafactor"], 2))
-    ts = ft.TrainState.create(MODEL, tx, layout=LAYOUT, mesh=MESH)
-    gradient = ft.shard(GRADIENT, LAYOUT, MESH)
-
-    @ft.jit(rules=RULES)
-    def step(ts: Any) -> Any:
-        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-            return ft.apply_gradients(ts, gradient)
-
-    ts = step(step(ts))
-    ft.save(tmp_path / "ts", ts)
-    rows = {str(row.path): row.shape for row in ft.inspect(tmp_path / "ts").rows}
-    assert rows["opt_state.inner_opt_state.0.v_row.layers.layer.up"] == (LAYERS, EMBED)
-    back = ft.restore(tmp_path / "ts", ts, LAYOUT, MESH)
-    have, want = arrays_by_path(back), arrays_by_path(ts)
-    assert have.keys() == want.keys()
-    for path, array in have.items():
-        assert np.array_equal(array, want[path])
-        assert array.sharding.is_equivalent_to(want[path].sharding, array.ndim)
-    for x, y in zip(*map(jax.tree.leaves, (step(back), step(ts))), strict=True):
-        assert np.array_equal(x, y)

@@ -1,97 +1,24 @@
-"""The pages of the documentation: each can be read from its top, and each can be found from
-another."""
+"""The pages of the documentation: each can be found from another, and says what the package is."""
 
-import ast
-import builtins
 import inspect
 import operator
 import posixpath
 import re
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from doctest import DocTestParser
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 import functree as ft
+from tests.package.public import NAMES
 
 ROOT = Path(__file__).parents[2]
-NAVIGATION = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 # By path from the root, as links are resolved: `docs/index.md`, `README.md`.
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
     for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 }
-
-# What has names of its own, which the statements after it do not see.
-SCOPES = (
-    ast.FunctionDef,
-    ast.ClassDef,
-    ast.Lambda,
-    ast.ListComp,
-    ast.SetComp,
-    ast.DictComp,
-    ast.GeneratorExp,
-)
-
-
-def undefined(page: str) -> list[str]:
-    """The names that the examples of a page use before they import or define them, sorted."""
-    defined = set(dir(builtins))
-    missing = set()
-    for example in DocTestParser().get_examples(page):
-        for statement in ast.parse(example.source).body:
-            here = set(bound(ast.walk(statement)))
-            after = set(bound(own_scope(statement)))
-            if isinstance(statement, ast.Assign | ast.AugAssign | ast.AnnAssign):
-                here -= after  # in `x = x + 1` the second `x` is read before the first is bound
-            used = {
-                node.id
-                for node in ast.walk(statement)
-                if isinstance(node, ast.Name) and reads(node, statement)
-            }
-            missing |= used - defined - here
-            defined |= after
-    return sorted(missing)
-
-
-def reads(node: ast.Name, statement: ast.stmt) -> bool:
-    """Whether a name is read. That of `x += 1` is, though `ast` says that it is stored."""
-    return isinstance(node.ctx, ast.Load) or (
-        isinstance(statement, ast.AugAssign) and statement.target is node
-    )
-
-
-def own_scope(statement: ast.AST) -> Iterator[ast.AST]:
-    """The nodes of a statement without those inside of functions, classes and comprehensions."""
-    yield statement
-    if not isinstance(statement, SCOPES):
-        for child in ast.iter_child_nodes(statement):
-            yield from own_scope(child)
-
-
-def bound(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """The names that these nodes bind."""
-    for node in nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            yield node.name
-
-
-def not_in_navigation(pages: Iterable[str], navigation: str) -> set[str]:
-    """The pages under docs/ that no entry `- title: page.md` of mkdocs.yml names."""
-    entries = {
-        f"docs/{entry}" for entry in re.findall(r"^ *- (?:[^:\n]+: )?(\S+\.md)$", navigation, re.M)
-    }
-    return {page for page in pages if page.startswith("docs/")} - entries
 
 
 def not_linked(pages: Mapping[str, str]) -> set[str]:
@@ -106,33 +33,12 @@ def not_linked(pages: Mapping[str, str]) -> set[str]:
     return {page for page in pages if page.startswith("docs/")} - linked
 
 
-def public_names() -> list[str]:
-    """`jit`, `nn.Linear` and the like; without `nn` and `testing`, which are modules and have a
-    page."""
-    names = [name for name in ft.__all__ if name not in ("nn", "testing", "P")]  # P is JAX's
-    names += [f"nn.{name}" for name in ft.nn.__all__]
-    return names + [f"testing.{name}" for name in ft.testing.__all__]
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_imports_or_defines_what_its_examples_use(page: str) -> None:
-    missing = undefined(PAGES[page])
-    assert not missing, (
-        f"{page}: the first snippet does not import, and no snippet defines: {', '.join(missing)}"
-    )
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    missing = not_in_navigation(PAGES, NAVIGATION)
-    assert not missing, f"the nav of mkdocs.yml does not have: {', '.join(sorted(missing))}"
-
-
 def test_every_page_is_linked_from_another() -> None:
     missing = not_linked(PAGES)
     assert not missing, f"no other page has a link to: {', '.join(sorted(missing))}"
 
 
-@pytest.mark.parametrize("name", public_names())
+@pytest.mark.parametrize("name", NAMES)
 def test_a_public_name_has_one_entry_in_the_reference_and_a_row_in_its_table(name: str) -> None:
     reference = {page: text for page, text in PAGES.items() if page.startswith("docs/reference/")}
     entries = [
@@ -150,43 +56,6 @@ def test_a_public_name_has_one_entry_in_the_reference_and_a_row_in_its_table(nam
 
 
 # The checks themselves
-
-
-@pytest.mark.parametrize(
-    ("page", "missing"),
-    [
-        (">>> import jax\n>>> x = jax.numpy.ones(3)\n>>> len(x)\n", []),
-        (">>> ft.plan(model)\n", ["ft", "model"]),
-        (">>> ft.P()\n\ntext\n\n>>> import functree as ft\n", ["ft"]),
-        ("text with `ft.plan`\n", []),
-        (">>> x = x + 1\n", ["x"]),
-        (">>> x += 1\n", ["x"]),
-        (">>> import a.b\n>>> a.b.c\n>>> from d import e as f\n>>> e\n", ["e"]),
-        (">>> def f(x):\n...     return g(x)\n>>> f(x)\n", ["g", "x"]),
-        (">>> def f(n):\n...     return f(n - 1)\n", []),
-        (">>> [y for y in range(3)]\n>>> y\n", ["y"]),
-        (">>> pairs = [(i, j) for i in range(2) for j in range(i)]\n", []),
-        (
-            ">>> class A:\n...     w: Float\n...     def f(self):\n...         self.w = 1\n>>> w\n",
-            ["Float", "w"],
-        ),
-        (">>> for i, x in enumerate('ab'):\n...     print(i, x)\n>>> i\n", []),
-        (
-            ">>> try:\n...     1 / 0\n... except ZeroDivisionError as error:\n...     print(error)\n",
-            [],
-        ),
-        (">>> with open('f') as file:\n...     file.read()\n", []),
-        (">>> (lambda a, *b, **c: a + b + c + d)(1)\n", ["d"]),
-    ],
-)
-def test_a_name_must_be_bound_above(page: str, missing: list[str]) -> None:
-    assert undefined(page) == missing
-
-
-def test_a_page_outside_of_the_navigation_is_found() -> None:
-    navigation = "nav:\n  - Tutorial: index.md\n  - How-to:\n      - Train: how-to/train.md\n      - bare.md\n"
-    pages = ["README.md", "docs/index.md", "docs/how-to/train.md", "docs/bare.md", "docs/train.md"]
-    assert not_in_navigation(pages, navigation) == {"docs/train.md"}
 
 
 def test_a_page_without_a_link_to_it_is_found() -> None:

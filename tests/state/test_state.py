@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from jax import Array
 from jax.sharding import NamedSharding
-from jax.tree_util import DictKey, tree_flatten_with_path
 from jaxtyping import Float
 
 import functree as ft
@@ -125,16 +124,6 @@ def test_no_state():
     assert len(state) == 0 and model["w"].shape == (2,) and repr(state) == "State({})"
 
 
-def test_one_key_for_each_leaf():
-    _, state = ft.make_state({"a": Counter(), "b c": Counter()})
-    leaves, treedef = tree_flatten_with_path(state)
-    assert [path for path, _ in leaves] == [(DictKey(str(path)),) for path in state]
-    assert [str(path) for path in state] == ["a.calls", "a.total", '"b c".calls', '"b c".total']
-    assert jax.tree_util.keystr(leaves[0][0]) == "['a.calls']"
-    again = treedef.unflatten([x for _, x in leaves])
-    assert list(again) == list(state) and ft.tree_axes(again)["a.total"] == Axes("embed")
-
-
 VALUES: dict[str, Any] = {
     "bool": True,
     "int": 3,
@@ -203,27 +192,19 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     return {
         "shape": (lambda: state.set(ref, jnp.ones(3)), ("at `a.total` is f32[8]", "new value is f32[3]", keeps)),
         "dtype": (lambda: state.set(ref, jnp.ones(8, jnp.int32)), ("`a.total`", "f32[8]", "i32[8]", keeps)),
-        "a number for a vector": (lambda: state.set(ref, 1.0), ("`a.total`", "f32[8]", "f32[]", keeps)),
-        "numpy's float64": (lambda: state.set(ref, np.ones(8)), ("`a.total`", "f32[8]", "f64[8]", keeps)),
         "no integer": (lambda: state.set(number, 1.5), ("`n` is i32[], but the new value is 1.5", keeps)),
-        "not real": (lambda: state.set(ref, 1j), ("`a.total` is f32[8]", "new value is 1j", keeps)),
         "no key": (lambda: keys.set(keyed, 3), ("is key<fry>[], but the new value is 3", keeps)),
         "None": (lambda: state.set(ref, None), ("`a.total`", "new value is None", keeps)),
-        "a list": (lambda: state.set(ref, [1.0] * 8), ("`a.total`", "new value is [1.0, 1.0", keeps)),
         "unknown": (lambda: state[other["b"].total], ("no state at `b.total`; did you mean `a.total`?", foreign)),
-        "set unknown": (lambda: state.set(other["b"].calls, 1), ("no state at `b.calls`", foreign)),
         "another shape": (lambda: state[other["a"]["total"]], ("`a.total` has shape (8,)", "ref has (3,)", foreign)),
         "another dtype": (lambda: others[number], ("`n` is f32[], but its ref is i32[]", foreign)),
         "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
-        "set not made": (lambda: state.set(ft.StateRef(0), 1), ("has no path yet", "and use its refs")),
         "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` has a path already, `a.calls`",)),
         "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
         "a text": (lambda: state.set("a.total", 1), ("index a State with a `StateRef`, not with 'a.total'",)),  # pyright: ignore
         "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
-        "no key at all": (lambda: state[None], ("index a State with a `StateRef`, not with None",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
         "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
-        "nothing": (lambda: ft.StateRef(None), ("StateRef(None): the initial value",)),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
         "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "make the state, then pack")),
     }  # fmt: skip
@@ -238,19 +219,9 @@ def test_misuse(name: str):
 
 # A dtype, and a Python number for which it has no room.
 NO_ROOM = [
-    ("int32", 2**40),
-    ("int32", -(2**31) - 1),
-    ("int32", 2**2000),
-    ("uint8", -1),
-    ("uint8", 256),
-    ("int4", 300),
-    ("float16", 1e5),
-    ("bfloat16", 1e40),
-    ("bfloat16", 2**2000),
-    ("float32", -1e40),
-    ("complex64", 1e40j),
-    ("complex64", 2**2000),
-]
+    ("int32", 2**40), ("int32", 2**2000), ("uint8", -1), ("int4", 300), ("float16", 1e5),
+    ("bfloat16", 2**2000), ("float32", -1e40), ("complex64", 1e40j),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("dtype", "number"), NO_ROOM, ids=str)
@@ -277,18 +248,10 @@ def test_a_number_for_which_the_dtype_has_room(dtype: str, number: complex):
 
 @pytest.mark.parametrize(
     ("init", "dtype"),
-    [
-        (2**40, "int32"),
-        (-(2**2000), "int32"),
-        (1e40, "float32"),
-        (1e40j, "complex64"),
-        (np.int64(2**40), "int32"),
-        (np.array([1, -(2**40)]), "int32"),
-        (np.uint64(2**32), "uint32"),
-        (np.array([0.0, 1e40]), "float32"),
-    ],
+    [(2**40, "int32"), (-(2**2000), "int32"), (1e40, "float32"), (1e40j, "complex64"),
+     (np.array([1, -(2**40)]), "int32"), (np.uint64(2**32), "uint32")],
     ids=str,
-)
+)  # fmt: skip
 def test_an_initial_value_for_which_jax_has_no_dtype(init: Any, dtype: str):
     with raises("StateRef(", f"{dtype} has no room for this value", error=ft.StateError):
         ft.StateRef(init)
@@ -364,12 +327,6 @@ def test_the_models_rules_and_filters_lay_it_out():
         ft.plan(state, ft.AxisRules({"batch": "data"}), MESH)
 
 
-def test_state_without_names_wants_a_filter():
-    _, state = ft.make_state({"it": ft.StateRef(jnp.zeros(8))})
-    with pytest.raises(ft.ShardingError, match=r"(?s)it   f32\[8\].*has no axis names"):
-        ft.plan(state, RULES, MESH)
-
-
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
 def test_shard_init_and_abstract(explicit: bool):
     mesh = ft.make_mesh(data=2, model=4, explicit=explicit)
@@ -404,19 +361,6 @@ def test_split_packed_and_merged():
     model, made = ft.make_state(Counter())
     y, after = ft.jit(lambda m, x, s: m(x, s))(ft.pack(model), jnp.ones(8), ft.pack(made))
     assert isinstance(after, ft.Packed) and int(after.tree["calls"]) == 1 and y.shape == (8,)
-
-
-def test_saved_by_its_keys():
-    model, state = ft.make_state({"a": Counter(), "b": Counter()})
-    _, state = model["a"](jnp.ones(8), state)
-    leaves, _ = tree_flatten_with_path({"state": state})
-    file = {jax.tree_util.keystr(path): np.asarray(x) for path, x in leaves}
-    assert sorted(file) == sorted(f"['state']['{path}']" for path in state)
-    like = ft.make_state({"a": Counter(), "b": Counter()})[1]
-    found, treedef = tree_flatten_with_path({"state": like})
-    again = treedef.unflatten([file[jax.tree_util.keystr(path)] for path, _ in found])["state"]
-    assert int(again["a.calls"]) == 1 and int(again["b.calls"]) == 0
-    assert int(model["a"](jnp.ones(8), again)[1]["a.calls"]) == 2
 
 
 def test_what_is_state_is_not_trained():
