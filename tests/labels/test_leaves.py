@@ -14,7 +14,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
@@ -165,16 +165,6 @@ def test_names_for_what_lies_in_a_packed_tree() -> None:
         assert ["`model.lost`" in problem.why for problem in found.problems] == [True]
 
 
-def test_names_of_a_class_reach_into_a_packed_tree() -> None:
-    names = {eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")}
-    for tree in (linear(), ft.pack(linear())):
-        assert ft.tree_axes([tree], names) is not None
-        assert [leaf.axes for leaf in read(tree, names).leaves] == [
-            Axes("hidden", "embed"),
-            Axes("hidden"),
-        ]
-
-
 # Trees of all kinds
 
 
@@ -182,18 +172,14 @@ def test_names_of_a_class_reach_into_a_packed_tree() -> None:
     ("tree", "expected"),
     [
         (None, None),
-        ([], []),
-        ({}, {}),
         ((), ()),
         (x(2), Axes(None)),
         (3, None),
         (Named(x(2), x(3)), Named(Axes("a"), Axes("b"))),
-        ([None, {"k": None}], [None, {"k": None}]),
         ({2: x(), 1: x(3)}, {1: Axes(None), 2: Axes()}),
         (np.array([None, {}], dtype=object), None),
         (np.array(["text"]), None),
         (np.zeros(2, "datetime64[s]"), None),
-        (np.zeros(2, [("a", "f4")]), None),
         (np.float32(1), Axes()),
         (jax.random.key(0), Axes()),
     ],
@@ -233,15 +219,6 @@ def test_in_a_trace() -> None:
     assert seen[1] == seen[0]
 
 
-def test_deep_trees() -> None:
-    tree: Any = x(2)
-    for _ in range(200):
-        tree = [tree]
-    for _ in range(100):
-        tree = Leafy(tree, None)
-    assert jax.tree.leaves(ft.tree_axes(tree)) == [Axes(None)]
-
-
 def test_a_tree_that_contains_itself() -> None:
     tree: list[Any] = []
     tree.append(tree)
@@ -261,93 +238,7 @@ def test_keys_without_an_order() -> None:
     )
 
 
-# names=
-
-
-def test_names_for_a_foreign_class() -> None:
-    axes = ft.tree_axes(
-        [linear(), {"k": linear(False)}],
-        names={eqx.nn.Linear: ft.names(weight="out in", bias="out")},
-    )
-    assert axes[0].weight == axes[1]["k"].weight == Axes("out", "in")
-    assert axes[0].bias == Axes("out") and axes[1]["k"].bias is None
-
-
-def test_names_reach_subclasses_and_the_nearest_class_wins() -> None:
-    class Mine(eqx.nn.Linear):
-        pass
-
-    mine = Mine(2, 3, key=jax.random.key(0))
-    general, own = ft.names(weight="out in", bias="out"), ft.names(weight="o i", bias="o")
-    assert ft.tree_axes(mine, {eqx.nn.Linear: general}).weight == Axes("out", "in")
-    assert ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: own}).weight == Axes("o", "i")
-    # And only those: what they do not name has no name.
-    found = ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: ft.names(weight="o i")})
-    assert found.weight == Axes("o", "i") and found.bias == Axes(None)
-
-
-def test_the_fields_own_names_win() -> None:
-    class Holder(eqx.Module):
-        named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
-        other: eqx.nn.Linear
-
-    axes = ft.tree_axes(
-        Holder(linear(), linear()), names={eqx.nn.Linear: ft.names(weight="out in", bias="out")}
-    )
-    assert axes.named.weight == Axes("mine", None) and axes.other.weight == Axes("out", "in")
-    assert axes.named.bias == Axes("out")  # which the field leaves to them
-
-
-def test_a_fields_own_names_win_from_further_out_too() -> None:
-    class Inner(eqx.Module):
-        lin: eqx.nn.Linear
-
-    class Outer(eqx.Module):
-        inner: Annotated[Inner, ft.names({"lin.weight": "mine _"})]
-
-    axes = ft.tree_axes(
-        Outer(Inner(linear())), {eqx.nn.Linear: ft.names(weight="out in", bias="out")}
-    )
-    assert axes.inner.lin.weight == Axes("mine", None) and axes.inner.lin.bias == Axes("out")
-
-
-def test_names_for_an_array_in_whose_place_are_several() -> None:
-    """As in the state of an optimizer, or after quantization."""
-    several = eqx.tree_at(lambda linear: linear.weight, linear(), (x(3, 2), {"scale": x(3)}))
-    leaves = read(several, {eqx.nn.Linear: ft.names(weight="out in", bias="out")})
-    assert [str(leaf.axes) for leaf in leaves.leaves] == ["_ _", "_", "out"]
-    assert not leaves.problems
-    (problem,) = read(several, {eqx.nn.Linear: ft.names(weigt="out in")}).problems
-    assert "gives axes to `weigt`, but Linear has no such leaf; did you mean `weight" in problem.why
-
-
-def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
-    class Holder(eqx.Module):
-        both: Annotated[dict[str, Any], ft.names(weight="out in", bias="out")]
-
-    axes = ft.tree_axes(Holder({"lin": linear(), "w": x(2)}))
-    assert axes.both["lin"].weight == Axes("out", "in") and axes.both["w"] == Axes(None)
-
-
-def test_names_of_a_field_are_for_the_modules_in_a_container() -> None:
-    class Holder(eqx.Module):
-        both: Annotated[Any, ft.names(weight="out in", bias="out")]
-
-    for container in (OrderedDict(a=linear()), defaultdict(list, a=linear()), {"a": linear()}):
-        leaves = read(Holder(container))
-        assert [str(leaf.axes) for leaf in leaves.leaves] == ["out in", "out"]
-        assert not leaves.problems
-
-
-def test_inner_names_win_over_outer_ones() -> None:
-    class Inner(eqx.Module):
-        lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
-
-    class Outer(eqx.Module):
-        inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
-
-    axes = ft.tree_axes(Outer(Inner(linear())))
-    assert axes.inner.lin.weight == Axes("inner", None) and axes.inner.lin.bias == Axes("bias")
+# `ft.names`, in annotations, in modules and in `names=`
 
 
 class Halves(eqx.Module):
@@ -355,12 +246,78 @@ class Halves(eqx.Module):
     down: eqx.nn.Linear
 
 
-class Mixed(eqx.Module):
-    block: Halves
+class Mine(eqx.nn.Linear):
+    """A subclass, which has the names of its base."""
+
+
+class Own(eqx.Module):
+    weight: Array
+    axes: str = eqx.field(static=True)
+
+    def __axis_names__(self) -> Any:
+        return ft.names(weight=self.axes)
+
+
+class NamedField(eqx.Module):
+    named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
     other: eqx.nn.Linear
 
 
+class Inner(eqx.Module):
+    lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
+
+
+class Outer(eqx.Module):
+    inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
+
+
+class AnyField(eqx.Module):
+    of: Annotated[Any, ft.names(weight="mine _", bias="b")]
+
+
 LINEAR = ft.names(weight="out in", bias="out")
+OF_LINEAR = {eqx.nn.Linear: LINEAR}
+MINE = Mine(2, 3, key=jax.random.key(0))
+# A weight in whose place are several arrays, as in an optimizer's state or after quantization.
+SEVERAL = eqx.tree_at(lambda linear: linear.weight, linear(), (x(3, 2), {"scale": x(3)}))
+
+# Tree, `names=` ─► the axes of its leaves in order.
+NAMES: dict[str, tuple[Any, Any, list[str]]] = {
+    "of a class": ([linear(), {"k": linear(False)}], OF_LINEAR, ["out in", "out", "out in"]),
+    "of a base class": (MINE, OF_LINEAR, ["out in", "out"]),
+    # And only these: what they do not name has no name.
+    "the nearest class": (MINE, {**OF_LINEAR, Mine: ft.names(weight="o i")}, ["o i", "_"]),
+    "of a field, which leaves some": (
+        NamedField(linear(), linear()),
+        OF_LINEAR,
+        ["mine _", "out", "out in", "out"],
+    ),
+    "the innermost field": (Outer(Inner(linear())), OF_LINEAR, ["inner _", "bias"]),
+    "beside an array": (AnyField({"lin": linear(), "w": x(2)}), None, ["mine _", "b", "_"]),
+    "in an ordered dict": (AnyField(OrderedDict(a=linear())), None, ["mine _", "b"]),
+    "in a dict with a default": (AnyField(defaultdict(list, a=linear())), None, ["mine _", "b"]),
+    "of the module": ([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")], None, ["a b", "c d"]),
+    "before those of the module": (Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}, ["x y"]),
+    "the first pattern": (
+        linear(),
+        {eqx.nn.Linear: ft.names({"w*": "a _", "*": "b"})},
+        ["a _", "b"],
+    ),
+    "of an array that is several": (SEVERAL, OF_LINEAR, ["_ _", "_", "out"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names(case: str) -> None:
+    tree, names, expected = NAMES[case]
+    leaves = read(tree, names)
+    assert [str(leaf.axes) for leaf in leaves.leaves] == expected
+    assert not leaves.problems
+
+
+class Mixed(eqx.Module):
+    block: Halves
+    other: eqx.nn.Linear
 
 
 @pytest.mark.parametrize(("names", "expected"), [
@@ -403,45 +360,15 @@ def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None
     assert (told in str(plan)) == (told in plan.html()) == bool(unused)
 
 
-def test_names_for_a_field_that_is_none() -> None:
-    bare = eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))
-    axes = ft.tree_axes([bare], {eqx.nn.Linear: LINEAR})
-    assert axes[0].weight == Axes("out", "in") and axes[0].bias is None
-
-
-def test_a_module_may_name_its_own_axes() -> None:
-    class Own(eqx.Module):
-        weight: Array
-        axes: str = eqx.field(static=True)
-
-        def __axis_names__(self) -> Any:
-            return ft.names(weight=self.axes)
-
-    assert ft.tree_axes([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")])[1].weight == Axes("c", "d")
-    assert ft.tree_axes(Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}).weight == Axes("x", "y")
-
-
-def test_the_first_pattern_that_matches_wins() -> None:
-    assert ft.tree_axes(
-        linear(), {eqx.nn.Linear: ft.names({"w*": "first _", "*": "all"})}
-    ).weight == Axes("first", None)
-
-
-@pytest.mark.parametrize(
-    "names", [{eqx.nn.Linear: {"weight": "a b"}}, {"Linear": ft.names()}, {eqx.nn.Linear: "a b"}]
-)
-def test_bad_names(names: Any) -> None:
-    with pytest.raises(AxesError, match=r"`names=` maps classes to `ft.names\(...\)`, not"):
+@pytest.mark.parametrize(("names", "wrong"), [
+    ({eqx.nn.Linear: {"weight": "a b"}}, "not <class"), ({"Linear": ft.names()}, "not 'Linear'"),
+    ([eqx.nn.Linear], "is not a mapping"),
+])  # fmt: skip
+def test_bad_names(names: Any, wrong: str) -> None:
+    says = "`names=` maps classes to `ft.names(...)`"
+    with raises(says, wrong, error=AxesError):
         ft.tree_axes(linear(), names)
-
-
-@pytest.mark.parametrize("names", [[eqx.nn.Linear], "Linear", 3, ft.names()])
-def test_names_that_are_no_mapping(names: Any) -> None:
-    with raises("`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=AxesError):
-        ft.tree_axes(linear(), names)
-    with raises(
-        "`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=ft.RuleError
-    ):
+    with raises(says, wrong, error=ft.RuleError):
         ft.AxisRules({}, names=names)
 
 
@@ -488,30 +415,13 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
         ["w   f32[2, 3]", 'ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d"', "ft.Axes("],
     ),
     "a tie with a variadic": (Float[Array, "*b a"] | Float[Array, "c"], x(2), ['allows "a" or "c"']),
-    "a tie that dtypes do not decide": (
-        Int[Array, "a"] | Int[Array, "b"],
-        x(2),
-        ['allows "a" or "b" for an array of this rank and dtype'],
-    ),
     "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), ['has 2 dimensions; `"a"` has 1']),
-    "element": (list[Float[Array, "a"]], [x(2), x(2, 3)], ["w.1   f32[2, 3]"]),
     "names of no field": (
         Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
         linear(),
         ["axes are given to leaves that do not exist", "w   Linear",
          "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
          "name a leaf of Linear: `weight`, `bias`"],
-    ),
-    "names of a static field": (
-        Annotated[eqx.nn.Linear, ft.names(use_bias="out")],
-        linear(),
-        ["gives axes to `use_bias`"],
-    ),
-    "a glob of nothing": (Annotated[eqx.nn.Linear, ft.names({"*_proj": "out"})], linear(), ["gives axes to `*_proj`"]),
-    "a part that is missing": (
-        Annotated[list[eqx.nn.Linear], ft.names(weights="out in", bias="out")],
-        [linear(), linear()],
-        ["has no such leaf; did you mean `weight`?"],
     ),
     "names on an array": (
         Annotated[Array, ft.names(weight="a")],
@@ -528,7 +438,6 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
         linear(),
         ["w.weight   f32[3, 2]", 'has 2 dimensions; `"out"` has 1'],
     ),
-    "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2, 3)]}, ["w.k.0   f32[2, 3]"]),
 }  # fmt: skip
 
 
@@ -595,10 +504,6 @@ def test_names_for_the_root() -> None:
     ):
         ft.tree_axes(Own(jnp.ones(2)))
     with raises(
-        "the layout does not fit the tree on mesh (data=2)\n\n  Own\n", error=ft.ShardingError
-    ):
-        ft.plan(Own(jnp.ones(2)), ft.P(), {"data": 2})
-    with raises(
         "the layout does not fit the tree on mesh (data=2)\n\n  m   Own\n", error=ft.ShardingError
     ):
         ft.plan({"m": Own(jnp.ones(2))}, ft.P(), {"data": 2})
@@ -607,12 +512,6 @@ def test_names_for_the_root() -> None:
 def states(*refs: ft.StateRef) -> Any:
     """The state of an ensemble of three models."""
     return eqx.filter_vmap(lambda key: ft.make_state(list(refs))[1])(jnp.arange(3))
-
-
-def test_state_that_is_a_number_has_all_of_its_names() -> None:
-    refs = [ft.StateRef(jnp.zeros(())), ft.StateRef(jnp.zeros(2)), ft.StateRef(jnp.zeros(2), "a")]
-    found = read(ft.make_state(refs)[1]).leaves
-    assert [leaf.annotated for leaf in found] == [True, False, True]
 
 
 def test_state_of_another_rank_than_its_refs() -> None:
@@ -624,18 +523,9 @@ def test_state_of_another_rank_than_its_refs() -> None:
         "has 1 dimension, but its `StateRef` declares 0",
     ]
     assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
-    said = (
-        "s.0   f32[3, 4]\n",
-        'declares 1 ("embed")',
-        "if these are several layers in one array",
-        "(`P(...)`)",
-    )
-    for layout in (
-        ft.AxisRules({"embed": None}),
-        ft.FSDP("data", min_size=0),
-        ft.FSDP("data", 0, axes="embed"),
-    ):
-        with raises("3 leaves cannot be laid out", *said, error=ft.ShardingError):
+    said = "if these are several layers in one array"
+    for layout in (ft.AxisRules({"embed": None}), ft.FSDP("data", min_size=0)):
+        with raises("3 leaves cannot be laid out", "s.0   f32[3, 4]\n", said, "(`P(...)`)"):
             ft.plan({"s": named}, layout, {"data": 3})
     assert ft.plan({"s": named}, ft.P("data"), {"data": 3})["s.0"].spec == ft.P("data", None)
     fewer = jax.tree.map(lambda x: x[0, 0] if x.ndim > 1 else x, named)
@@ -644,6 +534,12 @@ def test_state_of_another_rank_than_its_refs() -> None:
     assert (
         first.misfit.remedy == "lay it out by a spec (`P(...)`), or declare all of its dimensions"
     )
+
+
+def test_state_without_dimensions_has_all_of_its_names() -> None:
+    refs = [ft.StateRef(jnp.zeros(())), ft.StateRef(jnp.zeros(2)), ft.StateRef(jnp.zeros(2), "a")]
+    found = read(ft.make_state(refs)[1]).leaves
+    assert [leaf.annotated for leaf in found] == [True, False, True]
 
 
 def test_state_as_one_layer_of_a_stack_has_it() -> None:
@@ -680,28 +576,17 @@ def test_axes_read_back(names: list[str | None]) -> None:
     assert again == axes and type(again) is Axes
 
 
-@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", "a-b", 4, b"a", ("a",), True])
+@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", 4, True])
 def test_what_is_no_axis_name(name: Any) -> None:
-    with pytest.raises(AxesError) as error:
+    with raises(f"{name!r} is not an axis name: names are Python identifiers", error=AxesError):
         Axes(name)
-    assert f"{name!r} is not an axis name: names are Python identifiers" in str(error.value)
-
-
-def test_what_is_no_axes() -> None:
-    with pytest.raises(
-        AxesError, match=r"axes are written as text \(`'batch embed'`\) or as `ft.Axes`, not as 3"
-    ):
-        Axes.of(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AxesError, match="'a,b' is not an axis name"):
-        Axes.parse("a,b")
 
 
 def test_names_are_values() -> None:
     names = ft.names({"*_proj.weight": "heads embed"}, bias="heads")
     assert names == ft.names({"*_proj.weight": ft.Axes("heads", "embed")}, bias="heads")
-    assert hash(names) == hash(pickle.loads(pickle.dumps(names))) and names == pickle.loads(
-        pickle.dumps(names)
-    )
+    again = pickle.loads(pickle.dumps(names))
+    assert names == again and hash(names) == hash(again)
     assert names != ft.names(bias="heads") and names != "names"
     assert repr(names) == "names({'*_proj.weight': 'heads embed', 'bias': 'heads'})"
     assert eval(repr(names), {"names": ft.names}) == names
@@ -713,10 +598,13 @@ def test_names_are_values() -> None:
     ("patterns", "error", "says"),
     [
         ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
-        ({"weight": None}, AxesError, "not as None"),
+        (
+            {"weight": 3},
+            AxesError,
+            "axes are written as text (`'batch embed'`) or as `ft.Axes`, not as 3",
+        ),
         ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
         ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
-        ({"a.**b": "a"}, ft.RuleError, "cannot read '**b'"),
     ],
 )
 def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
@@ -844,18 +732,12 @@ INNER = trained({"w": x(2)})
 OUTER = trained(Game(x(3), INNER))
 
 TRAINING: dict[str, tuple[Any, dict[tuple[Any, ...], Any]]] = {
-    "none": ({"w": x(2)}, {}),
     "the root": (INNER, {(): INNER}),
     "in containers": (
         {"a": [INNER, x(2)], "b": (INNER,)},
         {("a", 0): INNER, ("b", 0): INNER},
     ),
-    "in the model of another": (OUTER, {(): OUTER}),
     "two, one of them in another": ([OUTER, INNER], {(0,): OUTER, (1,): INNER}),
-    "deep in the model of another": (
-        {"all": trained([{"games": [Game(x(3), INNER)]}])},
-        {("all",): None},
-    ),
     "in a packed tree": (
         {"packed": ft.pack({"ts": trained({"w": np.ones(2)})})},
         {("packed", "ts"): None},

@@ -16,6 +16,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.covering import whole_tables
 from tests.lib.meshes import MESH, SIZES
 from tests.lib.optimizers import NAMES, build, given
 
@@ -61,19 +62,22 @@ def told_of(tx: Any, model: Any = None, **options: Any) -> list[str]:
 OTHERWISE = {
     *("adafactor", "adaptive_grad_clip", "centralize", "clip_by_block_rms", "fromage", "galore"),
     *("lamb", "lars", "muon", "novograd", "sm3"),
-    # What these are made of.
+    # In the table of optimizers, these have an adafactor, or a mask or labels by rank.
+    *("freeze", "masked", "multi_transform"),
+}
+# What these are made of, and others with an adafactor.
+INNER = {
     *("scale_by_distance_over_gradients", "scale_by_galore", "scale_by_novograd"),
     *("scale_by_param_block_norm", "scale_by_param_block_rms", "scale_by_sm3"),
-    "scale_by_trust_ratio",
-    # In the table of optimizers, these have an adafactor, or a mask or labels by rank.
-    *("chain", "freeze", "masked", "multi_transform", "named_chain", "partition"),
+    *("scale_by_trust_ratio", "chain", "named_chain", "partition"),
 }
+ALIKE = {"MultiSteps", "adam", "lbfgs", "lookahead", "sam", "schedule_free"}
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if whole_tables() else sorted(OTHERWISE | ALIKE))
 def test_who_is_told(name: str):
     texts = told_of(build(name), given(name, net()))
-    if name not in OTHERWISE:
+    if name not in OTHERWISE | INNER:
         assert not texts
         return
     (text,) = texts
@@ -86,10 +90,6 @@ def test_who_is_told(name: str):
     # With it there is nothing to tell, inside of others too.
     tx = optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(build(name)))
     assert not told_of(tx, given(name, net()))
-
-
-def test_the_names_are_those_of_optax():
-    assert set(NAMES) >= OTHERWISE
 
 
 def decayed(by: Callable[[Any], Any]) -> Any:
@@ -136,12 +136,6 @@ def test_random_numbers_are_no_difference_and_hide_none():
     assert not told_of(optax.chain(optax.add_noise(1.0, 0.5, 0), ft.layerwise(optax.lamb(1e-3))))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
-def test_of_any_dtype(dtype: Any):
-    assert told_of(optax.lamb(1e-3), net(dtype=dtype))
-    assert not told_of(optax.adamw(1e-3), net(dtype=dtype))
-
-
 def test_several_stacks_and_stacks_of_stacks():
     inner = net().blocks
     outer: Any = jax.tree.map(lambda x: S((2, *x.shape), x.dtype), inner)
@@ -153,7 +147,6 @@ def test_several_stacks_and_stacks_of_stacks():
     (text,) = told_of(optax.novograd(1e-3), inner)
     assert "treats the stack `(the model)` differently" in text
     assert not told_of(ft.layerwise(optax.novograd(1e-3)), {"a": stack, "b": inner})
-    assert not told_of(optax.adam(1e-3), {"a": stack, "b": inner})
 
 
 # What is not told
@@ -215,9 +208,9 @@ def test_once_at_each_door(door: str):
     tx, model = optax.novograd(1e-3), concrete()
     with jax.set_mesh(MESH), ft.axis_rules(WHOLE):
         assert len(told(lambda: DOORS[door](tx, model))) == 1
-        for other in ("plan_optimizer", "TrainState.create", door):
-            assert not told(lambda other=other: DOORS[other](tx, model))
-    assert not told(lambda: DOORS[door](ft.layerwise(tx), model))
+        assert not told(lambda: DOORS["plan_optimizer"](tx, model))
+        assert not told(lambda: DOORS[door](tx, model))
+        assert not told(lambda: DOORS[door](ft.layerwise(tx), model))
 
 
 def test_once_for_each_optimizer_and_shapes():
@@ -243,9 +236,9 @@ def test_once_for_an_object_with_methods():
 
 
 def test_the_settings_of_the_caller_make_no_difference():
-    for settings in (jax.numpy_dtype_promotion("strict"), jax.debug_nans(True), jax.disable_jit()):
-        with settings:
-            assert told_of(optax.lamb(1e-3)) and not told_of(optax.adamw(1e-3))
+    with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True), jax.disable_jit():
+        assert told_of(optax.lamb(1e-3), net(dtype=jnp.bfloat16))
+        assert not told_of(optax.adamw(1e-3), net(dtype=jnp.bfloat16))
     with jax.enable_x64(True):
         assert told_of(optax.lamb(1e-3), net(dtype=jnp.float64))
         assert not told_of(optax.adamw(1e-3), net(dtype=jnp.float64))
