@@ -36,7 +36,7 @@ from functree.labels.leaves import read
 from functree.tree.axes import Axes
 from tests.labels import quoted_annotations as quoted
 from tests.lib.checks import raises
-from tests.lib.trees import linear, x
+from tests.lib.trees import hold, linear, x
 
 P = ft.P
 T = TypeVar("T")
@@ -51,23 +51,8 @@ Circle = "Circle"
 Zig, Zag = "Zag", "Zig"
 
 
-def holder(annotation: Any) -> type:
-    """A class with one field, `w`."""
-    return type(
-        "Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__}
-    )
-
-
-def hold(annotation: Any, value: Any) -> Any:
-    """An instance that nobody checked."""
-    cls = holder(annotation)
-    module = object.__new__(cls)
-    object.__setattr__(module, "w", value)
-    return module
-
-
 def told(annotation: Any, value: Any) -> Any:
-    return ft.tree_axes(hold(annotation, value)).w
+    return ft.tree_axes(hold(annotation, value, __name__)).w
 
 
 class Box(eqx.Module, Generic[T]):
@@ -335,7 +320,7 @@ SPECS: dict[str, tuple[Any, Any, str, P]] = {
 @pytest.mark.parametrize("case", SPECS)
 def test_a_physical_spec(case: str) -> None:
     annotation, value, axes, spec = SPECS[case]
-    [leaf] = read(hold(annotation, value)).leaves
+    [leaf] = read(hold(annotation, value, __name__)).leaves
     assert leaf.spec == spec and str(leaf.axes) == axes and leaf.annotated
 
 
@@ -362,7 +347,7 @@ BUFFERS: dict[str, tuple[Any, Any, list[bool]]] = {
 @pytest.mark.parametrize("case", BUFFERS)
 def test_buffers(case: str) -> None:
     annotation, value, expected = BUFFERS[case]
-    assert [leaf.buffer for leaf in read(hold(annotation, value)).leaves] == expected
+    assert [leaf.buffer for leaf in read(hold(annotation, value, __name__)).leaves] == expected
 
 
 def test_what_is_unnamed_and_why() -> None:
@@ -425,7 +410,7 @@ def test_a_name_that_leads_nowhere(case: str) -> None:
     if why == UNKNOWN:
         remedy = "define or import the name in the module of the class, not in a function or under"
     with pytest.raises(AxesError) as error:
-        ft.tree_axes(hold(annotation, value))
+        ft.tree_axes(hold(annotation, value, __name__))
     [problem] = error.value.problems
     assert problem.path is not None and problem.path[0] == "w" and problem.shape == (2,)
     assert problem.why.startswith(f"its annotation `{part}` cannot be resolved: ")
@@ -457,7 +442,7 @@ def test_an_unknown_name_over_modules_that_speak_for_themselves() -> None:
 
 
 def test_the_other_half_is_known_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = hold(Union[jax.Array, dict[str, "ElsewhereTree"]], {"k": x(2)})
+    tree = hold(Union[jax.Array, dict[str, "ElsewhereTree"]], {"k": x(2)}, __name__)
     assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes(None)]
     monkeypatch.setitem(globals(), "ElsewhereTree", Float[Array, "later"])
     assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes("later")]

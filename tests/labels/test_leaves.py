@@ -25,7 +25,7 @@ from functree.tree.interfaces import Stack
 from functree.tree.skeleton.kinds import _place_of
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
-from tests.lib.trees import Keyless, Leafy, containers, linear, x
+from tests.lib.trees import Keyless, Leafy, containers, hold, linear, x
 
 
 class Block(eqx.Module):
@@ -258,6 +258,12 @@ class Own(eqx.Module):
         return ft.names(weight=self.axes)
 
 
+class ByField(eqx.Module):
+    """A field of that name is no method of the class."""
+
+    __axis_names__: Any
+
+
 class NamedField(eqx.Module):
     named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
     other: eqx.nn.Linear
@@ -297,6 +303,7 @@ NAMES: dict[str, tuple[Any, Any, list[str]]] = {
     "in an ordered dict": (AnyField(OrderedDict(a=linear())), None, ["mine _", "b"]),
     "in a dict with a default": (AnyField(defaultdict(list, a=linear())), None, ["mine _", "b"]),
     "of the module": ([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")], None, ["a b", "c d"]),
+    "of no module": ([ByField(x(2))], None, ["_"]),
     "before those of the module": (Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}, ["x y"]),
     "the first pattern": (
         linear(),
@@ -441,20 +448,11 @@ ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
 }  # fmt: skip
 
 
-def holding(annotation: Any, value: Any) -> Any:
-    cls = type(
-        "Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__}
-    )
-    module = object.__new__(cls)
-    object.__setattr__(module, "w", value)
-    return module
-
-
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
     annotation, value, fragments = ERRORS[case]
     with pytest.raises(AxesError) as error:
-        ft.tree_axes(holding(annotation, value))
+        ft.tree_axes(hold(annotation, value))
     for fragment in fragments:
         assert fragment in str(error.value)
     for problem in error.value.problems:

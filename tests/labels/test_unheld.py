@@ -12,6 +12,8 @@ import pytest
 
 import functree as ft
 from functree.tree.arrays import is_array, unheld
+from tests.lib.checks import raises
+from tests.lib.covering import whole_tables
 from tests.lib.meshes import MESH
 
 P = ft.P
@@ -31,11 +33,14 @@ def total(tree: Any) -> Any:
     return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(tree))
 
 
+def accumulated(tree: Any) -> Any:
+    return ft.accumulate(ft.grad(lambda w, b: total(w) * total(b)), 2)(tree, jnp.ones(4))
+
+
 DOORS: dict[str, Callable[[Any], Any]] = {
     "tree_axes": ft.tree_axes,
     "plan": lambda tree: ft.plan(tree, P(), {"data": 2}),
     "plan of live arrays": ft.plan,
-    "plan_optimizer": lambda tree: ft.plan_optimizer(optax.adam(1.0), tree, P(), {"data": 2}),
     "shard": lambda tree: ft.shard(tree, P(), MESH),
     "constrain": lambda tree: jax.jit(lambda: ft.constrain(tree, P()))(),
     "copy": ft.copy,
@@ -46,47 +51,39 @@ DOORS: dict[str, Callable[[Any], Any]] = {
     "grad": ft.grad(total),
     "jit": ft.jit(lambda tree: tree),
     "jit with rules": ft.jit(lambda tree: tree, rules=RULES, mesh=MESH),
-    "jit with in_shardings": ft.jit(lambda tree: tree, in_shardings=P(), mesh=MESH),
     "jit, lowered": ft.jit(lambda tree: tree).lower,
     "a result of jit": lambda tree: ft.jit(lambda: tree)(),
     "shard_map": ft.shard_map(lambda tree: tree, mesh=MESH, in_specs=P(), out_specs=P()),
-    "init": ft.init(lambda tree: tree, P(), MESH),
     "a result of init": lambda tree: ft.init(lambda: tree, P(), MESH)(),
     "abstract": ft.abstract(lambda tree: tree),
-    "accumulate": lambda tree: ft.accumulate(ft.grad(lambda w, b: total(w) * total(b)), 2)(
-        tree, jnp.ones(4)
-    ),
-    "export": lambda tree: ft.export(ft.jit(lambda tree: tree), tree),
+    "accumulate": accumulated,
 }
+CELLS = [(door, value) for door in DOORS for value in VALUES]
 
 
-@pytest.mark.parametrize("value", VALUES)
-@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(
+    ("door", "value"),
+    CELLS if whole_tables() else [*CELLS[: len(VALUES)], *CELLS[5 :: len(VALUES)]],
+)
 def test_the_path_is_named_at_every_door(door: str, value: str) -> None:
     given, why, _ = VALUES[value]
-    with pytest.raises(ft.FunctreeError) as caught:
+    with raises("a.0 ", why):
         DOORS[door]({"a": [given]})
-    assert "a.0 " in str(caught.value) and why in str(caught.value)
 
 
-@pytest.mark.parametrize("value", VALUES)
-def test_saving(value: str, tmp_path: Path) -> None:
-    given, why, _ = VALUES[value]
-    with pytest.raises(ft.CheckpointError) as caught:
+def test_saving(tmp_path: Path) -> None:
+    given, why, _ = VALUES["long"]
+    with raises("a.0 ", why, error=ft.CheckpointError):
         ft.save(tmp_path / "saved", {"a": [given]})
-    assert "a.0 " in str(caught.value) and why in str(caught.value)
 
 
 REMEDIES: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "byte order": (
-        'x.astype(x.dtype.newbyteorder("="))',
-        lambda x: x.astype(x.dtype.newbyteorder("=")),
-    ),
+    "byte order": ('x.astype(x.dtype.newbyteorder("="))', lambda x: x.astype(x.dtype.newbyteorder("="))),
     "long": ("x.astype(np.float64)", lambda x: x.astype(np.float64)),
     "long complex": ("np.complex128", lambda x: x.astype(np.complex128)),
     "long scalar": ("x.astype(np.float64)", lambda x: x.astype(np.float64)),
     "mask": (".filled(...)", lambda x: x.filled(0)),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("value", VALUES)
