@@ -220,45 +220,23 @@ def test_a_stack_of_dimensions_has_its_axis() -> None:
     assert ft.has_axis("layers")(leaf) and ft.has_axis("hidden")(leaf) and ft.has_ndim(3)(leaf)
 
 
-NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a number": (
-        lambda: as_filter(3),
-        ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular"],
-    ),
-    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is not a filter"]),
-    "an unhashable callable": (
-        lambda: as_filter(Unhashable()),
-        ["is not a filter", "that can be hashed"],
-    ),
-    "an alias of a class": (
-        lambda: as_filter(list[int]),
-        ["a filter by class takes a class", "not list[int]; write `list`: the arg"],
-    ),
-    "a class with arguments": (
-        lambda: as_filter(Boxed[int]),
-        ["write `Boxed`: the arguments of a class are not known"],
-    ),
-    "a union with one": (lambda: ft.under(Boxed[int] | MLP), ["write `Boxed`"]),
-    "under an object": (
-        lambda: ft.under(3),
-        ["a filter by class takes a class, or several joined by `|`, not 3"],
-    ),  # pyright: ignore
-    "no axis": (
-        lambda: ft.has_axis("a b"),
-        ["`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"],
-    ),
-    "no name": (lambda: ft.has_axis("_"), ["`has_axis` takes the name of one axis", "not '_'"]),
-    "no number": (lambda: ft.has_ndim("2"), ["`has_ndim` takes a number of dimensions, not '2'"]),  # pyright: ignore
-    "no dtype": (lambda: ft.has_dtype("nonsense"), ["`has_dtype` takes a dtype", "not 'nonsense'"]),
-    "dtype None": (lambda: ft.has_dtype(None), ["`has_dtype` takes a dtype", "not None"]),
-    "no size": (lambda: ft.larger_than("8"), ["`larger_than` takes a number of elements, not '8'"]),  # pyright: ignore
-    "a size that is a truth": (lambda: ft.larger_than(True), ["not True"]),
-    "and 3": (lambda: ft.glob("a") & 3, ["3 is not a filter"]),
-    "and ...": (
-        lambda: ft.glob("a") & ...,
-        ["`...` cannot be combined with other filters", "the last filter"],
-    ),
-}
+NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number": (lambda: as_filter(3), "3 is not a filter: write a glob (`'**.bias'`), a compiled regular"),
+    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), "is not a filter"),
+    "an unhashable callable": (lambda: as_filter(Unhashable()), "that can be hashed"),
+    "an alias of a class": (lambda: as_filter(list[int]), "not list[int]; write `list`: the arg"),
+    "a union with one": (lambda: ft.under(Boxed[int] | MLP), "write `Boxed`: the arguments of a class are not known"),
+    "under an object": (lambda: ft.under(3), "a filter by class takes a class, or several joined by `|`, not 3"),  # pyright: ignore
+    "no axis": (lambda: ft.has_axis("a b"), "`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"),
+    "no name": (lambda: ft.has_axis("_"), "`has_axis` takes the name of one axis, an identifier (not `_`), not '_'"),
+    "no number": (lambda: ft.has_ndim("2"), "`has_ndim` takes a number of dimensions, not '2'"),  # pyright: ignore
+    "no dtype": (lambda: ft.has_dtype("nonsense"), "`has_dtype` takes a dtype, or a kind of them"),
+    "dtype None": (lambda: ft.has_dtype(None), "such as `jnp.floating`, not None"),
+    "no size": (lambda: ft.larger_than("8"), "`larger_than` takes a number of elements, not '8'"),  # pyright: ignore
+    "a size that is a truth": (lambda: ft.larger_than(True), "`larger_than` takes a number of elements, not True"),
+    "and 3": (lambda: ft.glob("a") & 3, "3 is not a filter"),
+    "and ...": (lambda: ft.glob("a") & ..., "`...` cannot be combined with other filters: use it alone, as the last"),
+}  # fmt: skip
 
 
 T = TypeVar("T")
@@ -277,11 +255,9 @@ class Unhashable:
 
 @pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense(case: str) -> None:
-    make, fragments = NONSENSE[case]
-    with pytest.raises(RuleError) as error:
+    make, message = NONSENSE[case]
+    with raises(message, error=RuleError):
         make()
-    for fragment in fragments:
-        assert fragment in str(error.value)
 
 
 # Laws

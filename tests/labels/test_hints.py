@@ -6,7 +6,6 @@ it."""
 import sys
 import typing
 import weakref
-from collections.abc import Sequence
 from typing import (
     Annotated,
     Any,
@@ -149,9 +148,7 @@ LINEAR = ft.names(weight="out in", bias="out")
 # annotation, value, the axes of its leaves in order
 TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "plain": (Float[Array, "embed hidden"], x(2, 3), ["embed hidden"]),
-    "shaped": (Shaped[Array, "a"], x(2), ["a"]),
     "shaped twice": (Shaped[Float[Array, "c d"], "layer"], x(4, 2, 3), ["layer c d"]),
-    "numpy": (Float[np.ndarray, "a"], np.ones(2, np.float32), ["a"]),
     "any array": (Float[Any, "a"], x(2), ["a"]),
     "either array": (Float[Array | np.ndarray, "a"], x(2), ["a"]),
     "scalar": (Scalar, x(), [""]),
@@ -159,14 +156,12 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     # unions
     "or None": (Float[Array, "a b"] | None, x(2, 3), ["a b"]),
     "or None, None": (Float[Array, "a b"] | None, None, []),
-    "rank decides, one": (Float[Array, "a"] | Float[Array, "b c"], x(2), ["a"]),
     "rank decides, two": (Union[Float[Array, "a"], Float[Array, "b c"]], x(2, 3), ["b c"]),
     "dtype decides, two": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=np.int32), ["b"]),
     "dtype decides, bfloat16": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=jnp.bfloat16), ["a"]),
     "equal alternatives": (Float[Array, "a"] | Int[Array, "a"], x(2), ["a"]),
     "another dtype than annotated": (Float[Array, "a"], x(2, dtype=np.int32), ["a"]),
     "an array or a list": (Float[Array, "a"] | list[Float[Array, "b c"]], [x(1, 2)], ["b c"]),
-    "an array or a list, array": (Float[Array, "a"] | list[Float[Array, "b c"]], x(2), ["a"]),
     # tokens
     "size": (Float[Array, "dim=4 other=n"], x(4, 2), ["dim other"]),
     "unchecked": (Float[Array, "_pad _"], x(4, 2), ["pad _"]),
@@ -175,7 +170,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "broadcast at 0": (Float[Array, "#b"], x(0), ["b"]),
     "size broadcast": (Float[Array, "b=#4"], x(1), ["_"]),
     "expressions": (Float[Array, "a*b a+1 {self.n} min(a,b) a/b"], x(1, 2, 3, 4, 5), ["_ _ _ _ _"]),
-    "dots, none": (Float[Array, "... a"], x(2), ["a"]),
     "dots, two": (Float[Array, "... a"], x(2, 3, 4), ["_ _ a"]),
     "variadic, one": (Float[Array, "*batch a"], x(2, 3), ["batch a"]),
     "variadic, two": (Float[Array, "*batch a"], x(2, 3, 4), ["_ _ a"]),
@@ -183,26 +177,20 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "variadic alone, scalar": (Float[Array, "*shape"], x(), [""]),
     "variadic broadcast at 1": (Float[Array, "*#b a"], x(1, 3), ["_ a"]),
     # containers
-    "list": (list[Float[Array, "a"]], [x(2), x(3)], ["a", "a"]),
-    "Sequence": (Sequence[Float[Array, "a"]], (x(2), x(3)), ["a", "a"]),
     "tuple of any length": (tuple[Float[Array, "a"], ...], (x(2), x(3)), ["a", "a"]),
     "tuple": (tuple[Float[Array, "a"], Float[Array, "b"]], (x(2), x(3)), ["a", "b"]),
     "tuple with an int": (tuple[int, Float[Array, "b"]], (1, x(3)), ["b"]),
     "dict": (dict[str, Float[Array, "a"]], {"k": x(2), "l": x(3)}, ["a", "a"]),
     "deep": (dict[str, list[tuple[Int[Array, ""], Float[Array, "a"]]]], {"k": [(x(), x(2))]}, ["", "a"]),
     "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2), (x(3), Box(x(4)))]}, ["a", "a", "a"]),
-    "PyTree of one": (PyTree[Float[Array, "a"]], x(2), ["a"]),
     "PyTree of a union": (PyTree[Float[Array, "a"] | Int[Array, "b"]], [x(2, dtype=np.int32), x(2)], ["b", "a"]),
     "PyTree beside an array": (Float[Array, "a"] | PyTree[Float[Array, "b c"]], [[x(2, 3)]], ["b c"]),
     "PyTree over annotated": (PyTree[Float[Array, "a"]], [Bound(x(2, 3))], ["p q"]),
     "PyTree of anything": (PyTree, [x(2)], ["_"]),
     # generics
     "Box": (Box[Float[Array, "a"]], Box(x(2)), ["a"]),
-    "two parameters": (Two[Float[Array, "a"], Float[Array, "b"]], Two(x(2), {"k": x(3)}), ["a", "b"]),
-    "boxes": (list[Box[Float[Array, "a"]]], [Box(x(2)), Box(x(3))], ["a", "a"]),
     "Box, nothing bound": (Box, Box(x(2)), ["_"]),
     "inherited": (Bound, Bound(x(2, 3)), ["p q"]),
-    "inherited twice": (Grandchild, Grandchild(x(2, 3), x(4)), ["p q", "own"]),
     "inherited from two": (Both, Both(x(4), x(2, 3)), ["m", "p q"]),
     "inherited from two without brackets": (Joined, Joined(x(4), x(2, 3)), ["m", "p q"]),
     "inherited twice, once without brackets": (Diamond, Diamond(x(2, 3)), ["p q"]),
@@ -233,27 +221,17 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "in quotes": ("Float[Array, 'a']", x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
     "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
-    "beside a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2), ["a"]),
-    "quoted parameter": (Box["Weight"], Box(x(2, 3)), ["embed hidden"]),
     "recursive": (Nested, {"k": {"l": x(2, 3)}}, ["a b"]),
     # marks
     "Axes": (Annotated[Array, ft.Axes("a", None)], x(2, 3), ["a _"]),
     "Axes over jaxtyping": (Annotated[Float[Array, "x y"], ft.Axes("a", "b")], x(2, 3), ["a b"]),
-    "Axes in quotes": (Annotated["Array", ft.Axes("a")], x(2), ["a"]),
     "Axes of a list's arrays": (Annotated[list[Array], ft.Axes("a")], [x(2)], ["a"]),
     "names": (Annotated[eqx.nn.Linear, LINEAR], linear(), ["out in", "out"]),
     "names, bias None": (Annotated[eqx.nn.Linear, LINEAR], linear(False), ["out in"]),
-    "names of a union": (Annotated[eqx.nn.Linear | None, LINEAR], linear(), ["out in", "out"]),
     "names on a list": (Annotated[list[eqx.nn.Linear], LINEAR], [linear(), linear()], ["out in", "out"] * 2),
     "names in a list": (list[Annotated[eqx.nn.Linear, LINEAR]], [linear()], ["out in", "out"]),
-    "names on a dict": (Annotated[dict[str, eqx.nn.Linear], LINEAR], {"k": linear()}, ["out in", "out"]),
     "names in quotes": ("Annotated[eqx.nn.Linear, LINEAR]", linear(), ["out in", "out"]),
     "names on a quoted name": (Annotated["eqx.nn.Linear", LINEAR], linear(), ["out in", "out"]),
-    "names by globs": (
-        Annotated[eqx.nn.MultiheadAttention, ft.names({"*_proj.weight": "heads embed", "dropout.**": ""})],
-        eqx.nn.MultiheadAttention(1, 4, key=jax.random.key(0)),
-        ["heads embed"] * 4,
-    ),
     "names of a dict of arrays": (Annotated[dict[str, Array], ft.names(w="a b", b="b")], {"w": x(2, 3), "b": x(3)},
         ["b", "a b"],
     ),
@@ -262,7 +240,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     # keys
     "key": (PRNGKeyArray, KEY, [""]),
     "raw key": (PRNGKeyArray, RAW, ["_"]),
-    "raw key of four": (PRNGKeyArray, x(4, dtype=np.uint32), ["_"]),
     "keys": (Key[Array, "n"], jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3)), ["n"]),
     # stacks
     "stack": (ft.Stacked[Bound], ft.Stacked(Bound(x(5, 2, 3))), ["layers p q"]),
@@ -274,8 +251,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "stack of an array": (ft.Stacked[Float[Array, "a"]], ft.Stacked(x(5, 2)), ["layers a"]),
     "stack with a variadic": (ft.Stacked[Float[Array, "*b a"]], ft.Stacked(x(5, 2, 3)), ["layers b a"]),
-    "stack with a broadcast": (ft.Stacked[Float[Array, "#b a"]], ft.Stacked(x(5, 1, 3)), ["layers _ a"]),
-    "stack of keys": (ft.Stacked[PRNGKeyArray], ft.Stacked(x(5, 2, dtype=np.uint32)), ["layers _"]),
     "stack of a named module": (
         ft.Stacked[Annotated[Fields, ft.names(weight="a", bias="b")]],
         ft.Stacked(Fields(x(5, 2), x(5, 3))),
@@ -284,7 +259,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "unannotated in a stack": (ft.Stacked[Fields], ft.Stacked(Fields(x(5, 2), None)), ["layers _"]),
     # nothing
     "plain array": (Array, x(2, 3), ["_ _"]),
-    "no annotation that speaks": (Any, [x(2, 3), x()], ["_ _", ""]),
     "callable": (typing.Callable[[Float[Array, "a"]], Float[Array, "b"]], x(2), ["_"]),
     "type": (type[Float[Array, "a"]], x(2), ["_"]),
     "literal": (typing.Literal["Float"], x(2), ["_"]),
@@ -378,9 +352,7 @@ def test_future_annotations() -> None:
     assert axes.lin.weight == Axes("out", "in") and axes.table["t"] == Axes("vocab", "embed")
     assert [str(leaf.path) for leaf in read(model).leaves if leaf.buffer] == ["mean"]
     assert axes.inner.size is None
-
-
-def test_future_annotations_of_generics() -> None:
+    # Generic classes and named tuples.
     assert ft.tree_axes(quoted.BoxOfWeights(x(2, 3), [x(4, 5)])).items == [Axes("p", "q")]
     assert told(quoted.Box[Float[Array, "a"]], quoted.Box(x(2), [x(3)])).items == [Axes("a")]
     assert ft.tree_axes(quoted.Pair(x(2), x(3))) == quoted.Pair(Axes("a"), Axes("b"))
@@ -566,17 +538,12 @@ TOKENS = {
     "4": (None, False, False, "4"),
     "a*b": (None, False, False, "a*b"),
     "{self.n}": (None, False, False, "{self.n}"),
-    "min(a,b)": (None, False, False, "min(a,b)"),
     "*batch": ("batch", True, False, "batch"),
     "...": (None, True, False, "..."),
     "*_": (None, True, False, ""),
-    "a/b": (None, False, False, "a/b"),
     "*#b": ("b", True, True, "b"),
-    "#*b": ("b", True, True, "b"),
     "#dim=4": ("dim", False, True, "4"),
     "dim=#4": ("dim", False, True, "4"),
-    "größe": ("größe", False, False, "größe"),
-    "=4": (None, False, False, "4"),
     "a+b=6": (None, False, False, "6"),
     "rows=a*b": ("rows", False, False, "a*b"),
     "rows=_": ("rows", False, False, ""),
@@ -587,9 +554,8 @@ TOKENS = {
 @pytest.mark.parametrize("token", TOKENS)
 def test_tokens(token: str) -> None:
     found = dim(token)
-    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[
-        token
-    ] and found.token == token
+    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[token]
+    assert found.token == token
     assert found.anonymous == (token in ("_pad", "_", "...", "*_", "rows=_"))
     assert found.by_leaf == (token == "?x")
 

@@ -125,11 +125,6 @@ def test_of_one_array_alone_nothing_is_told():
     assert not told_of(optax.clip_by_block_rms(1.0), only)
 
 
-def test_a_mask_of_the_models_own_classes():
-    mask = jax.tree.map(lambda x: True, net())
-    assert told_of(optax.masked(optax.lamb(1e-3), mask))
-
-
 def test_random_numbers_are_no_difference_and_hide_none():
     assert not told_of(optax.add_noise(1.0, 0.5, 0))
     assert told_of(optax.chain(optax.add_noise(1.0, 0.5, 0), optax.lamb(1e-3)))
@@ -195,7 +190,6 @@ DOORS: dict[str, Callable[[Any, Net], object]] = {
     "plan_optimizer": lambda tx, model: ft.plan_optimizer(tx, model, WHOLE, SIZES),
     "init_optimizer": lambda tx, model: ft.init_optimizer(tx, model, WHOLE, MESH),
     "TrainState.create": lambda tx, model: ft.TrainState.create(model, tx),
-    "with a layout": lambda tx, model: ft.TrainState.create(model, tx, layout=WHOLE, mesh=MESH),
     "in ft.init": lambda tx, model: ft.init(lambda m: ft.TrainState.create(m, tx), WHOLE, MESH)(
         model
     ),
@@ -242,9 +236,3 @@ def test_the_settings_of_the_caller_make_no_difference():
     with jax.enable_x64(True):
         assert told_of(optax.lamb(1e-3), net(dtype=jnp.float64))
         assert not told_of(optax.adamw(1e-3), net(dtype=jnp.float64))
-
-
-def test_the_warning_is_at_the_users_line():
-    with pytest.warns(ft.FunctreeWarning) as caught:
-        ft.plan_optimizer(optax.lamb(1e-3), net(), WHOLE, SIZES)
-    assert caught[0].filename == __file__

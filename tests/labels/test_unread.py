@@ -120,7 +120,6 @@ BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "a property that raises": (Lazy(W, B), [P(None, "model"), P("model")]),
     "containers": (Several([W, W], {"x": Plain(W, B)}), [P(None, "model")] * 3 + [P("model")]),
     "generic": (OfField(Boxed(W, None)), [P(None, "model")]),
-    "abstract": (ft.abstract(lambda: Data(W, B))(), [P(None, "model"), P("model")]),
 }
 
 
