@@ -26,7 +26,6 @@ UNNAMED = {"a.0": "_ _", "a.1": "_ _", "ab": "_ _", "model.up": "embed hidden", 
 
 # Annotations by path ─► the axes that differ from those without any.
 CASES: dict[str, tuple[dict[tuple[Any, ...], Any], dict[str, str]]] = {
-    "a container": ({("a",): list[Float[Array, "b e"]]}, {"a.0": "b e", "a.1": "b e"}),
     "an element": ({("a", 1): Float[Array, "b e"]}, {"a.1": "b e"}),
     "no such path": ({("a", 2): Float[Array, "b e"], ("b",): Float[Array, "b e"]}, {}),
     "the whole tree": (

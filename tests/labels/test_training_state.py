@@ -106,16 +106,6 @@ def test_the_path_that_filters_see(path: str) -> None:
     assert names(leaf) == above
 
 
-def test_the_path_that_filters_see_begins_in_the_part_of_a_layout() -> None:
-    leaves = read({"runs": [made()], "w": x(4, 8)})
-    inside = [leaf for leaf in leaves.leaves if leaf.path[0] == "runs"]
-    found = {str(leaf.path): leaf for leaf in label_paths(inside, leaves.training, Scope(start=1))}
-    assert found["runs.0.model.w"].seen == ("w",)
-    assert names(found["runs.0.model.w"]) == ["0", "model"]
-    (outside,) = label_paths(leaves.leaves[-1:], {}, Scope(start=1))
-    assert outside.seen == () and outside.roots == ()
-
-
 def test_the_names_of_arguments() -> None:
     leaves = read({"net": {"w": x(4, 8)}, "x": x(4)}).leaves
     scope = Scope(1, argument=0, arguments=("net", "x"))

@@ -66,12 +66,6 @@ class Alike(Registered):
     b: Float[Array, "embed hidden"]
 
 
-class Slotted(Registered):
-    __slots__ = ("b", "w")
-    w: Float[Array, "embed hidden"]
-    b: Float[Array, "hidden"]
-
-
 class Lazy(Registered):
     w: Float[Array, "embed hidden"]
     b: Float[Array, "hidden"]
@@ -115,7 +109,6 @@ jax.tree_util.register_pytree_node(
 BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "in another order": (Reversed(W, B), [P("model"), P(None, "model")]),
     "tied and alike": (Alike(W, W), [P(None, "model")] * 2),
-    "slots": (Slotted(W, B), [P(None, "model"), P("model")]),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
     "a property that raises": (Lazy(W, B), [P(None, "model"), P("model")]),
     "containers": (Several([W, W], {"x": Plain(W, B)}), [P(None, "model")] * 3 + [P("model")]),

@@ -135,38 +135,6 @@ def test_a_named_tuple_that_is_registered_in_another_order():
     assert type(built) is Reversed and same_objects(built, (X, other))
 
 
-class Sized(NamedTuple):
-    """Its length alone is its own."""
-
-    a: Any
-    b: Any
-
-    def __len__(self) -> int:
-        return 7
-
-
-def test_a_named_tuple_of_another_length():
-    tree = Sized(X, jnp.zeros(2))
-    assert all(takes(form, tree) and type(form.build([X, X])) is Sized for form in forms(tree))
-
-
-def test_the_code_has_a_file_and_lines():
-    class Odd:
-        def __eq__(self, other: object) -> bool:
-            raise RuntimeError("asked")
-
-        def __hash__(self) -> int:
-            return 0
-
-    take = form_of(Pair(X, Odd(), name="n")).take
-    with pytest.raises(ft.FunctreeError, match="its `==` raises RuntimeError: asked") as caught:
-        take(Pair(X, Odd(), name="n"))
-    (entry,) = [entry for entry in caught.traceback if "functree: take Pair" in str(entry.path)]
-    assert "return 1" in str(entry.statement) and take.__code__.co_filename.startswith(
-        "<functree: take Pair "
-    )
-
-
 def block(seed: int, size: int = LARGE) -> list[Pair]:
     """A part of a tree that is large enough for a form of its own."""
     return [Pair(jnp.full(2, seed + i), None, name="block") for i in range(size)]

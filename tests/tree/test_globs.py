@@ -221,17 +221,13 @@ PATHS = [Path.parse(text) for text in ("embed.weight", "head.bias", 'odd."a.b".w
 MEANT: dict[str, str] = {
     # a misspelled key
     "**.bais": "**.bias",
-    "head.bais": "head.bias",
     "layers.*.attn.qurey": "layers.*.attn.query",
     "layesr.3.atn.query": "layers.3.attn.query",
     'odd."a.c".w': 'odd."a.b".w',
     # singular and plural, and longer forms
-    "layer.*.attn.query": "layers.*.attn.query",
     "layer.*.mlps.*": "layers.*.mlp.*",
-    "embeds.*": "embed.*",
     # a part that is missing: inside, before, behind
     "layers.attn.query": "layers.*.attn.query",
-    "layer.attn.query": "layers.*.attn.query",
     "attn.query": "**.attn.query",
     "query": "**.query",
     "embed": "embed.**",
@@ -241,8 +237,6 @@ MEANT: dict[str, str] = {
     "layers.12.mlp.up": "layers.*.mlp.up",
     # what is for another tree
     "opt_state.**": "",
-    "nothing": "",
-    "x.*": "",
     "**.blocks.*": "",
     "": "",
 }
