@@ -133,14 +133,8 @@ def test_each_leaf_has_axes_and_is_taken_by_rules(cls: type):
 
 
 def test_names_of_the_user_beside_them():
-    rules = ft.AxisRules(
-        {"hidden": "model", ...: None},
-        names={
-            **ft.equinox_names,
-            NN.Linear: ft.names(weight="hidden embed", bias="hidden"),
-            NN.GRUCell: ft.names(),
-        },
-    )
+    own = {NN.Linear: ft.names(weight="hidden embed", bias="hidden"), NN.GRUCell: ft.names()}
+    rules = ft.AxisRules({"hidden": "model", ...: None}, names={**ft.equinox_names, **own})
     plan = ft.plan([linear(), NN.Conv2d(4, 6, 3, key=KEY)], rules, {"model": 2})
     assert plan["0.weight"].spec == P("model", None)
     assert str(plan["1.weight"].axes) == "out_channels in_channels _ _"

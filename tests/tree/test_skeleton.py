@@ -1,6 +1,5 @@
 """A tree without its arrays: laws for trees of all kinds, with `jax.tree` as the oracle."""
 
-import collections
 import copy
 import dataclasses
 import functools
@@ -131,8 +130,6 @@ COPIED = {
     "stacked": ft.stack(lambda key: ft.nn.MLP(4, 8, key=key), 3, jax.random.key(0)),
     "packed": ft.pack(Pair(jnp.ones(2), (1, "text"))),
     "with state": ft.make_state([ft.nn.BatchNorm(4)]),
-    "containers": [Point(jnp.ones(1), 1), collections.OrderedDict(b=jnp.ones(1), a=2), {"d": None}],
-    "nothing": None,
 }
 
 
