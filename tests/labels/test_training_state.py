@@ -73,12 +73,9 @@ def test_what_they_follow(prefix: str) -> None:
 
 def test_a_field_of_a_subclass_follows_nothing() -> None:
     ts = made()
-    more = WithMore(
-        ts.step, ts.model, ts.opt_state, ts.state, ts.key, ts.tx, ts.wrt, best=jnp.ones((4, 8))
-    )
-    found = labelled(more)
-    assert found["best"].follows is None and str(found["best"].axes) == "embed hidden"
-    assert found["best"].seen == ("best",)
+    fields = (ts.step, ts.model, ts.opt_state, ts.state, ts.key, ts.tx, ts.wrt)
+    best = labelled(WithMore(*fields, best=jnp.ones((4, 8))))["best"]
+    assert (best.follows, str(best.axes), best.seen) == (None, "embed hidden", ("best",))
 
 
 # Where a leaf is ─► the path that filters see, and the names with which patterns may begin.
