@@ -553,6 +553,13 @@ def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
     assert sharded["layer.gate"].spec == ft.P("data")
 
 
+def test_a_stack_and_an_array_with_its_names_are_two_kinds():
+    """Of the layers in a stack each is sharded, and the stack is not."""
+    alone, whole = hold(Float[Array, "embed"], x(8, 4)), hold(Float[Array, "layers embed"], x(8, 4))
+    plan = ft.plan([ft.Stacked(alone), whole], ft.FSDP("data", min_size=0), {"data": 2})
+    assert [row.spec for row in plan] == [ft.P(None, "data"), ft.P("data", None)]
+
+
 # Equinox' own state has the paths of its declarations
 
 

@@ -82,6 +82,7 @@ def test_the_remedies(value: str) -> None:
 
 DATA = {
     "texts": np.array(["a", "b"]),
+    "texts of any length": np.array(["a", "b"], np.dtypes.StringDType()),
     "objects": np.array([1, "a"], object),
     "dates": np.zeros(2, "M8[D]"),
     "records": np.zeros(2, [("a", "f4"), ("b", "i4")]),
