@@ -36,10 +36,7 @@ class Net(eqx.Module):
 
 def net(layers: int = 24, dtype: Any = jnp.float32, embed: int = 256) -> Net:
     block = Block(S((layers, embed, 512), dtype), S((layers, embed), dtype))  # pyright: ignore
-    stack: Any = object.__new__(ft.Stacked)
-    object.__setattr__(stack, "layer", block)
-    object.__setattr__(stack, "axis", "layers")
-    return Net(S((1000, embed), dtype), stack)  # pyright: ignore
+    return Net(S((1000, embed), dtype), ft.Stacked(block))  # pyright: ignore
 
 
 WHOLE = ft.AxisRules({...: None})
@@ -134,9 +131,7 @@ def test_random_numbers_are_no_difference_and_hide_none():
 def test_several_stacks_and_stacks_of_stacks():
     inner = net().blocks
     outer: Any = jax.tree.map(lambda x: S((2, *x.shape), x.dtype), inner)
-    stack: Any = object.__new__(ft.Stacked)
-    object.__setattr__(stack, "layer", outer)
-    object.__setattr__(stack, "axis", "outer")
+    stack = ft.Stacked(outer, "outer")
     (text,) = told_of(optax.novograd(1e-3), {"a": stack, "b": inner})
     assert "treats the stacks `a`, `b` differently" in text
     (text,) = told_of(optax.novograd(1e-3), inner)

@@ -140,8 +140,3 @@ def test_an_optimizer_state_in_another_form() -> None:
             found = [labelled(one)[f"opt_state.{path}"].follows for path in state]
             parameters = [follows and follows.path for follows in found]
             assert parameters == [None, ("model", "w"), ("model", "b")]
-
-
-def test_without_training_states_they_are_as_they_were() -> None:
-    leaves = read([x(2), {"step": x(3)}])
-    assert label_paths(leaves.leaves, leaves.training, Scope()) == list(leaves.leaves)
