@@ -282,12 +282,10 @@ class Partly(eqx.Module):
     w: Float[Array, "embed hidden"]
     running: ft.Buffer[Float[Array, "hidden"]]
     step: Int[Array, ""]
-    size: int = eqx.field(static=True)
-    activation: Callable[[Array], Array] = jax.nn.relu
 
 
 PARTS: Any = (S((4, 8), jnp.float32), S((8,), jnp.float32), S((), jnp.int32))
-PARTLY = Partly(*PARTS, size=3)
+PARTLY = Partly(*PARTS)
 
 
 def test_wrt_says_what_is_trained():
