@@ -71,6 +71,13 @@ def test_what_they_follow(prefix: str) -> None:
     assert str(moment.axes) == "embed hidden" and moment.annotated
 
 
+def test_of_several_states_that_were_made_under_vmap() -> None:
+    found = labelled(eqx.filter_vmap(lambda _: made())(jnp.arange(3)))
+    for path in FOLLOWED:
+        follows = found[path].follows
+        assert follows is not None and follows.batched
+
+
 def test_a_field_of_a_subclass_follows_nothing() -> None:
     ts = made()
     fields = (ts.step, ts.model, ts.opt_state, ts.state, ts.key, ts.tx, ts.wrt)
