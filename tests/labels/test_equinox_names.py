@@ -53,13 +53,7 @@ LAYERS: dict[type, tuple[Callable[[], Any], dict[str, str]]] = {
         },
     ),
     NN.Conv: (lambda: NN.Conv(2, 4, 6, 3, key=KEY), convolution(2)),
-    NN.Conv1d: (lambda: NN.Conv1d(4, 6, 3, key=KEY), convolution(1)),
-    NN.Conv2d: (lambda: NN.Conv2d(4, 6, 3, groups=2, key=KEY), convolution(2)),
-    NN.Conv3d: (lambda: NN.Conv3d(4, 6, 3, key=KEY), convolution(3)),
     NN.ConvTranspose: (lambda: NN.ConvTranspose(2, 4, 6, 3, key=KEY), convolution(2)),
-    NN.ConvTranspose1d: (lambda: NN.ConvTranspose1d(4, 6, 3, key=KEY), convolution(1)),
-    NN.ConvTranspose2d: (lambda: NN.ConvTranspose2d(4, 6, 3, key=KEY), convolution(2)),
-    NN.ConvTranspose3d: (lambda: NN.ConvTranspose3d(4, 6, 3, key=KEY), convolution(3)),
     NN.Embedding: (lambda: NN.Embedding(10, 4, key=KEY), {"weight": "num_embeddings embedding_size"}),
     NN.GRUCell: (
         lambda: NN.GRUCell(4, 6, key=KEY),
@@ -95,6 +89,9 @@ LAYERS: dict[type, tuple[Callable[[], Any], dict[str, str]]] = {
         {"pytree.0.weight": LINEAR["weight"], "pytree.0.bias": "out_features", "pytree.1.bias": "out_features"},
     ),
 }  # fmt: skip
+for rank in (1, 2, 3):
+    for cls in (getattr(NN, f"Conv{rank}d"), getattr(NN, f"ConvTranspose{rank}d")):
+        LAYERS[cls] = (partial(cls, 4, 6, 3, key=KEY), convolution(rank))
 POOLS = [
     getattr(NN, f"{kind}Pool{n}d")
     for kind in ("Avg", "Max", "AdaptiveAvg", "AdaptiveMax")
@@ -135,57 +132,23 @@ def test_each_leaf_has_axes_and_is_taken_by_rules(cls: type):
     assert plan.unused_names == ()  # the layers that the tree does not have are not listed
 
 
-@pytest.mark.parametrize("mode", ["ema", "batch"])
-def test_layers_whose_state_is_apart(mode: Any):
-    layer, _ = NN.make_with_state(NN.BatchNorm)(4, "batch", mode=mode)
-    plan = ft.plan(layer, ft.AxisRules({...: None}, names=ft.equinox_names), {"model": 2})
-    assert [str(row.axes) for row in plan] == ["input_size", "input_size"]
-
-
 def test_names_of_the_user_beside_them():
-    rules = ft.AxisRules(
-        {"hidden": "model", ...: None},
-        names={
-            **ft.equinox_names,
-            NN.Linear: ft.names(weight="hidden embed", bias="hidden"),
-            NN.GRUCell: ft.names(),
-        },
-    )
-    plan = ft.plan({"linear": linear(), "conv": NN.Conv2d(4, 6, 3, key=KEY)}, rules, {"model": 2})
-    assert plan["linear.weight"].spec == P("model", None) and str(
-        plan["conv.weight"].axes
-    ).startswith("out_channels")
+    own = {NN.Linear: ft.names(weight="hidden embed", bias="hidden"), NN.GRUCell: ft.names()}
+    rules = ft.AxisRules({"hidden": "model", ...: None}, names={**ft.equinox_names, **own})
+    plan = ft.plan([linear(), NN.Conv2d(4, 6, 3, key=KEY)], rules, {"model": 2})
+    assert plan["0.weight"].spec == P("model", None)
+    assert str(plan["1.weight"].axes) == "out_channels in_channels _ _"
     assert plan.unused_names == ("GRUCell",)  # which is the user's own
 
 
 def test_layers_in_one_array_are_an_error():
     """Of `MLP(scan=True)` the arrays of the layers in the middle are one array."""
-    rules = ft.AxisRules({...: None}, names=ft.equinox_names)
-    with raises("layers.1.weight", "has 3 dimensions", error=ft.ShardingError):
-        ft.plan(NN.MLP(4, 6, 8, 3, scan=True, key=KEY), rules, {"model": 2})
-    by_class = {
-        **ft.equinox_names,
-        NN.MLP: ft.names({"layers.*.weight": "... out in", "layers.*.bias": "... out"}),
-    }
-    plan = ft.plan(
-        NN.MLP(4, 6, 8, 3, scan=True, key=KEY),
-        ft.AxisRules({...: None}, names=by_class),
-        {"model": 2},
-    )
-    assert [str(row.axes) for row in plan] == [
-        "out in",
-        "out",
-        "_ out in",
-        "_ out",
-        "out in",
-        "out",
-    ]
-
-
-@pytest.mark.parametrize("written", ["a ... b ...", "... a/b", "a ...b"])
-def test_texts_that_cannot_be_read(written: str):
-    with pytest.raises(ft.AxesError, match="is not an axis name"):
-        ft.names(weight=written)
+    scanned = NN.MLP(4, 6, 8, 3, scan=True, key=KEY)
+    with raises("layers.1.weight", "has 3 dimensions", error=ft.AxesError):
+        ft.tree_axes(scanned, ft.equinox_names)
+    names = ft.names({"layers.*.weight": "... out in", "layers.*.bias": "... out"})
+    axes = ft.tree_axes(scanned, {**ft.equinox_names, NN.MLP: names})
+    assert [str(one) for one in jax.tree.leaves(axes)][:4] == ["out in", "out", "_ out in", "_ out"]
 
 
 def test_too_few_dimensions():
@@ -215,35 +178,21 @@ class Deep(eqx.Module):
         self.head = eqx.nn.Linear(16, 8, key=key)
 
 
-NAMES: dict[str, Any] = {
-    "a class": {Mixer: ft.names("layers", scale="channels"), **ft.equinox_names},
-    "a field of the layout": {
-        Mixer: ft.names("layers"),
-        Deep: ft.names({"mixers.scale": "channels"}),
-        **ft.equinox_names,
-    },
-}
-
-
-@pytest.mark.parametrize("case", NAMES)
-def test_a_stack_of_a_class_that_is_not_ours(case: str) -> None:
+def test_a_stack_of_a_class_that_is_not_ours() -> None:
+    names = {Mixer: ft.names("layers", scale="channels"), **ft.equinox_names}
     deep = jax.eval_shape(Deep, jax.random.key(0))
-    axes = ft.tree_axes(deep, NAMES[case])
+    axes = ft.tree_axes(deep, names)
     assert str(axes.mixers.inside.weight) == "layers out_features in_features"
     assert str(axes.mixers.inside.bias) == "layers out_features"
     assert str(axes.mixers.scale) == "layers channels"
     assert str(axes.head.weight) == "out_features in_features"
-    rules = ft.AxisRules({"out_features": "model", ...: None}, names=NAMES[case])
+    with raises("mixers.inside.weight", '`names={cls: ft.names("layers")}`', error=ft.AxesError):
+        ft.tree_axes(deep, ft.equinox_names)
+    rules = ft.AxisRules({"out_features": "model", ...: None}, names=names)
     plan = ft.plan(deep, rules | ft.FSDP("data", min_size=0), {"data": 4, "model": 2})
     # The stack itself is never sharded: a scan would gather all layers for each.
     assert plan["mixers.inside.weight"].spec == ft.P(None, "model", "data")
     assert not plan.unused_names
-
-
-def test_without_it_the_error_says_so() -> None:
-    deep = jax.eval_shape(Deep, jax.random.key(0))
-    with raises("mixers.inside.weight", '`names={cls: ft.names("layers")}`', error=ft.AxesError):
-        ft.tree_axes(deep, ft.equinox_names)
 
 
 def test_a_stack_in_an_annotation() -> None:
@@ -266,5 +215,8 @@ def test_the_text_of_a_stack() -> None:
     for wrong in ("", "layers _", "..."):
         with raises("axis", error=ft.AxesError):
             ft.names(wrong)
+    for wrong in ("a ... b ...", "... a/b", "a ...b"):
+        with raises("is not an axis name", error=ft.AxesError):
+            ft.names(weight=wrong)
     with raises("or the axes of a stack as a text, not 3", error=ft.AxesError):
         ft.names(3)  # pyright: ignore

@@ -23,7 +23,6 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.errors import RuleError
 from functree.labels.filters import (
-    Everything,
     as_filter,
     names,
     patterns,
@@ -97,11 +96,8 @@ TABLE: dict[str, tuple[Any, str]] = {
     "glob": ("blocks.*.up", r"blocks\.\d+\.up"),
     "glob of digits": ("blocks.1*.up", r"blocks\.(1|10)\.up"),
     "glob, any depth": ("**.bias", r"(.*\.)?bias"),
-    "glob, inside": ("**.norm.**", r"norm\..*"),
     "glob, quoted": ('table."a.b"', r'table\."a\.b"'),
-    "glob, quoted key and star": ("table.*", r"table\..*"),
     "glob, a line": (r'table."w\n"', r'table\."w\\n"'),
-    "ft.glob": (ft.glob("step"), "step"),
     "a path": (ft.Path(("table", "0")), r'table\."0"'),
     "regex": (re.compile(r"blocks\.[02]\..*"), r"blocks\.[02]\..*"),
     "regex, flags": (re.compile(r"NORM.*", re.IGNORECASE), "norm.*"),
@@ -110,34 +106,21 @@ TABLE: dict[str, tuple[Any, str]] = {
     "two classes": (MLP | Norm, r"(blocks|norm)\..*"),
     "typing.Union": (Union[MLP, Norm], r"(blocks|norm)\..*"),
     "under": (ft.under(eqx.nn.Linear), r"lin\..*"),
-    "under two": (ft.under(MLP | Norm), r"(blocks|norm)\..*"),
-    "the root's class": (Model, ".*"),
     "a container": (list, r"blocks\..*"),
     "has_axis": (ft.has_axis("hidden"), r"blocks\..*"),
     "has_ndim": (ft.has_ndim(0), r'step|key|table\."0"'),
     "has_dtype, kind": (ft.has_dtype(jnp.integer), "step"),
     "has_dtype": (ft.has_dtype(jnp.bfloat16), "half"),
-    "has_dtype, text": (ft.has_dtype("bfloat16"), "half"),
     "has_dtype, key": (ft.has_dtype(jax.dtypes.prng_key), "key"),
     "larger_than": (ft.larger_than(6), r'table\."a\.b"'),
     "trainable": (ft.is_trainable, r"blocks.*|norm\.scale|table.*|half|lin.*"),
     "buffer": (ft.is_buffer, r"norm\.mean"),
     "callable": (is_even, r"blocks\.(0|2|4|6|8|10)\..*"),
-    "lambda": (
-        lambda path, leaf: leaf.ndim == 2,
-        r'blocks\.\d+\.up|table\."a\.b"|half|lin\.weight',
-    ),
     "everything": (..., ".*"),
-    "not": (~as_filter("blocks.**"), r"(?!blocks).*"),
-    "and": (ft.glob("blocks.**") & ft.has_ndim(1), r"blocks\..*\.bias"),
-    "or": (ft.glob("step") | ft.glob("key"), "step|key"),
     "and, text at the right": (ft.under(MLP) & "**.bias", r"blocks\..*\.bias"),
     "and, text at the left": ("**.bias" & ft.under(MLP), r"blocks\..*\.bias"),
     "or, class at the left": (Norm | ft.glob("step"), r"norm\..*|step"),
-    "or, class at the right": (ft.glob("step") | Norm, r"norm\..*|step"),
-    "or, regex at the left": (re.compile("key") | ft.glob("step"), "key|step"),
     "and, callable": (is_even & ft.has_ndim(2), r"blocks\.(0|2|4|6|8|10)\.up"),
-    "precedence": (ft.glob("step") | ft.under(MLP) & ft.has_ndim(1), r"step|blocks\..*\.bias"),
     "union of classes and a filter": (MLP | Norm | ft.glob("step"), r"(blocks|norm)\..*|step"),
 }
 
@@ -162,23 +145,17 @@ def test_larger_is_not_as_large() -> None:
 @pytest.mark.parametrize("case", TABLE)
 def test_filters_are_values(case: str) -> None:
     written = as_filter(TABLE[case][0])
+    again = as_filter(TABLE[case][0])
     assert isinstance(written, ft.Filter) and as_filter(written) is written
-    assert hash(written) == hash(as_filter(TABLE[case][0])) and written == as_filter(TABLE[case][0])
-    assert ~written == ~written and ~written != written
-    assert (
-        len(
-            {written, ~written, written & "x", written | "x"}
-            if case != "everything"
-            else {1, 2, 3, 4}
-        )
-        == 4
-    )
+    assert hash(written) == hash(again) and written == again
+    assert ~written == ~again and ~written != written
+    if case != "everything":
+        assert len({written, ~written, written & "x", written | "x"}) == 4
 
 
 MAKERS: dict[str, Callable[[], ft.Filter]] = {
     "glob('**.bias')": lambda: ft.glob("**.bias"),
     "re.compile('x')": lambda: as_filter(re.compile("x")),
-    "under(MLP)": lambda: ft.under(MLP),
     "under(MLP | Norm)": lambda: ft.under(MLP | Norm),
     "has_axis('embed')": lambda: ft.has_axis("embed"),
     "has_ndim(2)": lambda: ft.has_ndim(2),
@@ -193,24 +170,18 @@ MAKERS: dict[str, Callable[[], ft.Filter]] = {
     "glob('a') & glob('b') & glob('c')": lambda: "a" & (ft.glob("b") & "c"),
     "glob('a') | glob('b') & ~has_ndim(2)": lambda: ft.glob("a") | ft.glob("b") & ~ft.has_ndim(2),
     "(glob('a') | glob('b')) & has_ndim(2)": lambda: (ft.glob("a") | "b") & ft.has_ndim(2),
-    "~(glob('a') | glob('b'))": lambda: ~(ft.glob("a") | "b"),
     "~(glob('a') & glob('b'))": lambda: ~(ft.glob("a") & "b"),
 }
+
+
+# What the text of a filter uses, apart from functree.
+USED = {"re": re, "MLP": MLP, "Norm": Norm, "floating": jnp.floating, "float32": jnp.float32}
 
 
 @pytest.mark.parametrize("text", MAKERS)
 def test_repr(text: str) -> None:
     assert repr(MAKERS[text]()) == text
-    namespace = {
-        **vars(ft),
-        "re": re,
-        "MLP": MLP,
-        "Norm": Norm,
-        "is_even": is_even,
-        "floating": jnp.floating,
-    }
-    pasted = eval(text, {**namespace, "float32": jnp.float32})
-    assert as_filter(pasted) == MAKERS[text]()
+    assert as_filter(eval(text, {**vars(ft), **USED, "is_even": is_even})) == MAKERS[text]()
 
 
 def test_different_filters_differ() -> None:
@@ -246,58 +217,23 @@ def test_a_stack_of_dimensions_has_its_axis() -> None:
     assert ft.has_axis("layers")(leaf) and ft.has_axis("hidden")(leaf) and ft.has_ndim(3)(leaf)
 
 
-NONSENSE: dict[str, tuple[Callable[[], Any], list[str]]] = {
-    "a number": (
-        lambda: as_filter(3),
-        ["3 is not a filter: write a glob (`'**.bias'`), a compiled regular"],
-    ),
-    "None": (lambda: as_filter(None), ["None is not a filter"]),
-    "a list": (lambda: as_filter(["a"]), ["['a'] is not a filter"]),
-    "a dict": (lambda: as_filter({}), ["{} is not a filter"]),
-    "bytes": (lambda: as_filter(b"a"), ["b'a' is not a filter"]),
-    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), ["is not a filter"]),
-    "an unhashable callable": (
-        lambda: as_filter(Unhashable()),
-        ["is not a filter", "that can be hashed"],
-    ),
-    "an alias of a class": (
-        lambda: as_filter(list[int]),
-        ["a filter by class takes a class", "not list[int]; write `list`: the arg"],
-    ),
-    "a class with arguments": (
-        lambda: as_filter(Boxed[int]),
-        ["write `Boxed`: the arguments of a class are not known"],
-    ),
-    "a union with one": (lambda: ft.under(Boxed[int] | MLP), ["write `Boxed`"]),
-    "a bad glob": (
-        lambda: as_filter("a..b"),
-        ["'a..b' is not a path", "parts are joined by single dots"],
-    ),
-    "a glob of stars": (lambda: ft.glob("a**"), ["glob 'a**': cannot read 'a**'"]),
-    "under an object": (
-        lambda: ft.under(3),
-        ["a filter by class takes a class, or several joined by `|`, not 3"],
-    ),  # pyright: ignore
-    "no axis": (
-        lambda: ft.has_axis("a b"),
-        ["`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"],
-    ),
-    "no name": (lambda: ft.has_axis("_"), ["`has_axis` takes the name of one axis", "not '_'"]),
-    "axis None": (lambda: ft.has_axis(None), ["`has_axis` takes", "not None"]),  # pyright: ignore
-    "no number": (lambda: ft.has_ndim("2"), ["`has_ndim` takes a number of dimensions, not '2'"]),  # pyright: ignore
-    "less than none": (lambda: ft.has_ndim(-1), ["`has_ndim` takes", "not -1"]),
-    "no dtype": (lambda: ft.has_dtype("nonsense"), ["`has_dtype` takes a dtype", "not 'nonsense'"]),
-    "dtype None": (lambda: ft.has_dtype(None), ["`has_dtype` takes a dtype", "not None"]),
-    "no size": (lambda: ft.larger_than("8"), ["`larger_than` takes a number of elements, not '8'"]),  # pyright: ignore
-    "a size that is a truth": (lambda: ft.larger_than(True), ["not True"]),
-    "and 3": (lambda: ft.glob("a") & 3, ["3 is not a filter"]),
-    "3 or": (lambda: 3 | ft.glob("a"), ["3 is not a filter"]),
-    "and ...": (
-        lambda: ft.glob("a") & ...,
-        ["`...` cannot be combined with other filters", "the last filter"],
-    ),
-    "... or": (lambda: ... | ft.glob("a"), ["`...` cannot be combined with other filters"]),
-}
+NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
+    "a number": (lambda: as_filter(3), "3 is not a filter: write a glob (`'**.bias'`), a compiled regular"),
+    "a regex of bytes": (lambda: as_filter(re.compile(b"a")), "is not a filter"),
+    "an unhashable callable": (lambda: as_filter(Unhashable()), "that can be hashed"),
+    "an alias of a class": (lambda: as_filter(list[int]), "not list[int]; write `list`: the arg"),
+    "a union with one": (lambda: ft.under(Boxed[int] | MLP), "write `Boxed`: the arguments of a class are not known"),
+    "under an object": (lambda: ft.under(3), "a filter by class takes a class, or several joined by `|`, not 3"),  # pyright: ignore
+    "no axis": (lambda: ft.has_axis("a b"), "`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"),
+    "no name": (lambda: ft.has_axis("_"), "`has_axis` takes the name of one axis, an identifier (not `_`), not '_'"),
+    "no number": (lambda: ft.has_ndim("2"), "`has_ndim` takes a number of dimensions, not '2'"),  # pyright: ignore
+    "no dtype": (lambda: ft.has_dtype("nonsense"), "`has_dtype` takes a dtype, or a kind of them"),
+    "dtype None": (lambda: ft.has_dtype(None), "such as `jnp.floating`, not None"),
+    "no size": (lambda: ft.larger_than("8"), "`larger_than` takes a number of elements, not '8'"),  # pyright: ignore
+    "a size that is a truth": (lambda: ft.larger_than(True), "`larger_than` takes a number of elements, not True"),
+    "and 3": (lambda: ft.glob("a") & 3, "3 is not a filter"),
+    "and ...": (lambda: ft.glob("a") & ..., "`...` cannot be combined with other filters: use it alone, as the last"),
+}  # fmt: skip
 
 
 T = TypeVar("T")
@@ -316,19 +252,9 @@ class Unhashable:
 
 @pytest.mark.parametrize("case", NONSENSE)
 def test_nonsense(case: str) -> None:
-    make, fragments = NONSENSE[case]
-    with pytest.raises(RuleError) as error:
+    make, message = NONSENSE[case]
+    with raises(message, error=RuleError):
         make()
-    for fragment in fragments:
-        assert fragment in str(error.value)
-
-
-def test_everything_is_one_value() -> None:
-    assert (
-        as_filter(...) == Everything()
-        and hash(as_filter(...)) == hash(Everything())
-        and as_filter(...) != ...
-    )
 
 
 # Laws
@@ -356,11 +282,9 @@ def truth(formula: Any, leaf: Any) -> bool:
 @given(FORMULAS, st.sampled_from(LEAVES))
 def test_combinations_are_logic(formula: Any, leaf: Any) -> None:
     assert formula[0](leaf) is truth(formula[1], leaf)
-    namespace = {**vars(ft), "re": re, "MLP": MLP, "Norm": Norm, "is_even": as_filter(is_even)}
-    kinds = {"floating": jnp.floating, "float32": jnp.float32}
     if "re.compile" in repr(formula[0]):  # a pattern of Python's own cannot be negated
         return
-    pasted = eval(repr(formula[0]), {**namespace, **kinds})
+    pasted = eval(repr(formula[0]), {**vars(ft), **USED, "is_even": as_filter(is_even)})
     assert as_filter(pasted)(leaf) is formula[0](leaf)
 
 
@@ -403,27 +327,19 @@ FIELDS: dict[str, tuple[Any, bool, bool]] = {
     "glob": ("opt_state.**", True, True),
     "glob from a key above": ("runs.**", True, True),
     "glob from an index above": ("0.opt_state.**", True, True),
-    "glob, inside": ("**.opt_state.*.mu.**", False, False),
-    "glob, text and a star": ("opt*.**", False, False),
     "glob of another moment": ("opt_state.*.nu.**", False, False),
     "glob of a leaf": ("**.bias", True, False),
-    "glob of another field": ("model.**", False, False),
     "stars": ("**", True, False),
     "path": (ft.Path(("opt_state", 0, "mu", Color.RED, "bias")), True, True),
-    "path of another leaf": (ft.Path(("opt_state", 0, "nu", Color.RED, "bias")), False, False),
     "path in the model": (ft.Path((Color.RED, "bias")), True, False),
     "regex": (re.compile(r"opt_state\..*"), False, False),
-    "regex of a leaf": (re.compile(r".*bias"), True, False),
     "regex that is found": (ft.regex("bias$"), True, False),
-    "regex of the field": (ft.regex("opt_state"), False, False),
     "function of the field": (in_optimizer, False, False),
     "function of a leaf": (is_bias, True, False),
     "class": (MLP, True, False),
     "everything": (..., True, False),
     "not": (~ft.glob("opt_state.**"), False, True),
-    "not a leaf": (~ft.glob("**.bias"), False, False),
     "and": (ft.glob("**.bias") & "opt_state.**", True, True),
-    "and, of a leaf": (ft.glob("**.bias") & is_bias, True, False),
     "or": (ft.glob("opt_state.*.nu.**") | "opt_state.*.mu.**", True, True),
     "or, of another moment": (ft.glob("opt_state.*.nu.**") | "**.bias", True, False),
 }
@@ -442,29 +358,18 @@ def test_the_patterns_in_a_filter() -> None:
     assert list(patterns(written)) == [ft.glob("a"), as_filter(re.compile("b")), away]
 
 
-@pytest.mark.parametrize(
-    ("key", "other"), [(Color.RED, Color.BLUE), (Key(1), Key(2)), ((Color.RED, 1), (Color.RED, 2))]
-)
+@pytest.mark.parametrize(("key", "other"), [(Color.RED, Color.BLUE), ((Key(1),), (Key(2),))])
 def test_a_path_with_a_key_that_has_no_literal(key: Any, other: Any) -> None:
     tree = OrderedDict({key: [jnp.ones(4)], other: [jnp.ones(4)]})
     path, away = ft.Path((key, 0)), ft.Path((other, 0))
     chosen = as_filter(path)
     assert [chosen(leaf) for leaf in read(tree).leaves] == [True, False]
-    assert chosen == as_filter(ft.Path((key, 0))) != as_filter(away) and hash(chosen) == hash(
-        as_filter(path)
-    )
-    assert pickle.loads(pickle.dumps(chosen)) == chosen
+    assert chosen == pickle.loads(pickle.dumps(chosen)) != as_filter(away)
     layout = ft.StateSharding({path: ft.P("data"), ...: ft.P()})
-    assert [row.spec for row in ft.plan(tree, layout, {"data": 2})] == [ft.P("data"), ft.P(None)]
-    again = ft.StateSharding.from_specs(ft.plan(tree, layout, {"data": 2}).specs)
-    assert [row.spec for row in ft.plan(tree, again, {"data": 2})] == [ft.P("data"), ft.P(None)]
-    _, one, rest = ft.split(tree, path, ...)
-    assert rest[key][0] is None and one[other][0] is None
+    plan = ft.plan(tree, layout, {"data": 2})
+    assert [row.spec for row in plan] == [ft.P("data"), ft.P(None)]
+    again = ft.plan(tree, ft.StateSharding.from_specs(plan.specs), {"data": 2})
+    assert again.specs == plan.specs
     with raises("matches no leaf of OrderedDict", error=RuleError):
-        ft.plan_optimizer(
-            optax.sgd(1.0),
-            tree,
-            ft.P(),
-            {"data": 2},
-            wrt=ft.is_trainable & ~as_filter(ft.Path(("no", Key(3)))),
-        )
+        wrt = ft.is_trainable & ~as_filter(ft.Path(("no", Key(3))))
+        ft.plan_optimizer(optax.sgd(1.0), tree, ft.P(), {"data": 2}, wrt=wrt)

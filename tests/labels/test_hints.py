@@ -1,12 +1,11 @@
 """What a model says ─► its leaves' axes: every row of the table, in the forms in which people write
 it."""
 
-# ruff: noqa: UP007, UP045  (`Union` and `Optional` are forms under test)
+# ruff: noqa: UP007  (`Union` and `Optional` are forms under test)
 
 import sys
 import typing
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import (
     Annotated,
     Any,
@@ -14,7 +13,6 @@ from typing import (
     Generic,
     NamedTuple,
     NewType,
-    Optional,
     TypeAlias,
     TypeVar,
     Union,
@@ -26,7 +24,7 @@ import jax.numpy as jnp
 import jaxtyping
 import numpy as np
 import pytest
-from jaxtyping import Array, Bool, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shaped, UInt8
+from jaxtyping import Array, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shaped
 
 import functree as ft
 from functree.errors import AxesError
@@ -36,7 +34,7 @@ from functree.labels.annotations.leaf_axes import Memory, leaf_axes
 from functree.labels.leaves import read
 from functree.tree.axes import Axes
 from tests.labels import quoted_annotations as quoted
-from tests.lib.trees import linear, x
+from tests.lib.trees import hold, linear, x
 
 P = ft.P
 T = TypeVar("T")
@@ -47,36 +45,15 @@ Embedding = NewType("Embedding", Float[Array, "vocab embed"])
 Weight: TypeAlias = Float[Array, "embed hidden"]
 Many: TypeAlias = list[T]
 Nested = Union[Float[Array, "a b"], dict[str, "Nested"]]
-Circle = "Circle"
 Zig, Zag = "Zag", "Zig"
 
 
-def holder(annotation: Any) -> type:
-    """A class with one field, `w`."""
-    return type(
-        "Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__}
-    )
-
-
-def hold(annotation: Any, value: Any) -> Any:
-    """An instance that nobody checked."""
-    cls = holder(annotation)
-    module = object.__new__(cls)
-    object.__setattr__(module, "w", value)
-    return module
-
-
 def told(annotation: Any, value: Any) -> Any:
-    return ft.tree_axes(hold(annotation, value)).w
+    return ft.tree_axes(hold(annotation, value, __name__)).w
 
 
 class Box(eqx.Module, Generic[T]):
     item: T
-
-
-class Two(eqx.Module, Generic[T, U]):
-    one: T
-    two: dict[str, U]
 
 
 class Sub(Box[U], Generic[U]):
@@ -93,10 +70,6 @@ class Plain(Box):
 
 class Bound(Box[Float[Array, "p q"]]):
     pass
-
-
-class Grandchild(Bound):
-    own: Float[Array, "own"]
 
 
 class Mixin(eqx.Module, Generic[U]):
@@ -164,82 +137,50 @@ LINEAR = ft.names(weight="out in", bias="out")
 # annotation, value, the axes of its leaves in order
 TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "plain": (Float[Array, "embed hidden"], x(2, 3), ["embed hidden"]),
-    "int": (Int[Array, "a"], x(2, dtype=np.int32), ["a"]),
-    "bool": (Bool[Array, "a"], x(2, dtype=np.bool_), ["a"]),
-    "uint8": (UInt8[Array, "a"], x(2, dtype=np.uint8), ["a"]),
-    "shaped": (Shaped[Array, "a"], x(2), ["a"]),
     "shaped twice": (Shaped[Float[Array, "c d"], "layer"], x(4, 2, 3), ["layer c d"]),
-    "numpy": (Float[np.ndarray, "a"], np.ones(2, np.float32), ["a"]),
     "any array": (Float[Any, "a"], x(2), ["a"]),
     "either array": (Float[Array | np.ndarray, "a"], x(2), ["a"]),
     "scalar": (Scalar, x(), [""]),
-    "no dimensions": (Float[Array, ""], x(), [""]),
     "numpy scalar": (Float[np.ndarray, ""], np.float32(1), [""]),
     # unions
     "or None": (Float[Array, "a b"] | None, x(2, 3), ["a b"]),
     "or None, None": (Float[Array, "a b"] | None, None, []),
-    "Optional": (Optional[Float[Array, "a b"]], x(2, 3), ["a b"]),
-    "rank decides, one": (Float[Array, "a"] | Float[Array, "b c"], x(2), ["a"]),
     "rank decides, two": (Union[Float[Array, "a"], Float[Array, "b c"]], x(2, 3), ["b c"]),
-    "dtype decides, one": (Float[Array, "a"] | Int[Array, "b"], x(2), ["a"]),
     "dtype decides, two": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=np.int32), ["b"]),
     "dtype decides, bfloat16": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=jnp.bfloat16), ["a"]),
     "equal alternatives": (Float[Array, "a"] | Int[Array, "a"], x(2), ["a"]),
     "another dtype than annotated": (Float[Array, "a"], x(2, dtype=np.int32), ["a"]),
     "an array or a list": (Float[Array, "a"] | list[Float[Array, "b c"]], [x(1, 2)], ["b c"]),
-    "an array or a list, array": (Float[Array, "a"] | list[Float[Array, "b c"]], x(2), ["a"]),
     # tokens
     "size": (Float[Array, "dim=4 other=n"], x(4, 2), ["dim other"]),
     "unchecked": (Float[Array, "_pad _"], x(4, 2), ["pad _"]),
-    "per leaf": (Float[Array, "?x"], x(4), ["x"]),
     "broadcast": (Float[Array, "#b c"], x(4, 2), ["b c"]),
     "broadcast at 1": (Float[Array, "#b c"], x(1, 2), ["_ c"]),
-    "broadcast at 1, another at 1": (Float[Array, "#b c"], x(1, 1), ["_ c"]),
     "broadcast at 0": (Float[Array, "#b"], x(0), ["b"]),
-    "broadcast size": (Float[Array, "#b=4"], x(4), ["b"]),
     "size broadcast": (Float[Array, "b=#4"], x(1), ["_"]),
-    "fixed": (Float[Array, "4 a"], x(4, 2), ["_ a"]),
     "expressions": (Float[Array, "a*b a+1 {self.n} min(a,b) a/b"], x(1, 2, 3, 4, 5), ["_ _ _ _ _"]),
-    "dots, none": (Float[Array, "... a"], x(2), ["a"]),
     "dots, two": (Float[Array, "... a"], x(2, 3, 4), ["_ _ a"]),
-    "variadic, none": (Float[Array, "*batch a"], x(2), ["a"]),
     "variadic, one": (Float[Array, "*batch a"], x(2, 3), ["batch a"]),
     "variadic, two": (Float[Array, "*batch a"], x(2, 3, 4), ["_ _ a"]),
     "variadic inside": (Float[Array, "a *b c"], x(2, 3, 4), ["a b c"]),
-    "variadic inside, none": (Float[Array, "a *b c"], x(2, 4), ["a c"]),
     "variadic alone, scalar": (Float[Array, "*shape"], x(), [""]),
     "variadic broadcast at 1": (Float[Array, "*#b a"], x(1, 3), ["_ a"]),
-    "variadic broadcast": (Float[Array, "#*b a"], x(2, 3), ["b a"]),
-    "anonymous variadic": (Float[Array, "*_ a"], x(2, 3), ["_ a"]),
     # containers
-    "list": (list[Float[Array, "a"]], [x(2), x(3)], ["a", "a"]),
-    "Sequence": (Sequence[Float[Array, "a"]], (x(2), x(3)), ["a", "a"]),
     "tuple of any length": (tuple[Float[Array, "a"], ...], (x(2), x(3)), ["a", "a"]),
     "tuple": (tuple[Float[Array, "a"], Float[Array, "b"]], (x(2), x(3)), ["a", "b"]),
     "tuple with an int": (tuple[int, Float[Array, "b"]], (1, x(3)), ["b"]),
     "dict": (dict[str, Float[Array, "a"]], {"k": x(2), "l": x(3)}, ["a", "a"]),
-    "Mapping": (Mapping[str, Float[Array, "a"]], {"k": x(2)}, ["a"]),
     "deep": (dict[str, list[tuple[Int[Array, ""], Float[Array, "a"]]]], {"k": [(x(), x(2))]}, ["", "a"]),
-    "list of optional": (list[Float[Array, "a"] | None], [None, x(2)], ["a"]),
     "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2), (x(3), Box(x(4)))]}, ["a", "a", "a"]),
     "PyTree of one": (PyTree[Float[Array, "a"]], x(2), ["a"]),
-    "PyTree with structure": (PyTree[Float[Array, "?a b"], "S"], [x(2, 3)], ["a b"]),
     "PyTree of a union": (PyTree[Float[Array, "a"] | Int[Array, "b"]], [x(2, dtype=np.int32), x(2)], ["b", "a"]),
     "PyTree beside an array": (Float[Array, "a"] | PyTree[Float[Array, "b c"]], [[x(2, 3)]], ["b c"]),
     "PyTree over annotated": (PyTree[Float[Array, "a"]], [Bound(x(2, 3))], ["p q"]),
     "PyTree of anything": (PyTree, [x(2)], ["_"]),
-    "custom node": (list[Box[Float[Array, "a"]]], [Box(x(2))], ["a"]),
     # generics
     "Box": (Box[Float[Array, "a"]], Box(x(2)), ["a"]),
-    "Box of Box": (Box[Box[Float[Array, "a"]]], Box(Box(x(2))), ["a"]),
-    "Box of list": (Box[list[Float[Array, "a"]]], Box([x(2)]), ["a"]),
-    "two parameters": (Two[Float[Array, "a"], Float[Array, "b"]], Two(x(2), {"k": x(3)}), ["a", "b"]),
-    "Box or None": (Box[Float[Array, "a"]] | None, Box(x(2)), ["a"]),
-    "boxes": (list[Box[Float[Array, "a"]]], [Box(x(2)), Box(x(3))], ["a", "a"]),
     "Box, nothing bound": (Box, Box(x(2)), ["_"]),
-    "Box of a plain array": (Box[Array], Box(x(2)), ["_"]),
     "inherited": (Bound, Bound(x(2, 3)), ["p q"]),
-    "inherited twice": (Grandchild, Grandchild(x(2, 3), x(4)), ["p q", "own"]),
     "inherited from two": (Both, Both(x(4), x(2, 3)), ["m", "p q"]),
     "inherited from two without brackets": (Joined, Joined(x(4), x(2, 3)), ["m", "p q"]),
     "inherited twice, once without brackets": (Diamond, Diamond(x(2, 3)), ["p q"]),
@@ -256,7 +197,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "a"]),
     "subclass of a subclass under a generic": (Box[Float[Array, "a"]], SubOfSub(x(2), x(3), x(4)), ["a"] * 3),
-    "subclass of a subclass": (SubOfSub[Float[Array, "a"]], SubOfSub(x(2), x(3), x(4)), ["a"] * 3),
     "a parameter handed up in a list has no value": (Box[list[Float[Array, "a"]]], Listed([x(2)], x(3)), ["a", "_"]),
     "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
@@ -265,53 +205,34 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "bound of a type variable": (Bounded, x(2), ["bound"]),
     "constraints of one": (Constrained, x(2, 3), ["two two_"]),
     # aliases
-    "alias": (Weight, x(2, 3), ["embed hidden"]),
     "generic alias": (Many[Float[Array, "a"]], [x(2)], ["a"]),
     "new type": (Embedding, x(2, 3), ["vocab embed"]),
     "final": (Final[Float[Array, "a"]], x(2), ["a"]),
     "in quotes": ("Float[Array, 'a']", x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
     "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
-    "beside a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2), ["a"]),
-    "quoted parameter": (Box["Weight"], Box(x(2, 3)), ["embed hidden"]),
     "recursive": (Nested, {"k": {"l": x(2, 3)}}, ["a b"]),
     # marks
     "Axes": (Annotated[Array, ft.Axes("a", None)], x(2, 3), ["a _"]),
     "Axes over jaxtyping": (Annotated[Float[Array, "x y"], ft.Axes("a", "b")], x(2, 3), ["a b"]),
-    "Axes in quotes": (Annotated["Array", ft.Axes("a")], x(2), ["a"]),
     "Axes of a list's arrays": (Annotated[list[Array], ft.Axes("a")], [x(2)], ["a"]),
-    "Axes or None": (Annotated[Array, ft.Axes("a")] | None, x(2), ["a"]),
     "names": (Annotated[eqx.nn.Linear, LINEAR], linear(), ["out in", "out"]),
     "names, bias None": (Annotated[eqx.nn.Linear, LINEAR], linear(False), ["out in"]),
-    "names, module None": (Annotated[eqx.nn.Linear, LINEAR] | None, None, []),
-    "names of a union": (Annotated[eqx.nn.Linear | None, LINEAR], linear(), ["out in", "out"]),
     "names on a list": (Annotated[list[eqx.nn.Linear], LINEAR], [linear(), linear()], ["out in", "out"] * 2),
     "names in a list": (list[Annotated[eqx.nn.Linear, LINEAR]], [linear()], ["out in", "out"]),
-    "names on a dict": (Annotated[dict[str, eqx.nn.Linear], LINEAR], {"k": linear()}, ["out in", "out"]),
     "names in quotes": ("Annotated[eqx.nn.Linear, LINEAR]", linear(), ["out in", "out"]),
     "names on a quoted name": (Annotated["eqx.nn.Linear", LINEAR], linear(), ["out in", "out"]),
-    "names by globs": (
-        Annotated[eqx.nn.MultiheadAttention, ft.names({"*_proj.weight": "heads embed", "dropout.**": ""})],
-        eqx.nn.MultiheadAttention(1, 4, key=jax.random.key(0)),
-        ["heads embed"] * 4,
-    ),
     "names of a dict of arrays": (Annotated[dict[str, Array], ft.names(w="a b", b="b")], {"w": x(2, 3), "b": x(3)},
         ["b", "a b"],
     ),
     "names over a module's own": (Annotated[Bound, ft.names(item="x y")], Bound(x(2, 3)), ["x y"]),
-    "outer names, inner None": (Annotated[Fields, ft.names(weight="a", bias="b")], Fields(x(2), None), ["a"]),
     "names through None": (Annotated[Fields, ft.names({"weight": "a", "bias.deep": "b"})], Fields(x(2), None), ["a"]),
-    "P": (Annotated[Float[Array, "a b"], P(None, "model")], x(2, 3), ["a b"]),
-    "buffer": (ft.Buffer[Float[Array, "hidden"]], x(2), ["hidden"]),
-    "buffer of a list": (ft.Buffer[list[Float[Array, "hidden"]]], [x(2)], ["hidden"]),
     # keys
     "key": (PRNGKeyArray, KEY, [""]),
     "raw key": (PRNGKeyArray, RAW, ["_"]),
-    "raw key of four": (PRNGKeyArray, x(4, dtype=np.uint32), ["_"]),
     "keys": (Key[Array, "n"], jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3)), ["n"]),
     # stacks
     "stack": (ft.Stacked[Bound], ft.Stacked(Bound(x(5, 2, 3))), ["layers p q"]),
-    "stack of a generic": (ft.Stacked[Box[Float[Array, "a"]]], ft.Stacked(Box(x(5, 2))), ["layers a"]),
     "stack, no argument": (ft.Stacked, ft.Stacked(Bound(x(5, 2, 3)), "blocks"), ["blocks p q"]),
     "stack of stacks": (
         ft.Stacked[ft.Stacked[Bound]],
@@ -320,8 +241,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "stack of an array": (ft.Stacked[Float[Array, "a"]], ft.Stacked(x(5, 2)), ["layers a"]),
     "stack with a variadic": (ft.Stacked[Float[Array, "*b a"]], ft.Stacked(x(5, 2, 3)), ["layers b a"]),
-    "stack with a broadcast": (ft.Stacked[Float[Array, "#b a"]], ft.Stacked(x(5, 1, 3)), ["layers _ a"]),
-    "stack of keys": (ft.Stacked[PRNGKeyArray], ft.Stacked(x(5, 2, dtype=np.uint32)), ["layers _"]),
     "stack of a named module": (
         ft.Stacked[Annotated[Fields, ft.names(weight="a", bias="b")]],
         ft.Stacked(Fields(x(5, 2), x(5, 3))),
@@ -330,7 +249,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "unannotated in a stack": (ft.Stacked[Fields], ft.Stacked(Fields(x(5, 2), None)), ["layers _"]),
     # nothing
     "plain array": (Array, x(2, 3), ["_ _"]),
-    "no annotation that speaks": (Any, [x(2, 3), x()], ["_ _", ""]),
     "callable": (typing.Callable[[Float[Array, "a"]], Float[Array, "b"]], x(2), ["_"]),
     "type": (type[Float[Array, "a"]], x(2), ["_"]),
     "literal": (typing.Literal["Float"], x(2), ["_"]),
@@ -345,108 +263,51 @@ def test_table(case: str) -> None:
     assert all(type(a) is Axes for a in axes)
 
 
-@pytest.mark.parametrize("case", TABLE)
-def test_a_tree_of_structs_is_one_of_arrays(case: str) -> None:
-    """The table in quotes, on concrete arrays: nothing depends on the leaf being abstract."""
-    annotation, value, expected = TABLE[case]
-
-    def concrete(leaf: Any) -> Any:
-        if not isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        return (
-            jax.random.key(0)
-            if leaf is KEY
-            else np.zeros(leaf.shape, leaf.dtype)
-            if leaf.dtype != KEY.dtype
-            else leaf
-        )
-
-    axes = jax.tree.leaves(told(annotation, jax.tree.map(concrete, value)))
-    assert axes == [Axes.parse(text) for text in expected]
+AB, DATA = Float[Array, "a b"], P("data")
+SPECS: dict[str, tuple[Any, Any, str, P]] = {
+    "of an array": (Annotated[AB, P(None, "model")], x(2, 4), "a b", P(None, "model")),
+    "without names": (Annotated[Array, DATA], x(2, 4), "_ _", DATA),
+    "behind axes": (Annotated[Array, ft.Axes("a", "b"), DATA], x(2, 4), "a b", DATA),
+    "of a quoted name": (Annotated["Weight", DATA], x(2, 4), "embed hidden", DATA),
+    "of one alternative": (Annotated[AB, DATA] | Float[Array, "c"], x(2, 4), "a b", DATA),
+    "of a list": (Annotated[list[AB], DATA], [x(2, 4)], "a b", DATA),
+    "of a tuple": (Annotated[tuple[AB], DATA], (x(2, 4),), "a b", DATA),
+    "of a tree": (Annotated[PyTree[AB], DATA], {"k": [x(2, 4)]}, "a b", DATA),
+    "of a quoted list": (Annotated["list[Weight]", DATA], [x(2, 4)], "embed hidden", DATA),
+    "of a generic": (Annotated[Box[AB], DATA], Box(x(2, 4)), "a b", DATA),
+    "beside names": (Annotated[Box[Annotated[AB, DATA]], ft.names(item="c d")], Box(x(2, 4)), "c d", DATA),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("annotation", "spec", "axes"),
-    [
-        (Annotated[Float[Array, "a b"], P(None, "model")], P(None, "model"), "a b"),
-        (Annotated[Array, P("data")], P("data"), "_ _"),
-        (Annotated[Array, P("data"), ft.Axes("a", "b")], P("data"), "a b"),
-        (Annotated[Array, ft.Axes("a", "b"), P("data")], P("data"), "a b"),
-        (Annotated["Weight", P("data")], P("data"), "embed hidden"),
-        ("Annotated[Weight, P('data')]", P("data"), "embed hidden"),
-        (Annotated[Float[Array, "a b"] | None, P("data")], P("data"), "a b"),
-        (Annotated[Float[Array, "a b"], P("data")] | Float[Array, "c"], P("data"), "a b"),
-    ],
-)
-def test_a_physical_spec(annotation: Any, spec: P, axes: str) -> None:
-    [leaf] = read(hold(annotation, x(2, 4))).leaves
+@pytest.mark.parametrize("case", SPECS)
+def test_a_physical_spec(case: str) -> None:
+    annotation, value, axes, spec = SPECS[case]
+    [leaf] = read(hold(annotation, value, __name__)).leaves
     assert leaf.spec == spec and str(leaf.axes) == axes and leaf.annotated
 
 
-@pytest.mark.parametrize(
-    "annotation",
-    [
-        Annotated[list[Float[Array, "a b"]], P("data")],
-        Annotated[list[Array], P("data")],
-        Annotated[tuple[Float[Array, "a b"], ...], P("data")],
-        Annotated[dict[str, Float[Array, "a b"]], P("data")],
-        Annotated[PyTree[Float[Array, "a b"]], P("data")],
-        Annotated["list[Weight]", P("data")],
-        list[Annotated["Weight", P("data")]],
-    ],
-)
-def test_a_spec_on_a_container_is_its_arrays(annotation: Any) -> None:
-    value = {"k": x(2, 4)} if "dict" in str(annotation) else [x(2, 4)]
-    assert [leaf.spec for leaf in read(hold(annotation, value)).leaves] == [P("data")]
+A = Float[Array, "a"]
+# Annotation, value ─► whether its leaves are buffers. A union with a buffer is one, whichever
+# alternative the array is: it may not be trained.
+BUFFERS: dict[str, tuple[Any, Any, list[bool]]] = {
+    "an array": (ft.Buffer[A], x(2), [True]),
+    "or None": (ft.Buffer[A | None], x(2), [True]),
+    "a list": (ft.Buffer[list[A]], [x(2)], [True]),
+    "a module": (ft.Buffer[Fields], Fields(x(2), x(3)), [True, True]),
+    "of a generic": (Box[ft.Buffer[A]], Box(x(2)), [True]),
+    "inside of axes": (Annotated[ft.Buffer[Array], ft.Axes("a")], x(2), [True]),
+    "in quotes": ("ft.Buffer[Float[Array, 'a']]", x(2), [True]),
+    "a union": (AB | ft.Buffer[A], x(2), [True]),
+    "a union, the other": (ft.Buffer[A] | AB, x(2, 4), [True]),
+    "a union without": (A | AB, x(2), [False]),
+    "beside one": (tuple[ft.Buffer[A], A], (x(2), x(2)), [True, False]),
+}
 
 
-def test_a_spec_stays_beside_names() -> None:
-    annotation = Annotated[Box[Annotated[Float[Array, "a"], P("data")]], ft.names(item="other")]
-    [leaf] = read(hold(annotation, Box(x(2)))).leaves
-    assert (leaf.axes, leaf.spec) == (Axes("other"), P("data"))
-
-
-@pytest.mark.parametrize(
-    ("annotation", "value"),
-    [
-        (ft.Buffer[Float[Array, "a"]], x(2)),
-        (ft.Buffer[Float[Array, "a"] | None], x(2)),
-        (ft.Buffer[list[Float[Array, "a"]]], [x(2)]),
-        (list[ft.Buffer[Float[Array, "a"]]], [x(2)]),
-        (ft.Buffer[Fields], Fields(x(2), x(3))),
-        (ft.Buffer[Array], x(2)),
-        (Box[ft.Buffer[Float[Array, "a"]]], Box(x(2))),
-        (Annotated[Annotated[Array, ft.Axes("a")], *ft.Buffer[Array].__metadata__], x(2)),
-        ("ft.Buffer[Float[Array, 'a']]", x(2)),
-    ],
-)
-def test_buffers(annotation: Any, value: Any) -> None:
-    assert all(leaf.buffer for leaf in read(hold(annotation, value)).leaves)
-
-
-@pytest.mark.parametrize(
-    "annotation",
-    [
-        ft.Buffer[Float[Array, "a"]] | None,
-        ft.Buffer[Float[Array, "a"]] | Float[Array, "a b"],
-        Float[Array, "a b"] | ft.Buffer[Float[Array, "a"]],
-    ],
-)
-def test_a_union_with_a_buffer_is_one(annotation: Any) -> None:
-    """It may not be trained, whichever alternative the array is."""
-    (leaf,) = read(hold(annotation, x(2))).leaves
-    assert leaf.buffer and str(leaf.axes) == "a"
-
-
-def test_a_union_without_a_buffer_is_none() -> None:
-    for annotation in (Float[Array, "a"] | Float[Array, "a b"], Float[Array, "a"] | Array | None):
-        (leaf,) = read(hold(annotation, x(2))).leaves
-        assert not leaf.buffer and ft.is_trainable(leaf)
-
-
-def test_what_is_beside_a_buffer_is_none() -> None:
-    leaves = read(hold(tuple[ft.Buffer[Float[Array, "a"]], Float[Array, "a"]], (x(2), x(2)))).leaves
-    assert [leaf.buffer for leaf in leaves] == [True, False]
+@pytest.mark.parametrize("case", BUFFERS)
+def test_buffers(case: str) -> None:
+    annotation, value, expected = BUFFERS[case]
+    assert [leaf.buffer for leaf in read(hold(annotation, value, __name__)).leaves] == expected
 
 
 def test_what_is_unnamed_and_why() -> None:
@@ -471,66 +332,44 @@ def test_future_annotations() -> None:
         own=None, lin=linear(), mean=jnp.ones(2), table={"t": jnp.ones((4, 2))}, missing=inner, loose=[inner],
     )  # fmt: skip
     axes = ft.tree_axes(model)
-    assert (
-        axes.alias
-        == axes.inner.w
-        == axes.inners[0].w
-        == axes.missing.w
-        == axes.loose[0].w
-        == Axes("embed", "hidden")
-    )
+    weights = [axes.alias, axes.inner.w, axes.inners[0].w, axes.missing.w, axes.loose[0].w]
+    assert weights == [Axes("embed", "hidden")] * 5
     assert axes.inners[1].w == Axes("vocab", "embed") and axes.inners[1].b is None
     assert axes.lin.weight == Axes("out", "in") and axes.table["t"] == Axes("vocab", "embed")
     assert [str(leaf.path) for leaf in read(model).leaves if leaf.buffer] == ["mean"]
     assert axes.inner.size is None
-
-
-def test_future_annotations_of_generics() -> None:
+    # Generic classes and named tuples.
     assert ft.tree_axes(quoted.BoxOfWeights(x(2, 3), [x(4, 5)])).items == [Axes("p", "q")]
     assert told(quoted.Box[Float[Array, "a"]], quoted.Box(x(2), [x(3)])).items == [Axes("a")]
     assert ft.tree_axes(quoted.Pair(x(2), x(3))) == quoted.Pair(Axes("a"), Axes("b"))
 
 
-def test_an_annotation_that_cannot_be_resolved() -> None:
-    module = object.__new__(quoted.Unresolved)
-    object.__setattr__(module, "w", x(2))
-    object.__setattr__(module, "b", x(3))
+UNKNOWN = "name 'Unknown' is not defined"
+# Annotation, value ─► the part that cannot be resolved, and why.
+NOWHERE: dict[str, tuple[Any, Any, str, str]] = {
+    "in a list": (list["Unknown"], [x(2)], "Unknown", UNKNOWN),
+    "in a generic": (Box["Unknown"], Box(x(2)), "Unknown", UNKNOWN),
+    "a quoted generic": ("Box[Unknown]", Box(x(2)), "Box[Unknown]", UNKNOWN),
+    "with a spec": (Annotated["Unknown", P("data")], x(2), "Unknown", UNKNOWN),
+    "no expression": ("Float[Array", x(2), "Float[Array", "was never closed"),
+    "an error": ("1 / 0", x(2), "1 / 0", "division by zero"),
+    "no attribute": ("jax.nothing", x(2), "jax.nothing", "has no attribute 'nothing'"),
+    "a circle": ("Zig", x(2), "Zig", "it is defined by itself"),
+}
+
+
+@pytest.mark.parametrize("case", NOWHERE)
+def test_a_name_that_leads_nowhere(case: str) -> None:
+    annotation, value, part, why = NOWHERE[case]
+    remedy = "write an annotation that Python can evaluate"
+    if why == UNKNOWN:
+        remedy = "define or import the name in the module of the class, not in a function or under"
     with pytest.raises(AxesError) as error:
-        ft.tree_axes({"m": [module]})
+        ft.tree_axes(hold(annotation, value, __name__))
     [problem] = error.value.problems
-    assert (problem.path, problem.shape) == (("m", 0, "w"), (2,))
-    assert "m.0.w   f32[2]" in str(error.value)
-    assert (
-        "its annotation `Float[Missing, 'embed']` cannot be resolved: name 'Missing' is not defined"
-        in str(error.value)
-    )
-    assert "not in a function or under TYPE_CHECKING" in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("annotation", "value", "hint"),
-    [
-        (list["Unknown"], [x(2)], "Unknown"),
-        ("list[Unknown]", [[x(2)]], "list[Unknown]"),
-        (dict[str, "Unknown"], {"k": x(2)}, "Unknown"),
-        (Box["Unknown"], Box(x(2)), "Unknown"),
-        ("Box[Unknown]", Box(x(2)), "Box[Unknown]"),
-        (PyTree["Unknown"], [x(2)], "Unknown"),
-        (Annotated["Unknown", P("data")], x(2), "Unknown"),
-        ("Float[Array", x(2), "Float[Array"),
-        ("1 / 0", x(2), "1 / 0"),
-        ("Float[Array, 3]", x(2), "Float[Array, 3]"),
-        ("jax.nothing", x(2), "jax.nothing"),
-        ("Circle", x(2), "Circle"),
-        ("Zig", x(2), "Zig"),
-    ],
-)
-def test_a_name_that_leads_nowhere(annotation: Any, value: Any, hint: str) -> None:
-    with pytest.raises(AxesError, match="cannot be resolved") as error:
-        ft.tree_axes(hold(annotation, value))
-    [problem] = error.value.problems
-    assert problem.path is not None and problem.path[0] == "w"
-    assert f"its annotation `{hint}` cannot" in problem.why
+    assert problem.path is not None and problem.path[0] == "w" and problem.shape == (2,)
+    assert problem.why.startswith(f"its annotation `{part}` cannot be resolved: ")
+    assert why in problem.why and problem.remedy.startswith(remedy)
 
 
 def test_a_message_has_the_annotation_as_it_is_written() -> None:
@@ -544,38 +383,13 @@ def test_a_field_that_says_nothing_has_no_hint() -> None:
     assert hints.field_hints(cls).keys() == {"w", "soon"}
 
 
-def test_a_circle_is_called_one() -> None:
-    with pytest.raises(AxesError, match="it is defined by itself"):
-        told("Zig", x(2))
-
-
-@pytest.mark.parametrize(
-    ("annotation", "remedy"),
-    [
-        ("Unknown", "define or import the name"),
-        ("Zig", "write an annotation that Python can evaluate"),
-        ("1/0", "write an annotation that Python can evaluate"),
-        ("jax.nothing", "write an annotation that Python can evaluate"),
-    ],
-)
-def test_the_remedy_is_for_what_went_wrong(annotation: str, remedy: str) -> None:
-    with pytest.raises(AxesError, match=remedy):
-        told(annotation, x(2))
-
-
 def test_an_unknown_name_over_modules_that_speak_for_themselves() -> None:
     assert told("Unknown", Bound(x(2, 3))).item == Axes("p", "q")
     assert told("list[Unknown]", [Bound(x(2, 3))])[0].item == Axes("p", "q")
 
 
-def test_the_other_half_of_an_alias_of_arrays_may_stay_unknown() -> None:
-    """As optax's `ArrayTree`, whose forward reference cannot be found from elsewhere."""
-    tree = Union[jax.Array, dict[str, "ElsewhereTree"]]
-    assert jax.tree.leaves(told(tree, {"k": x(2)})) == [Axes(None)]
-
-
 def test_the_other_half_is_known_once_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    tree = hold(Union[jax.Array, dict[str, "ElsewhereTree"]], {"k": x(2)})
+    tree = hold(Union[jax.Array, dict[str, "ElsewhereTree"]], {"k": x(2)}, __name__)
     assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes(None)]
     monkeypatch.setitem(globals(), "ElsewhereTree", Float[Array, "later"])
     assert jax.tree.leaves(ft.tree_axes(tree).w) == [Axes("later")]
@@ -596,26 +410,18 @@ def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_class_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    find = hints.Namespace.find
-
-    def counting(scope: Any, text: str) -> Any:
-        asked.append(text)
-        return find(scope, text)
-
-    monkeypatch.setattr(hints.Namespace, "find", counting)
+    find = Namespace.find
+    monkeypatch.setattr(
+        Namespace, "find", lambda self, text: asked.append(text) or find(self, text)
+    )
     fields = {"w": "Weight", "v": list["Weight"]}
     cls = type("Fresh", (eqx.Module,), {"__annotations__": fields, "__module__": __name__})
-    read_by: list[type] = []
-    get = hints.inspect.get_annotations
-    monkeypatch.setattr(
-        hints.inspect, "get_annotations", lambda cls: read_by.append(cls) or get(cls)
-    )
     module = object.__new__(cls)
     object.__setattr__(module, "w", x(2, 3))
     object.__setattr__(module, "v", [x(2, 3), x(4, 5)])
     for _ in range(3):
         ft.tree_axes([module, module])
-    assert asked == ["Weight", "Weight"] and read_by.count(cls) == 1
+    assert asked == ["Weight", "Weight"]
 
 
 def test_type_aliases() -> None:
@@ -627,31 +433,22 @@ def test_type_aliases() -> None:
         source = (
             'type W = Float[Array, "a b"]\ntype Tree = W | dict[str, Tree]\ntype PairOf[X] = tuple[X, list[X]]\n'
             "type Deep[X] = X | list[Deep[X]]\ntype Lost = list[Unknown]\ntype Self = Self\n"
-            "class Generic695[X](eqx.Module):\n    item: X\n"
             "class Quoted695[X](eqx.Module):\n    item: 'list[X]'\n"
         )
     exec(source, namespace)
-    assert told(namespace["W"], x(2, 3)) == Axes("a", "b")
-    assert told(namespace["PairOf"][Weight], (x(2, 3), [x(2, 3)])) == (
-        Axes("embed", "hidden"),
-        [Axes("embed", "hidden")],
-    )
+    matrix, found = x(2, 3), Axes("embed", "hidden")
+    assert told(namespace["W"], matrix) == Axes("a", "b")
+    assert told(namespace["PairOf"][Weight], (matrix, [matrix])) == (found, [found])
     if sys.version_info >= (3, 12):
-        assert told(namespace["Tree"], {"k": {"l": x(2, 3)}, "m": x(2, 3)})["k"] == {
-            "l": Axes("a", "b")
-        }
-        assert told(namespace["Deep"][Weight], [[x(2, 3)]]) == [[Axes("embed", "hidden")]]
-        assert told(namespace["W"] | None, x(2, 3)) == Axes("a", "b")
-        for name in ("Generic695", "Quoted695"):
-            cls = namespace[name]
-            item = [x(2, 3)] if name == "Quoted695" else x(2, 3)
-            assert jax.tree.leaves(told(cls[Weight], cls(item))) == [Axes("embed", "hidden")]
-        for name, says in {
-            "Lost": "'Unknown' is not defined",
-            "Self": "it is defined by itself",
-        }.items():
-            with pytest.raises(AxesError, match=says):
-                told(namespace[name], [x(2)])
+        assert told(namespace["Tree"], {"k": {"l": matrix}})["k"] == {"l": Axes("a", "b")}
+        assert told(namespace["Deep"][Weight], [[matrix]]) == [[found]]
+        assert told(namespace["W"] | None, matrix) == Axes("a", "b")
+        cls = namespace["Quoted695"]
+        assert told(cls[Weight], cls([matrix])).item == [found]
+        with pytest.raises(AxesError, match="'Unknown' is not defined"):
+            told(namespace["Lost"], [x(2)])
+        with pytest.raises(AxesError, match="it is defined by itself"):
+            told(namespace["Self"], [x(2)])
 
 
 def test_what_is_remembered_of_a_hint_keeps_it() -> None:
@@ -689,12 +486,10 @@ def test_an_expression_may_have_its_signs(token: str) -> None:
 def test_no_sharding_language_in_a_string(token: str) -> None:
     with pytest.raises(AxesError) as error:
         told(Float[Array, f"{token} b"], x(2, 3))
-    assert (
-        f'`{token}` in a dimension string is not an axis name: `Float[Array, "{token} b"]`'
-        in str(error.value)
-    )
-    assert error.value.problems[0].path == ("w",) and error.value.problems[0].shape == (2, 3)
-    assert "choose the mesh axes by rules" in str(error.value)
+    [problem] = error.value.problems
+    written = f'`Float[Array, "{token} b"]`'
+    assert problem.why == f"`{token}` in a dimension string is not an axis name: {written}"
+    assert "choose the mesh axes by rules" in problem.remedy
 
 
 # token ─► name, variadic, broadcast, and what is compared: the body; the canary for what jaxtyping
@@ -709,17 +504,12 @@ TOKENS = {
     "4": (None, False, False, "4"),
     "a*b": (None, False, False, "a*b"),
     "{self.n}": (None, False, False, "{self.n}"),
-    "min(a,b)": (None, False, False, "min(a,b)"),
     "*batch": ("batch", True, False, "batch"),
     "...": (None, True, False, "..."),
     "*_": (None, True, False, ""),
-    "a/b": (None, False, False, "a/b"),
     "*#b": ("b", True, True, "b"),
-    "#*b": ("b", True, True, "b"),
     "#dim=4": ("dim", False, True, "4"),
     "dim=#4": ("dim", False, True, "4"),
-    "größe": ("größe", False, False, "größe"),
-    "=4": (None, False, False, "4"),
     "a+b=6": (None, False, False, "6"),
     "rows=a*b": ("rows", False, False, "a*b"),
     "rows=_": ("rows", False, False, ""),
@@ -730,9 +520,8 @@ TOKENS = {
 @pytest.mark.parametrize("token", TOKENS)
 def test_tokens(token: str) -> None:
     found = dim(token)
-    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[
-        token
-    ] and found.token == token
+    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[token]
+    assert found.token == token
     assert found.anonymous == (token in ("_pad", "_", "...", "*_", "rows=_"))
     assert found.by_leaf == (token == "?x")
 
@@ -744,16 +533,7 @@ def test_canary_of_jaxtyping(token: str) -> None:
     assert isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
     assert hint.dim_str == f"first {token}" and hint.dtype is Float and hint.array_type is jax.Array
     ours = array_form(hint.dim_str, hint.dtype)
-    if token.isidentifier() or token in (
-        "4",
-        "*batch",
-        "...",
-        "*_",
-        "dim=4",
-        "#b",
-        "#dim=4",
-        "dim=#4",
-    ):
+    if token.isidentifier() or token in ("4", "*batch", "...", "*_", "dim=4", "#b", "dim=#4"):
         for ndim in range(5):
             fits = isinstance(np.ones((4,) * ndim, np.float32), Float[np.ndarray, hint.dim_str])
             assert fits == ours.fits(ndim)

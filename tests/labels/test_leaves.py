@@ -3,7 +3,6 @@ determined."""
 
 import pickle
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
 from typing import Annotated, Any, NamedTuple
 
 import equinox as eqx
@@ -14,7 +13,7 @@ import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from jaxtyping import Array, Float, Int, PyTree
+from jaxtyping import Array, Float, PyTree
 
 import functree as ft
 from functree.errors import AxesError, FunctreeError
@@ -25,7 +24,7 @@ from functree.tree.interfaces import Stack
 from functree.tree.skeleton.kinds import _place_of
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
-from tests.lib.trees import Keyless, Leafy, containers, linear, x
+from tests.lib.trees import Leafy, containers, hold, linear, nodes, same, x
 
 
 class Block(eqx.Module):
@@ -79,77 +78,55 @@ def test_the_walk_is_jaxs(tree: Any) -> None:
     """Paths, order and positions are those of `jax.tree_util.tree_flatten_with_path`."""
     everything = jax.tree_util.tree_flatten_with_path(tree)[0]
     found = read(tree)
-    expected = [
-        (ft.Path.of(keys), i) for i, (keys, leaf) in enumerate(everything) if is_array(leaf)
-    ]
-    assert [
-        (leaf.path, p) for leaf, p in zip(found.leaves, found.skeleton.indices, strict=True)
-    ] == expected
-    assert all(
-        leaf.value is everything[p][1]
-        for leaf, p in zip(found.leaves, found.skeleton.indices, strict=True)
-    )
-    assert found.skeleton.treedef.num_leaves == len(everything) and found.problems == ()
-    again = found.skeleton.fill([leaf.value for leaf in found.leaves])
-    assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert all(a is b for a, b in zip(jax.tree.leaves(again), jax.tree.leaves(tree), strict=True))
+    places = [i for i, (_, leaf) in enumerate(everything) if is_array(leaf)]
+    assert list(found.skeleton.indices) == places and found.problems == ()
+    assert found.paths == [ft.Path.of(everything[i][0]) for i in places]
+    assert all(value is everything[i][1] for value, i in zip(found.values, places, strict=True))
+    assert found.skeleton.treedef.num_leaves == len(everything)
+    assert same(found.skeleton.fill(found.values), tree)
 
 
 @given(TREES)
 def test_within_names_the_nodes_around_a_leaf(tree: Any) -> None:
+    around = {path: type(node) for path, node in nodes(tree)}
     for leaf in read(tree).leaves:
-        node, around = tree, []
-        for key in leaf.path:
-            around.append(type(node))
-            if isinstance(node, Keyless):
-                node = node.children[key]
-            else:
-                node = (
-                    node[key]
-                    if isinstance(node, Mapping | list) or type(node) is tuple
-                    else getattr(node, key)
-                )
-        assert leaf.within == tuple(around) and node is leaf.value
+        assert leaf.within == tuple(around[leaf.path[:i]] for i in range(len(leaf.path)))
 
 
 # Trees that are packed
+
+
+class Plain(eqx.Module):
+    block: Block
+    state: ft.Buffer[Block]
+    named: Annotated[Leafy, ft.names({"w": "a b"})]
+    tree: PyTree[Float[Array, "embed"]]
+    stack: Any
 
 
 class Holder(eqx.Module):
     """Annotated like `Plain`, and packed."""
 
     block: ft.Packed[Block]
-    boxed: ft.Packed[dict[str, Float[Array, "embed"]]]
     state: ft.Buffer[ft.Packed[Block]]
     named: Annotated[ft.Packed[Leafy], ft.names({"w": "a b"})]
     tree: PyTree[Float[Array, "embed"]]
-    other: Block
-    stack: Any
-
-
-class Plain(eqx.Module):
-    block: Block
-    boxed: dict[str, Float[Array, "embed"]]
-    state: ft.Buffer[Block]
-    named: Annotated[Leafy, ft.names({"w": "a b"})]
-    tree: PyTree[Float[Array, "embed"]]
-    other: Block
     stack: Any
 
 
 def test_annotations_around_a_packed_tree_and_in_it() -> None:
     block = Block(x(2, 3), linear())
-    parts = [block, {"k": x(2)}, block, Leafy(x(2, 3), 1), [x(2), (x(3),)], block]
+    parts = [block, block, Leafy(x(2, 3), 1), [x(2), (x(3),)]]
     plain = read(Plain(*parts, Stacky(Block(x(5, 2, 3), None))))
     packed = read(Holder(*map(ft.pack, parts), Stacky(ft.pack(Block(x(5, 2, 3), None)))))
     assert packed.problems == plain.problems == ()
     for one, other in zip(packed.leaves, plain.leaves, strict=True):
         assert one == other._replace(within=(Holder, *other.within[1:]))
-    by_path = {str(leaf.path): leaf for leaf in packed.leaves}
-    assert by_path["stack.layer.w"].axes == Axes("layers", "embed", "hidden")
-    assert by_path["named.w"].axes == Axes("a", "b")
-    assert by_path["boxed.k"].axes == by_path["tree.1.0"].axes == Axes("embed")
-    assert by_path["state.w"].buffer and not by_path["block.w"].buffer
+    axes = {str(leaf.path): str(leaf.axes) for leaf in packed.leaves}
+    assert axes["stack.layer.w"] == "layers embed hidden" and axes["named.w"] == "a b"
+    assert axes["block.w"] == "embed hidden" and axes["tree.1.0"] == "embed"
+    buffers = {str(leaf.path) for leaf in packed.leaves if leaf.buffer}
+    assert buffers == {"state.w", "state.lin.weight", "state.lin.bias"}
 
 
 def test_names_for_what_lies_in_a_packed_tree() -> None:
@@ -165,16 +142,6 @@ def test_names_for_what_lies_in_a_packed_tree() -> None:
         assert ["`model.lost`" in problem.why for problem in found.problems] == [True]
 
 
-def test_names_of_a_class_reach_into_a_packed_tree() -> None:
-    names = {eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")}
-    for tree in (linear(), ft.pack(linear())):
-        assert ft.tree_axes([tree], names) is not None
-        assert [leaf.axes for leaf in read(tree, names).leaves] == [
-            Axes("hidden", "embed"),
-            Axes("hidden"),
-        ]
-
-
 # Trees of all kinds
 
 
@@ -182,18 +149,14 @@ def test_names_of_a_class_reach_into_a_packed_tree() -> None:
     ("tree", "expected"),
     [
         (None, None),
-        ([], []),
-        ({}, {}),
         ((), ()),
         (x(2), Axes(None)),
         (3, None),
         (Named(x(2), x(3)), Named(Axes("a"), Axes("b"))),
-        ([None, {"k": None}], [None, {"k": None}]),
         ({2: x(), 1: x(3)}, {1: Axes(None), 2: Axes()}),
         (np.array([None, {}], dtype=object), None),
         (np.array(["text"]), None),
         (np.zeros(2, "datetime64[s]"), None),
-        (np.zeros(2, [("a", "f4")]), None),
         (np.float32(1), Axes()),
         (jax.random.key(0), Axes()),
     ],
@@ -204,11 +167,8 @@ def test_small_trees(tree: Any, expected: Any) -> None:
 
 def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
     """What one numpy array is says nothing of the next."""
-    assert ft.tree_axes([np.array("text"), np.ones(2), np.array("text")]) == [
-        None,
-        Axes(None),
-        None,
-    ]
+    text = np.array("text")
+    assert ft.tree_axes([text, np.ones(2), text]) == [None, Axes(None), None]
     assert ft.tree_axes([np.str_("s"), np.float32(1)]) == [None, Axes()]
 
 
@@ -216,30 +176,6 @@ def test_arrays_of_jax_and_of_numpy_and_abstract_ones_have_the_same_axes() -> No
     arrays = x(2, 3), np.ones((2, 3), np.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)
     for array in arrays:
         assert ft.tree_axes(Block(array, linear())).w == Axes("embed", "hidden")
-
-
-def test_in_a_trace() -> None:
-    model = Block(jnp.ones((2, 3)), linear())
-    seen = []
-
-    @jax.jit
-    def f(model: Block) -> Array:
-        seen.append(ft.tree_axes(model))
-        return model.w
-
-    f(model)
-    assert jax.tree.leaves(seen[0])[0] == Axes("embed", "hidden")
-    jax.eval_shape(lambda m: seen.append(ft.tree_axes(m)), model)
-    assert seen[1] == seen[0]
-
-
-def test_deep_trees() -> None:
-    tree: Any = x(2)
-    for _ in range(200):
-        tree = [tree]
-    for _ in range(100):
-        tree = Leafy(tree, None)
-    assert jax.tree.leaves(ft.tree_axes(tree)) == [Axes(None)]
 
 
 def test_a_tree_that_contains_itself() -> None:
@@ -250,104 +186,14 @@ def test_a_tree_that_contains_itself() -> None:
 
 
 def test_keys_without_an_order() -> None:
-    with pytest.raises(FunctreeError) as error:
+    with raises("its keys (int, str) cannot be sorted", "`OrderedDict`") as error:
         ft.tree_axes({"a": [{1: x(), "b": x()}]})
     assert error.value.problems[0].path == ("a", 0)
-    assert "its keys (int, str) cannot be sorted" in str(error.value) and "`OrderedDict`" in str(
-        error.value
-    )
-    assert ft.tree_axes(OrderedDict({1: x(), "b": x(2)})) == OrderedDict(
-        {1: Axes(), "b": Axes(None)}
-    )
+    ordered = OrderedDict({1: x(), "b": x(2)})
+    assert ft.tree_axes(ordered) == OrderedDict({1: Axes(), "b": Axes(None)})
 
 
-# names=
-
-
-def test_names_for_a_foreign_class() -> None:
-    axes = ft.tree_axes(
-        [linear(), {"k": linear(False)}],
-        names={eqx.nn.Linear: ft.names(weight="out in", bias="out")},
-    )
-    assert axes[0].weight == axes[1]["k"].weight == Axes("out", "in")
-    assert axes[0].bias == Axes("out") and axes[1]["k"].bias is None
-
-
-def test_names_reach_subclasses_and_the_nearest_class_wins() -> None:
-    class Mine(eqx.nn.Linear):
-        pass
-
-    mine = Mine(2, 3, key=jax.random.key(0))
-    general, own = ft.names(weight="out in", bias="out"), ft.names(weight="o i", bias="o")
-    assert ft.tree_axes(mine, {eqx.nn.Linear: general}).weight == Axes("out", "in")
-    assert ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: own}).weight == Axes("o", "i")
-    # And only those: what they do not name has no name.
-    found = ft.tree_axes(mine, {eqx.nn.Linear: general, Mine: ft.names(weight="o i")})
-    assert found.weight == Axes("o", "i") and found.bias == Axes(None)
-
-
-def test_the_fields_own_names_win() -> None:
-    class Holder(eqx.Module):
-        named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
-        other: eqx.nn.Linear
-
-    axes = ft.tree_axes(
-        Holder(linear(), linear()), names={eqx.nn.Linear: ft.names(weight="out in", bias="out")}
-    )
-    assert axes.named.weight == Axes("mine", None) and axes.other.weight == Axes("out", "in")
-    assert axes.named.bias == Axes("out")  # which the field leaves to them
-
-
-def test_a_fields_own_names_win_from_further_out_too() -> None:
-    class Inner(eqx.Module):
-        lin: eqx.nn.Linear
-
-    class Outer(eqx.Module):
-        inner: Annotated[Inner, ft.names({"lin.weight": "mine _"})]
-
-    axes = ft.tree_axes(
-        Outer(Inner(linear())), {eqx.nn.Linear: ft.names(weight="out in", bias="out")}
-    )
-    assert axes.inner.lin.weight == Axes("mine", None) and axes.inner.lin.bias == Axes("out")
-
-
-def test_names_for_an_array_in_whose_place_are_several() -> None:
-    """As in the state of an optimizer, or after quantization."""
-    several = eqx.tree_at(lambda linear: linear.weight, linear(), (x(3, 2), {"scale": x(3)}))
-    leaves = read(several, {eqx.nn.Linear: ft.names(weight="out in", bias="out")})
-    assert [str(leaf.axes) for leaf in leaves.leaves] == ["_ _", "_", "out"]
-    assert not leaves.problems
-    (problem,) = read(several, {eqx.nn.Linear: ft.names(weigt="out in")}).problems
-    assert "gives axes to `weigt`, but Linear has no such leaf; did you mean `weight" in problem.why
-
-
-def test_names_of_modules_are_not_missed_by_an_array_beside_them() -> None:
-    class Holder(eqx.Module):
-        both: Annotated[dict[str, Any], ft.names(weight="out in", bias="out")]
-
-    axes = ft.tree_axes(Holder({"lin": linear(), "w": x(2)}))
-    assert axes.both["lin"].weight == Axes("out", "in") and axes.both["w"] == Axes(None)
-
-
-def test_names_of_a_field_are_for_the_modules_in_a_container() -> None:
-    class Holder(eqx.Module):
-        both: Annotated[Any, ft.names(weight="out in", bias="out")]
-
-    for container in (OrderedDict(a=linear()), defaultdict(list, a=linear()), {"a": linear()}):
-        leaves = read(Holder(container))
-        assert [str(leaf.axes) for leaf in leaves.leaves] == ["out in", "out"]
-        assert not leaves.problems
-
-
-def test_inner_names_win_over_outer_ones() -> None:
-    class Inner(eqx.Module):
-        lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
-
-    class Outer(eqx.Module):
-        inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
-
-    axes = ft.tree_axes(Outer(Inner(linear())))
-    assert axes.inner.lin.weight == Axes("inner", None) and axes.inner.lin.bias == Axes("bias")
+# `ft.names`, in annotations, in modules and in `names=`
 
 
 class Halves(eqx.Module):
@@ -355,17 +201,88 @@ class Halves(eqx.Module):
     down: eqx.nn.Linear
 
 
+class Mine(eqx.nn.Linear):
+    """A subclass, which has the names of its base."""
+
+
+class Own(eqx.Module):
+    weight: Array
+    axes: str = eqx.field(static=True)
+
+    def __axis_names__(self) -> Any:
+        return ft.names(weight=self.axes)
+
+
+class ByField(eqx.Module):
+    """A field of that name is no method of the class."""
+
+    __axis_names__: Any
+
+
+class NamedField(eqx.Module):
+    named: Annotated[eqx.nn.Linear, ft.names(weight="mine _")]
+    other: eqx.nn.Linear
+
+
+class Inner(eqx.Module):
+    lin: Annotated[eqx.nn.Linear, ft.names(weight="inner _")]
+
+
+class Outer(eqx.Module):
+    inner: Annotated[Inner, ft.names({"lin.weight": "outer _", "**.bias": "bias"})]
+
+
+class AnyField(eqx.Module):
+    of: Annotated[Any, ft.names(weight="mine _", bias="b")]
+
+
+LINEAR = ft.names(weight="out in", bias="out")
+OF_LINEAR = {eqx.nn.Linear: LINEAR}
+MINE = Mine(2, 3, key=jax.random.key(0))
+# A weight in whose place are several arrays, as in an optimizer's state or after quantization.
+SEVERAL = eqx.tree_at(lambda linear: linear.weight, linear(), (x(3, 2), {"scale": x(3)}))
+
+# Tree, `names=` ─► the axes of its leaves in order.
+NAMES: dict[str, tuple[Any, Any, list[str]]] = {
+    "of a class": ([linear(), {"k": linear(False)}], OF_LINEAR, ["out in", "out", "out in"]),
+    "of a base class": (MINE, OF_LINEAR, ["out in", "out"]),
+    # And only these: what they do not name has no name.
+    "the nearest class": (MINE, {**OF_LINEAR, Mine: ft.names(weight="o i")}, ["o i", "_"]),
+    "of a field, which leaves some": (
+        NamedField(linear(), linear()),
+        OF_LINEAR,
+        ["mine _", "out", "out in", "out"],
+    ),
+    "the innermost field": (Outer(Inner(linear())), OF_LINEAR, ["inner _", "bias"]),
+    "beside an array": (AnyField({"lin": linear(), "w": x(2)}), None, ["mine _", "b", "_"]),
+    "in an ordered dict": (AnyField(OrderedDict(a=linear())), None, ["mine _", "b"]),
+    "in a dict with a default": (AnyField(defaultdict(list, a=linear())), None, ["mine _", "b"]),
+    "of the module": ([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")], None, ["a b", "c d"]),
+    "of no module": ([ByField(x(2))], None, ["_"]),
+    "before those of the module": (Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}, ["x y"]),
+    "the first pattern": (
+        linear(),
+        {eqx.nn.Linear: ft.names({"w*": "a _", "*": "b"})},
+        ["a _", "b"],
+    ),
+    "of an array that is several": (SEVERAL, OF_LINEAR, ["_ _", "_", "out"]),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_names(case: str) -> None:
+    tree, names, expected = NAMES[case]
+    leaves = read(tree, names)
+    assert [str(leaf.axes) for leaf in leaves.leaves] == expected
+    assert not leaves.problems
+
+
 class Mixed(eqx.Module):
     block: Halves
     other: eqx.nn.Linear
 
 
-LINEAR = ft.names(weight="out in", bias="out")
-
-
 @pytest.mark.parametrize(("names", "expected"), [
-    ({eqx.nn.Linear: LINEAR}, ["out in", "out in", "out in"]),
-    ({Halves: ft.names({"down.weight": "b a"})}, ["_ _", "b a", "_ _"]),
     ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"})}, ["out in", "b a", "out in"]),
     ({Halves: ft.names({"down.weight": "b a"}), eqx.nn.Linear: LINEAR}, ["out in", "b a", "out in"]),
     ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.*": "", "down.weight": "b a"})}, None),
@@ -374,7 +291,7 @@ LINEAR = ft.names(weight="out in", bias="out")
         ["out in", "c d", "out in"],
     ),
     ({Mixed: ft.names({"block.**.weight": "x y"}), Halves: ft.names({"*.weight": "b a"})}, ["x y", "x y", "_ _"]),
-], ids=["inner", "outer", "both", "in another order", "wrong rank", "three", "by pattern"])  # fmt: skip
+], ids=["both", "in another order", "wrong rank", "three", "by pattern"])  # fmt: skip
 def test_silent_failure_40_the_outermost_class_names_a_leaf(
     names: Any, expected: list[str] | None
 ) -> None:
@@ -403,45 +320,15 @@ def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None
     assert (told in str(plan)) == (told in plan.html()) == bool(unused)
 
 
-def test_names_for_a_field_that_is_none() -> None:
-    bare = eqx.nn.Linear(2, 3, use_bias=False, key=jax.random.key(0))
-    axes = ft.tree_axes([bare], {eqx.nn.Linear: LINEAR})
-    assert axes[0].weight == Axes("out", "in") and axes[0].bias is None
-
-
-def test_a_module_may_name_its_own_axes() -> None:
-    class Own(eqx.Module):
-        weight: Array
-        axes: str = eqx.field(static=True)
-
-        def __axis_names__(self) -> Any:
-            return ft.names(weight=self.axes)
-
-    assert ft.tree_axes([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")])[1].weight == Axes("c", "d")
-    assert ft.tree_axes(Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}).weight == Axes("x", "y")
-
-
-def test_the_first_pattern_that_matches_wins() -> None:
-    assert ft.tree_axes(
-        linear(), {eqx.nn.Linear: ft.names({"w*": "first _", "*": "all"})}
-    ).weight == Axes("first", None)
-
-
-@pytest.mark.parametrize(
-    "names", [{eqx.nn.Linear: {"weight": "a b"}}, {"Linear": ft.names()}, {eqx.nn.Linear: "a b"}]
-)
-def test_bad_names(names: Any) -> None:
-    with pytest.raises(AxesError, match=r"`names=` maps classes to `ft.names\(...\)`, not"):
+@pytest.mark.parametrize(("names", "wrong"), [
+    ({eqx.nn.Linear: {"weight": "a b"}}, "not <class"), ({"Linear": ft.names()}, "not 'Linear'"),
+    ([eqx.nn.Linear], "is not a mapping"),
+])  # fmt: skip
+def test_bad_names(names: Any, wrong: str) -> None:
+    says = "`names=` maps classes to `ft.names(...)`"
+    with raises(says, wrong, error=AxesError):
         ft.tree_axes(linear(), names)
-
-
-@pytest.mark.parametrize("names", [[eqx.nn.Linear], "Linear", 3, ft.names()])
-def test_names_that_are_no_mapping(names: Any) -> None:
-    with raises("`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=AxesError):
-        ft.tree_axes(linear(), names)
-    with raises(
-        "`names=` maps classes to `ft.names(...)`; ", "is not a mapping", error=ft.RuleError
-    ):
+    with raises(says, wrong, error=ft.RuleError):
         ft.AxisRules({}, names=names)
 
 
@@ -454,165 +341,96 @@ class Wrong(eqx.Module):
     lin: Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")]
 
 
-ERRORS: dict[str, tuple[Any, Any, list[str]]] = {
-    "rank": (
-        Float[Array, "a b"],
-        x(2),
-        ["the axes of 1 leaf cannot be determined", "w   f32[2]", 'has 1 dimension; `Float[Array, "a b"]` has 2'],
-    ),
+AB, CHANGE = Float[Array, "a b"], "change the annotation or the array"
+OF_STACK = "after the axes `layers` of its stack"
+MORE = (
+    "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` (`ft.stack` makes one), or "
+    'name the axis of the stack, for its class, in `names={cls: ft.names("layers")}`; else change the annotation or '
+    "the array, or name its dimensions from outside (`names={Class: ft.names(...)}`)"
+)  # fmt: skip
+TIE = "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`"
+
+# Annotation, value ─► the path, what is wrong there, and the remedy.
+ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
+    "rank": (AB, x(2), "w", 'has 1 dimension; `Float[Array, "a b"]` has 2', CHANGE),
     "rank of a union": (
-        Float[Array, "a b"] | Float[Array, "c"] | None,
-        x(),
-        ["w   f32[]", 'has 0 dimensions; `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2'],
+        AB | Float[Array, "c"] | None, x(), "w",
+        'has 0 dimensions; `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2', CHANGE,
     ),
-    "more dimensions": (
-        Float[Array, "a b"],
-        x(4, 2, 3),
-        ["has 3 dimensions", "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked`",
-         "(`ft.stack` makes one), or name the axis of the stack, for its class, in `names={cls: ft.names(\"layers\")}`; "
-         "else change the annotation or the array, or name its dimensions from outside"],
-    ),
+    "more dimensions": (AB, x(4, 2, 3), "w", 'has 3 dimensions; `Float[Array, "a b"]` has 2', MORE),
     "in a stack": (
-        Stacky,
-        Stacky(Named(x(5, 2, 2), x(5, 3))),
-        ["w.layer.w   f32[5, 2, 2]", 'has 3 dimensions; `Float[Array, "a"]` has 1 after the axes `layers` of'],
+        Stacky, Stacky(Named(x(5, 2, 2), x(5, 3))), "w.layer.w",
+        f'has 3 dimensions; `Float[Array, "a"]` has 1 {OF_STACK}', MORE,
     ),
-    "too few in a stack": (
-        Stacky,
-        Stacky(Named(x(5), x())),
-        ["2 leaves", "has 1 dimension; `Float[Array, \"a\"]` has 1 after", "has 0 dimensions; `Float[Array, 'b']`"],
+    "without the stack": (
+        Stacky, Stacky(Named(x(5, 2), x())), "w.layer.b", f"has 0 dimensions; `Float[Array, 'b']` has 1 {OF_STACK}", CHANGE,
+    ),
+    # More than the annotation has, but the dimensions of the stacks come first.
+    "too few in two stacks": (
+        Stacky, Stacky(Stacky(Block(x(5, 6, 2), None))), "w.layer.layer.w",
+        'has 3 dimensions; `Float[Array, "embed hidden"]` has 2 after the axes `layers layers` of its stack', CHANGE,
     ),
     "a tie": (
-        Float[Array, "a b"] | Float[Array, "c d"],
-        x(2, 3),
-        ["w   f32[2, 3]", 'ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d"', "ft.Axes("],
+        AB | Float[Array, "c d"], x(2, 3), "w",
+        'is ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d" for an array of this rank and dtype', TIE,
     ),
-    "a tie with a variadic": (Float[Array, "*b a"] | Float[Array, "c"], x(2), ['allows "a" or "c"']),
-    "a tie that dtypes do not decide": (
-        Int[Array, "a"] | Int[Array, "b"],
-        x(2),
-        ['allows "a" or "b" for an array of this rank and dtype'],
+    "a tie with a variadic": (
+        Float[Array, "*b a"] | Float[Array, "c"], x(2), "w",
+        'is ambiguous: `Float[Array, "*b a"] | Float[Array, "c"]` allows "a" or "c" for an array of this rank and dtype', TIE,
     ),
-    "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), ['has 2 dimensions; `"a"` has 1']),
-    "element": (list[Float[Array, "a"]], [x(2), x(2, 3)], ["w.1   f32[2, 3]"]),
+    "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), "w", 'has 2 dimensions; `"a"` has 1', MORE),
     "names of no field": (
-        Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")],
-        linear(),
-        ["axes are given to leaves that do not exist", "w   Linear",
-         "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?",
-         "name a leaf of Linear: `weight`, `bias`"],
-    ),
-    "names of a static field": (
-        Annotated[eqx.nn.Linear, ft.names(use_bias="out")],
-        linear(),
-        ["gives axes to `use_bias`"],
-    ),
-    "a glob of nothing": (Annotated[eqx.nn.Linear, ft.names({"*_proj": "out"})], linear(), ["gives axes to `*_proj`"]),
-    "a part that is missing": (
-        Annotated[list[eqx.nn.Linear], ft.names(weights="out in", bias="out")],
-        [linear(), linear()],
-        ["has no such leaf; did you mean `weight`?"],
+        Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")], linear(), "w",
+        "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?", "name a leaf of Linear: `weight`, `bias`",
     ),
     "names on an array": (
-        Annotated[Array, ft.names(weight="a")],
-        x(2),
-        ["gives axes to `weight`", "write `Annotated[Array, ft.Axes(...)]`"],
+        Annotated[Array, ft.names(weight="a")], x(2), "w",
+        "`ft.names` gives axes to `weight`, but ShapeDtypeStruct has no such leaf", "write `Annotated[Array, ft.Axes(...)]`",
     ),
-    "names of no key": (
-        Annotated[dict[str, Array], ft.names(w="a", v="b")],
-        {"w": x(2)},
-        ["gives axes to `v`, but dict has no such leaf"],
-    ),
-    "names of another rank": (
-        Annotated[eqx.nn.Linear, ft.names(weight="out")],
-        linear(),
-        ["w.weight   f32[3, 2]", 'has 2 dimensions; `"out"` has 1'],
-    ),
-    "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2, 3)]}, ["w.k.0   f32[2, 3]"]),
+    "names of another rank": (Annotated[eqx.nn.Linear, ft.names(weight="out")], linear(), "w.weight", 'has 2 dimensions; `"out"` has 1', MORE),
 }  # fmt: skip
-
-
-def holding(annotation: Any, value: Any) -> Any:
-    cls = type(
-        "Holder", (eqx.Module,), {"__annotations__": {"w": annotation}, "__module__": __name__}
-    )
-    module = object.__new__(cls)
-    object.__setattr__(module, "w", value)
-    return module
 
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_errors(case: str) -> None:
-    annotation, value, fragments = ERRORS[case]
+    annotation, value, *expected = ERRORS[case]
     with pytest.raises(AxesError) as error:
-        ft.tree_axes(holding(annotation, value))
-    for fragment in fragments:
-        assert fragment in str(error.value)
-    for problem in error.value.problems:
-        assert problem.path is not None and problem.path[0] == "w"
-        assert problem.shape is not None or "ft.names" in problem.why
-
-
-def test_a_stack_is_no_remedy_for_too_few_dimensions() -> None:
-    """Though there are more than the annotation has: those of the stacks come first."""
-    (leaf,) = read(Stacky(Stacky(Block(x(5, 6, 2), None)))).leaves
-    assert leaf.misfit is not None
-    assert leaf.misfit.why == (
-        'has 3 dimensions; `Float[Array, "embed hidden"]` has 2 after the axes `layers layers` of '
-        "its stack"
-    )
-    assert leaf.misfit.remedy == "change the annotation or the array"
+        ft.tree_axes(hold(annotation, value))
+    (problem,) = error.value.problems
+    assert [str(problem.path), problem.why, problem.remedy] == expected
 
 
 def test_errors_are_collected() -> None:
     wrong = object.__new__(Wrong)
     for name, value in {"w": x(1, 2, 3), "tie": x(2, 3), "lin": linear()}.items():
         object.__setattr__(wrong, name, value)
-    with pytest.raises(AxesError) as error:
+    # A module is not a leaf.
+    with pytest.raises(AxesError, match="the axes of 4 leaves cannot be determined") as error:
         ft.tree_axes({"model": [wrong, wrong]})
     paths = {str(problem.path) for problem in error.value.problems}
     assert paths == {f"model.{i}.{name}" for i in (0, 1) for name in ("w", "tie", "lin")}
-    assert "the axes of 4 leaves cannot be determined" in str(error.value)  # a module is not a leaf
-    assert [leaf.misfit is None for leaf in read({"model": [wrong]}).leaves] == [
-        False,
-        False,
-        True,
-        True,
-    ]
+
+
+class OtherName(eqx.Module):
+    w: Array
+
+    def __axis_names__(self) -> Any:
+        return ft.names(v="a")
 
 
 def test_names_for_the_root() -> None:
-    class Own(eqx.Module):
-        w: Array
-
-        def __axis_names__(self) -> Any:
-            return ft.names(v="a")
-
+    headline, own = "axes are given to leaves that do not exist\n\n  OtherName\n", OtherName(x(2))
+    with raises(headline, "but OtherName has no such leaf", error=AxesError):
+        ft.tree_axes(own)
     with raises(
-        "axes are given to leaves that do not exist\n\n  Own\n",
-        "but Own has no such leaf",
-        error=AxesError,
+        "the layout does not fit the tree", "\n\n  m   OtherName\n", error=ft.ShardingError
     ):
-        ft.tree_axes(Own(jnp.ones(2)))
-    with raises(
-        "the layout does not fit the tree on mesh (data=2)\n\n  Own\n", error=ft.ShardingError
-    ):
-        ft.plan(Own(jnp.ones(2)), ft.P(), {"data": 2})
-    with raises(
-        "the layout does not fit the tree on mesh (data=2)\n\n  m   Own\n", error=ft.ShardingError
-    ):
-        ft.plan({"m": Own(jnp.ones(2))}, ft.P(), {"data": 2})
+        ft.plan({"m": own}, ft.P(), {"data": 2})
 
 
 def states(*refs: ft.StateRef) -> Any:
     """The state of an ensemble of three models."""
     return eqx.filter_vmap(lambda key: ft.make_state(list(refs))[1])(jnp.arange(3))
-
-
-def test_state_that_is_a_number_has_all_of_its_names() -> None:
-    refs = [ft.StateRef(jnp.zeros(())), ft.StateRef(jnp.zeros(2)), ft.StateRef(jnp.zeros(2), "a")]
-    found = read(ft.make_state(refs)[1]).leaves
-    assert [leaf.annotated for leaf in found] == [True, False, True]
 
 
 def test_state_of_another_rank_than_its_refs() -> None:
@@ -624,18 +442,9 @@ def test_state_of_another_rank_than_its_refs() -> None:
         "has 1 dimension, but its `StateRef` declares 0",
     ]
     assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
-    said = (
-        "s.0   f32[3, 4]\n",
-        'declares 1 ("embed")',
-        "if these are several layers in one array",
-        "(`P(...)`)",
-    )
-    for layout in (
-        ft.AxisRules({"embed": None}),
-        ft.FSDP("data", min_size=0),
-        ft.FSDP("data", 0, axes="embed"),
-    ):
-        with raises("3 leaves cannot be laid out", *said, error=ft.ShardingError):
+    said = "if these are several layers in one array"
+    for layout in (ft.AxisRules({"embed": None}), ft.FSDP("data", min_size=0)):
+        with raises("3 leaves cannot be laid out", "s.0   f32[3, 4]\n", said, "(`P(...)`)"):
             ft.plan({"s": named}, layout, {"data": 3})
     assert ft.plan({"s": named}, ft.P("data"), {"data": 3})["s.0"].spec == ft.P("data", None)
     fewer = jax.tree.map(lambda x: x[0, 0] if x.ndim > 1 else x, named)
@@ -646,24 +455,26 @@ def test_state_of_another_rank_than_its_refs() -> None:
     )
 
 
+def test_state_without_dimensions_has_all_of_its_names() -> None:
+    refs = [ft.StateRef(jnp.zeros(())), ft.StateRef(jnp.zeros(2)), ft.StateRef(jnp.zeros(2), "a")]
+    found = read(ft.make_state(refs)[1]).leaves
+    assert [leaf.annotated for leaf in found] == [True, False, True]
+
+
 def test_state_as_one_layer_of_a_stack_has_it() -> None:
     """Its entries are those of all layers, and its values those of one."""
-    make = lambda key: ft.StateRef(jnp.ones(4), "embed")  # noqa: E731
-    _, state = ft.make_state(ft.stack(make, 3, jax.random.key(0)))
-    twice = ft.make_state(
-        ft.stack(lambda key: ft.stack(make, 2, key), 3, jax.random.key(0), axis="groups")
-    )[1]
-    rules = ft.AxisRules({"embed": "data", "layers": None, "groups": None})
-    for whole, cut, axes in (
-        (state, 0, ("layers", "embed")), (state, 1, ("embed",)), (twice, 0, ("groups", "layers", "embed")),
-        (twice, 1, ("layers", "embed")), (twice, 2, ("embed",)),
-    ):  # fmt: skip
-        sliced = jax.tree.map(lambda x, cut=cut: x[(0,) * cut], whole)
+
+    def refs(key: Any) -> ft.StateRef:
+        return ft.StateRef(jnp.ones(4), "embed")
+
+    key, rules = jax.random.key(0), ft.AxisRules({"embed": "data", ...: None})
+    _, state = ft.make_state(ft.stack(lambda key: ft.stack(refs, 2, key), 3, key, axis="groups"))
+    for cut, axes in enumerate([("groups", "layers", "embed"), ("layers", "embed"), ("embed",)]):
+        sliced = jax.tree.map(lambda x, cut=cut: x[(0,) * cut], state)
         (leaf,) = read(sliced).leaves
         assert (leaf.axes, leaf.stacked, leaf.misfit) == (axes, len(axes) - 1, None)
-        assert ft.plan(sliced, rules, {"data": 2})[leaf.path].spec == ft.P(
-            *[None] * (len(axes) - 1), "data"
-        )
+        spec = ft.P(*[None] * (len(axes) - 1), "data")
+        assert ft.plan(sliced, rules, {"data": 2})[leaf.path].spec == spec
 
 
 # Axes and names themselves
@@ -680,28 +491,17 @@ def test_axes_read_back(names: list[str | None]) -> None:
     assert again == axes and type(again) is Axes
 
 
-@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", "a-b", 4, b"a", ("a",), True])
+@pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", 4, True])
 def test_what_is_no_axis_name(name: Any) -> None:
-    with pytest.raises(AxesError) as error:
+    with raises(f"{name!r} is not an axis name: names are Python identifiers", error=AxesError):
         Axes(name)
-    assert f"{name!r} is not an axis name: names are Python identifiers" in str(error.value)
-
-
-def test_what_is_no_axes() -> None:
-    with pytest.raises(
-        AxesError, match=r"axes are written as text \(`'batch embed'`\) or as `ft.Axes`, not as 3"
-    ):
-        Axes.of(3)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(AxesError, match="'a,b' is not an axis name"):
-        Axes.parse("a,b")
 
 
 def test_names_are_values() -> None:
     names = ft.names({"*_proj.weight": "heads embed"}, bias="heads")
     assert names == ft.names({"*_proj.weight": ft.Axes("heads", "embed")}, bias="heads")
-    assert hash(names) == hash(pickle.loads(pickle.dumps(names))) and names == pickle.loads(
-        pickle.dumps(names)
-    )
+    again = pickle.loads(pickle.dumps(names))
+    assert names == again and hash(names) == hash(again)
     assert names != ft.names(bias="heads") and names != "names"
     assert repr(names) == "names({'*_proj.weight': 'heads embed', 'bias': 'heads'})"
     assert eval(repr(names), {"names": ft.names}) == names
@@ -709,20 +509,15 @@ def test_names_are_values() -> None:
         names.pairs = ()
 
 
-@pytest.mark.parametrize(
-    ("patterns", "error", "says"),
-    [
-        ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
-        ({"weight": None}, AxesError, "not as None"),
-        ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
-        ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
-        ({"a.**b": "a"}, ft.RuleError, "cannot read '**b'"),
-    ],
-)
+@pytest.mark.parametrize(("patterns", "error", "says"), [
+    ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
+    ({"weight": 3}, AxesError, "axes are written as text (`'batch embed'`) or as `ft.Axes`, not as 3"),
+    ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
+    ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
+])  # fmt: skip
 def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error) as raised:
+    with raises(says, error=error):
         ft.names(patterns)
-    assert says in str(raised.value)
 
 
 def test_the_spec_of_an_annotation_whose_names_are_given_from_outside() -> None:
@@ -756,6 +551,13 @@ def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
         assert plan[f"{path}.gate"].spec == ft.P(*[None] * lead)
     sharded = ft.plan(stacked, ft.AxisRules({"layers": "data", ...: None}), {"data": 2, "model": 4})
     assert sharded["layer.gate"].spec == ft.P("data")
+
+
+def test_a_stack_and_an_array_with_its_names_are_two_kinds():
+    """Of the layers in a stack each is sharded, and the stack is not."""
+    alone, whole = hold(Float[Array, "embed"], x(8, 4)), hold(Float[Array, "layers embed"], x(8, 4))
+    plan = ft.plan([ft.Stacked(alone), whole], ft.FSDP("data", min_size=0), {"data": 2})
+    assert [row.spec for row in plan] == [ft.P(None, "data"), ft.P("data", None)]
 
 
 # Equinox' own state has the paths of its declarations
@@ -796,17 +598,14 @@ def test_equinox_state_has_the_paths_of_the_model() -> None:
     assert [leaf.value.shape for leaf in read(state).leaves] == [
         x.shape for x in jax.tree.leaves(state)
     ]
-    places = {"data": 2}
-    plan = ft.plan(state, ft.StateSharding({"**.own.count": ft.P("data"), ...: ft.P()}), places)
-    assert [row.spec for row in plan if row.spec != ft.P(*[None] * len(row.shape))] == [
-        ft.P("data")
-    ]
+    layout = ft.StateSharding({"**.own.count": ft.P("data"), ...: ft.P()})
+    specs = {str(row.path): row.spec for row in ft.plan(state, layout, {"data": 2})}
+    assert specs["inner.0.own.count"] == ft.P("data")
     static, arrays = ft.split(state)
     assert jax.tree.structure(ft.merge(static, arrays)) == jax.tree.structure(state)
     assert ft.select({"m": model, "s": state}).where("**.own.count").count() == 1
     f = ft.jit(lambda state: state)
     assert jax.tree.structure(f(state)) == jax.tree.structure(state)
-    assert "state.inner.0.own.count" in f.lower(state).compile().as_text()
 
 
 @pytest.mark.parametrize(("marker", "keys"), [
@@ -829,46 +628,13 @@ def test_equinox_state_whose_indices_have_no_place() -> None:
 # Training states
 
 
-class Game(eqx.Module):
-    """A module in which another model is trained too."""
-
-    w: Float[Array, "embed"]
-    player: Any
-
-
-def trained(model: Any) -> Any:
-    return ft.TrainState.create(model, optax.sgd(1.0))
-
-
-INNER = trained({"w": x(2)})
-OUTER = trained(Game(x(3), INNER))
-
-TRAINING: dict[str, tuple[Any, dict[tuple[Any, ...], Any]]] = {
-    "none": ({"w": x(2)}, {}),
-    "the root": (INNER, {(): INNER}),
-    "in containers": (
-        {"a": [INNER, x(2)], "b": (INNER,)},
-        {("a", 0): INNER, ("b", 0): INNER},
-    ),
-    "in the model of another": (OUTER, {(): OUTER}),
-    "two, one of them in another": ([OUTER, INNER], {(0,): OUTER, (1,): INNER}),
-    "deep in the model of another": (
-        {"all": trained([{"games": [Game(x(3), INNER)]}])},
-        {("all",): None},
-    ),
-    "in a packed tree": (
-        {"packed": ft.pack({"ts": trained({"w": np.ones(2)})})},
-        {("packed", "ts"): None},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", TRAINING)
-def test_the_outermost_training_states(case: str) -> None:
+def test_the_outermost_training_states() -> None:
     """The outer one says what all of its leaves follow: those of the inner one are its parameters,
     or are not trained."""
-    tree, expected = TRAINING[case]
-    found = read(tree).training
-    assert list(found) == [ft.Path(path) for path in expected]
-    for path, state in expected.items():
-        assert state is None or found[ft.Path(path)] is state
+    sgd = optax.sgd(1.0)
+    inner = ft.TrainState.create({"w": jnp.ones(2)}, sgd)
+    outer = ft.TrainState.create({"game": inner}, sgd)
+    assert read(inner).training == {(): inner}
+    found = read([{"a": outer, "b": x(2)}, inner]).training
+    assert list(found.items()) == [((0, "a"), outer), ((1,), inner)]
+    assert list(read({"packed": ft.pack({"ts": inner})}).training) == [("packed", "ts")]

@@ -16,6 +16,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from tests.lib.covering import whole_tables
 from tests.lib.meshes import MESH, SIZES
 from tests.lib.optimizers import NAMES, build, given
 
@@ -35,10 +36,7 @@ class Net(eqx.Module):
 
 def net(layers: int = 24, dtype: Any = jnp.float32, embed: int = 256) -> Net:
     block = Block(S((layers, embed, 512), dtype), S((layers, embed), dtype))  # pyright: ignore
-    stack: Any = object.__new__(ft.Stacked)
-    object.__setattr__(stack, "layer", block)
-    object.__setattr__(stack, "axis", "layers")
-    return Net(S((1000, embed), dtype), stack)  # pyright: ignore
+    return Net(S((1000, embed), dtype), ft.Stacked(block))  # pyright: ignore
 
 
 WHOLE = ft.AxisRules({...: None})
@@ -68,9 +66,10 @@ OTHERWISE = {
     # In the table of optimizers, these have an adafactor, or a mask or labels by rank.
     *("chain", "freeze", "masked", "multi_transform", "named_chain", "partition"),
 }
+SOME = ["adafactor", "adaptive_grad_clip", "adam", "lamb", "lbfgs", "masked", "muon", "sam", "sm3"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES if whole_tables() else SOME)
 def test_who_is_told(name: str):
     texts = told_of(build(name), given(name, net()))
     if name not in OTHERWISE:
@@ -86,10 +85,6 @@ def test_who_is_told(name: str):
     # With it there is nothing to tell, inside of others too.
     tx = optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(build(name)))
     assert not told_of(tx, given(name, net()))
-
-
-def test_the_names_are_those_of_optax():
-    assert set(NAMES) >= OTHERWISE
 
 
 def decayed(by: Callable[[Any], Any]) -> Any:
@@ -125,35 +120,21 @@ def test_of_one_array_alone_nothing_is_told():
     assert not told_of(optax.clip_by_block_rms(1.0), only)
 
 
-def test_a_mask_of_the_models_own_classes():
-    mask = jax.tree.map(lambda x: True, net())
-    assert told_of(optax.masked(optax.lamb(1e-3), mask))
-
-
 def test_random_numbers_are_no_difference_and_hide_none():
     assert not told_of(optax.add_noise(1.0, 0.5, 0))
     assert told_of(optax.chain(optax.add_noise(1.0, 0.5, 0), optax.lamb(1e-3)))
     assert not told_of(optax.chain(optax.add_noise(1.0, 0.5, 0), ft.layerwise(optax.lamb(1e-3))))
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.complex64])
-def test_of_any_dtype(dtype: Any):
-    assert told_of(optax.lamb(1e-3), net(dtype=dtype))
-    assert not told_of(optax.adamw(1e-3), net(dtype=dtype))
-
-
 def test_several_stacks_and_stacks_of_stacks():
     inner = net().blocks
     outer: Any = jax.tree.map(lambda x: S((2, *x.shape), x.dtype), inner)
-    stack: Any = object.__new__(ft.Stacked)
-    object.__setattr__(stack, "layer", outer)
-    object.__setattr__(stack, "axis", "outer")
+    stack = ft.Stacked(outer, "outer")
     (text,) = told_of(optax.novograd(1e-3), {"a": stack, "b": inner})
     assert "treats the stacks `a`, `b` differently" in text
     (text,) = told_of(optax.novograd(1e-3), inner)
     assert "treats the stack `(the model)` differently" in text
     assert not told_of(ft.layerwise(optax.novograd(1e-3)), {"a": stack, "b": inner})
-    assert not told_of(optax.adam(1e-3), {"a": stack, "b": inner})
 
 
 # What is not told
@@ -202,7 +183,6 @@ DOORS: dict[str, Callable[[Any, Net], object]] = {
     "plan_optimizer": lambda tx, model: ft.plan_optimizer(tx, model, WHOLE, SIZES),
     "init_optimizer": lambda tx, model: ft.init_optimizer(tx, model, WHOLE, MESH),
     "TrainState.create": lambda tx, model: ft.TrainState.create(model, tx),
-    "with a layout": lambda tx, model: ft.TrainState.create(model, tx, layout=WHOLE, mesh=MESH),
     "in ft.init": lambda tx, model: ft.init(lambda m: ft.TrainState.create(m, tx), WHOLE, MESH)(
         model
     ),
@@ -215,9 +195,9 @@ def test_once_at_each_door(door: str):
     tx, model = optax.novograd(1e-3), concrete()
     with jax.set_mesh(MESH), ft.axis_rules(WHOLE):
         assert len(told(lambda: DOORS[door](tx, model))) == 1
-        for other in ("plan_optimizer", "TrainState.create", door):
-            assert not told(lambda other=other: DOORS[other](tx, model))
-    assert not told(lambda: DOORS[door](ft.layerwise(tx), model))
+        assert not told(lambda: DOORS["plan_optimizer"](tx, model))
+        assert not told(lambda: DOORS[door](tx, model))
+        assert not told(lambda: DOORS[door](ft.layerwise(tx), model))
 
 
 def test_once_for_each_optimizer_and_shapes():
@@ -233,6 +213,17 @@ def test_optimizers_that_share_their_init_are_not_taken_for_each_other():
     assert not told_of(clip) and told_of(other)
 
 
+def test_optimizers_that_share_their_update_are_not_taken_for_each_other():
+    def update(updates: Any, state: Any, params: Any = None) -> Any:
+        return jax.tree.map(lambda u, s: u / jnp.sum(s), updates, state), state
+
+    def scalars(params: Any) -> Any:
+        return jax.tree.map(lambda _: jnp.ones(()), params)
+
+    assert not told_of(optax.GradientTransformation(scalars, update))
+    assert told_of(optax.GradientTransformation(lambda params: params, update))
+
+
 def test_once_for_an_object_with_methods():
     tx = optax.MultiSteps(optax.lamb(1e-3), 1)
     assert told_of(tx) and not told_of(tx)
@@ -243,15 +234,9 @@ def test_once_for_an_object_with_methods():
 
 
 def test_the_settings_of_the_caller_make_no_difference():
-    for settings in (jax.numpy_dtype_promotion("strict"), jax.debug_nans(True), jax.disable_jit()):
-        with settings:
-            assert told_of(optax.lamb(1e-3)) and not told_of(optax.adamw(1e-3))
+    with jax.numpy_dtype_promotion("strict"), jax.debug_nans(True), jax.disable_jit():
+        assert told_of(optax.lamb(1e-3), net(dtype=jnp.bfloat16))
+        assert not told_of(optax.adamw(1e-3), net(dtype=jnp.bfloat16))
     with jax.enable_x64(True):
         assert told_of(optax.lamb(1e-3), net(dtype=jnp.float64))
         assert not told_of(optax.adamw(1e-3), net(dtype=jnp.float64))
-
-
-def test_the_warning_is_at_the_users_line():
-    with pytest.warns(ft.FunctreeWarning) as caught:
-        ft.plan_optimizer(optax.lamb(1e-3), net(), WHOLE, SIZES)
-    assert caught[0].filename == __file__

@@ -105,6 +105,15 @@ def linear(use_bias: bool = True) -> eqx.nn.Linear:
     return eqx.nn.Linear(2, 3, use_bias=use_bias, key=jax.random.key(0))
 
 
+def hold(annotation: Any, value: Any, module: str = __name__) -> Any:
+    """A module with one field `w` of this annotation, whose quoted names are those of `module`; the
+    value is not checked."""
+    names = {"__annotations__": {"w": annotation}, "__module__": module}
+    node = object.__new__(type("Holder", (eqx.Module,), names))
+    object.__setattr__(node, "w", value)
+    return node
+
+
 def containers(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
     """Nodes of every kind with `inner` for children, as `st.recursive` wants them."""
     keys = st.text(max_size=3)

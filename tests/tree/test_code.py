@@ -25,12 +25,8 @@ def test_its_lines_are_in_tracebacks_while_it_lives():
     with pytest.raises(KeyError) as caught:
         find("a")
     frame = traceback.extract_tb(caught.value.__traceback__)[-1]
-    assert (
-        frame.name == "find"
-        and frame.lineno == 2
-        and frame.line is not None
-        and frame.line.startswith("return x0")
-    )
+    assert (frame.name, frame.lineno) == ("find", 2)
+    assert frame.line is not None and frame.line.startswith("return x0")
     file = find.__code__.co_filename
     assert frame.filename == file and file.startswith("<functree: find a dict ")
     assert file != other.__code__.co_filename, "so that a profile tells them apart"

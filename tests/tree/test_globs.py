@@ -7,7 +7,6 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,77 +28,29 @@ def matches(pattern: str, *keys: Any) -> bool:
     return bool(glob_pattern(pattern).fullmatch(match_text(Path(keys))))
 
 
+# What the oracle below does not draw, or hardly.
 MATCHES = [
-    ("", (), True),
-    ("", ("a",), False),
-    ("a", ("a",), True),
-    ("a", ("a", "b"), False),
-    ("a.b", ("a.b",), False),
-    ("*", ("a",), True),
-    ("*", (), False),
-    ("*", (3,), True),
-    ("*", ("",), True),
-    ("*", ("a.b",), True),
-    ("*", ("a\x1fb",), True),
-    ("*", (None,), True),
-    ("*a*", ((1, "a"),), True),
-    ("1*", (1.5,), False),
-    ("*.*", ("a.b",), False),
-    ("*.*", ("a\x1fb",), False),
-    ("*", ("a", "b"), False),
-    ("a*", ("ab",), True),
-    ("a*", ("a",), True),
-    ("a*", ('a"b',), True),
-    ("a*", ("a b",), True),
-    ("*_proj", ("q_proj",), True),
-    ("*_proj", ("proj",), False),
-    ("a*b*c", ("axxbyyc",), True),
-    ("a*b*c", ("acb",), False),
-    ("*n", ("\n",), False),
-    ("*f", ("\x1f",), False),
-    ("*e", ("\x1e",), False),
+    ("", (), True), ("", ("a",), False), ("*", (), False), ("*", ("",), True), ("*", (3,), True),
+    ("*", ("a\x1fb",), True), ("*", (None,), True), ("*a*", ((1, "a"),), True),
+    ("*.*", ("a.b",), False), ("*.*", ("a\x1fb",), False), ("a_b", ("a.b",), False),
+    ("*n", ("\n",), False), ("*f", ("\x1f",), False), ("*e", ("\x1e",), False),
+    ("a*", ('a"b',), True), ("*_proj", ("q_proj",), True), ("*_proj", ("proj",), False),
+    ("a*b*c", ("axxbyyc",), True), ("a*b*c", ("acb",), False),
     ("blocks.*.attn.query", ("blocks", 3, "attn", "query"), True),
     ("blocks.*.attn.query", ("blocks", 3, 4, "attn", "query"), False),
-    ("blocks.1*.w", ("blocks", 12, "w"), True),
-    ("blocks.1*.w", ("blocks", "12", "w"), True),
-    ("blocks.1*.w", ("blocks", 2, "w"), False),
-    ("*1", (11,), True),
-    ("**", (), True),
-    ("**", ("a", 0, None), True),
-    ("**.**", (), True),
-    ("**.bias", ("bias",), True),
-    ("**.bias", ("a", 0, "bias"), True),
-    ("**.bias", ("a", "bias", 0), False),
-    ("**.bias", ("a", "xbias"), False),
-    ("**.mlp.**", ("mlp",), True),
-    ("**.mlp.**", ("a", "mlp", "b", "c"), True),
-    ("**.mlp.**", ("a", "mlp2", "b"), False),
-    ("a.**", ("a",), True),
-    ("a.**", ("b", "a"), False),
-    ("a.**.b", ("a", "b"), True),
-    ("a.**.b", ("a", 1, 2, "b"), True),
-    ("a.**.b", ("a", 1), False),
-    ("**.*", (), False),
-    ("**.*.**", ("a",), True),
-    ("0", (0,), True),
-    ("0", ("0",), False),
-    ('"0"', ("0",), True),
-    ('"0"', (0,), False),
-    ("-1", (-1,), True),
-    ('"*"', ("*",), True),
-    ('"*"', ("a",), False),
-    ('"**"', ("**",), True),
-    ('"**"', ("a", "b"), False),
-    ('a."b.c"', ("a", "b.c"), True),
-    ('a."b.c"', ("a", "b", "c"), False),
-    (r'"\""', ('"',), True),
-    (r'"\n"', ("\n",), True),
-    ("[True]", (True,), True),
-    ("[True]", (1,), False),
-    ("1", (True,), False),
-    ("[None].**", (None, "x"), True),
-    ("a_b", ("a.b",), False),
-]
+    ("blocks.1*.w", ("blocks", 12, "w"), True), ("blocks.1*.w", ("blocks", "12", "w"), True),
+    ("blocks.1*.w", ("blocks", 2, "w"), False), ("1*", (1.5,), False), ("*1", (11,), True),
+    ("**", (), True), ("**.**", (), True), ("**", ("a", 0, None), True),
+    ("**.bias", ("bias",), True), ("**.bias", ("a", "xbias"), False),
+    ("**.mlp.**", ("a", "mlp", "b", "c"), True), ("**.mlp.**", ("a", "mlp2", "b"), False),
+    ("a.**.b", ("a", "b"), True), ("a.**.b", ("a", 1), False), ("**.*", (), False),
+    ("0", ("0",), False), ('"0"', ("0",), True), ('"0"', (0,), False), ("-1", (-1,), True),
+    ('"*"', ("*",), True), ('"*"', ("a",), False), ('"**"', ("a", "b"), False),
+    ('a."b.c"', ("a", "b.c"), True), ('a."b.c"', ("a", "b", "c"), False), (r'"\n"', ("\n",), True),
+    ("[True]", (True,), True), ("[True]", (1,), False), ("1", (True,), False),
+    ("[None].**", (None, "x"), True), ("[(1, 2)].b", ((1, 2), "b"), True),
+    ('**."w?"', ("a", "w?"), True), ('"w[qkv]".*', ("w[qkv]", 0), True),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("pattern", "keys", "expected"), MATCHES)
@@ -107,37 +58,11 @@ def test_matches(pattern: str, keys: tuple[Any, ...], expected: bool) -> None:
     assert matches(pattern, *keys) is expected
 
 
-@pytest.mark.parametrize(
-    "pattern", ["a.**b", "a-*", "***", "a*b c", '*"x"', "x.?", "a..b", "a.", "[open]", "a b*"]
-)
-def test_what_is_no_glob(pattern: str) -> None:
-    with pytest.raises(ft.RuleError) as error:
-        ft.glob(pattern)
-    assert repr(pattern)[1:-1] in str(error.value) or "quote it" in str(error.value)
-
-
-@pytest.mark.parametrize("pattern", ["blocks.{0-3}.up", "{query,key}", "**.{q,k}.*"])
-def test_paths_as_plans_print_them_are_no_globs(pattern: str) -> None:
-    with pytest.raises(
-        ft.RuleError, match="is how a plan prints several paths at once, and no glob: write `\\*`"
-    ):
-        ft.glob(pattern)
-
-
 # What `fnmatch` or a shell would read, and the part that the message names.
 OF_SHELLS = [
-    ("**.attn.w[qkv]", "w[qkv]"),
-    ("**.attn.w?", "w?"),
-    ("?", "?"),
-    ("**.w?*", "w?*"),
-    ("**.[!b]*", "[!b]*"),
-    ("blocks.[^0].w", "[^0]"),
-    ("[qkv]_proj", "[qkv]_proj"),
-    ("**.[qk]", "[qk]"),
-    ("blocks.[0-3].w", "[0-3]"),
-    ("blocks.l[0-9][0-9].w", "l[0-9][0-9]"),
-    ('"a.b?"."c[d]".w?', "w?"),
-]
+    ("**.attn.w[qkv]", "w[qkv]"), ("?", "?"), ("**.w?*", "w?*"), ("**.[!b]*", "[!b]*"),
+    ("blocks.[^0].w", "[^0]"), ("blocks.l[0-9][0-9].w", "l[0-9][0-9]"), ('"a.b?"."c[d]".w?', "w?"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("pattern", "part"), OF_SHELLS)
@@ -155,48 +80,38 @@ def test_wildcards_of_shells_are_named(read: Any, pattern: str, part: str) -> No
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
+        ("a.**b", "glob 'a.**b': cannot read '**b'; `*` matches any text within one part, `**`"),
+        ("***", "cannot read '***'; `*` matches any text"),
+        ("a-*", "a key that is not an identifier is quoted"),
+        ("a*b c", "a key that is not an identifier is quoted"),
+        ("b.{q,k}", "is how a plan prints several paths at once, and no glob: write `*`"),
+        ('*"x"', "cannot read it from character 0"),
         ("blocks[3].w", "cannot read it from character 0; parts are joined by single dots"),
         ('m["w?"]', "cannot read it from character 0"),
         ('"w?".a b', "is not an identifier; quote it"),
         ("[<Color.RED: 1>].w", "is not a Python literal that can be a key"),
-        ("[1", "cannot read it from character 0"),
-        ("b.{q,k}", "is how a plan prints several paths"),
     ],
 )
-def test_other_faults_are_not_taken_for_wildcards_of_shells(pattern: str, message: str) -> None:
+def test_what_is_no_glob(pattern: str, message: str) -> None:
+    """Nor is it taken for the wildcards of shells."""
     with pytest.raises(ft.RuleError, match=re.escape(message)):
         ft.glob(pattern)
 
 
-@pytest.mark.parametrize(
-    ("pattern", "keys"),
-    [('**."w?"', ("a", "w?")), ('"w[qkv]".*', ("w[qkv]", 0)), ("[(1, 2)].b", ((1, 2), "b"))],
-)
-def test_quoted_keys_and_keys_in_brackets_stay(pattern: str, keys: tuple[Any, ...]) -> None:
-    assert matches(pattern, *keys)
-
-
 TREE = {"wq": jnp.ones(3), "wk": jnp.ones(3)}
 DOORS: dict[str, Callable[[str], Any]] = {
-    "glob": ft.glob,
     "select": lambda pattern: ft.select(TREE).where(pattern),
-    "split": lambda pattern: ft.split(TREE, pattern, ...),
     "StateSharding": lambda pattern: ft.StateSharding({pattern: ft.P(), ...: ft.P()}),
     "operand": lambda pattern: ft.is_trainable & pattern,
     "grad": lambda pattern: ft.grad(lambda tree: tree["wq"].sum(), wrt=pattern)(TREE),
-    "TrainState": lambda pattern: ft.TrainState.create(TREE, optax.sgd(0.1), wrt=pattern),
-    "plan_optimizer": lambda pattern: ft.plan_optimizer(
-        optax.sgd(0.1), TREE, ft.P(), {"a": 2}, wrt=pattern
-    ),
     "names": lambda pattern: ft.names({pattern: "embed"}),
 }
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("pattern", ["w[qk]", "w?"])
-def test_all_that_take_globs_say_so(door: str, pattern: str) -> None:
+def test_all_that_take_globs_say_so(door: str) -> None:
     with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
-        DOORS[door](pattern)
+        DOORS[door]("w[qk]")
 
 
 def test_files_are_read_by_globs_that_say_so(tmp_path: pathlib.Path) -> None:
@@ -206,14 +121,6 @@ def test_files_are_read_by_globs_that_say_so(tmp_path: pathlib.Path) -> None:
         ft.restore(tmp_path / "c", TREE, only="w[qk]")
     with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
         ft.load_tensors(tmp_path / "t.safetensors", TREE, {"w?": "w*"})
-
-
-def test_the_message_says_what_stars_are() -> None:
-    with pytest.raises(
-        ft.RuleError,
-        match=r"glob 'a\.\*\*b': cannot read '\*\*b'; `\*` matches any text within one",
-    ):
-        ft.glob("a.**b")
 
 
 # The oracle: parts against keys, in plain Python.
@@ -314,17 +221,13 @@ PATHS = [Path.parse(text) for text in ("embed.weight", "head.bias", 'odd."a.b".w
 MEANT: dict[str, str] = {
     # a misspelled key
     "**.bais": "**.bias",
-    "head.bais": "head.bias",
     "layers.*.attn.qurey": "layers.*.attn.query",
     "layesr.3.atn.query": "layers.3.attn.query",
     'odd."a.c".w': 'odd."a.b".w',
     # singular and plural, and longer forms
-    "layer.*.attn.query": "layers.*.attn.query",
     "layer.*.mlps.*": "layers.*.mlp.*",
-    "embeds.*": "embed.*",
     # a part that is missing: inside, before, behind
     "layers.attn.query": "layers.*.attn.query",
-    "layer.attn.query": "layers.*.attn.query",
     "attn.query": "**.attn.query",
     "query": "**.query",
     "embed": "embed.**",
@@ -334,8 +237,6 @@ MEANT: dict[str, str] = {
     "layers.12.mlp.up": "layers.*.mlp.up",
     # what is for another tree
     "opt_state.**": "",
-    "nothing": "",
-    "x.*": "",
     "**.blocks.*": "",
     "": "",
 }

@@ -1,12 +1,16 @@
-"""The operations of a program and of those inside of it: each program once, wherever it is."""
+"""The operations of a program and of those inside of it, and what its outputs depend on, against
+literal sets."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax import lax
 
-from functree.tree.jaxprs import all_equations, inner_programs
+from functree.tree.jaxprs import Reader, all_equations, dependencies
 
 
 @jax.jit
@@ -26,10 +30,8 @@ PROGRAMS: dict[str, Any] = {
     "itself": jnp.sin,
     "jit": inner,
     "called twice": lambda x: inner(x) + inner(x),
-    "checkpoint": jax.checkpoint(jnp.sin),
     "a loop": lambda x: jax.lax.map(jnp.sin, x),
     "while": lambda x: jax.lax.while_loop(lambda x: x[0] < 0, jnp.sin, x),
-    "a condition": lambda x: jax.lax.while_loop(lambda x: jnp.sin(x[0]) < 0, lambda x: x, x),
     "a branch": lambda x: jax.lax.cond(x[0] > 0, jnp.sin, jnp.negative, x),
     "a rule": with_rule,
     "nested": lambda x: jax.lax.map(lambda y: jax.lax.cond(y > 0, inner, jnp.negative, y), x),
@@ -44,7 +46,104 @@ def test_an_operation_is_found_once_in_any_program(name: str) -> None:
     assert ("sin" in [one.primitive.name for one in program.eqns]) == (name == "itself")
 
 
-def test_branches_are_inner_programs() -> None:
-    program = jax.make_jaxpr(PROGRAMS["a branch"])(jnp.ones(3))
-    found = [list(inner_programs(equation)) for equation in program.eqns]
-    assert sorted(map(len, found))[-1] == 2 and sum(map(len, found)) == 2
+# What outputs depend on
+
+X = np.arange(3, dtype=np.float32)
+CLOSED_OVER = jnp.ones(3)
+
+
+@jax.custom_vjp
+def twice(x: Any) -> Any:
+    return x * 2
+
+
+twice.defvjp(lambda x: (twice(x), None), lambda _, t: (t * 2,))
+
+
+def loop(x: Any, y: Any, z: Any) -> Any:
+    """The second value takes from the first, and the third from the second: after three rounds all
+    of them depend on `x`."""
+
+    def body(carry: Any) -> Any:
+        i, a, b, c, d = carry
+        return i + 1, a, b + a, c + b, d
+
+    return lax.while_loop(lambda carry: carry[0] < 4, body, (0, x, y, y, z))[1:]
+
+
+def ended_by(x: Any, y: Any, z: Any) -> Any:
+    return lax.while_loop(lambda carry: carry[0][0] < 4, lambda c: (c[0] + 1, c[1] * z), (x, y))
+
+
+def scanned(x: Any, y: Any, z: Any) -> Any:
+    """Carried: (x, then also y); collected: slices of y, times z."""
+    return lax.scan(lambda a, b: (a + b, b * z), x[0], y)
+
+
+def chosen(x: Any, y: Any, z: Any) -> Any:
+    return lax.cond(x[0] > 0, lambda: (y, z), lambda: (y * 2, y))
+
+
+# The function of three arrays, and for each of its outputs the numbers of those it depends on.
+CASES: dict[str, tuple[Callable[..., Any], list[set[int]]]] = {
+    "each alone": (lambda x, y, z: (jnp.sin(x), y + 1, z), [{0}, {1}, {2}]),
+    "concatenated": (lambda x, y, z: jnp.split(jnp.concatenate([x, y]), 2), [{0, 1}, {0, 1}]),
+    "jit": (lambda x, y, z: jax.jit(lambda a, b: (b, a))(x, y), [{1}, {0}]),
+    "remat": (lambda x, y, z: jax.checkpoint(lambda a, b: (jnp.sin(b), a))(x, y), [{1}, {0}]),
+    "custom_vjp": (lambda x, y, z: (twice(x), twice(y)), [{0}, {1}]),
+    "cond": (chosen, [{0, 1}, {0, 1, 2}]),
+    "while": (loop, [{0}, {0, 1}, {0, 1}, {2}]),
+    "while, ended by a value": (ended_by, [{0}, {0, 1, 2}]),
+    "scan": (scanned, [{0, 1}, {1, 2}]),
+    "map": (lambda x, y, z: (lax.map(jnp.sin, x), lax.map(lambda a: a * z[0], y)), [{0}, {1, 2}]),
+    "a reduction by a function": (
+        lambda x, y, z: lax.reduce((x, y), (0.0, 0.0), lambda a, b: (a[0] + b[0], a[1]), (0,)),
+        [{0}, {1}],
+    ),
+    "scatter": (lambda x, y, z: x.at[0].add(y[0]), [{0, 1}]),
+    "solve": (lambda x, y, z: (jnp.linalg.solve(jnp.eye(3) + x, y), z), [{0, 1}, {2}]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_outputs_depend_on(case: str):
+    function, want = CASES[case]
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        program = jax.make_jaxpr(function)(X, X, X)
+    found = dependencies(program, [frozenset({i}) for i in range(3)])
+    assert [set(one) for one in found] == want
+
+
+@pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])
+def test_random_numbers_depend_on_their_key(make: Any):
+    def function(key: Any, x: Any) -> Any:
+        return x + jax.random.normal(key, (3,)), jax.random.split(key)[0], x, key
+
+    program = jax.make_jaxpr(function)(make(0), X)
+    found = dependencies(program, [frozenset({0}), frozenset({1})])
+    assert found == [{0, 1}, {0}, {1}, {0}]
+
+
+def test_what_a_reader_sees():
+    """An operation in a loop once, with what its inputs depend on in any iteration; constants and
+    what is read from a mutable array, as it says."""
+
+    def body(carry: Any, y: Any) -> Any:
+        a, b = carry
+        return (b, b + CLOSED_OVER[0]), jnp.sin(a)
+
+    seen: list[Any] = []
+
+    def see(equation: Any, inputs: Any) -> None:
+        if equation.primitive.name == "sin":
+            seen.append(inputs)
+
+    def loops(x: Any, y: Any, z: Any) -> Any:
+        box = jax.new_ref(z)
+        return lax.scan(body, (x[0], y[0]), x), box[...]
+
+    reader = Reader(see, frozenset({"constant"}), frozenset({"read"}))
+    program = jax.make_jaxpr(loops)(X, X, X)
+    *_, read = dependencies(program, [frozenset({i}) for i in range(3)], reader)
+    assert seen == [[{0, 1, "constant"}]]
+    assert read == {2, "read"}

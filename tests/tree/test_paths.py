@@ -6,7 +6,6 @@ from typing import Any
 
 import equinox as eqx
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,19 +15,14 @@ from functree.tree.paths import Path
 from tests.lib.trees import Keyless, Pair
 
 TEXTS = {
-    "": (),
     "blocks.3.attn.query": ("blocks", 3, "attn", "query"),
-    'a."b.c"': ("a", "b.c"),
     'a."0"': ("a", "0"),
     "a.0": ("a", 0),
-    "-1": (-1,),
     '""': ("",),
     r'"say \"hi\""': ('say "hi"',),
     r'"back\\slash"': ("back\\slash",),
-    r'"line\nbreak"': ("line\nbreak",),
     r'"\u001f"': ("\x1f",),
     '"*"': ("*",),
-    '"**".x': ("**", "x"),
     '"[1]"': ("[1]",),
     "größe.名": ("größe", "名"),
     "[True].[None].[1.5]": (True, None, 1.5),
@@ -47,28 +41,28 @@ def test_text_and_keys(text: str) -> None:
     assert repr(path) == f"Path({text!r})"
 
 
+ODD = [
+    *(
+        "a",
+        "b.c",
+        "0",
+        "_",
+        "é",
+        '"',
+        "\\",
+        "\n",
+        "\x1f",
+        "\x1e",
+        "\ud800",
+        "[",
+        "]",
+        "'",
+        "*",
+        "**",
+    )
+]
 ATOMS = st.one_of(
-    st.text(),
-    st.sampled_from(
-        [
-            "a",
-            "b.c",
-            "0",
-            "_",
-            "é",
-            '"',
-            "\\",
-            "\n",
-            "\x1f",
-            "\x1e",
-            "\ud800",
-            "[",
-            "]",
-            "'",
-            "*",
-            "**",
-        ]
-    ),
+    st.text() | st.sampled_from(ODD),
     st.integers(),
     st.booleans(),
     st.none(),
@@ -100,19 +94,13 @@ def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) 
     ("text", "says"),
     [
         ("a.", "cannot read it from character 2"),
-        (".a", "cannot read it from character 0"),
-        ("a..b", "cannot read it from character 2"),
         ('a"b"', "cannot read it from character 0"),
         ('"a', "cannot read it from character 0"),
-        ("[1", "cannot read it from character 0"),
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
         ("**.w", "'**' is not an identifier; for all paths that fit a pattern use a filter, as in"),
-        ("a.0x", "'0x' is not an identifier"),
         ("a.{0-3}.b", "with braces a plan prints several paths at once: write one of them"),
-        ("{a,b}", "with braces a plan prints several paths at once: write one of them"),
         ("[open]", "[open] is not a Python literal"),
         ("[[1]]", "[[1]] is not a Python literal that can be a key"),
-        ("[{}]", "[{}] is not a Python literal that can be a key"),
         (f"[{'-' * 10**4}1]", "is not a Python literal that can be a key"),
         (f"[{'(' * 10**4}1]", "is not a Python literal that can be a key"),
         (f"[{'9' * 5000}]", "is not a Python literal that can be a key"),
@@ -130,21 +118,12 @@ def test_what_is_no_path(text: str, says: str) -> None:
 def test_jaxs_keys_become_plain() -> None:
     class M(eqx.Module):
         items: list[Any]
-        table: dict[Any, Any]
         pair: Pair
         own: Keyless
 
-    tree = M([1, 2], {"k.v": 3}, Pair(4, 5), Keyless(6, 7))
+    tree = M([1, {"k.v": 3}], Pair(4, 5), Keyless(6))
     paths = [str(Path.of(keys)) for keys, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    assert paths == [
-        "items.0",
-        "items.1",
-        'table."k.v"',
-        "pair.left",
-        "pair.right",
-        "own.0",
-        "own.1",
-    ]
+    assert paths == ["items.0", 'items.1."k.v"', "pair.left", "pair.right", "own.0"]
 
 
 def test_a_path_is_a_tuple_and_a_leaf() -> None:
@@ -153,8 +132,3 @@ def test_a_path_is_a_tuple_and_a_leaf() -> None:
     assert isinstance(path / "b", Path) and path / "b" == ("a", 0, "b")
     assert jax.tree.leaves({"x": path}) == [path]
     assert pickle.loads(pickle.dumps(path)) == path == copy.deepcopy(path)
-
-
-def test_rows_have_paths() -> None:
-    [row] = ft.plan({"a.b": [jnp.ones(2)]}, ft.P(), {})
-    assert isinstance(row.path, Path) and str(row.path) == '"a.b".0'
