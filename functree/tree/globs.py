@@ -15,7 +15,8 @@ _SEPARATOR = (
 )
 _NO_STRING = "\x1e"  # before a key that is not a string: the keys 0 and "0" must differ
 # A key that contains one of these characters itself is escaped by a third one.
-_ESCAPES = str.maketrans({"\x1d": "\x1d\x1d", _NO_STRING: "\x1d\x1c", _SEPARATOR: "\x1d\x1b"})
+_ESCAPED = {"\x1d": "\x1d", "\x1c": _NO_STRING, "\x1b": _SEPARATOR}
+_ESCAPES = str.maketrans({character: f"\x1d{by}" for by, character in _ESCAPED.items()})
 
 
 def match_text(path: Path) -> str:
@@ -38,9 +39,8 @@ def _escaped(key: object) -> str:
 def _unescaped(key: str) -> str:
     """What `_escaped` was made from: a string key itself, and the text of another one."""
     key = key.removeprefix(_NO_STRING)
-    for character, escaped in (("\x1b", _SEPARATOR), ("\x1c", _NO_STRING), ("\x1d", "\x1d")):
-        key = key.replace(f"\x1d{character}", escaped)
-    return key
+    # In one pass: a character that was escaped is not the begin of another escape.
+    return re.sub("\x1d(.)", lambda found: _ESCAPED[found[1]], key)
 
 
 @lru_cache(maxsize=4096)

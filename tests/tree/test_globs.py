@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 
 import functree as ft
 from functree.tree.globs import (
+    captured,
     capturing_pattern,
     glob_pattern,
     literal_text,
@@ -209,6 +210,9 @@ def test_escapes_are_escaped() -> None:
     odd = ["\x1f", "\x1e", "\x1d", "\x1d\x1b", "\x1d\x1c", "\x1d\x1d", "\x1e0", "0"]
     texts = {match_text(Path((key,))) for key in odd} | {match_text(Path((0,)))}
     assert len(texts) == len(odd) + 1
+    for key in odd:
+        found = capturing_pattern("*").fullmatch(match_text(Path((key,))))
+        assert found is not None and captured(found) == [key]
 
 
 # A glob that matches no path, and the one that is meant.
