@@ -416,11 +416,11 @@ def test_without_the_passes(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ledger_without_the_passes(monkeypatch: pytest.MonkeyPatch):
-    lowered = ft.jit(product, in_shardings=(P("model"), P("data")), mesh=MESH).lower(W, X)
-    ledger = lowered.compile().ledger()
+    function = ft.jit(product, in_shardings=(P("model"), P("data")), mesh=MESH)
+    ledger = function.lower(W, X).compile().ledger()
     assert {one.verdict for one in ledger.collectives} == {"compiler"}
     monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")
-    bare = lowered.compile().ledger()
+    bare = function.lower(W, X).compile().ledger()
     plain = tuple(replace(one, verdict=None, cause=None) for one in ledger.collectives)
     # JAX has compiled it before, and so does not compile it again.
     assert bare == replace(ledger, collectives=plain, data=(), warnings_known=bare.warnings_known)
