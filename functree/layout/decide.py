@@ -142,7 +142,10 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     It decides about leaves that follow nothing. The others take these decisions, unless the layout
     was written for them.
     """
-    layout, arrays = part.layout, part.for_arrays
+    layout = part.layout
+    # An argument that is one array has no other leaves.
+    if part.for_arrays is not None and any(map(is_bare, leaves)):
+        layout = part.for_arrays
     # Most layouts ask nothing of a path.
     asking = any(type(one).asks is not Layout.asks for one in walk(layout))
     known: dict[Hashable, Decision] = {}
@@ -152,13 +155,10 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
         if leaf.follows is not None and not layout.claims(leaf):
             followers.append(i)
             continue
-        deciding = layout
-        if arrays is not None and is_bare(leaf):
-            deciding = arrays
         # The layers of a large model are alike, and share one decision.
-        key = deciding is layout, leaf.kind, deciding.asks(leaf) if asking else None
+        key = leaf.kind, layout.asks(leaf) if asking else None
         if key not in known:
-            known[key] = deciding.decide(leaf, None, view)
+            known[key] = layout.decide(leaf, None, view)
         decided[i] = known[key]
     # A tree without a training state has none.
     if followers:
