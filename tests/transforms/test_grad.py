@@ -452,6 +452,17 @@ def test_silent_failure_30_a_loss_averaged_on_each_shard_is_refused():
         in_shards(value_and_grad(lambda w, x: (local(w, x), x), has_aux=True))
 
 
+def test_silent_failure_30_along_two_mesh_axes_of_which_one_cuts_the_parameter():
+    mapped = jax.shard_map(
+        lambda model, x: grad(lambda model: jnp.mean(model["w"] * x))(model),
+        mesh=MESH,
+        in_specs=(P("data"), P(("data", "model"))),
+        out_specs=P("data"),
+    )
+    with raises('along ("data", "model")', "w   f32[1]", "is the same on all shards"):
+        jax.jit(mapped)({"w": jnp.ones(2)}, jnp.arange(8.0))
+
+
 def test_silent_failure_30_the_ways_that_are_right():
     def mean(w: Array, x: Array) -> Array:
         return jax.lax.pmean(jnp.mean(w * x), "data")
