@@ -277,6 +277,14 @@ def test_matrices_of_one_shape_with_other_dimensions() -> None:
     check(muon(**options), muon_of_optax(**options), model, P("data", "model"), MESH)
 
 
+def test_matrices_of_two_dtypes_are_computed_apart() -> None:
+    model = {"wide": jnp.ones((8, 16)), "narrow": jnp.ones((8, 16), jnp.bfloat16)}
+    tx = ft.on_whole_matrices(lambda matrix: 2 * matrix)
+    update, placed, state = on_mesh(tx, model, P("data", "model"), MESH)
+    updates, _ = update(placed, state)
+    assert {name: x.dtype for name, x in updates.items()} == {"wide": "float32", "narrow": "bfloat16"}
+
+
 def test_outside_of_jit() -> None:
     tx, model = muon(ns_steps=1), MODELS["plain"]()
     _, placed, state = on_mesh(tx, model, TENSOR, MESH)
