@@ -217,3 +217,17 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 def test_bad_input(given: dict[str, Any], why: str) -> None:
     with raises(why):
         ft.nn.cross_entropy(model(), **{"tokens": TOKENS, "targets": TARGETS, **given})
+
+
+def test_the_gradient_of_a_narrow_head_is_summed_over_chunks_in_float32():
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), model())
+    tokens, targets = np.tile(TOKENS, (1, 8)), np.tile(TARGETS, (1, 8))
+
+    def of_head(chunk: int) -> np.ndarray:
+        gradient = jax.jit(
+            jax.grad(lambda model: ft.nn.cross_entropy(model, tokens, targets, chunk=chunk))
+        )(narrow)
+        return np.asarray(jax.tree.leaves(gradient.head)[0], np.float32)
+
+    found, whole = of_head(1), of_head(1024)
+    assert np.linalg.norm(found - whole) < 0.01 * np.linalg.norm(whole)

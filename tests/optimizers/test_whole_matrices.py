@@ -282,7 +282,10 @@ def test_matrices_of_two_dtypes_are_computed_apart() -> None:
     tx = ft.on_whole_matrices(lambda matrix: 2 * matrix)
     update, placed, state = on_mesh(tx, model, P("data", "model"), MESH)
     updates, _ = update(placed, state)
-    assert {name: x.dtype for name, x in updates.items()} == {"wide": "float32", "narrow": "bfloat16"}
+    assert {name: x.dtype for name, x in updates.items()} == {
+        "wide": "float32",
+        "narrow": "bfloat16",
+    }
 
 
 def test_outside_of_jit() -> None:
