@@ -144,7 +144,7 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     """
     layout = part.layout
     # An argument that is one array has no other leaves.
-    if part.for_arrays is not None and any(map(is_bare, leaves)):
+    if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
     # Most layouts ask nothing of a path.
     asking = any(type(one).asks is not Layout.asks for one in walk(layout))

@@ -1,7 +1,7 @@
-"""The rules on imports, held on every module of the package.
+"""The rules of the house that ruff does not check, held on every module of the package.
 
-ruff checks the other rules of style. Each rule here is a function from the folder of a package to
-its violations, as lines for a reader, and is run on functree and on small packages that break it.
+Each rule is a function from the folder of a package to its violations, as lines for a reader. Each
+is run on functree, and on small packages that break it.
 """
 
 import ast
@@ -21,6 +21,8 @@ FLOORS = (
 )  # fmt: skip
 ROOF = ("__init__", "__main__")
 
+MAX_MODULE_LINES = 700
+VAGUE_NAMES = {"util", "utils", "helper", "helpers"}
 # Public, for all their underscore: `collections.namedtuple` documents them.
 NAMEDTUPLE_API = {"_asdict", "_fields", "_field_defaults", "_make", "_replace"}
 
@@ -206,12 +208,110 @@ def _foreign_names(root: Path, name: str, path: Path) -> set[str]:
     return out
 
 
+# What ruff does not check
+
+
+def long_modules(root: Path) -> list[str]:
+    """Modules over the limit: such a one becomes a folder of the same name."""
+    sizes = {
+        path: len(path.read_text(encoding="utf-8").splitlines()) for path in modules(root).values()
+    }
+    return [
+        f"{path.relative_to(root.parent)} has {lines} lines, {MAX_MODULE_LINES} at most"
+        for path, lines in sizes.items()
+        if lines > MAX_MODULE_LINES
+    ]
+
+
+def vague_names(root: Path) -> list[str]:
+    """Files and folders called after nothing in particular."""
+    return [
+        f"{path.relative_to(root.parent)}: name it after what is in it"
+        for path in sorted(root.rglob("*"))
+        if (path.suffix == ".py" or path.is_dir()) and path.stem.strip("_") in VAGUE_NAMES
+    ]
+
+
+def suppressions(root: Path) -> list[str]:
+    """Everything is suppressed, which ruff allows."""
+    out = []
+    for path in modules(root).values():
+        for node in nodes(path):
+            if (
+                not isinstance(node, ast.Call)
+                or ast.unparse(node.func).split(".")[-1] != "suppress"
+            ):
+                continue
+            if {"Exception", "BaseException"} & set(map(ast.unparse, node.args)):
+                out.append(f"{at(root, path, node.lineno)}: {ast.unparse(node)}")
+    return out
+
+
+def recursive_closures(root: Path) -> list[str]:
+    """Functions inside of functions that call themselves: such a cycle keeps all that they see
+    until a collection."""
+    out = []
+    for path in modules(root).values():
+        for outer in nodes(path):
+            if not isinstance(outer, ast.FunctionDef):
+                continue
+            for inner in ast.walk(outer):
+                if inner is outer or not isinstance(inner, ast.FunctionDef):
+                    continue
+                names = [
+                    node.id
+                    for one in inner.body
+                    for node in ast.walk(one)
+                    if isinstance(node, ast.Name)
+                ]
+                if inner.name in names:
+                    out.append(
+                        f"{at(root, path, inner.lineno)}: {inner.name} in {outer.name} calls itself"
+                    )
+    return out
+
+
+# Attributes that hold the text of a message, or what its text is made of.
+TOLD = {"reason", "reasons", "source", "why", "remedy", "what", "problems", "notes"}
+# Methods that ask what a text says.
+READING = {
+    "startswith", "endswith", "removeprefix", "removesuffix", "partition", "rpartition", "split",
+    "find", "index", "replace", "match", "fullmatch", "search",
+}  # fmt: skip
+
+
+def text_read_back(root: Path) -> list[str]:
+    """Messages that are read: rewording one must not change what a program does."""
+    out = []
+    for path in modules(root).values():
+        for node in nodes(path):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                asked = [node.func.value] if node.func.attr in READING else []
+                asked += node.args if node.func.attr in {"match", "fullmatch", "search"} else []
+            elif isinstance(node, ast.Compare) and any(
+                isinstance(op, ast.In | ast.NotIn) for op in node.ops
+            ):
+                # `"text" in row.reason`, and not `leaf in problems`.
+                is_text = isinstance(node.left, ast.Constant) and isinstance(node.left.value, str)
+                asked = node.comparators if is_text else []
+            else:
+                continue
+            if any(isinstance(one, ast.Attribute) and one.attr in TOLD for one in asked):
+                out.append(f"{at(root, path, node.lineno)}: {ast.unparse(node)}")
+    return out
+
+
 # Held on functree
 
 RULES: tuple[Callable[[Path], list[str]], ...] = (
     floors,
     cycles,
     private_imports,
+    long_modules,
+    vague_names,
+    suppressions,
+    recursive_closures,
+    text_read_back,
 )
 
 
@@ -281,6 +381,38 @@ BROKEN: dict[str, tuple[Callable[[Path], list[str]], dict[str, str], list[str]]]
                       "a = eqx._module.Module\nb = core._thing\nc = State._fields\nd = pkg.tree._mine\n"
                       "e = a._own\nf = core.__name__\n"},
         ["pkg/errors.py:5: eqx._module is private", "pkg/errors.py:6: core._thing is private"],
+    ),
+    "a long module": (
+        long_modules,
+        {"errors.py": "#\n" * (MAX_MODULE_LINES + 1), "testing.py": "#\n" * MAX_MODULE_LINES},
+        [f"pkg/errors.py has {MAX_MODULE_LINES + 1} lines, {MAX_MODULE_LINES} at most"],
+    ),
+    "a name that says nothing": (
+        vague_names,
+        {"tree/_utils.py": "", "helpers/__init__.py": "", "tree/paths.py": "", "tree/util_of_use.py": ""},
+        ["pkg/helpers: name it after what is in it", "pkg/tree/_utils.py: name it after what is in it"],
+    ),
+    "a closure that calls itself": (
+        recursive_closures,
+        {"errors.py": "def f(x):\n    def g(y):\n        return g(y - 1) if y else x\n    return g(3)\n",
+         "cli.py": "def f(x):\n    def g(y):\n        return f(y)\n    return g(x)\n"},
+        ["pkg/errors.py:2: g in f calls itself"],
+    ),
+    "a message that is read": (
+        text_read_back,
+        {"errors.py": "a = row.reason.startswith('rule ')\nb = problem.remedy.removesuffix(more)\n"
+                      "c = 'no name' in decision.source\nd = re.match('rule', fault.why)\n",
+         "tree/a.py": "a = name.startswith('x')\nb = problem in plan.problems\nc = row.reason == other.reason\n"},
+        ["pkg/errors.py:1: row.reason.startswith('rule ')", "pkg/errors.py:2: problem.remedy.removesuffix(more)",
+         "pkg/errors.py:3: 'no name' in decision.source", "pkg/errors.py:4: re.match('rule', fault.why)"],
+    ),
+    "everything is suppressed": (
+        suppressions,
+        {"errors.py": "import contextlib\nwith contextlib.suppress(Exception):\n    pass\n"
+                      "with contextlib.suppress(KeyError, BaseException):\n    pass\n"
+                      "with contextlib.suppress(KeyError):\n    pass\n"},
+        ["pkg/errors.py:2: contextlib.suppress(Exception)",
+         "pkg/errors.py:4: contextlib.suppress(KeyError, BaseException)"],
     ),
 }  # fmt: skip
 

@@ -160,6 +160,8 @@ def test_an_argument_on_another_mesh():
     with raises(
         "runs on mesh (data=2, model=4), but 1 argument is not on it",
         "x   f32[8, 4]",
+        "is on the mesh (data=8)",
+        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
         error=ft.ShardingError,
     ):
         ft.init(lambda x: x * 2, P("data"), MESH)(x)

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, PRNGKeyArray
 
 import functree as ft
-from functree.errors import FunctreeError
+from functree.errors import AxesError, FunctreeError
 from functree.transforms.remat import offload, remat_policy
 from functree.transforms.stacked import Stacked, stack
 
@@ -636,3 +636,4 @@ def test_errors(case: str) -> None:
     with pytest.raises(ft.FunctreeError) as caught:
         call()
     assert str(caught.value).startswith(beginning), str(caught.value)
+    assert isinstance(caught.value, AxesError) == (case == "the axis is no identifier")
