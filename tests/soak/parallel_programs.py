@@ -1,7 +1,9 @@
 """A seed ─► a random model with experts, a sequence in parts or a pipeline, under random rules; it
 is run, and compared with the same model on one device.
 
-Capacities of experts have room for all tokens, since what is dropped depends on the mesh.
+Of experts alone the values are those of the oracle in float64 (`moe_oracle.py`), with what a
+capacity drops on this mesh. Other capacities have room for all tokens, since what is dropped
+depends on the mesh.
 """
 
 import dataclasses
@@ -20,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 import functree as ft
 from functree.nn.attention import attend as attending
+from tests.nn.moe_oracle import mixture
 from tests.soak.rules_by_hand import Leaf, Rule, spec_of
 
 MESHES = (
@@ -31,7 +34,7 @@ MESHES = (
 )
 OF_WEIGHTS = ("embed", "hidden", "experts", "heads", "kv_heads", "vocab")
 NAMES = ("batch", "seq", *OF_WEIGHTS, "layers", "head_dim")
-KINDS = ("model", "model", "stack")
+KINDS = ("experts", "attention", "model", "model", "stack")
 RTOL = 3e-5
 
 # What functree says, by the documentation, that it cannot do. Another error is a failure.
@@ -88,6 +91,15 @@ class Program:
         """The spec of an activation."""
         return spec_of(Leaf(tuple(axes.split()), shape), self.rules, None, self.mesh)
 
+    def parts(self, axes: str, name: str) -> int:
+        """Into how many parts the rules shard a dimension of an activation."""
+        one = self.spec(axes, ())[axes.split().index(name)]
+        return int(np.prod([self.mesh[axis] for axis in _axes(one)], dtype=int))
+
+
+def _axes(entry: Any) -> tuple[str, ...]:
+    return () if entry is None else (entry,) if isinstance(entry, str) else tuple(entry)
+
 
 # --- Random values
 
@@ -96,8 +108,10 @@ def make(seed: int) -> Program:
     rng = random.Random(seed)
     kind = rng.choice(KINDS)
     mesh = rng.choice(MESHES)
-    pipe = rng.random() < 0.5
-    options = model_options(rng, pipe)
+    has_stack = kind in ("model", "stack")
+    pipe = rng.random() < 0.5 and has_stack
+    make_options = {"experts": experts_options, "attention": attention_options}
+    options = make_options.get(kind, model_options)(rng, pipe)
     if kind == "stack":
         options |= {"order": "in order", "segments": False}
     return Program(
@@ -144,6 +158,21 @@ def make_rules(
     return rules
 
 
+def experts_options(rng: random.Random, pipe: bool) -> dict[str, Any]:
+    experts = rng.choice([4, 8])
+    return {
+        "batch": rng.choice([4, 8]),
+        "seq": rng.choice([3, 4, 8]),
+        "embed": 8,
+        "hidden": rng.choice([4, 8]),
+        "experts": experts,
+        "top_k": rng.randint(1, 3),
+        "capacity": rng.choice([None, 0.5, 1.0, 1.5, float(experts)]),
+        "dispatch": rng.choice(["auto", "gather", "exchange"]),
+        "normalize": rng.random() < 0.7,
+    }
+
+
 def attention_options(rng: random.Random, pipe: bool) -> dict[str, Any]:
     heads = rng.choice([4, 8])
     return {
@@ -169,9 +198,8 @@ def model_options(rng: random.Random, pipe: bool) -> dict[str, Any]:
     options |= {"microbatches": None, "cross_entropy": rng.choice([3, 8, 1024])}
     options |= {"mask": rng.random() < 0.3, "balance": 0.0}
     if rng.random() < 0.5:
-        options |= {"experts": rng.choice([4, 8]), "top_k": rng.randint(1, 3)}
-        options |= {"dispatch": rng.choice(["auto", "gather", "exchange"])}
-        options |= {"normalize": rng.random() < 0.7}
+        found = experts_options(rng, pipe)
+        options |= {name: found[name] for name in ("experts", "top_k", "dispatch", "normalize")}
         # Room for all tokens, which may all go to one expert.
         options["capacity"] = rng.choice([None, options["experts"] / options["top_k"]])
         options["balance"] = rng.choice([0.0, 0.1])
@@ -212,7 +240,7 @@ def run(program: Program) -> Sequence[str]:
         What the compiler warns of.
     """
     attending.CHUNK = program.chunk  # some sequences are longer, so that there are several
-    case = of_model(program)
+    case = {"experts": of_experts, "attention": of_attention}.get(program.kind, of_model)(program)
     arrays, inverse = in_another_order(program, case.arrays)
     mesh = ft.make_mesh(**program.mesh, explicit=program.explicit)
     with jax.default_matmul_precision("highest"):
@@ -225,7 +253,7 @@ def run(program: Program) -> Sequence[str]:
             compiled = both.lower(model, given).compile()
             found = compiled(model, given)
         # Behind it, since what is refused may have no expected values: parts that do not divide.
-        expected = jax.jit(jax.value_and_grad(case.fun, has_aux=True))(case.reference, case.arrays)
+        expected = expected_of(program, case)
     compare(found, expected, inverse)
     check_shardings(program, mesh, found)
     return compiled.ledger().warnings
@@ -247,6 +275,12 @@ def in_another_order(
     moved = {name: ft.nn.zigzag(np.asarray(x), int(order[-1]))[0] for name, x in arrays.items()}
     positions = np.asarray(ft.nn.zigzag(next(iter(arrays.values())), int(order[-1]))[1])
     return {**moved, "positions": positions}, np.argsort(positions)
+
+
+def expected_of(program: Program, case: Case) -> Any:
+    if program.kind == "experts":
+        return of_oracle(program, case)
+    return jax.jit(jax.value_and_grad(case.fun, has_aux=True))(case.reference, case.arrays)
 
 
 def compare(found: Any, expected: Any, inverse: np.ndarray | None) -> None:
@@ -324,6 +358,96 @@ def made(program: Program, create: Callable[[Any], Any]) -> Any:
         return (random.normal(size=x.shape) / math.sqrt(x.shape[-2:][0])).astype(np.float32)
 
     return jax.tree.map(array, jax.eval_shape(create, jax.random.key(0)))
+
+
+def of_experts(program: Program) -> Case:
+    given = program.options
+    names = ("embed", "hidden", "experts", "top_k", "capacity", "dispatch", "normalize")
+    layer = ft.nn.MoE(**{name: given[name] for name in names}, key=jax.random.key(program.seed))
+    shape = given["batch"], given["seq"], given["embed"]
+    arrays = {"x": random_of(program).normal(size=shape).astype(np.float32)}
+
+    def fun(layer: Any, arrays: Any) -> Any:
+        y, losses = layer(arrays["x"])
+        return jnp.sum(y) + losses.balance + losses.z, y
+
+    return Case(fun, layer, layer, arrays, {"x": "batch seq embed"})
+
+
+def of_oracle(program: Program, case: Case) -> Any:
+    """The values of a layer of experts in float64, with what is dropped on this mesh."""
+    given, x = program.options, case.arrays["x"]
+    numbers = np.arange(x.shape[0] * x.shape[1]).reshape(x.shape[:2])
+    shards: list[np.ndarray] = []
+    rows, columns = token_parts(program, x.shape)
+    for part in np.split(numbers, rows):
+        shards += [one.ravel() for one in np.split(part, columns, axis=1)]
+    weights = {name: np.asarray(getattr(case.model, name)) for name in ("router", "gate", "up")}
+    weights["down"] = np.asarray(case.model.down)
+    flat = x.reshape(-1, x.shape[-1])
+    found = mixture(
+        weights,
+        flat,
+        np.ones_like(flat),
+        given["top_k"],
+        given["capacity"],
+        shards,
+        given["normalize"],
+    )
+    gradient = case.model
+    for name in weights:
+        gradient = eqx.tree_at(
+            lambda tree, name=name: getattr(tree, name), gradient, found.gradient[name]
+        )
+    return (found.y.sum() + found.balance + found.z, found.y.reshape(x.shape)), gradient
+
+
+def token_parts(program: Program, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Into how many parts the rows and the columns of the tokens are, of which each has its own
+    capacity."""
+    given = program.options
+    tokens = program.spec("batch seq embed", shape)
+    of_experts = _axes(program.spec("experts embed hidden", ())[0])
+    if not program.explicit:
+        # By rules, all other dimensions come before the sequence, in whatever order these are.
+        others = program.spec("batch _ embed", shape)
+        used = {axis for one in others for axis in _axes(one)}
+        left = tuple(axis for axis in _axes(tokens[1]) if axis not in used)
+        tokens = P(others[0], left)
+    entries = [list(_axes(tokens[0])), list(_axes(tokens[1]))]
+    count = lambda axes: int(np.prod([program.mesh[axis] for axis in axes], dtype=int))  # noqa: E731
+    more = [axis for axis in of_experts if axis not in entries[0] + entries[1]]
+    fits = [i for i in (0, 1) if shape[i] % count(entries[i] + more) == 0]
+    capacity = given["capacity"]
+    many = capacity is not None and count(of_experts) > given["top_k"] * capacity
+    exchanged = given["dispatch"] == "exchange" or (given["dispatch"] == "auto" and many)
+    if count(of_experts) > 1 and exchanged and more and fits:
+        entries[fits[0]] += more
+    return count(entries[0]), count(entries[1])
+
+
+def of_attention(program: Program) -> Case:
+    given = program.options
+    options: dict[str, Any] = {"window": given["window"], "use_bias": given["bias"]}
+    options |= {"qk_norm": given["qk_norm"]}
+    sizes = given["embed"], given["heads"], given["kv_heads"], 4
+    own = {"context": given["context"], "attention": given["attention"]}
+    layer, reference = (
+        made(program, lambda key, more=more: ft.nn.Attention(*sizes, **more, **options, key=key))
+        for more in (own, {"attention": "xla"})
+    )
+    shape = given["batch"], given["seq"], given["embed"]
+    arrays = {"x": random_of(program).normal(size=shape).astype(np.float32)}
+    names = {"x": "batch seq embed", "positions": "seq", "segments": "batch seq"}
+    with_segments(program, arrays)
+
+    def fun(layer: Any, arrays: Any) -> Any:
+        positions = arrays.get("positions")
+        in_order = positions is None
+        y = layer(arrays["x"], positions, arrays.get("segments"), in_order=in_order)
+        return jnp.sum(jnp.sin(y)), y
+
+    return Case(fun, layer, reference, arrays, names)
 
 
 def with_segments(program: Program, arrays: dict[str, Any]) -> None:
