@@ -125,8 +125,8 @@ class FlatCall(NamedTuple):
             distinct = frozenset(meshes)
             if len(distinct) == 1:
                 return distinct
-            # If some are on a mesh and others are not, it matters which. Those that nobody has
-            # placed are replicated, and those that are committed to a device cannot be used.
+            # The key tells which arrays are on a mesh. Of the others, a program replicates those
+            # that are uncommitted, and refuses those that are committed to a device.
             apart = [x for x, mesh in zip(self.arrays, meshes, strict=True) if mesh is None]
             return meshes, tuple([x.committed for x in apart if is_concrete(x)])
         if not self.group.several_devices:
