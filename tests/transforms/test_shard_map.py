@@ -654,32 +654,63 @@ def test_the_error_for_a_result_that_may_differ():
     )
 
 
-WRONG_OPTIONS: list[tuple[dict[str, Any], str]] = [
+WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"in_specs": (P(), P())},
+        ft.RuleError,
         "in_specs has 2 layouts, and <lambda> has 1 positional parameter (x)",
     ),
-    ({"in_specs": {"y": P()}}, "in_specs: <lambda> has no parameter 'y'; its parameters are x"),
-    ({"in_specs": 3}, "in_specs: 3 is neither a layout, nor one for each positional parameter"),
+    (
+        {"in_specs": {"y": P()}},
+        ft.RuleError,
+        "in_specs: <lambda> has no parameter 'y'; its parameters are x",
+    ),
+    (
+        {"in_specs": 3},
+        ft.RuleError,
+        "in_specs: 3 is neither a layout, nor one for each positional parameter",
+    ),
     (
         {"axis_names": {"dta"}},
+        ft.ShardingError,
         "`dta` in `axis_names` is not in the mesh (data=2, model=4); did you",
     ),
-    ({"axis_names": "data"}, "axis_names='data' is a string: use a set"),
-    ({"axis_names": iter(("data",))}, "it must be a collection of texts, or None"),
-    ({"shapes": "globl"}, 'shapes=\'globl\' is not one of "global", "local", None'),
-    ({"mesh": {"data": 2}}, "shard_map runs on devices: give a `Mesh`, not sizes"),
-    ({"x": jax.ShapeDtypeStruct((8, 4), "float32")}, "`x` is abstract, so the function cannot run"),
-    ({"check_rep": True}, "shard_map: use `check_vma=` instead of check_rep"),
-    ({"auto": True}, "shard_map: use `axis_names=`, the mesh axes that become manual"),
-    ({"option": True}, "shard_map has no option `option`"),
+    ({"axis_names": "data"}, TypeError, "axis_names='data' is a string: use a set"),
+    (
+        {"axis_names": iter(("data",))},
+        TypeError,
+        "it must be a collection of texts, or None",
+    ),
+    (
+        {"shapes": "globl"},
+        ValueError,
+        'shapes=\'globl\' is not one of "global", "local", None',
+    ),
+    (
+        {"mesh": {"data": 2}},
+        ft.ShardingError,
+        "shard_map runs on devices: give a `Mesh`, not sizes",
+    ),
+    (
+        {"x": jax.ShapeDtypeStruct((8, 4), "float32")},
+        TypeError,
+        "`x` is abstract, so the function cannot run",
+    ),
+    ({"check_rep": True}, TypeError, "shard_map: use `check_vma=` instead of check_rep"),
+    (
+        {"auto": True},
+        TypeError,
+        "shard_map: use `axis_names=`, the mesh axes that become manual",
+    ),
+    ({"option": True}, TypeError, "shard_map has no option `option`"),
 ]
 
 
-@pytest.mark.parametrize(("options", "text"), WRONG_OPTIONS)
-def test_wrong_options(options: dict[str, Any], text: str):
-    with raises(text):
+@pytest.mark.parametrize(("options", "error", "text"), WRONG_OPTIONS)
+def test_wrong_options(options: dict[str, Any], error: type[Exception], text: str):
+    with raises(text, error=error) as caught:
         call(**options)
+    assert isinstance(caught.value, ft.FunctreeError)
 
 
 def test_another_mesh_inside():
