@@ -3,6 +3,7 @@
 import copy
 import pickle
 import re
+from collections import OrderedDict
 from typing import Any
 
 import equinox as eqx
@@ -13,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
+from functree.errors import MAX_PATHS
 from functree.layout.layout import as_layout
 from tests.lib.checks import raises
 from tests.lib.meshes import SIZES
@@ -280,7 +282,7 @@ def plan_of(mesh: Mesh) -> ft.Plan:
     return ft.plan(jnp.ones((4, 8)), P(None, "model"), mesh)
 
 
-# Prefix trees: `tests/tree/test_aligned.py` has what belongs together
+# Prefix trees
 
 
 TREES: dict[str, tuple[Any, Any, list[P]]] = {
@@ -325,6 +327,12 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
         {"b": P()},
         "at the root: `b` is only in the layouts; `a` is only in the tree: a tree of layouts has the keys of the tree",
     ),
+    "keys in another order": (
+        OrderedDict(a=x(4), b=x(4)), OrderedDict(b=P(), a=P()),
+        "the layouts have the keys of the tree in another order: `b`, `a` instead of `a`, `b`",
+    ),
+    "many keys": ({f"k{i}": x(4) for i in range(MAX_PATHS + 5)}, {}, " and 5 more are only in the tree"),
+    "another container": ({"a": (x(4),)}, {"a": [P()]}, "at `a`: the layouts are a list and the tree is a tuple"),
     "below a leaf": ({"a": x(4)}, {"a": [P()]}, "at `a`: the layouts are a list and the tree is a leaf"),
     "no layout": ({"a": x(4)}, {"a": 3}, "at `a`: 3 is not a layout: write `P(...)`, "),
     "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of these"),

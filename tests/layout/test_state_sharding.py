@@ -131,6 +131,8 @@ MEANT: dict[str, tuple[Any, str]] = {
     "a missing beginning": ("kernel", "**.kernel"),
     "a missing end": ("conv", "conv.**"),
     "a misspelled path": ("layer.1.wieght", "layers.1.weight"),
+    "an index too many": ("layers.2.bias", "layers.*.bias"),
+    "the whole path": ("blocks.*.bias", "layers.*.bias"),
     "a path": (ft.Path(("layer", 1, "bias")), "layers.1.bias"),
     "an expression": (re.compile("scla"), "scale"),
     "another tree": ("blocks.*.mlp", ""),

@@ -9,15 +9,6 @@ import pytest
 from functree.tree.skeleton.code import Code
 
 
-def test_a_function_of_its_lines_and_values():
-    code, values = Code(), [object(), 3]
-    names = [code.value(value) for value in values]
-    doubled = code.assign("x * 2")
-    code.lines.append(f"return {doubled}, {names[0]}, {names[1]}")
-    assert len({*names, doubled, code.name(), code.name()}) == 5
-    assert code.function("double(x)", "a number")(4) == (8, values[0], 3)
-
-
 def test_its_lines_are_in_tracebacks_while_it_lives():
     code = Code()
     code.lines.append(f"return {code.value({})}[key]")

@@ -75,19 +75,6 @@ def test_equal_skeletons_are_equal_structures(one: Any, other: Any):
         assert takes(form, other) or not same
 
 
-@given(TREES, st.data())
-def test_one_thing_changed(tree: Any, data: st.DataObject):
-    flat, treedef = jax.tree.flatten(tree, is_leaf=lambda x: x is None)
-    places = [i for i, x in enumerate(flat) if not is_array(x)]
-    if not places:
-        return
-    i = data.draw(st.sampled_from(places))
-    flat[i] = data.draw(st.sampled_from(["new", 7, None if flat[i] is not None else "new"]))
-    changed = treedef.unflatten(flat)
-    assert not any(takes(one, changed) for one in forms(tree))
-    assert Skeleton.of(changed) != Skeleton.of(tree)
-
-
 @pytest.mark.parametrize("what", CHANGED)
 def test_another_form_is_not_taken(what: str):
     one, other = CHANGED[what]
@@ -138,54 +125,6 @@ def test_a_named_tuple_that_is_registered_in_another_order():
 def block(seed: int, size: int = LARGE) -> list[Pair]:
     """A part of a tree that is large enough for a form of its own."""
     return [Pair(jnp.full(2, seed + i), None, name="block") for i in range(size)]
-
-
-def names(one: Form) -> set[str]:
-    """The generated functions that a form calls."""
-    values = one.take.__globals__.values()
-    return {
-        x.__code__.co_filename
-        for x in values
-        if hasattr(x, "__code__") and "functree: take" in x.__code__.co_filename
-    }
-
-
-def test_equal_parts_are_taken_by_one_function():
-    tree = {"a": [block(0), block(1)], "b": (block(2), {"c": X})}
-    one = form_of(tree)
-    own = one.take.__code__.co_filename
-    list_of_blocks, in_b = (form_of(tree["a"]), form_of(tree["a"][0]))
-    assert same_objects(one.take(tree), arrays_of(tree))
-    assert names(one) == {
-        own,
-        *(form.take.__code__.co_filename for form in (list_of_blocks, form_of(tree["b"]))),
-    }
-    assert names(list_of_blocks) == {
-        list_of_blocks.take.__code__.co_filename,
-        in_b.take.__code__.co_filename,
-    }
-    assert jax.tree.structure(one.build(one.take(tree))) == jax.tree.structure(tree)
-    assert same_objects(jax.tree.leaves(one.build(one.take(tree))), arrays_of(tree))
-
-
-CHANGED_BLOCKS = {
-    "shorter": lambda: block(0)[:-1],
-    "static": lambda: [*block(0)[:-1], Pair(X, None, name="other")],
-    "key": lambda: [*block(0)[:-1], {"a": X}],
-    "none": lambda: [*block(0)[:-1], Pair(X, X, name="block")],
-}
-
-
-@pytest.mark.parametrize("what", CHANGED_BLOCKS)
-def test_a_part_of_another_form(what: str):
-    other = CHANGED_BLOCKS[what]()
-    one = form_of([block(0), block(1)])
-    for wrong in ([block(0), other], [other, block(1)], [other, other]):
-        assert not takes(one, wrong) and not one.fits(wrong)
-        assert same_objects(form_of(wrong).take(wrong), arrays_of(wrong))
-    assert one.take([other, block(1)]) != one.take([block(0), other]), (
-        "the place is a part of the refusal"
-    )
 
 
 def test_forms_are_forgotten_with_those_who_use_them():

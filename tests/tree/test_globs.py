@@ -1,16 +1,11 @@
 """Globs over the parts of a path, against a matcher over tuples."""
 
-import pathlib
 import re
-from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import save_file
 
 import functree as ft
 from functree.tree.globs import (
@@ -19,7 +14,6 @@ from functree.tree.globs import (
     glob_pattern,
     literal_text,
     match_text,
-    meant_glob,
 )
 from functree.tree.paths import Path, part_text
 from tests.lib.patterns import KEYS, PARTS, written
@@ -99,31 +93,6 @@ def test_what_is_no_glob(pattern: str, message: str) -> None:
         ft.glob(pattern)
 
 
-TREE = {"wq": jnp.ones(3), "wk": jnp.ones(3)}
-DOORS: dict[str, Callable[[str], Any]] = {
-    "select": lambda pattern: ft.select(TREE).where(pattern),
-    "StateSharding": lambda pattern: ft.StateSharding({pattern: ft.P(), ...: ft.P()}),
-    "operand": lambda pattern: ft.is_trainable & pattern,
-    "grad": lambda pattern: ft.grad(lambda tree: tree["wq"].sum(), wrt=pattern)(TREE),
-    "names": lambda pattern: ft.names({pattern: "embed"}),
-}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_all_that_take_globs_say_so(door: str) -> None:
-    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
-        DOORS[door]("w[qk]")
-
-
-def test_files_are_read_by_globs_that_say_so(tmp_path: pathlib.Path) -> None:
-    ft.save(tmp_path / "c", TREE)
-    save_file({name: np.ones(3, "f") for name in TREE}, tmp_path / "t.safetensors")
-    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
-        ft.restore(tmp_path / "c", TREE, only="w[qk]")
-    with pytest.raises(ft.RuleError, match=r"only `\*` and `\*\*` are wildcards"):
-        ft.load_tensors(tmp_path / "t.safetensors", TREE, {"w?": "w*"})
-
-
 # The oracle: parts against keys, in plain Python.
 
 
@@ -191,11 +160,6 @@ def test_no_two_paths_look_alike(one: list[Any], other: list[Any]) -> None:
     )
 
 
-def test_literal() -> None:
-    assert literal_text("a.*") is None and literal_text("**") is None
-    assert literal_text('a."*"') == match_text(Path(("a", "*")))
-
-
 def test_many_stars_take_no_time() -> None:
     pattern = ".".join(["**"] * 30 + ["x"])
     assert not matches(pattern, *["y"] * 60)
@@ -213,52 +177,3 @@ def test_escapes_are_escaped() -> None:
     for key in odd:
         found = capturing_pattern("*").fullmatch(match_text(Path((key,))))
         assert found is not None and captured(found) == [key]
-
-
-# A glob that matches no path, and the one that is meant.
-
-BELOW = ("attn.query", "attn.key", "mlp.up", "norm.scale")
-LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in BELOW]
-PATHS = [Path.parse(text) for text in ("embed.weight", "head.bias", 'odd."a.b".w', *LAYERS)]
-
-# What was written, and what is suggested; empty for nothing.
-MEANT: dict[str, str] = {
-    # a misspelled key
-    "**.bais": "**.bias",
-    "layers.*.attn.qurey": "layers.*.attn.query",
-    "layesr.3.atn.query": "layers.3.attn.query",
-    'odd."a.c".w': 'odd."a.b".w',
-    # singular and plural, and longer forms
-    "layer.*.mlps.*": "layers.*.mlp.*",
-    # a part that is missing: inside, before, behind
-    "layers.attn.query": "layers.*.attn.query",
-    "attn.query": "**.attn.query",
-    "query": "**.query",
-    "embed": "embed.**",
-    "layers.*.mlp": "layers.*.mlp.**",
-    # a path that looks like it as a whole
-    "blocks.*.attn.query": "layers.*.attn.query",
-    "layers.12.mlp.up": "layers.*.mlp.up",
-    # what is for another tree
-    "opt_state.**": "",
-    "**.blocks.*": "",
-    "": "",
-}
-
-
-@pytest.mark.parametrize("written", MEANT)
-def test_what_is_suggested(written: str) -> None:
-    near = MEANT[written]
-    assert meant_glob(written, PATHS) == (near and f"; did you mean `{near}`?")
-    # It matches something.
-    if near:
-        assert any(map(glob_pattern(near).fullmatch, map(match_text, PATHS)))
-
-
-def test_without_paths() -> None:
-    assert meant_glob("**.bias", []) == "" and meant_glob("w", [Path(())]) == ""
-
-
-def test_keys_that_are_no_text() -> None:
-    paths = [Path((1.5, "w")), Path(("layer", 1.5, "w"))]
-    assert meant_glob("laeyr.w", paths) == "; did you mean `layer.*.w`?"

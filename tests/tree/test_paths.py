@@ -41,26 +41,7 @@ def test_text_and_keys(text: str) -> None:
     assert repr(path) == f"Path({text!r})"
 
 
-ODD = [
-    *(
-        "a",
-        "b.c",
-        "0",
-        "_",
-        "é",
-        '"',
-        "\\",
-        "\n",
-        "\x1f",
-        "\x1e",
-        "\ud800",
-        "[",
-        "]",
-        "'",
-        "*",
-        "**",
-    )
-]
+ODD = ["b.c", "0", "_", "é", '"', "\\", "\n", "\x1f", "\x1e", "\ud800", "[", "]", "'", "*", "**"]
 ATOMS = st.one_of(
     st.text() | st.sampled_from(ODD),
     st.integers(),
@@ -81,13 +62,6 @@ def exact(key: Any) -> Any:
 def test_a_path_reads_back(path: Path) -> None:
     again = Path.parse(str(path))
     assert exact(tuple(again)) == exact(tuple(path))
-
-
-@given(
-    st.lists(st.text() | st.integers(), max_size=4), st.lists(st.text() | st.integers(), max_size=4)
-)
-def test_different_paths_have_different_texts(one: list[Any], other: list[Any]) -> None:
-    assert (str(Path(one)) == str(Path(other))) == (one == other)
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,6 @@ def test_statics_have_paths():
     assert found == {"a.0.name": "n", "a.0.second": 3, "p.y": "text"}
 
 
-def test_skeletons_are_values():
-    assert {Skeleton.of(Pair(X, 1)): 1}[Skeleton.of(Pair(np.ones(3), 1))] == 1
-    assert Skeleton.of(X) == Skeleton.of(np.ones(3)) != Skeleton.of(None)
-    leaves = [Skeleton.of([X, leaf]) for leaf in (1, True, 1.0, -0.0, 0.0, float("nan"), "a")]
-    assert len(set(leaves)) == len(set(map(hash, leaves))) == 7
-
-
 class Raises:
     __hash__ = None
 
@@ -166,20 +159,6 @@ def test_what_is_no_tree(calls: list[Any]):
     loop.append(loop)
     with pytest.raises(ft.FunctreeError, match="contains itself"):
         groups.find(loop)
-
-
-def test_canary_equinox_keeps_fields_in_the_module_s_dict():
-    """`functree.tree.skeleton.kinds` reads and writes them there."""
-    contents = eqx.Module.__dict__["__dict__"].__get__
-    module = Pair(X, 1)
-    assert contents(module) == {"first": X, "second": 1, "name": "pair"}
-    new = object.__new__(Pair)
-    contents(new).update(first=X, second=2, name="other")
-    assert (new.first, new.second, new.name) == (X, 2, "other")
-    assert jax.tree.structure(new) == jax.tree.structure(Pair(X, 2, "other"))
-    assert isinstance(Method(X).get, eqx.Module) and arrays_of(Method(X).get) == [X], (
-        "a bound method is a module"
-    )
 
 
 # Classes that look at their arrays
