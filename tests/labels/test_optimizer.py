@@ -157,7 +157,10 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
             "depends on the shapes of the parameters in a way that cannot be determined, "
             "so it cannot get the spec of a parameter"
         )
-        assert "`otherwise=P()`" in problem.remedy
+        assert problem.remedy == (
+            "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a "
+            "pattern: `StateSharding({'opt_state.**': P(), ...: layout})`"
+        )
     plan = ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=P())
     state = jax.tree.leaves_with_path(jax.eval_shape(tx.init, DICT))
     assert [(row.path, row.shape) for row in plan] == [(ft.Path.of(p), x.shape) for p, x in state]

@@ -5,7 +5,6 @@ The doors are those of a tree (`plan`, `shard`, `constrain`, gradients, ...) and
 """
 
 import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -331,43 +330,6 @@ def test_each_door_warns_of_a_longer_form(door: str) -> None:
     rules = ft.AxisRules({"hiddens": "model", ...: None})
     with pytest.warns(ft.FunctreeWarning, match="no leaf has the axis of rule `hiddens`"):
         DOORS[door](rules)
-
-
-# Filters that have an effect, and others with what is told of each.
-EFFECTS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "right": ({"**.bias": P("model")}, ()),
-    "right class": ({Layer: RULES}, ()),
-    "expression": ({re.compile("bais"): P()}, ("filter re.compile('bais')", "matches no leaf")),
-    "callable": ({lambda path, leaf: leaf.ndim == 9: P()}, ("<lambda>", "matches no leaf")),
-    "class": ({Other: P()}, ("filter Other", "matches no leaf")),
-    "axis": ({ft.has_axis("embd"): P()}, ("filter has_axis('embd')", "matches no leaf")),
-    "inner": ({Layer: ft.StateSharding({"**.bais": P(), ...: RULES})}, ("filter '**.bais'",)),
-    "hidden": ({"**": RULES, "**.bias": P()}, ("filter '**.bias'", "earlier filters match all")),
-    "a field below": ({"**.key.weight": P()}, ("filter '**.key.weight'", "matches no leaf")),
-}
-
-
-@pytest.mark.parametrize("case", EFFECTS)
-@pytest.mark.parametrize("door", ["plan", "rules", "rules of shard_map"])
-def test_filters_have_an_effect(door: str, case: str) -> None:
-    filters, told = EFFECTS[case]
-    # An `FSDP` after it changes nothing.
-    layout = ft.StateSharding({**filters, ...: RULES}) | ft.FSDP("data")
-    if not told:
-        DOORS[door](layout)
-        return
-    with raises(*told, error=ft.ShardingError):
-        DOORS[door](layout)
-
-
-def test_what_may_be_a_warning() -> None:
-    layout = ft.StateSharding({"**.bais": P(), ...: RULES}, unused="warn")
-    f = ft.jit(of_model, mesh=MESH, rules=layout)
-    with pytest.warns(ft.FunctreeWarning, match=r"filter '\*\*\.bais' matches no leaf"):
-        f.trace(PLACED, PLACED_X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        f.trace(PLACED, PLACED_X)
 
 
 # Over all arguments together, and only where there is a model

@@ -12,7 +12,6 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.lib.checks import refused
 from tests.lib.meshes import MESH, SIZES
 
 P = PartitionSpec
@@ -212,11 +211,3 @@ def test_a_parameter_that_is_placed_tells_the_problem_of_its_moments() -> None:
     text = raised(lambda: ft.jit(step, in_shardings=layout, mesh=MESH)(state))
     assert "ts.model.layers.0.w, ts.model.layers.1.w   f32[16, 64]" in text
     assert "opt_state" not in text
-
-
-def test_what_cannot_be_determined_says_what_to_do() -> None:
-    tx = optax.flatten(optax.adam(1e-3))
-    remedy = "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a pattern: "
-    assert f"Try: {remedy}`StateSharding({{'opt_state.**': P(), ...: layout}})`" in refused(
-        ft.TrainState.create({"w": jnp.ones((2, 4))}, tx), P("data")
-    )

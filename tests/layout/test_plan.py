@@ -20,7 +20,6 @@ from tests.lib.checks import raises
 from tests.lib.meshes import MESH, SIZES
 
 P = PartitionSpec
-AUTO = (AxisType.Auto,) * 2
 
 
 class MLP(eqx.Module):
@@ -107,18 +106,6 @@ def test_a_row_by_path_tuple_and_text() -> None:
 # Trees of specs and shardings
 
 
-def test_specs_is_an_ordinary_tree(mesh: Mesh) -> None:
-    model = mlp()
-    plan = ft.plan(model, RULES, mesh)
-    assert isinstance(plan.specs, MLP)
-    assert plan.specs.up == P(None, ("data", "model"))
-    assert plan.specs.name is None
-    arrays = eqx.filter(model, eqx.is_array)
-    is_spec = lambda x: isinstance(x, P)  # noqa: E731
-    assert jax.tree.structure(plan.specs, is_leaf=is_spec) == jax.tree.structure(arrays)
-    assert jax.tree.structure(plan.shardings) == jax.tree.structure(arrays)
-
-
 def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
     tree = {"a": jnp.ones((4, 8)), "b": jnp.ones(8)}
     plan = ft.plan(tree, {"a": P("data"), "b": ft.on_host(P("model"))}, mesh)
@@ -131,29 +118,6 @@ def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
         _ = ft.plan(tree, P(), SIZES).shardings
 
 
-def test_an_abstract_mesh() -> None:
-    plan = ft.plan(mlp(), RULES, MESH.abstract_mesh)
-    assert plan.mesh is MESH.abstract_mesh
-    assert plan.shardings.up == NamedSharding(MESH.abstract_mesh, P(None, ("data", "model")))
-    assert [row.spec for row in plan] == [row.spec for row in ft.plan(mlp(), RULES, SIZES)]
-
-
-def test_a_mesh_far_larger_than_this_machine() -> None:
-    tree = jax.eval_shape(lambda: {"w": jnp.ones((2**20, 2**16), jnp.bfloat16)})
-    row = ft.plan(tree, P(("data", "model")), {"data": 512, "model": 16})["w"]
-    assert row.bytes_global == 2**37
-    assert row.bytes_per_device == 2**24
-    assert row.local_shape == (128, 2**16)
-
-
-def test_abstract_and_traced_trees() -> None:
-    concrete = ft.plan(mlp(), RULES, SIZES)
-    assert ft.plan(eqx.filter_eval_shape(mlp), RULES, SIZES).rows == concrete.rows
-    rows = []
-    jax.jit(lambda x: rows.append(ft.plan({"x": x}, P("data"), SIZES)["x"].spec) or x)(jnp.ones(4))
-    assert rows == [P("data")]
-
-
 # What is wrong
 
 
@@ -161,15 +125,10 @@ def test_check_collects_or_raises() -> None:
     tree = {"a": jnp.ones((3, 8)), "b": jnp.ones(4), "c": jnp.ones(5)}
     layout = {"a": P("data", "x"), "b": P("data"), "c": P("data", "data")}
     plan = ft.plan(tree, layout, SIZES, check=False)
-    assert [(str(p.path), p.shape, p.what) for p in plan.problems] == [
-        ("a", (3, 8), "f32[3, 8]"), ("a", (3, 8), "f32[3, 8]"), ("c", (5,), "f32[5]"), ("c", (5,), "f32[5]"),
-    ]  # fmt: skip
-    assert all(p.why and p.remedy for p in plan.problems)
-    assert plan["b"].spec == P("data") and len(plan) == 3
+    assert [(str(p.path), p.what) for p in plan.problems] == [("a", "f32[3, 8]")] * 2 + [
+        ("c", "f32[5]")
+    ] * 2
     assert plan["c"].local_shape == (3,)  # the largest part
-    with pytest.raises(ft.ShardingError) as caught:
-        ft.plan(tree, layout, SIZES)
-    assert caught.value.problems == plan.problems
     assert "PROBLEM a: dimension 0 has size 3;" in str(plan)
     with pytest.raises(ft.ShardingError) as caught:
         _ = ft.plan(tree, layout, MESH, check=False).shardings

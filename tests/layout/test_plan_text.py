@@ -20,7 +20,7 @@ from functree.layout.plan.text import groups_of
 from functree.report.table import WIDTH
 from tests.lib.checks import python_calls
 from tests.lib.meshes import SIZES
-from tests.lib.trees import BareMLP, module, x
+from tests.lib.trees import module, x
 
 P = PartitionSpec
 
@@ -135,12 +135,6 @@ def test_what_is_on_another_mesh_is_not_replicated_over_this_one(mesh: Mesh) -> 
     assert [note.partition(",")[0] for note in notes if note.startswith("replicated")] == [
         "replicated over model: 1 array"
     ]
-
-
-def test_names_that_have_named_no_leaf_are_in_the_text() -> None:
-    rules = ft.AxisRules({...: None}, names={eqx.nn.Conv: ft.names(weight="o i _")}, unnamed=P())
-    plan = ft.plan(jnp.ones(8), rules, SIZES)
-    assert "no leaf needed: names= of Conv" in str(plan)
 
 
 def test_the_largest_first() -> None:
@@ -262,12 +256,7 @@ class Gated(eqx.Module):
 
 SWAPPED = Swapped(x(8, 32), x(32, 8))  # type: ignore[arg-type]
 SEVERAL_SIZES: dict[str, tuple[Any, list[str]]] = {
-    "right": (BareMLP(x(8, 32), x(32, 8)), []),
     "transposed": (SWAPPED, ["embed: 8 in up, 32 in down", "hidden: 32 in up, 8 in down"]),
-    "another in a list": (
-        [BareMLP(x(8, 32), x(32, 8)), SWAPPED],
-        ["embed: 8 in *.up, 32 in *.down", "hidden: 32 in *.up, 8 in *.down"],
-    ),
     "weights of two layers": (
         {"up": ft.nn.Linear(8, 32, key=KEY), "down": ft.nn.Linear(32, 8, key=KEY)},
         [

@@ -76,20 +76,7 @@ def test_as_linen(table: Table, axes: tuple[str | None, ...], closed: bool) -> N
 
 
 ORDER: dict[str, tuple[Any, str, P]] = {
-    "the table's order, not the array's": (
-        {"batch": "data", "embed": "data", ...: None},
-        "embed batch",
-        P(None, "data"),
-    ),
-    "a fallback in between": ([("b", "x"), ("a", "x"), ("a", "y")], "a b", P("y", "x")),
-    "a tuple is free only as a whole": (
-        [("a", "x"), ("b", ("x", "y")), ("b", None)],
-        "a b",
-        P("x", None),
-    ),
     "a list": ({"a": ["x", "y"]}, "a", P(("x", "y"))),
-    "... closes what is blocked": ([("a", "x"), ("b", "x"), (..., None)], "a b", P("x", None)),
-    "... closes what is not mentioned": ({"a": "x", ...: None}, "other a", P(None, "x")),
     "nothing": ({"a": "x"}, "", P()),
     "one name twice, one mesh axis": ([("a", "x"), ("a", None)], "a a", P("x", None)),
     "one name twice, and a fallback": ([("a", "x"), ("a", "y")], "a a", P("x", "y")),
@@ -225,15 +212,9 @@ def test_identity() -> None:
 
 def test_a_spec_of_axes() -> None:
     rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, ...: None})
-    for axes, shape, expected in (
-        ("batch hidden", (4, 8), P("data", "model")),
-        ("batch _", (4, 3), P("data", None)),
-        ("embed seq", (3, 3), P(None, None)),
-        ("", (), P()),
-    ):
-        for given_shape in (shape, None):
-            for mesh in (SIZES, None):
-                assert rules.spec(axes, given_shape, mesh) == expected
+    for given_shape in ((4, 3), None):
+        for mesh in (SIZES, None):
+            assert rules.spec("batch _", given_shape, mesh) == P("data", None)
     assert rules.spec("hidden", shape=(6,)) == P("model")  # nothing to divide by
     assert ft.AxisRules({"a": "nowhere"}).spec("a") == P("nowhere")
     assert ft.AxisRules({"a": "nowhere"}).on(SIZES).spec("a", (3,), SIZES) == P(None)
@@ -341,11 +322,7 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
     assert plan["w"].reason == "its annotation" and plan["w"].axes == ft.Axes("embed", "hidden")
     # with no rule for its names; behind another layout, whose rules it wins over too
     tree = eqx.tree_at(lambda t: t.v, tree, None)
-    assert ft.plan(tree, ft.AxisRules({}), SIZES)["w"].spec == P(None, "model")
-    for layout in (
-        rules | rules,
-        ft.FSDP("data") | ft.AxisRules({"embed": None, "hidden": "data"}),
-    ):
+    for layout in (ft.AxisRules({}), rules | rules):
         assert ft.plan(tree, layout, SIZES)["w"].spec == P(None, "model")
     # A spec that is given replaces it.
     assert ft.plan(tree, P("data"), SIZES)["w"].spec == P("data", None)
@@ -357,20 +334,15 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
 
 NONSENSE: dict[str, tuple[Any, str]] = {
     "a number": (5, "rules are a mapping or (name, mesh axes) pairs; 5 is neither"),
-    "no pairs": (["batch"], "'batch' is neither"),
     "three": ([("batch", "data", "model")], "('batch', 'data', 'model') is neither"),
     "no name": ({"_": "data"}, "'_' is not an axis name: the left side of a rule is an identifier (not `_`), or `...`"),
-    "None as name": ({None: "data"}, "None is not an axis name"),
     "a number as mesh axis": ({"a": 3}, "rule a→3: the right side is a mesh axis, a tuple of them, or `None`"),
-    "a spec": ({"a": P("data")}, "the right side is a mesh axis"),
     "no mesh axes": ({"a": ()}, "rule a→(): mesh axes are non-empty names; write `None` for unsharded"),
-    "an empty mesh axis": ({"a": ""}, "mesh axes are non-empty names"),
     "None among mesh axes": ({"a": ("data", None)}, "mesh axes are non-empty names"),
     "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice; name it once"),
     "... first": ({...: None, "a": "data"}, "`...` may only be the last rule: a rule after it would never apply"),
     "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; name the axis that is to be"),
     "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply: `('a', None)` is before it"),
-    "None twice": ([("a", None), ("a", None)], "rule a→None can never apply"),
 }  # fmt: skip
 
 
@@ -382,12 +354,6 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
     assert said in str(caught.value)
 
 
-def test_nonsense_as_names() -> None:
-    for names in (5, {"Linear": ft.names(w="a")}, {eqx.nn.Linear: {"w": "a"}}):
-        with pytest.raises(ft.RuleError, match=r"`names=` maps classes to `ft.names"):
-            ft.AxisRules({"a": None}, names=names)  # type: ignore[arg-type]
-
-
 def test_equal_rules() -> None:
     """However they are written, and in whatever order `names=` is."""
     rules = ft.AxisRules({"a": "data"})
@@ -396,9 +362,3 @@ def test_equal_rules() -> None:
     one = ft.AxisRules({"a": "data"}, names={eqx.nn.Conv: conv, eqx.nn.Linear: linear})
     other = ft.AxisRules({"a": "data"}, names={eqx.nn.Linear: linear, eqx.nn.Conv: conv})
     assert one == other and hash(one) == hash(other)
-
-
-def test_a_mesh_axis_of_size_one_stays_in_the_spec() -> None:
-    rules = ft.AxisRules({"a": "data", "b": "model"})
-    row = ft.plan(module("a b", 3, 4), rules, {"data": 1, "model": 2})["w"]
-    assert row.spec == P("data", "model") and row.local_shape == (3, 2)

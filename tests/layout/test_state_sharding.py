@@ -100,11 +100,7 @@ def test_the_filter_is_named_after_the_reasons_of_earlier_layouts() -> None:
 
 def test_pairs_and_mappings_are_the_same() -> None:
     pairs = [("**.bias", P()), (..., P("data"))]
-    assert (
-        ft.StateSharding(pairs)
-        == ft.StateSharding(dict(pairs))
-        == ft.StateSharding([list(pair) for pair in pairs])
-    )
+    assert ft.StateSharding([list(pair) for pair in pairs]) == ft.StateSharding(dict(pairs))
 
 
 def test_problems_and_unused_names_come_through() -> None:
@@ -274,12 +270,9 @@ def test_a_filter_function_that_raises(function: str) -> None:
 NONSENSE: dict[str, tuple[Any, str]] = {
     "... first": ({...: P(), "a": P()}, "`...` may only be the last filter: 'a' after it would match nothing"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
-    "a spec": (P("data"), "is neither"),
     "no pair": ([("a", P(), P())], "is neither"),
     "a bad filter": ({3: P()}, "3 is not a filter: write a glob"),
     "a bad layout": ({"a": "data"}, "'data' is not a layout"),
-    "a class as layout": ({"a": Linear}, "is not a layout"),
-    "an odd spec": ({"a": P(3)}, "P(3): 3 is neither a mesh axis"),
 }  # fmt: skip
 
 
@@ -289,12 +282,6 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
     with pytest.raises(ft.RuleError) as caught:
         ft.StateSharding(rules)
     assert said in str(caught.value)
-
-
-def test_nonsense_as_unused() -> None:
-    for unused in ("no", None, ["error"]):
-        with pytest.raises(ft.RuleError, match='is not one of "error", "warn", "ignore"'):
-            ft.StateSharding({...: P()}, unused=unused)  # type: ignore[arg-type]
 
 
 # Values
@@ -333,15 +320,9 @@ def test_a_table_with_another_rule() -> None:
 def test_equal_by_what_filters_mean() -> None:
     assert ft.StateSharding({"**.bias": P()}) == ft.StateSharding({ft.glob("**.bias"): P()})
     assert ft.StateSharding({Linear: P()}) == ft.StateSharding({ft.under(Linear): P()})
-    assert (
-        ft.StateSharding({matrix: P()})
-        == ft.StateSharding({matrix: P()})
-        != ft.StateSharding({(lambda p, x: True): P()})
-    )
-    assert pickle.loads(pickle.dumps(ft.StateSharding({matrix: matrix}))) == ft.StateSharding(
-        {matrix: matrix}
-    )
-    assert "matrix: matrix" in repr(ft.StateSharding({matrix: matrix}))
+    by_function = ft.StateSharding({matrix: matrix})
+    assert pickle.loads(pickle.dumps(by_function)) == by_function
+    assert "matrix: matrix" in repr(by_function)
 
 
 def test_a_plan_and_a_named_sharding_can_be_values(mesh: Mesh) -> None:
@@ -349,9 +330,8 @@ def test_a_plan_and_a_named_sharding_can_be_values(mesh: Mesh) -> None:
     layout = ft.StateSharding({"w": plan, "b": NamedSharding(mesh, P()), ...: P()})
     assert layout == ft.StateSharding({"w": plan, "b": NamedSharding(mesh, P()), ...: P()})
     assert "<Plan of 1 arrays" in repr(layout)
-    layout = ft.StateSharding(
-        {"w": ft.plan({"w": jnp.ones((4, 8))}, P("data"), SIZES), ...: P()}
-    )  # a mesh has devices
+    # One without devices.
+    layout = ft.StateSharding({"w": ft.plan({"w": jnp.ones((4, 8))}, P("data"), SIZES), ...: P()})
     assert pickle.loads(pickle.dumps(layout)) == layout == copy.deepcopy(layout)
 
 

@@ -1,67 +1,22 @@
 """Tables of other libraries (docs/layout-tables.md): each layout, beside an oracle of the library's
-own rule; and the errors and plans of functree where the library is silent.
+own rule; and the errors and plans of functree where the library is silent. Linen's rule, which T5X
+and MaxText have too, is the oracle of `test_rules.py`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 
 import functree as ft
-from tests.layout.oracles import Pairs, Shape, big_vision, easylm, keras, linen, transformers
+from tests.layout.oracles import Shape, big_vision, easylm, keras, transformers
 from tests.lib.checks import raises
-from tests.lib.meshes import SIZES
 
 # Tables, from the configurations of these libraries
 
-LINEN = [("batch", "data"), ("mlp", "model"), ("heads", "model"), ("embed", "data")]
-
-# By the dimensions along which activations and parameters are sharded.
-T5X_EMBED: dict[tuple[int, int], list[tuple[str, str | None]]] = {
-    (1, 1): [("embed", None)],
-    (2, 2): [("embed", "model"), ("embed", "data")],
-}
-T5X_NONE = ["relpos_buckets", "abspos_buckets", "length", "layers", "stack", "mlp_activations"]
-
-
-def t5x_rules(activations: int, parameters: int) -> list[tuple[str, str | None]]:
-    """The pairs of `standard_logical_axis_rules` of T5X, which has `("embed", None)` further up."""
-    rules: list[Any] = [("batch", "data"), ("vocab", "model"), ("mlp", "model"), ("heads", "model")]
-    rules += [("kv", None), ("joined_kv", "model"), *T5X_EMBED[activations, parameters]]
-    return [*rules, *((name, None) for name in T5X_NONE)]
-
-
-TENSOR = ["tensor", "tensor_sequence", "autoregressive"]
-CONTEXT = ["context", "context_usp_ulysses"]
-MAXTEXT: list[tuple[str, Any]] = [
-    ("vocab", TENSOR),
-    ("embed_vocab", ["fsdp", "fsdp_transpose", *CONTEXT, "expert"]),
-    ("heads", TENSOR),
-    ("q_heads", TENSOR),
-    ("kv_heads", TENSOR),
-    ("kv", []),
-    ("kv_head_dim", []),
-    ("exp", "expert"),
-    ("mlp_moe", ["fsdp_transpose", *TENSOR]),
-    ("embed_moe", ["fsdp", "fsdp_transpose", *CONTEXT]),
-    ("embed_moe", ["fsdp", *CONTEXT]),
-    ("activation_mlp", ["tensor", "tensor_sequence"]),
-    ("activation_batch", ["data", "fsdp", "fsdp_transpose", "expert"]),
-    ("activation_length", CONTEXT),
-    ("activation_embed", ["tensor"]),
-    ("mlp", ["fsdp_transpose", *TENSOR]),
-    ("embed", ["fsdp", "fsdp_transpose", *CONTEXT, "expert"]),
-    ("embed", ["fsdp", *CONTEXT, "expert"]),
-    ("norm", ["tensor"]),
-    ("layers", "stage"),
-]
-MAXTEXT_MESH = dict.fromkeys(["data", "stage", "fsdp_transpose", *TENSOR, *CONTEXT], 1)
-MAXTEXT_MESH |= {"fsdp": 2, "tensor": 2, "expert": 2}
 
 EASYLM = [
     ("transformer/wte/embedding", P("mp", "fsdp")),
@@ -150,35 +105,6 @@ def with_lists(node: Any) -> Any:
     return list(children.values()) if all(map(str.isdigit, children)) else children
 
 
-def named(**arrays: str) -> Any:
-    """A module with one field of size 8 in each dimension for each of `query="embed heads"`."""
-    body = {
-        "__annotations__": {field: Float[Array, axes] for field, axes in arrays.items()},
-        "__module__": __name__,
-    }
-    return type("Named", (eqx.Module,), body)(
-        *[f32(*[8] * len(a.split())) for a in arrays.values()]
-    )
-
-
-T5_ARRAYS = {
-    "embedding": "vocab embed",
-    "positions": "abspos_buckets embed",
-    "query_split": "embed heads kv",
-    "wi": "embed mlp",
-    "wi_fused": "embed mlp_activations mlp",
-    "hidden": "batch length embed",
-    "heads": "batch length heads kv",
-}
-MAXTEXT_ARRAYS = {
-    "embedding": "vocab embed_vocab",
-    "query": "embed q_heads kv",
-    "wi_fused": "embed num_activations mlp",
-    "experts_in": "exp embed_moe mlp_moe",
-    "experts_out": "exp mlp_moe embed_moe",
-    "x": "activation_batch activation_length activation_embed",
-    "mixed": "activation_embed activation_mlp",
-}
 EASYLM_ARRAYS: dict[str, Shape] = {
     "step": (),
     "gates": (1, 1),
@@ -244,13 +170,6 @@ class Source(NamedTuple):
     expected: Mapping[str, Sequence[Any]]
 
 
-def by_names(
-    arrays: Mapping[str, str], table: Pairs, layout: Any, mesh: Mapping[str, int]
-) -> Source:
-    expected = {path: linen(axes.split(), table) for path, axes in arrays.items()}
-    return Source(named(**arrays), layout, mesh, expected)
-
-
 def by_paths(
     arrays: Mapping[str, Shape],
     oracle: Callable[[str, Shape], Sequence[Any]],
@@ -261,24 +180,7 @@ def by_paths(
     return Source(nested(arrays), layout, mesh, expected)
 
 
-def t5x(activations: int, parameters: int) -> Source:
-    rules = t5x_rules(activations, parameters)
-    last = [("embed", None)] if ("embed", None) not in rules else []
-    return by_names(T5_ARRAYS, rules, ft.AxisRules([*rules, *last]), SIZES)
-
-
-def maxtext_rules(*more: tuple[str, None]) -> ft.AxisRules:
-    return ft.AxisRules([*((name, axes or None) for name, axes in MAXTEXT), *more])
-
-
-# Blocked in `mixed`, and without a rule in `wi_fused`.
-MAXTEXT_MORE = [("activation_embed", None), ("num_activations", None)]
-
 SOURCES = {
-    "Linen": by_names(T5_ARRAYS, LINEN, ft.AxisRules([*LINEN, (..., None)]), SIZES),
-    "T5X 1 1": t5x(1, 1),
-    "T5X 2 2": t5x(2, 2),
-    "MaxText": by_names(MAXTEXT_ARRAYS, MAXTEXT, maxtext_rules(*MAXTEXT_MORE), MAXTEXT_MESH),
     "EasyLM": by_paths(
         EASYLM_ARRAYS, lambda *a: easylm(*a, EASYLM), easylm_layout(EASYLM), fsdp=2, mp=4
     ),
@@ -322,18 +224,9 @@ def by_regex(**specs: P) -> ft.StateSharding:
 
 
 MISSPELLED = [("atention/wq", P("mp", None)), (".*", P(None))]
-MODEL = {"model": 4}
 
 # What the library does, as the oracle has it; and a tree, a layout of its table and a mesh, for which functree raises.
 SILENT: dict[str, tuple[Any, Any, Any, Callable[[], Any], Mapping[str, int], str]] = {
-    "Linen: a name without a rule": (
-        linen(("embed", "heads", "kv"), LINEN), [("data",), ("model",), None],
-        named(w="embed heads kv"), lambda: ft.AxisRules(LINEN), SIZES, "no rule names `kv`",
-    ),
-    "Linen: a mesh axis that another dimension uses": (
-        linen(("batch", "embed"), LINEN), [("data",), None],
-        named(w="batch embed"), lambda: ft.AxisRules(LINEN), SIZES, '"embed" has no rule left: `data` is used by "batch"',
-    ),
     "EasyLM: a misspelled pattern": (
         easylm("attention/wq", (8, 8), MISSPELLED), P(None),
         nested({"attention/wq": (8, 8), "step": ()}), lambda: easylm_layout(MISSPELLED), {"mp": 4},
