@@ -56,11 +56,6 @@ class Pair(NamedTuple):
     right: Float[Array, "b"]
 
 
-class Unresolved(eqx.Module):
-    w: Float[Missing, "embed"]
-    b: Float[Array, "hidden"]
-
-
 class ForwardRef(eqx.Module):
     """`Soon` is defined by a test."""
 

@@ -151,12 +151,6 @@ def test_layers_in_one_array_are_an_error():
     assert [str(one) for one in jax.tree.leaves(axes)][:4] == ["out in", "out", "_ out in", "_ out"]
 
 
-def test_too_few_dimensions():
-    with raises("weight   f32[6, 4]", '`"a b c ..."`', error=ft.AxesError):
-        ft.tree_axes(linear(), {NN.Linear: ft.names(weight="a b c ...", bias="a")})
-    assert repr(ft.names(weight="a ...")) == "names({'weight': 'a ...'})"
-
-
 # Stacks that `eqx.filter_vmap` of a constructor has made
 
 

@@ -73,13 +73,3 @@ def test_without_a_path_only_a_pattern_that_names_it_matches() -> None:
     for item in ["step", ft.Path(("step",)), ft.glob("a") | "step", ...]:
         assert FirstMatch([as_filter(item)])(step) == 0
     assert FirstMatch([as_filter(ft.glob("step") & ft.has_ndim(2))])(step) == 0
-
-
-def test_the_first_in_the_order_of_the_list() -> None:
-    check(["**.b", "a.b"], 0, ("a", "b"))
-    check(["c", "a.b", "**.b", "a.b"], 1, ("a", "b"))
-    check(["a", ft.has_ndim(0), "x"], 0, ("a",))
-    check(["x", ft.has_ndim(0), "a"], 1, ("a",))
-    filters = [f"blocks.{i}.*" for i in range(300)] + [f"blocks.{i}.w" for i in range(300)]
-    check(filters, 299, ("blocks", 299, "w"))
-    check(filters[::-1], 0, ("blocks", 299, "w"))

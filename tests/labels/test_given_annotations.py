@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 import equinox as eqx
 import pytest
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 import functree as ft
 from functree.labels.annotations.hints import Namespace, parse
@@ -62,22 +62,3 @@ def test_axes(case: str) -> None:
     for leaf in found:
         assert leaf.annotated is (any(leaf.axes) or str(leaf.path) in expected)
         assert leaf.misfit is None
-
-
-def test_all_that_an_annotation_says() -> None:
-    written = Annotated[Float[Array, "b #e"], ft.P("data")]
-    (leaf,) = name_by_hints(
-        read({"w": x(2, 1)}), {ft.Path(("w",)): parse(written, Namespace(__name__))}
-    ).leaves
-    assert str(leaf.axes) == "b _" and leaf.annotated
-    assert leaf.unnamed == ("", "#e") and leaf.spec == ft.P("data")
-
-
-def test_a_misfit_is_of_its_leaf() -> None:
-    leaves = read({"w": [x(2), x(2, 3)], "v": x(4)})
-    hints = {ft.Path(("w",)): parse(list[Int[Array, "b e"]], Namespace(__name__))}
-    first, second, third = name_by_hints(leaves, hints).leaves
-    assert first.misfit is None and second.misfit is not None and third.misfit is None
-    assert str(second.misfit.path) == "w.0"
-    assert second.misfit.why == 'has 1 dimension; `Int[Array, "b e"]` has 2'
-    assert second.misfit.remedy == "change the annotation or the array"

@@ -28,8 +28,7 @@ from jaxtyping import Array, Float, Int, Key, PRNGKeyArray, PyTree, Scalar, Shap
 
 import functree as ft
 from functree.errors import AxesError
-from functree.labels.annotations import hints
-from functree.labels.annotations.hints import Namespace, array_form, dim, parse
+from functree.labels.annotations.hints import Namespace, array_form, parse
 from functree.labels.annotations.leaf_axes import Memory, leaf_axes
 from functree.labels.leaves import read
 from functree.tree.axes import Axes
@@ -60,10 +59,6 @@ class Sub(Box[U], Generic[U]):
     more: U
 
 
-class SubOfSub(Sub[T], Generic[T]):
-    most: T
-
-
 class Plain(Box):
     pass
 
@@ -76,20 +71,12 @@ class Mixin(eqx.Module, Generic[U]):
     mixed: U
 
 
-class Both(Bound, Mixin[Float[Array, "m"]]):
-    """`Bound` stands among the bases without brackets, and is generic all the same."""
-
-
 class Layered(Box[list[U]], Generic[U]):
     """Hands a list of its own parameter up."""
 
 
 class Listed(Box[list[U]], Generic[U]):
     one: U
-
-
-class Paired(Box[tuple[T, U]], Generic[T, U]):
-    """Hands both of its parameters up in a tuple."""
 
 
 class Wrapped(Box[Mixin[U]], Generic[U]):
@@ -102,10 +89,6 @@ class Reused(Box[list[T]], Generic[T]):
 
 class Loose(eqx.Module, Generic[T]):
     item: T | Float[Array, "x y z"]
-
-
-class LooseReused(Loose[list[T]], Generic[T]):
-    """The same, where the parameter is one alternative of several."""
 
 
 class Mixed(Mixin[Float[Array, "m"]]):
@@ -136,43 +119,38 @@ LINEAR = ft.names(weight="out in", bias="out")
 
 # annotation, value, the axes of its leaves in order
 TABLE: dict[str, tuple[Any, Any, list[str]]] = {
-    "plain": (Float[Array, "embed hidden"], x(2, 3), ["embed hidden"]),
     "shaped twice": (Shaped[Float[Array, "c d"], "layer"], x(4, 2, 3), ["layer c d"]),
-    "any array": (Float[Any, "a"], x(2), ["a"]),
     "either array": (Float[Array | np.ndarray, "a"], x(2), ["a"]),
     "scalar": (Scalar, x(), [""]),
-    "numpy scalar": (Float[np.ndarray, ""], np.float32(1), [""]),
     # unions
     "or None": (Float[Array, "a b"] | None, x(2, 3), ["a b"]),
-    "or None, None": (Float[Array, "a b"] | None, None, []),
     "rank decides, two": (Union[Float[Array, "a"], Float[Array, "b c"]], x(2, 3), ["b c"]),
     "dtype decides, two": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=np.int32), ["b"]),
-    "dtype decides, bfloat16": (Float[Array, "a"] | Int[Array, "b"], x(2, dtype=jnp.bfloat16), ["a"]),
     "equal alternatives": (Float[Array, "a"] | Int[Array, "a"], x(2), ["a"]),
     "another dtype than annotated": (Float[Array, "a"], x(2, dtype=np.int32), ["a"]),
     "an array or a list": (Float[Array, "a"] | list[Float[Array, "b c"]], [x(1, 2)], ["b c"]),
     # tokens
     "size": (Float[Array, "dim=4 other=n"], x(4, 2), ["dim other"]),
     "unchecked": (Float[Array, "_pad _"], x(4, 2), ["pad _"]),
-    "broadcast": (Float[Array, "#b c"], x(4, 2), ["b c"]),
     "broadcast at 1": (Float[Array, "#b c"], x(1, 2), ["_ c"]),
     "broadcast at 0": (Float[Array, "#b"], x(0), ["b"]),
     "size broadcast": (Float[Array, "b=#4"], x(1), ["_"]),
     "expressions": (Float[Array, "a*b a+1 {self.n} min(a,b) a/b"], x(1, 2, 3, 4, 5), ["_ _ _ _ _"]),
+    "expressions with signs": (Float[Array, "{n:d} {self.sizes[1:2]} {a@b}"], x(1, 2, 3), ["_ _ _"]),
+    "named expressions": (Float[Array, "#dim=4 rows=a*b a==b a+b=6"], x(4, 5, 6, 7), ["dim rows _ _"]),
+    "for each leaf": (Float[Array, "?x"], x(2), ["x"]),
+    "variadic without a name": (Float[Array, "*_ a"], x(2, 3, 4), ["_ _ a"]),
     "dots, two": (Float[Array, "... a"], x(2, 3, 4), ["_ _ a"]),
     "variadic, one": (Float[Array, "*batch a"], x(2, 3), ["batch a"]),
     "variadic, two": (Float[Array, "*batch a"], x(2, 3, 4), ["_ _ a"]),
-    "variadic inside": (Float[Array, "a *b c"], x(2, 3, 4), ["a b c"]),
     "variadic alone, scalar": (Float[Array, "*shape"], x(), [""]),
     "variadic broadcast at 1": (Float[Array, "*#b a"], x(1, 3), ["_ a"]),
     # containers
     "tuple of any length": (tuple[Float[Array, "a"], ...], (x(2), x(3)), ["a", "a"]),
-    "tuple": (tuple[Float[Array, "a"], Float[Array, "b"]], (x(2), x(3)), ["a", "b"]),
     "tuple with an int": (tuple[int, Float[Array, "b"]], (1, x(3)), ["b"]),
     "dict": (dict[str, Float[Array, "a"]], {"k": x(2), "l": x(3)}, ["a", "a"]),
     "deep": (dict[str, list[tuple[Int[Array, ""], Float[Array, "a"]]]], {"k": [(x(), x(2))]}, ["", "a"]),
     "PyTree": (PyTree[Float[Array, "a"]], {"k": [x(2), (x(3), Box(x(4)))]}, ["a", "a", "a"]),
-    "PyTree of one": (PyTree[Float[Array, "a"]], x(2), ["a"]),
     "PyTree of a union": (PyTree[Float[Array, "a"] | Int[Array, "b"]], [x(2, dtype=np.int32), x(2)], ["b", "a"]),
     "PyTree beside an array": (Float[Array, "a"] | PyTree[Float[Array, "b c"]], [[x(2, 3)]], ["b c"]),
     "PyTree over annotated": (PyTree[Float[Array, "a"]], [Bound(x(2, 3))], ["p q"]),
@@ -181,22 +159,17 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "Box": (Box[Float[Array, "a"]], Box(x(2)), ["a"]),
     "Box, nothing bound": (Box, Box(x(2)), ["_"]),
     "inherited": (Bound, Bound(x(2, 3)), ["p q"]),
-    "inherited from two": (Both, Both(x(4), x(2, 3)), ["m", "p q"]),
     "inherited from two without brackets": (Joined, Joined(x(4), x(2, 3)), ["m", "p q"]),
     "inherited twice, once without brackets": (Diamond, Diamond(x(2, 3)), ["p q"]),
     "an alternative": (Loose[Float[Array, "a"]], Loose(x(2)), ["a"]),
     "an alternative, the other": (Loose[Float[Array, "a"]], Loose(x(2, 3, 4)), ["x y z"]),
-    "an alternative, handed up": (LooseReused[Float[Array, "a"]], LooseReused([x(2)]), ["a"]),
     "handed up": (Layered[Float[Array, "a"]], Layered([x(2)]), ["a"]),
     "handed up under one name": (Reused[Float[Array, "a"]], Reused([x(2)]), ["a"]),
     "a list handed up, under the base": (Box[list[Float[Array, "a"]]], Layered([x(2)]), ["a"]),
     "one name handed up, under the base": (Box[list[Float[Array, "a"]]], Reused([x(2)]), ["a"]),
-    "a quoted list handed up": (Box["list[Float[Array, 'a']]"], Layered([x(2)]), ["a"]),
-    "a tuple handed up": (Box[tuple[Float[Array, "a"], Float[Array, "b c"]]], Paired((x(2), x(2, 3))), ["a", "b c"]),
     "a generic handed up": (Box[Mixin[Float[Array, "a"]]], Wrapped(Mixin(x(2))), ["a"]),
     "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "a"]),
-    "subclass of a subclass under a generic": (Box[Float[Array, "a"]], SubOfSub(x(2), x(3), x(4)), ["a"] * 3),
     "a parameter handed up in a list has no value": (Box[list[Float[Array, "a"]]], Listed([x(2)], x(3)), ["a", "_"]),
     "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
@@ -208,7 +181,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "generic alias": (Many[Float[Array, "a"]], [x(2)], ["a"]),
     "new type": (Embedding, x(2, 3), ["vocab embed"]),
     "final": (Final[Float[Array, "a"]], x(2), ["a"]),
-    "in quotes": ("Float[Array, 'a']", x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
     "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
     "recursive": (Nested, {"k": {"l": x(2, 3)}}, ["a b"]),
@@ -217,10 +189,7 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "Axes over jaxtyping": (Annotated[Float[Array, "x y"], ft.Axes("a", "b")], x(2, 3), ["a b"]),
     "Axes of a list's arrays": (Annotated[list[Array], ft.Axes("a")], [x(2)], ["a"]),
     "names": (Annotated[eqx.nn.Linear, LINEAR], linear(), ["out in", "out"]),
-    "names, bias None": (Annotated[eqx.nn.Linear, LINEAR], linear(False), ["out in"]),
     "names on a list": (Annotated[list[eqx.nn.Linear], LINEAR], [linear(), linear()], ["out in", "out"] * 2),
-    "names in a list": (list[Annotated[eqx.nn.Linear, LINEAR]], [linear()], ["out in", "out"]),
-    "names in quotes": ("Annotated[eqx.nn.Linear, LINEAR]", linear(), ["out in", "out"]),
     "names on a quoted name": (Annotated["eqx.nn.Linear", LINEAR], linear(), ["out in", "out"]),
     "names of a dict of arrays": (Annotated[dict[str, Array], ft.names(w="a b", b="b")], {"w": x(2, 3), "b": x(3)},
         ["b", "a b"],
@@ -239,7 +208,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
         ft.Stacked(ft.Stacked(Bound(x(6, 5, 2, 3)), "inner"), "outer"),
         ["outer inner p q"],
     ),
-    "stack of an array": (ft.Stacked[Float[Array, "a"]], ft.Stacked(x(5, 2)), ["layers a"]),
     "stack with a variadic": (ft.Stacked[Float[Array, "*b a"]], ft.Stacked(x(5, 2, 3)), ["layers b a"]),
     "stack of a named module": (
         ft.Stacked[Annotated[Fields, ft.names(weight="a", bias="b")]],
@@ -250,7 +218,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     # nothing
     "plain array": (Array, x(2, 3), ["_ _"]),
     "callable": (typing.Callable[[Float[Array, "a"]], Float[Array, "b"]], x(2), ["_"]),
-    "type": (type[Float[Array, "a"]], x(2), ["_"]),
     "literal": (typing.Literal["Float"], x(2), ["_"]),
 }  # fmt: skip
 
@@ -267,13 +234,9 @@ AB, DATA = Float[Array, "a b"], P("data")
 SPECS: dict[str, tuple[Any, Any, str, P]] = {
     "of an array": (Annotated[AB, P(None, "model")], x(2, 4), "a b", P(None, "model")),
     "without names": (Annotated[Array, DATA], x(2, 4), "_ _", DATA),
-    "behind axes": (Annotated[Array, ft.Axes("a", "b"), DATA], x(2, 4), "a b", DATA),
     "of a quoted name": (Annotated["Weight", DATA], x(2, 4), "embed hidden", DATA),
     "of one alternative": (Annotated[AB, DATA] | Float[Array, "c"], x(2, 4), "a b", DATA),
     "of a list": (Annotated[list[AB], DATA], [x(2, 4)], "a b", DATA),
-    "of a tuple": (Annotated[tuple[AB], DATA], (x(2, 4),), "a b", DATA),
-    "of a tree": (Annotated[PyTree[AB], DATA], {"k": [x(2, 4)]}, "a b", DATA),
-    "of a quoted list": (Annotated["list[Weight]", DATA], [x(2, 4)], "embed hidden", DATA),
     "of a generic": (Annotated[Box[AB], DATA], Box(x(2, 4)), "a b", DATA),
     "beside names": (Annotated[Box[Annotated[AB, DATA]], ft.names(item="c d")], Box(x(2, 4)), "c d", DATA),
 }  # fmt: skip
@@ -291,15 +254,10 @@ A = Float[Array, "a"]
 # alternative the array is: it may not be trained.
 BUFFERS: dict[str, tuple[Any, Any, list[bool]]] = {
     "an array": (ft.Buffer[A], x(2), [True]),
-    "or None": (ft.Buffer[A | None], x(2), [True]),
-    "a list": (ft.Buffer[list[A]], [x(2)], [True]),
     "a module": (ft.Buffer[Fields], Fields(x(2), x(3)), [True, True]),
-    "of a generic": (Box[ft.Buffer[A]], Box(x(2)), [True]),
     "inside of axes": (Annotated[ft.Buffer[Array], ft.Axes("a")], x(2), [True]),
-    "in quotes": ("ft.Buffer[Float[Array, 'a']]", x(2), [True]),
     "a union": (AB | ft.Buffer[A], x(2), [True]),
     "a union, the other": (ft.Buffer[A] | AB, x(2, 4), [True]),
-    "a union without": (A | AB, x(2), [False]),
     "beside one": (tuple[ft.Buffer[A], A], (x(2), x(2)), [True, False]),
 }
 
@@ -348,12 +306,9 @@ UNKNOWN = "name 'Unknown' is not defined"
 # Annotation, value ─► the part that cannot be resolved, and why.
 NOWHERE: dict[str, tuple[Any, Any, str, str]] = {
     "in a list": (list["Unknown"], [x(2)], "Unknown", UNKNOWN),
-    "in a generic": (Box["Unknown"], Box(x(2)), "Unknown", UNKNOWN),
-    "a quoted generic": ("Box[Unknown]", Box(x(2)), "Box[Unknown]", UNKNOWN),
     "with a spec": (Annotated["Unknown", P("data")], x(2), "Unknown", UNKNOWN),
     "no expression": ("Float[Array", x(2), "Float[Array", "was never closed"),
     "an error": ("1 / 0", x(2), "1 / 0", "division by zero"),
-    "no attribute": ("jax.nothing", x(2), "jax.nothing", "has no attribute 'nothing'"),
     "a circle": ("Zig", x(2), "Zig", "it is defined by itself"),
 }
 
@@ -375,12 +330,6 @@ def test_a_name_that_leads_nowhere(case: str) -> None:
 def test_a_message_has_the_annotation_as_it_is_written() -> None:
     with pytest.raises(AxesError, match=r"has 1 dimension; `Weight` has 2"):
         told("Weight", x(2))
-
-
-def test_a_field_that_says_nothing_has_no_hint() -> None:
-    fields = {"w": "Weight", "n": "int", "m": int, "many": "list[int]", "soon": "Soon"}
-    cls = type("Fresh", (), {"__annotations__": fields, "__module__": __name__})
-    assert hints.field_hints(cls).keys() == {"w", "soon"}
 
 
 def test_an_unknown_name_over_modules_that_speak_for_themselves() -> None:
@@ -477,11 +426,6 @@ def test_what_is_remembered_of_a_hint_is_for_one_stack() -> None:
 # Dimension strings
 
 
-@pytest.mark.parametrize("token", ["{n:d}", "{self.sizes[1:2]}", "{a@b}"])
-def test_an_expression_may_have_its_signs(token: str) -> None:
-    assert told(Float[Array, f"{token} b"], x(2, 3)) == Axes(None, "b")
-
-
 @pytest.mark.parametrize("token", ["a@data", "a:data", "a@data:2"])
 def test_no_sharding_language_in_a_string(token: str) -> None:
     with pytest.raises(AxesError) as error:
@@ -492,38 +436,10 @@ def test_no_sharding_language_in_a_string(token: str) -> None:
     assert "choose the mesh axes by rules" in problem.remedy
 
 
-# token ─► name, variadic, broadcast, and what is compared: the body; the canary for what jaxtyping
-# accepts.
-TOKENS = {
-    "a": ("a", False, False, "a"),
-    "dim=4": ("dim", False, False, "4"),
-    "_pad": ("pad", False, False, "pad"),
-    "_": (None, False, False, ""),
-    "#b": ("b", False, True, "b"),
-    "?x": ("x", False, False, "x"),
-    "4": (None, False, False, "4"),
-    "a*b": (None, False, False, "a*b"),
-    "{self.n}": (None, False, False, "{self.n}"),
-    "*batch": ("batch", True, False, "batch"),
-    "...": (None, True, False, "..."),
-    "*_": (None, True, False, ""),
-    "*#b": ("b", True, True, "b"),
-    "#dim=4": ("dim", False, True, "4"),
-    "dim=#4": ("dim", False, True, "4"),
-    "a+b=6": (None, False, False, "6"),
-    "rows=a*b": ("rows", False, False, "a*b"),
-    "rows=_": ("rows", False, False, ""),
-    "a==b": (None, False, False, "a==b"),
-}
-
-
-@pytest.mark.parametrize("token", TOKENS)
-def test_tokens(token: str) -> None:
-    found = dim(token)
-    assert (found.name, found.variadic, found.broadcast, found.body) == TOKENS[token]
-    assert found.token == token
-    assert found.anonymous == (token in ("_pad", "_", "...", "*_", "rows=_"))
-    assert found.by_leaf == (token == "?x")
+TOKENS = [
+    "a", "dim=4", "_pad", "_", "#b", "?x", "4", "a*b", "{self.n}", "*batch", "...", "*_", "*#b", "#dim=4", "dim=#4",
+    "a+b=6", "rows=a*b", "rows=_", "a==b",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("token", TOKENS)
@@ -537,16 +453,3 @@ def test_canary_of_jaxtyping(token: str) -> None:
         for ndim in range(5):
             fits = isinstance(np.ones((4,) * ndim, np.float32), Float[np.ndarray, hint.dim_str])
             assert fits == ours.fits(ndim)
-
-
-def test_canary_of_other_hints() -> None:
-    assert Shaped[Float[Array, "c d"], "layer"].dim_str == "layer c d"
-    assert PyTree[Float[Array, "a"]].leaftype.dim_str == "a" and issubclass(
-        PyTree[Array, "T"], PyTree
-    )
-    assert [h.dim_str for h in typing.get_args(PRNGKeyArray)] == ["", "2", "4"]
-    assert Scalar.dim_str == ""
-    assert len(typing.get_args(Float[Array | np.ndarray, "a"])) == 2
-    struct = x(2)
-    assert isinstance(struct, Float[Any, "a"]) and not isinstance(struct, Float[Array, "a"])
-    assert Float[Array, "a"] != Float[Array, "a"]

@@ -96,17 +96,7 @@ def test_within_names_the_nodes_around_a_leaf(tree: Any) -> None:
 # Trees that are packed
 
 
-class Plain(eqx.Module):
-    block: Block
-    state: ft.Buffer[Block]
-    named: Annotated[Leafy, ft.names({"w": "a b"})]
-    tree: PyTree[Float[Array, "embed"]]
-    stack: Any
-
-
 class Holder(eqx.Module):
-    """Annotated like `Plain`, and packed."""
-
     block: ft.Packed[Block]
     state: ft.Buffer[ft.Packed[Block]]
     named: Annotated[ft.Packed[Leafy], ft.names({"w": "a b"})]
@@ -117,11 +107,8 @@ class Holder(eqx.Module):
 def test_annotations_around_a_packed_tree_and_in_it() -> None:
     block = Block(x(2, 3), linear())
     parts = [block, block, Leafy(x(2, 3), 1), [x(2), (x(3),)]]
-    plain = read(Plain(*parts, Stacky(Block(x(5, 2, 3), None))))
     packed = read(Holder(*map(ft.pack, parts), Stacky(ft.pack(Block(x(5, 2, 3), None)))))
-    assert packed.problems == plain.problems == ()
-    for one, other in zip(packed.leaves, plain.leaves, strict=True):
-        assert one == other._replace(within=(Holder, *other.within[1:]))
+    assert packed.problems == ()
     axes = {str(leaf.path): str(leaf.axes) for leaf in packed.leaves}
     assert axes["stack.layer.w"] == "layers embed hidden" and axes["named.w"] == "a b"
     assert axes["block.w"] == "embed hidden" and axes["tree.1.0"] == "embed"
@@ -145,37 +132,11 @@ def test_names_for_what_lies_in_a_packed_tree() -> None:
 # Trees of all kinds
 
 
-@pytest.mark.parametrize(
-    ("tree", "expected"),
-    [
-        (None, None),
-        ((), ()),
-        (x(2), Axes(None)),
-        (3, None),
-        (Named(x(2), x(3)), Named(Axes("a"), Axes("b"))),
-        ({2: x(), 1: x(3)}, {1: Axes(None), 2: Axes()}),
-        (np.array([None, {}], dtype=object), None),
-        (np.array(["text"]), None),
-        (np.zeros(2, "datetime64[s]"), None),
-        (np.float32(1), Axes()),
-        (jax.random.key(0), Axes()),
-    ],
-)
-def test_small_trees(tree: Any, expected: Any) -> None:
-    assert ft.tree_axes(tree) == expected
-
-
 def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
     """What one numpy array is says nothing of the next."""
     text = np.array("text")
     assert ft.tree_axes([text, np.ones(2), text]) == [None, Axes(None), None]
     assert ft.tree_axes([np.str_("s"), np.float32(1)]) == [None, Axes()]
-
-
-def test_arrays_of_jax_and_of_numpy_and_abstract_ones_have_the_same_axes() -> None:
-    arrays = x(2, 3), np.ones((2, 3), np.float32), jax.ShapeDtypeStruct((2, 3), jnp.float32)
-    for array in arrays:
-        assert ft.tree_axes(Block(array, linear())).w == Axes("embed", "hidden")
 
 
 def test_a_tree_that_contains_itself() -> None:
@@ -211,12 +172,6 @@ class Own(eqx.Module):
 
     def __axis_names__(self) -> Any:
         return ft.names(weight=self.axes)
-
-
-class ByField(eqx.Module):
-    """A field of that name is no method of the class."""
-
-    __axis_names__: Any
 
 
 class NamedField(eqx.Module):
@@ -255,10 +210,8 @@ NAMES: dict[str, tuple[Any, Any, list[str]]] = {
     ),
     "the innermost field": (Outer(Inner(linear())), OF_LINEAR, ["inner _", "bias"]),
     "beside an array": (AnyField({"lin": linear(), "w": x(2)}), None, ["mine _", "b", "_"]),
-    "in an ordered dict": (AnyField(OrderedDict(a=linear())), None, ["mine _", "b"]),
     "in a dict with a default": (AnyField(defaultdict(list, a=linear())), None, ["mine _", "b"]),
     "of the module": ([Own(x(2, 3), "a b"), Own(x(2, 3), "c d")], None, ["a b", "c d"]),
-    "of no module": ([ByField(x(2))], None, ["_"]),
     "before those of the module": (Own(x(2, 3), "a b"), {Own: ft.names(weight="x y")}, ["x y"]),
     "the first pattern": (
         linear(),
@@ -284,14 +237,13 @@ class Mixed(eqx.Module):
 
 @pytest.mark.parametrize(("names", "expected"), [
     ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"})}, ["out in", "b a", "out in"]),
-    ({Halves: ft.names({"down.weight": "b a"}), eqx.nn.Linear: LINEAR}, ["out in", "b a", "out in"]),
     ({eqx.nn.Linear: LINEAR, Halves: ft.names({"down.*": "", "down.weight": "b a"})}, None),
     (
         {eqx.nn.Linear: LINEAR, Halves: ft.names({"down.weight": "b a"}), Mixed: ft.names({"**.down.weight": "c d"})},
         ["out in", "c d", "out in"],
     ),
     ({Mixed: ft.names({"block.**.weight": "x y"}), Halves: ft.names({"*.weight": "b a"})}, ["x y", "x y", "_ _"]),
-], ids=["both", "in another order", "wrong rank", "three", "by pattern"])  # fmt: skip
+], ids=["both", "wrong rank", "three", "by pattern"])  # fmt: skip
 def test_silent_failure_40_the_outermost_class_names_a_leaf(
     names: Any, expected: list[str] | None
 ) -> None:
@@ -362,9 +314,6 @@ ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
         Stacky, Stacky(Named(x(5, 2, 2), x(5, 3))), "w.layer.w",
         f'has 3 dimensions; `Float[Array, "a"]` has 1 {OF_STACK}', MORE,
     ),
-    "without the stack": (
-        Stacky, Stacky(Named(x(5, 2), x())), "w.layer.b", f"has 0 dimensions; `Float[Array, 'b']` has 1 {OF_STACK}", CHANGE,
-    ),
     # More than the annotation has, but the dimensions of the stacks come first.
     "too few in two stacks": (
         Stacky, Stacky(Stacky(Block(x(5, 6, 2), None))), "w.layer.layer.w",
@@ -374,11 +323,6 @@ ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
         AB | Float[Array, "c d"], x(2, 3), "w",
         'is ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d" for an array of this rank and dtype', TIE,
     ),
-    "a tie with a variadic": (
-        Float[Array, "*b a"] | Float[Array, "c"], x(2), "w",
-        'is ambiguous: `Float[Array, "*b a"] | Float[Array, "c"]` allows "a" or "c" for an array of this rank and dtype', TIE,
-    ),
-    "Axes": (Annotated[Array, ft.Axes("a")], x(2, 3), "w", 'has 2 dimensions; `"a"` has 1', MORE),
     "names of no field": (
         Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")], linear(), "w",
         "`ft.names` gives axes to `weigth`, but Linear has no such leaf; did you mean `weight`?", "name a leaf of Linear: `weight`, `bias`",
@@ -553,13 +497,6 @@ def test_the_spec_of_an_annotation_speaks_of_one_layer_of_a_stack():
     assert sharded["layer.gate"].spec == ft.P("data")
 
 
-def test_a_stack_and_an_array_with_its_names_are_two_kinds():
-    """Of the layers in a stack each is sharded, and the stack is not."""
-    alone, whole = hold(Float[Array, "embed"], x(8, 4)), hold(Float[Array, "layers embed"], x(8, 4))
-    plan = ft.plan([ft.Stacked(alone), whole], ft.FSDP("data", min_size=0), {"data": 2})
-    assert [row.spec for row in plan] == [ft.P(None, "data"), ft.P("data", None)]
-
-
 # Equinox' own state has the paths of its declarations
 
 
@@ -595,14 +532,9 @@ def test_equinox_state_has_the_paths_of_the_model() -> None:
     assert [str(leaf.path) for leaf in read(state).leaves] == OWN
     assert Skeleton.of(state).learn(state).paths == tuple(leaf.path for leaf in read(state).leaves)
     assert all(leaf.annotated and not any(leaf.axes) for leaf in read({"s": state}).leaves)
-    assert [leaf.value.shape for leaf in read(state).leaves] == [
-        x.shape for x in jax.tree.leaves(state)
-    ]
     layout = ft.StateSharding({"**.own.count": ft.P("data"), ...: ft.P()})
     specs = {str(row.path): row.spec for row in ft.plan(state, layout, {"data": 2})}
     assert specs["inner.0.own.count"] == ft.P("data")
-    static, arrays = ft.split(state)
-    assert jax.tree.structure(ft.merge(static, arrays)) == jax.tree.structure(state)
     assert ft.select({"m": model, "s": state}).where("**.own.count").count() == 1
     f = ft.jit(lambda state: state)
     assert jax.tree.structure(f(state)) == jax.tree.structure(state)

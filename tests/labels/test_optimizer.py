@@ -22,10 +22,7 @@ import functree as ft
 from tests.lib.covering import whole_tables
 from tests.lib.meshes import MESH, SIZES, mesh_of
 from tests.lib.optimizers import (
-    EXPORTED,
     NAMES,
-    NO_OPTIMIZERS,
-    WITH,
     adam,
     build,
     given,
@@ -103,14 +100,6 @@ def arrays(model: Any) -> Any:
     return jax.tree.map(lambda x: x if eqx.is_array(x) or isinstance(x, S) else None, model)
 
 
-def test_every_export_is_known():
-    assert not NO_OPTIMIZERS - set(EXPORTED), "optax no longer exports these"
-    assert not set(WITH) - set(NAMES), "optax no longer exports these"
-    assert len(NAMES) >= 130
-    for name in NAMES:
-        assert callable(build(name).init), name
-
-
 # Every optimizer: rows, shapes, specs
 
 
@@ -177,18 +166,9 @@ def test_otherwise_is_any_layout_and_sees_the_paths_of_the_state():
     plan = ft.plan_optimizer(galore, DICT, DICT_LAYOUT, SIZES, otherwise=layout)
     assert plan["0.projector.table"].spec == P("data", None)
     assert plan["0.base_optimizer_state.mu.up"].spec == P(None, "model")
-
-
-def test_what_is_wrong_with_otherwise():
-    def planned(otherwise: Any) -> object:
-        return ft.plan_optimizer(build("galore"), DICT, DICT_LAYOUT, SIZES, otherwise=otherwise)
-
-    with pytest.raises(ft.RuleError, match=r"is not a layout: .*a callable"):
-        planned({"w": P()})
+    dead = ft.StateSharding({"**.projj": P("data"), ...: P()})
     with pytest.raises(ft.ShardingError, match=r"filter '\*\*\.projj'\s+matches no leaf"):
-        planned(ft.StateSharding({"**.projj": P("data"), ...: P()}))
-    with pytest.raises(ft.ShardingError, match=r"has no axis `dta`"):
-        planned(ft.AxisRules({"embed": "dta", ...: None}))
+        ft.plan_optimizer(galore, DICT, DICT_LAYOUT, SIZES, otherwise=dead)
 
 
 def test_galores_own_dimensions_are_never_taken_for_a_parameters():
@@ -209,16 +189,6 @@ def specs_of(tx: Any, model: Any = NET, layout: Any = RULES, **kwargs: Any) -> d
     return {
         str(row.path): row.spec for row in ft.plan_optimizer(tx, model, layout, SIZES, **kwargs)
     }
-
-
-def test_adafactor_keeps_the_right_dimensions():
-    plan = ft.plan_optimizer(optax.adafactor(1e-3), NET, RULES, SIZES)
-    assert (plan["0.v_row.table"].shape, plan["0.v_row.table"].spec) == ((128,), P("data"))
-    assert (plan["0.v_col.table"].shape, plan["0.v_col.table"].spec) == ((256,), P("model"))
-    assert plan["0.v_row.cube"].axes == ft.Axes("layers", "embed")
-    assert plan["0.v_row.cube"].reason == "as cube, its dimensions 0, 1"
-    assert plan["0.v_row.up"].reason == "does not depend on the parameters"
-    assert plan["0.v.up"].spec == SPECS["up"] and plan["0.v.table"].shape == (1,)
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (256, 128), (128, 128), (127, 128), (127, 127)])
@@ -243,11 +213,7 @@ def test_parameters_in_dicts_lists_and_bare():
     specs = specs_of(adam(), {"layers": [{"w": w}, {"w": w, "b": b}], "none": None}, P("model"))
     assert specs["0.mu.layers.0.w"] == specs["0.nu.layers.1.w"] == P("model", None)
     assert specs["0.mu.layers.1.b"] == P("model") and specs["0.count"] == P() and len(specs) == 7
-    assert specs_of(adam(), w, P("model")) == {
-        "0.count": P(),
-        "0.mu": P("model", None),
-        "0.nu": P("model", None),
-    }
+    assert specs_of(optax.trace(0.9), w, P("model")) == {"trace": P("model", None)}
     assert specs_of(adam(), {}, P("model")) == {"0.count": P()}
     keys, layout = {"a.b": w, "0": w}, {"a.b": P("data", None), "0": P(None, "data")}
     assert specs_of(optax.trace(0.9), keys, layout) == {
@@ -448,36 +414,20 @@ def test_an_init_of_any_kind():
             assert ft.plan_optimizer(tx, MANY, P("data"), SIZES).rows == expected
 
 
-def test_errors_of_the_model_and_of_what_is_no_optimizer():
-    with pytest.raises(ft.ShardingError, match="no rule names `hidden`"):
-        ft.plan_optimizer(adam(), NET, ft.AxisRules({"embed": None}), SIZES)
+def test_what_is_no_optimizer_and_no_mesh():
     with pytest.raises(ft.FunctreeError, match="is not an optimizer"):
         ft.plan_optimizer(optax.adam, NET, RULES, SIZES)  # type: ignore[arg-type]
-    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
-        ft.plan_optimizer(adam(), NET, None, SIZES)
     with pytest.raises(ft.ShardingError, match="there is no mesh"):
         ft.plan_optimizer(adam(), NET, RULES)
-    with pytest.raises(ft.ShardingError, match=r"`ft\.plan_optimizer`"):
-        ft.plan(jax.eval_shape(optax.adafactor(1e-3).init, arrays(NET)), RULES, SIZES)
 
 
 # Layouts of other kinds
 
 
 def test_a_plan_as_the_layout():
-    layout = ft.plan(NET, RULES, SIZES)
-    assert specs_of(optax.adafactor(1e-3), NET, layout) == specs_of(optax.adafactor(1e-3))
     model = concrete_net()
     state = ft.init_optimizer(adam(), model, ft.plan(model, RULES, MESH))
     assert state[0].mu.up.sharding.spec == P("data", "model")
-
-
-def test_a_layout_of_filters_and_rules():
-    filters = ft.StateSharding({"table": P(None, "data"), ft.has_axis("hidden"): RULES, ...: P()})
-    specs = specs_of(optax.adafactor(1e-3), NET, filters)
-    assert specs["0.v_row.table"] == P("data") and specs["0.v_col.table"] == P(None)
-    assert specs["0.v_col.cube"] == P(None, "model")
-    assert specs["0.v.square"] == P(None, None)
 
 
 def test_a_model_on_the_host_has_its_moments_there():
@@ -599,11 +549,12 @@ def test_the_state_is_as_the_settings_of_jax_have_it():
 
     tx = optax.GradientTransformation(init, no_update)
     strong, weak = S((8, 16), jnp.float32), S((8, 16), jnp.float32, weak_type=True)
-    settings = itertools.product(
-        (False, True), ("threefry2x32", "rbg"), [(strong, jnp.float32), (weak, jnp.bfloat16)]
-    )
+    settings = [
+        (False, "threefry2x32", strong, jnp.float32), (True, "threefry2x32", strong, jnp.float32),
+        (False, "rbg", strong, jnp.float32), (False, "threefry2x32", weak, jnp.bfloat16),
+    ]  # fmt: skip
     with jax.numpy_dtype_promotion("standard"):
-        for x64, impl, (one, dtype) in [*settings] * 2:
+        for x64, impl, one, dtype in settings * 2:
             with jax.enable_x64(x64), jax.default_prng_impl(impl):
                 plan = ft.plan_optimizer(tx, {"w": one}, P("data"), SIZES)
                 assert plan["key"].dtype == jax.random.key(0).dtype

@@ -213,17 +213,6 @@ def test_optimizers_that_share_their_init_are_not_taken_for_each_other():
     assert not told_of(clip) and told_of(other)
 
 
-def test_optimizers_that_share_their_update_are_not_taken_for_each_other():
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        return jax.tree.map(lambda u, s: u / jnp.sum(s), updates, state), state
-
-    def scalars(params: Any) -> Any:
-        return jax.tree.map(lambda _: jnp.ones(()), params)
-
-    assert not told_of(optax.GradientTransformation(scalars, update))
-    assert told_of(optax.GradientTransformation(lambda params: params, update))
-
-
 def test_once_for_an_object_with_methods():
     tx = optax.MultiSteps(optax.lamb(1e-3), 1)
     assert told_of(tx) and not told_of(tx)

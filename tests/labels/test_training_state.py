@@ -13,7 +13,6 @@ import functree as ft
 from functree.labels.leaf import FollowedLeaf, Leaf
 from functree.labels.leaves import read
 from functree.labels.training_state import Scope, label_paths
-from tests.lib.trees import x
 
 
 class Model(eqx.Module):
@@ -26,14 +25,8 @@ def model() -> Model:
     return Model(jnp.ones((4, 8)), jnp.ones(8), ft.StateRef(jnp.ones(3), "three"))
 
 
-class WithMore(ft.TrainState[Any]):
-    """A training state with a field that functree does not know."""
-
-    best: Float[Array, "embed hidden"]
-
-
-def made(**options: Any) -> ft.TrainState[Any]:
-    return ft.TrainState.create(model(), optax.adam(1.0), key=jax.random.key(0), **options)
+def made() -> ft.TrainState[Any]:
+    return ft.TrainState.create(model(), optax.adam(1.0), key=jax.random.key(0))
 
 
 def labelled(tree: Any) -> dict[str, Leaf]:
@@ -41,83 +34,11 @@ def labelled(tree: Any) -> dict[str, Leaf]:
     return {str(leaf.path): leaf for leaf in label_paths(leaves.leaves, leaves.training, Scope())}
 
 
-W, B = ((0, 1), (0,))  # their dimensions
-
-# What each leaf of a training state follows: the path of a parameter, and its dimensions.
-FOLLOWED: dict[str, tuple[str | None, tuple[int | None, ...]]] = {
-    "step": (None, ()),
-    "key": (None, ()),
-    "opt_state.0.count": (None, ()),
-    "opt_state.0.mu.w": ("model.w", W),
-    "opt_state.0.mu.b": ("model.b", B),
-    "opt_state.0.nu.w": ("model.w", W),
-    "opt_state.0.nu.b": ("model.b", B),
-}
-# Layouts decide about these.
-FREE = {"model.w", "model.b", "state.count"}
-
-
-@pytest.mark.parametrize("prefix", ["", "runs.0."])
-def test_what_they_follow(prefix: str) -> None:
-    ts = made()
-    found = labelled({"runs": [ts]} if prefix else ts)
-    assert found.keys() == {prefix + path for path in {*FOLLOWED, *FREE}}
-    for path in FREE:
-        assert found[prefix + path].follows is None
-    for path, (followed, dims) in FOLLOWED.items():
-        parameter = None if followed is None else ft.Path.parse(prefix + followed)
-        assert found[prefix + path].follows == FollowedLeaf(parameter, dims)
-    moment = found[f"{prefix}opt_state.0.mu.w"]
-    assert str(moment.axes) == "embed hidden" and moment.annotated
-
-
-def test_of_several_states_that_were_made_under_vmap() -> None:
-    found = labelled(eqx.filter_vmap(lambda _: made())(jnp.arange(3)))
-    for path in FOLLOWED:
-        follows = found[path].follows
-        assert follows is not None and follows.batched
-
-
-def test_a_field_of_a_subclass_follows_nothing() -> None:
-    ts = made()
-    fields = (ts.step, ts.model, ts.opt_state, ts.state, ts.key, ts.tx, ts.wrt)
-    best = labelled(WithMore(*fields, best=jnp.ones((4, 8))))["best"]
-    assert (best.follows, str(best.axes), best.seen) == (None, "embed hidden", ("best",))
-
-
-# Where a leaf is ─► the path that filters see, and the names with which patterns may begin.
-SEEN: dict[str, tuple[str | None, list[str]]] = {
-    "model.w": ("w", ["runs", "0", "model"]),
-    "state.count": ("count", ["runs", "0", "state"]),
-    "opt_state.0.mu.w": ("w", ["runs", "0", "opt_state"]),
-    "opt_state.0.count": (None, ["runs", "0", "opt_state"]),
-    "step": (None, ["runs", "0", "step"]),
-    "key": (None, ["runs", "0", "key"]),
-}
-
-
-def names(leaf: Leaf) -> list[str]:
-    """The names with which patterns may begin. Each path from a name on ends in the leaf."""
-    assert all(leaf.path[-len(root.path) :] == root.path for root in leaf.roots)
-    return [str(root.path[0]) for root in leaf.roots]
-
-
-@pytest.mark.parametrize("path", SEEN)
-def test_the_path_that_filters_see(path: str) -> None:
-    leaf = labelled({"runs": [made()]})[f"runs.0.{path}"]
-    seen, above = SEEN[path]
-    assert leaf.seen == (None if seen is None else ft.Path.parse(seen))
-    assert names(leaf) == above
-
-
-def test_the_names_of_arguments() -> None:
-    leaves = read({"net": {"w": x(4, 8)}, "x": x(4)}).leaves
-    scope = Scope(1, argument=0, arguments=("net", "x"))
-    net, array = label_paths(leaves, {}, scope)
-    assert net.seen == ("w",) and names(net) == ["net"]
-    assert array.seen == () and names(array) == ["x"]
-    net, array = label_paths(leaves, {}, scope._replace(shared=True))
-    assert net.seen == ("w",) and array.seen is None and names(array) == ["x"]
+@pytest.mark.parametrize("pattern", ["count", "state.count", "runs.0.state.**"])
+def test_state_has_the_paths_of_the_model(pattern: str) -> None:
+    layout = ft.StateSharding({pattern: ft.P("data"), ...: ft.P()})
+    plan = ft.plan({"runs": [made()]}, layout, {"data": 3})
+    assert [str(row.path) for row in plan if "data" in row.spec] == ["runs.0.state.count"]
 
 
 def test_the_optimizer_is_asked_for_what_it_updates_alone() -> None:

@@ -1,6 +1,5 @@
 """Annotations that say nothing about the arrays that they are of: found all the same, or said."""
 
-import collections
 import dataclasses
 from typing import Any, Generic, NamedTuple, TypedDict, TypeVar
 
@@ -49,20 +48,10 @@ class Registered:
         return node
 
 
-class Plain(Registered):
-    w: Float[Array, "embed hidden"]
-    b: Float[Array, "hidden"]
-
-
 class Reversed(Registered):
     w: Float[Array, "embed hidden"]
     b: Float[Array, "hidden"]
     children = ("b", "w")
-
-
-class Alike(Registered):
-    w: Float[Array, "embed hidden"]
-    b: Float[Array, "embed hidden"]
 
 
 class Lazy(Registered):
@@ -75,11 +64,6 @@ class Lazy(Registered):
 
 
 Lazy.__annotations__["size"] = Float[Array, ""]
-
-
-class Several(Registered):
-    w: list[Float[Array, "embed hidden"]]
-    b: dict[str, Plain] | None
 
 
 class Boxed(Registered, Generic[T]):
@@ -107,10 +91,8 @@ jax.tree_util.register_pytree_node(
 
 BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "in another order": (Reversed(W, B), [P("model"), P(None, "model")]),
-    "tied and alike": (Alike(W, W), [P(None, "model")] * 2),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
     "a property that raises": (Lazy(W, B), [P(None, "model"), P("model")]),
-    "containers": (Several([W, W], {"x": Plain(W, B)}), [P(None, "model")] * 3 + [P("model")]),
     "generic": (OfField(Boxed(W, None)), [P(None, "model")]),
 }
 
@@ -229,8 +211,6 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
         ["w.w", "`Typed` is a TypedDict, and the annotations in it are not read", 'write `dict[str, Float[Array, "..."]]`'],
     ),
     "a list for an array": (MATRIX, [W], ["w.0", FOR_ARRAY + "list", TREE]),
-    "a dict with a list": (MATRIX, {"a": [W]}, ["w.a.0", FOR_ARRAY + "dict", TREE]),
-    "an ordered dict": (MATRIX, collections.OrderedDict(a=W), ["w.a", FOR_ARRAY + "OrderedDict", TREE]),
     "a layer for an array": (MATRIX, LAYER, ["w.weight", FOR_ARRAY + "Linear", "write `Annotated[Linear, ft.names(...)]`"]),
     "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but it is an array", 'write `Float[Array, "..."]` there']),
     "elements behind those of a tuple": (
@@ -238,7 +218,6 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
         (W, B + 1, B),
         ["w.2", "is for 2 elements, but there are 3", "annotate each element, or all alike: `tuple[X, ...]`"],
     ),
-    "an array for a class": (Box[HIDDEN], B, ["w", "is for a Box, but it is an array"]),
 }  # fmt: skip
 
 
@@ -252,7 +231,6 @@ def test_annotation_and_value_of_different_structure(case: str):
 REMEDIES: dict[str, tuple[Any, Any, list[P]]] = {
     "PyTree": (PyTree[MATRIX], {"a": [W]}, [P(None, "model")]),
     "a named tuple": (Named, Named(W, B), [P(None, "model"), P("model")]),
-    "a dict": (dict[str, MATRIX | HIDDEN], {"w": W, "b": B}, [P("model"), P(None, "model")]),
     "all alike": (tuple[HIDDEN, ...], (B, B + 1, B + 2), [P("model")] * 3),
 }
 
