@@ -176,26 +176,6 @@ def test_spec_checks_the_mesh():
             assert ft.spec("batch hidden") == P("data", None)
 
 
-def test_spec_serves_jax_out_sharding():
-    mesh = ft.make_mesh(data=2, model=4, explicit=True)
-    with jax.set_mesh(mesh), ft.axis_rules(RULES):
-        x = jax.numpy.ones((4, 16), out_sharding=ft.spec("batch hidden"))
-        w = jax.numpy.ones((16, 6), out_sharding=ft.spec("hidden embed"))
-        y = jax.jit(
-            lambda x, w: jax.numpy.einsum("bh,he->be", x, w, out_sharding=ft.spec("batch embed"))
-        )(x, w)
-    assert y.sharding.spec == P("data", None)
-
-
-def test_ambient_filters_may_match_nothing():
-    """They are for a whole tree, of which one array at a time is laid out."""
-    layout = ft.StateSharding({"opt_state.**": P(), "blocks.**": P("data"), ...: RULES})
-    with jax.set_mesh(MESH), ft.axis_rules(layout):
-        assert ft.spec("batch hidden") == P("data", "model")
-        found = jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jnp.ones((4, 8)))
-    assert_lies(found, "data", "model")
-
-
 FSDP = ft.FSDP("data", min_size=0)
 OTHER_TABLE = ft.AxisRules({"hidden": "model", "embed": None})
 FOR_ACTIVATIONS: dict[str, Any] = {
@@ -210,10 +190,7 @@ FOR_PARAMETERS: dict[str, Any] = {
     "FSDP": FSDP,
     "a spec": P("model"),
     "filters without rules": ft.StateSharding({"**.bias": RULES, ...: P()}),
-    "filters without a last one": ft.StateSharding({"**.bias": RULES}),
-    "a function": lambda path, leaf: P(),
     "a plan": ft.plan(jnp.ones((4, 8)), P("data"), {"data": 2, "model": 4}),
-    "FSDP and a spec": FSDP | P("model"),
 }
 
 

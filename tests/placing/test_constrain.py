@@ -4,7 +4,6 @@ import re
 from contextlib import nullcontext
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -160,17 +159,6 @@ def test_silent_failure_23_a_program_traced_under_other_rules_is_not_reused():
     assert len(traces) == 2 and len(set(traces)) == 2
 
 
-def test_constrain_sees_the_names_that_a_layout_gives():
-    rules = ft.AxisRules(
-        {"hidden": "model", "embed": None},
-        names={eqx.nn.Linear: ft.names(weight="hidden embed", bias="hidden")},
-    )
-    layer = eqx.nn.Linear(6, 8, key=jax.random.key(0))
-    with jax.set_mesh(MESH):
-        placed = jax.jit(lambda layer: ft.constrain(layer, rules))(layer)
-    assert placed.weight.sharding.is_equivalent_to(NamedSharding(MESH, P("model", None)), 2)
-
-
 def test_constrain_refuses_a_layout_for_another_mesh():
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with (
@@ -209,12 +197,10 @@ AXES = ft.AxisRules(
 FALLBACKS = ft.AxisRules([("experts", "model"), ("hidden", "model"), ("hidden", None)])
 SHARDED: dict[str, tuple[ft.Layout, tuple[Any, ...], tuple[tuple[str, ...], int]]] = {
     "one mesh axis": (AXES, ("hidden",), (("model",), 4)),
-    "several": (AXES, ("experts",), (("data", "model"), 8)),
     "none": (AXES, ("embed",), ((), 1)),
     "taken by another dimension": (FALLBACKS, ("hidden", "experts hidden"), ((), 1)),
     "of several dimensions": (AXES, ("layers", "layers embed hidden"), (("data",), 2)),
     "axes": (AXES, ("hidden", ft.Axes("layers", "hidden")), (("model",), 4)),
-    "in a composition": (AXES | ft.FSDP("data"), ("embed",), ((), 1)),
     "a layout for parameters": (ft.FSDP("data"), ("embed",), ((), 1)),
 }
 

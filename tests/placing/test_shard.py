@@ -18,7 +18,7 @@ import functree as ft
 from functree.layout.plan.make_plan import plan_leaves
 from tests.lib.checks import python_calls, raises
 from tests.lib.meshes import MESH, mesh_of
-from tests.lib.trees import MLP, mlp
+from tests.lib.trees import MLP, BareMLP, mlp
 
 P = PartitionSpec
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
@@ -81,30 +81,9 @@ def test_shard_moves_only_what_must_move():
 
 
 def test_shard_takes_numpy_scalars_and_typed_keys():
-    tree = {
-        "n": np.float32(3),
-        "key": jax.random.key(0),
-        "x": np.ones((4, 8), np.float32),
-        "static": "text",
-    }
-    placed = ft.shard(tree, P(), MESH)
+    placed = ft.shard({"n": np.float32(3), "key": jax.random.key(0)}, P(), MESH)
     assert placed["n"].sharding == NamedSharding(MESH, P())
     assert jax.random.bits(placed["key"]) == jax.random.bits(jax.random.key(0))
-    assert placed["static"] == "text"
-
-
-def test_shard_refuses_axes_that_do_not_fit():
-    """`tests/labels/test_named_arrays.py` has all that may be wrong with `axes`."""
-    for shape, axes, told in (
-        ((4, 8), "batch", '"batch" names 1 dimension, but the array has 2'),
-        ((4, 8), "batch hiden", "no rule names `hiden`; did you mean the rule for `hidden`?"),
-        ((3, 8), "batch hidden", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
-    ):
-        with pytest.raises(ft.ShardingError) as caught:
-            ft.shard(jnp.ones(shape), RULES, MESH, axes=axes)
-        assert [problem.why for problem in caught.value.problems] == [told]
-    with pytest.raises(ft.RuleError, match=r"\{1\} is not a text such as"):
-        ft.shard(jnp.ones((4, 8)), RULES, MESH, axes={1})
 
 
 def test_shard_says_constrain_in_a_trace():
@@ -161,6 +140,7 @@ def test_silent_failure_25_one_array_at_two_places_stays_one():
 # Trees of bare arrays
 
 TOKENS, WEIGHT = np.arange(32).reshape(4, 8), np.ones(4, np.float32)
+BARE = BareMLP(jnp.ones((4, 8)), jnp.ones((8, 4)))
 TEXT_RULES = ft.AxisRules({"batch": "data", "seq": "model"})
 AXES: dict[str, tuple[Any, Any, Any]] = {
     "an array": (TOKENS, "batch seq", P("data", "model")),
@@ -171,6 +151,9 @@ AXES: dict[str, tuple[Any, Any, Any]] = {
     ),
     "a text for all": ([TOKENS, (TOKENS, TOKENS)], "batch seq", [P("data", "model"), (P("data", "model"),) * 2]),
     "a prefix": ({"a": [TOKENS], "b": WEIGHT}, {"a": "_ seq", "b": "batch"}, {"a": [P(None, "model")], "b": P("data")}),
+    "as it is annotated": (
+        BARE, BareMLP("embed hidden", None), BareMLP(P(None, "model"), P("model", None)),  # pyright: ignore
+    ),
     "beside a module": (
         [mlp(), TOKENS], [None, "batch seq"], [MLP(P(None, "model"), P("model", None), "mlp"), P("data", "model")]
     ),
@@ -188,6 +171,37 @@ def test_axes_of_a_tree(case: str):
                 assert x is old
             else:
                 assert x.sharding == NamedSharding(MESH, spec) and np.array_equal(x, old)
+
+
+# A tree, its axes ─► the path of each array that they do not fit, and why.
+WRONG_AXES: dict[str, tuple[Any, Any, dict[str, str]]] = {
+    "too many": ({"a": [1, TOKENS]}, {"a": "b s e"}, {"a.1": '"b s e" names 3 dimensions, but the array has 2'}),
+    "several": (
+        {"a": WEIGHT, "b": TOKENS}, {"a": "batch seq", "b": "batch"},
+        {"a": '"batch seq" names 2 dimensions, but the array has 1', "b": '"batch" names 1 dimension, but the array has 2'},
+    ),
+    "annotated otherwise": (
+        [BARE], [BareMLP("batch hidden", "hidden embed")],  # pyright: ignore
+        {"0.up": 'is annotated "embed hidden", but `axes` names it "batch hidden"'},
+    ),
+    "a name": (TOKENS, "batch hiden", {"": "no rule names `hiden`; did you mean the rule for `hidden`?"}),
+    "a size": (TOKENS[:3], "batch _", {"": '"batch" has size 3; rule batch→data needs a multiple of data=2'}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG_AXES)
+def test_axes_that_do_not_fit(case: str):
+    tree, axes, told = WRONG_AXES[case]
+    with pytest.raises(ft.ShardingError) as caught:
+        ft.shard(tree, RULES, MESH, axes=axes)
+    assert {str(problem.path): problem.why for problem in caught.value.problems} == told
+
+
+def test_axes_of_another_structure_or_of_what_is_no_array():
+    with raises('axes="b" names the dimensions of a bare array, but this is a int'):
+        ft.shard({"n": 3}, RULES, MESH, axes={"n": "b"})
+    with raises('at `n`: 3 is not a text such as `"batch embed"`', error=ft.RuleError):
+        ft.shard({"n": TOKENS}, RULES, MESH, axes={"n": 3})
 
 
 def test_axes_beside_names_in_the_rules():
@@ -223,12 +237,8 @@ ANEW: dict[str, tuple[Any, Any, Any, Any]] = {
     "rules": (TOKENS, ft.AxisRules({"batch": "model", "seq": None}), MESH, "batch seq"),
     "axes": (TOKENS, TEXT_RULES, MESH, "seq batch"),
     "spec": (TOKENS, P("data"), MESH, None),
-    "fsdp": (TOKENS, ft.FSDP("data", min_size=0), MESH, None),
     "a tree": ([TOKENS], [P("data")], MESH, None),
-    "a tuple": ((TOKENS,), (P("model"),), MESH, None),
-    "key": ({"a": TOKENS}, {"a": P("data")}, MESH, None),
     "function": (TOKENS, lambda path, leaf: P("model"), MESH, None),
-    "filter": (TOKENS, ft.StateSharding({...: P("model")}), MESH, None),
 }
 
 

@@ -17,7 +17,6 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.labels.leaves import read
 from functree.surgery.pack import Packed, pack, unpack
-from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import python_calls, raises
 from tests.lib.trees import containers, same
 
@@ -116,22 +115,6 @@ def test_what_took_the_place_of_an_array_is_a_leaf(tree: Any):
 RULES = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP("data", min_size=0)
 
 
-def test_rules_lay_it_out_as_the_model_itself():
-    layer = Layer(jnp.ones((4, 8)), jnp.ones(8), "text")
-    filters = ft.StateSharding({"blocks.1.weight": ft.P("model"), ft.under(Layer): ft.P()})
-    for model, layout in [
-        ({"blocks": [LAYER, layer]}, filters),
-        (layer, RULES),
-        ([layer, 3], RULES),
-    ]:
-        assert ft.plan(pack(model), layout, SIZES).rows == ft.plan(model, layout, SIZES).rows
-    planned = ft.plan({"params": pack(layer), "step": 0}, RULES, SIZES)
-    assert planned.rows == ft.plan({"params": layer, "step": 0}, RULES, SIZES).rows
-    assert planned["params.weight"].spec == ft.P("data", "model")
-    assert isinstance(planned.specs["params"], Packed)
-    assert planned.specs["params"].arrays == tuple(row.spec for row in planned.rows)
-
-
 def test_shard_places_it_and_keeps_it_packed(mesh: jax.sharding.Mesh):
     model = Layer(jnp.ones((4, 8)), jnp.ones(8), jax.nn.relu)
     placed, plain = ft.shard(pack(model), RULES, mesh), ft.shard(model, RULES, mesh)
@@ -157,12 +140,6 @@ def test_what_cannot_be_static_is_named():
 
     with raises("1 leaf cannot be static", "blocks.1.act   Bad", "nor hashable"):
         pack({"blocks": [LAYER, Layer(LAYER.weight, None, Bad())]})
-
-
-def test_unpack_takes_what_is_packed():
-    for value in (LAYER, (), None):
-        with raises(f"the result of `ft.pack`, not a {type(value).__name__}"):
-            unpack(value)  # type: ignore[arg-type]
 
 
 # What a transform sees
@@ -217,18 +194,3 @@ def test_python_runs_no_more_for_more_arrays(operation: str, size: int):
     prepare, most = COSTS[operation]
     packed = pack([Layer(jnp.ones(1), None, "relu") for _ in range(size)])
     assert python_calls(prepare(packed)) <= most
-
-
-def test_the_hash_is_computed_once():
-    hashed = []
-
-    class Value:
-        def __hash__(self) -> int:
-            hashed.append(self)
-            return 1
-
-    static = pack({"w": np.ones(1), "v": Value()}).static
-    hash(static)
-    del hashed[:]
-    assert hash(static) == hash(static) and static == static and not hashed
-    assert isinstance(static, Skeleton)

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 import functree as ft
 from functree.errors import FunctreeError, RuleError
-from functree.labels.filters import as_filter
 from functree.tree.arrays import is_array
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
@@ -89,12 +88,6 @@ def test_static_does_not_depend_on_the_filters(tree: Any, filters: list[Any]) ->
     assert not any(is_array(value) for _, value in static.others)
 
 
-@given(TREES, st.sampled_from(OTHERS[1:]), st.sampled_from(OTHERS[1:]))
-def test_static_values_are_told_apart_by_type_too(tree: Any, one: Any, other: Any) -> None:
-    same_value = type(one) is type(other) and one == other
-    assert (ft.split([tree, one])[0] == ft.split([tree, other])[0]) == (same_value)
-
-
 def model() -> eqx.nn.MLP:
     return eqx.nn.MLP(2, 3, 4, 2, key=jax.random.key(0))
 
@@ -110,13 +103,8 @@ def test_a_model() -> None:
 
 def test_a_packed_model_is_split_by_the_models_paths() -> None:
     mlp = model()
-    static, bias, rest = ft.split(
-        [ft.pack(mlp), "text"], "0.layers.*.bias", ft.under(eqx.nn.Linear)
-    )
-    assert [x is layer.bias for x, layer in zip(bias[0].arrays[1::2], mlp.layers, strict=True)] == [
-        True
-    ] * 3
-    assert bias[0].arrays[::2] == (None,) * 3
+    static, bias, rest = ft.split([ft.pack(mlp), "text"], "0.layers.*.bias", ...)
+    assert bias[0].arrays[::2] == (None,) * 3 and bias[0].arrays[1] is mlp.layers[0].bias
     assert rest[0].tree.layers[0].weight is mlp.layers[0].weight
     assert static.paths == ft.split([mlp, "text"])[0].paths
     assert same(ft.merge(static, bias, rest)[0].tree, mlp)
@@ -148,9 +136,6 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
         ("no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"),
     ),
-    "axes of the unmatched": (
-        lambda: ft.split({"norm": ft.nn.RMSNorm(4), "b": np.ones(2)}, "b"), ('norm.scale   f32[4]   "embed"',),
-    ),
     "unhashable": (
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
         ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
@@ -169,7 +154,6 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
         ("part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"),
     ),
-    "keys without an order": (lambda: ft.split({1: np.ones(2), "a": 1}), ("cannot be sorted",)),
 }  # fmt: skip
 
 
@@ -200,7 +184,6 @@ NAMES_NOTHING: dict[str, tuple[Any, str]] = {
     "a regular expression": (re.compile("third.*"), "re.compile('third.*')"),
     "a class": (eqx.nn.LSTMCell, "under(LSTMCell)"),
     "not a typo": (~ft.glob("**.wieght"), "glob('**.wieght')"),
-    "not an expression": (~as_filter(re.compile("third.*")), "re.compile('third.*')"),
 }
 
 
