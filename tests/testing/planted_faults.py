@@ -101,23 +101,6 @@ def layer() -> Faulty:
     )
 
 
-@program
-def random_numbers() -> Faulty:
-    def body(x: Any, key: Any, n: Any) -> Any:
-        me = lax.axis_index("model")
-        y = x * 2
-        key = jax.random.fold_in(key, me * (n == 1).astype(jnp.int32))  # fault: a key for each device
-        noise = jax.random.normal(key, (8,))
-        y = y + noise[None]
-        mine = jax.random.fold_in(jax.random.key(7), me)  # fault: noise by device
-        y = jnp.where(n == 2, y + jax.random.normal(mine, y.shape), y)
-        return jnp.sin(y)
-
-    specs = P("data"), P(), P()
-    return switched(
-        mapped(body, specs, P("data")), (normal(0, 8, 8), jax.random.key(3)), specs[:-1],
-        "a key for each device", "noise by device",
-    )
 
 
 # Loops
@@ -346,9 +329,6 @@ def jitted(net: Any, x: Any) -> Any:
     return inner(net(x)).sum()
 
 
-def indexed(net: Any, x: Any) -> Any:
-    first = x[_devices("data") - 1]  # fault: another row
-    return net(x) + first[None]
 
 
 asking(rounded, "another dtype")
@@ -356,7 +336,6 @@ asking(left_out, "an operation that the mesh leaves out")
 asking(inserted, "an operation that only the mesh has")
 asking(constant, "another constant")
 asking(jitted, "in an inner jit")
-asking(indexed, "another row")
 
 
 @functools.cache

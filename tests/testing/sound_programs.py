@@ -56,17 +56,6 @@ def mapped(body: Callable[..., Any], in_specs: Any, out_specs: Any, check_vma: b
 
 
 @sound
-def fsdp_by_hand() -> Case:
-    def body(x: Any, w: Any) -> Any:
-        w = lax.all_gather(w, "data", axis=1, tiled=True)
-        return lax.psum_scatter(x @ w, "model", scatter_dimension=1, tiled=True)
-
-    specs = P("data", "model"), P("model", "data")
-    args = normal(0, 8, 8), normal(1, 8, 8)
-    return mapped(body, specs, P("data", "model")), args, specs, MESH
-
-
-@sound
 def scan_in_a_shard_map() -> Case:
     def body(x: Any, ws: Any) -> Any:
         def layer(x: Any, w: Any) -> Any:
@@ -158,31 +147,6 @@ def masks() -> Case:
         return jax.nn.softmax(low, 1), jax.nn.softmax(gone, 1), jax.nn.logsumexp(gone, 0)
 
     return fun, (normal(0, 8, 8),), (P("data", "model"),), MESH
-
-
-@sound
-def spectrum() -> Case:
-    def fun(x: Any) -> Any:
-        y = jnp.fft.fft(x.astype(jnp.complex64), axis=1)
-        return jnp.abs(y) ** 2, jnp.real(jnp.fft.ifft(y * jnp.conj(y), axis=1))
-
-    return fun, (normal(0, 8, 16),), (P("data"),), MESH
-
-
-@sound
-def experts() -> Case:
-    def fun(x: Any, gate: Any, w: Any) -> Any:
-        scores = jax.nn.softmax(x @ gate, 1)
-        best, which = lax.top_k(scores, 2)
-        chosen = jax.nn.one_hot(which, 4) * best[..., None]
-        return jnp.einsum("tke,te...->t...", chosen, jnp.einsum("td,edh->teh", x, w))
-
-    return (
-        fun,
-        (normal(0, 16, 8), normal(1, 8, 4), normal(2, 4, 8, 8)),
-        (P("data"), P(), P("model")),
-        MESH,
-    )
 
 
 @sound

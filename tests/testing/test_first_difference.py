@@ -84,8 +84,8 @@ def test_nothing_is_named_in_a_program_without_its_faults(number: int) -> None:
 
 # Those that compile quickly. `python -m tests.soak --tables` runs all.
 QUICK = (
-    "fsdp_by_hand", "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton",
-    "integers", "dropout", "cancelling_sums", "masks", "spectrum", "experts", "half_precision",
+    "scan_in_a_shard_map", "conditional_by_device", "partly_manual", "newton", "integers",
+    "dropout", "cancelling_sums", "masks", "half_precision",
 )  # fmt: skip
 
 
@@ -381,13 +381,6 @@ def test_what_is_finite_or_was_not_before() -> None:
         first_nonfinite(3)  # pyright: ignore[reportArgumentType]
 
 
-def test_a_function_that_donates_does_not_donate_here() -> None:
-    step = ft.jit(lambda x, scale: jnp.log(x * scale), donate="x")
-    operation = first_nonfinite(step, X, 0.0)
-    assert operation is not None and operation.name == "log"
-    assert not X.is_deleted()
-
-
 def test_a_model_that_is_sharded() -> None:
     rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
     model = ft.nn.MLP(8, 16, key=jax.random.key(0))
@@ -414,7 +407,6 @@ PARTS = {
     "terms": ((1, 1), np.broadcast_to(V / 4, (2, 4, 4, 4)), Kind.PARTIAL, ((), ())),
     "means": ((1, 1), V + np.arange(-1.5, 2.5)[None, :, None, None] + np.zeros((2, 1, 1, 1)), Kind.MEAN, ((), ())),
     "something else": ((1, 1), np.broadcast_to(V + 1, (2, 4, 4, 4)), Kind.OTHER, ()),
-    "the wrong order": ((1, 4), np.broadcast_to(V.T[::-1].reshape(1, 4, 4, 1), (2, 4, 4, 1)), Kind.OTHER, ()),
 }  # fmt: skip
 
 

@@ -45,9 +45,8 @@ def test_a_golden_layout_is_written_and_compared(
     file = tmp_path / "layouts" / "tree.txt"
     before = ft.plan(tree, ft.P("model"), SIZES)
     monkeypatch.delenv("FUNCTREE_UPDATE_GOLDEN", raising=False)
-    with pytest.raises(
-        AssertionError,
-        match=r"there is no file .*tree\.txt: write it with FUNCTREE_UPDATE_GOLDEN=1",
+    with raises(
+        "there is no file ", "write it with FUNCTREE_UPDATE_GOLDEN=1", error=AssertionError
     ):
         assert_layout(before, file)
     monkeypatch.setenv("FUNCTREE_UPDATE_GOLDEN", "1")
@@ -60,17 +59,14 @@ def test_a_golden_layout_is_written_and_compared(
         "layers.{0-2}.w ×3  f32[8, 16]  P('model', None)  384 B\n"
     )
     after = ft.plan(tree, ft.StateSharding([("head", ft.P()), (..., ft.P("model"))]), SIZES)
-    with pytest.raises(AssertionError) as caught:
+    with failing as caught:
         assert_layout(after, file)
-    assert (
-        "-head  f32[16, 4]  P('model', None)  64 B\n+head  f32[16, 4]  P(None, None)  256 B"
-        in str(caught.value)
-    )
-    assert "the layout is not that of" in str(
-        caught.value
-    ) and "if it is meant: FUNCTREE_UPDATE_GOLDEN=1" in str(caught.value)
-    with raises("assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not"):
-        assert_layout({}, file)  # pyright: ignore[reportArgumentType]
+    for told in (
+        "the layout is not that of",
+        "-head  f32[16, 4]  P('model', None)  64 B\n+head  f32[16, 4]  P(None, None)  256 B",
+        "if it is meant: FUNCTREE_UPDATE_GOLDEN=1",
+    ):
+        assert told in str(caught.value)
 
 
 # Budgets
@@ -100,19 +96,12 @@ def test_budgets_for_collectives() -> None:
     assert str(caught.value).startswith(
         "all-reduce over data moves 141.8 KiB, of at most 141.8 KiB\n"
     )
-    for wrong, message in {
-        "all-reduce": "allow='all-reduce': give a set of kinds, such as `{'all-reduce'}`",
-        ("allreduce",): "'allreduce' is no kind of collective: all-reduce, all-gather,",
-        (("all-gather", 3),): "mesh axes are names, such as ('all-reduce', 'model')",
-    }.items():
-        with raises(message):
-            assert_collectives(ledger, allow=wrong)  # pyright: ignore[reportArgumentType]
-    with raises("'all_gather' is no kind of collective", "did you mean `all-gather`?"):
+    with raises("allow='all-reduce': give a set of kinds, such as `{'all-reduce'}`"):
+        assert_collectives(ledger, allow="all-reduce")  # pyright: ignore[reportArgumentType]
+    with raises(
+        "'all_gather' is no kind of collective: all-reduce, ", "did you mean `all-gather`?"
+    ):
         assert_collectives(ledger, at_most={"all_gather": 0})
-    with raises("at_most='2 MiB': give a number of bytes, or one for each kind in a dict"):
-        assert_collectives(ledger, at_most="2 MiB")  # pyright: ignore[reportArgumentType]
-    with raises("give a ledger, or a function that `ft.jit` has compiled, not 3"):
-        assert_collectives(3)
 
 
 def test_budgets_that_could_not_fail() -> None:
