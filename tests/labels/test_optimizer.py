@@ -338,14 +338,10 @@ BOTH = P("data", "model")
 INITS: dict[str, tuple[Init, Any, dict[str, P | None]]] = {
     "one row": (of_each(lambda x: (1, x.shape[1])), W, {"w": P(None, "model")}),
     "one column": (of_each(lambda x: (x.shape[0], 1)), W, {"w": P("data", None)}),
-    "a history": (of_each(lambda x: (2, *x.shape)), W, {"w": P(None, "data", "model")}),
     "of its own": (of_each(lambda x: (5,)), W, {"w": P(None)}),
     # One mesh axis cannot shard both.
     "a preconditioner": (of_each(lambda x: (x.shape[0], x.shape[0])), W, {"w": None}),
-    "a rank of its own": (of_each(lambda x: (x.shape[0], 3)), W, {"w": None}),
     "flat": (of_each(lambda x: (x.size,)), W, {"w": None}),
-    "transposed": (of_each(lambda x: x.shape[::-1]), W, {"w": None}),
-    "more behind": (of_each(lambda x: (*x.shape, 2)), W, {"w": None}),
     "a history as long as it": (of_each(lambda x: (x.shape[0], *x.shape)), W, {"w": None}),
     # 9, as the parameter has rows when it is traced again.
     "relative positions": (of_each(lambda x: (2 * x.shape[1] - 1,)), W, {"w": None}),
@@ -428,13 +424,6 @@ def test_a_plan_as_the_layout():
     model = concrete_net()
     state = ft.init_optimizer(adam(), model, ft.plan(model, RULES, MESH))
     assert state[0].mu.up.sharding.spec == P("data", "model")
-
-
-def test_a_model_on_the_host_has_its_moments_there():
-    model = {"w": concrete((8, 4)), "b": concrete((4,))}
-    state = ft.init_optimizer(adam(), model, {"w": ft.on_host(P("data")), "b": P()}, MESH)
-    assert state[0].mu["w"].sharding.memory_kind == "pinned_host"
-    assert state[0].mu["b"].sharding.memory_kind == state[0].count.sharding.memory_kind == "device"
 
 
 # Born

@@ -54,18 +54,6 @@ class Reversed(Registered):
     children = ("b", "w")
 
 
-class Lazy(Registered):
-    w: Float[Array, "embed hidden"]
-    b: Float[Array, "hidden"]
-
-    @property
-    def size(self) -> int:
-        raise RuntimeError("not known yet")
-
-
-Lazy.__annotations__["size"] = Float[Array, ""]
-
-
 class Boxed(Registered, Generic[T]):
     w: T
     b: Float[Array, "hidden"] | None
@@ -92,7 +80,6 @@ jax.tree_util.register_pytree_node(
 BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
     "in another order": (Reversed(W, B), [P("model"), P(None, "model")]),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
-    "a property that raises": (Lazy(W, B), [P(None, "model"), P("model")]),
     "generic": (OfField(Boxed(W, None)), [P(None, "model")]),
 }
 

@@ -46,11 +46,9 @@ DOORS: dict[str, Callable[[Any], Any]] = {
 }
 FILTERS: dict[str, tuple[Any, str | None]] = {
     "right": ("**.bias", None),
-    "all but one": (~ft.glob("**.bias"), None),
     "a class that is not there, negated": (~ft.under(Other), None),
     "a typo": ("**.bais", "glob('**.bais')"),
     "a typo, negated": (~ft.glob("**.bais"), "glob('**.bais')"),
-    "one of two": (ft.glob("**.bais") | ft.glob("up"), "glob('**.bais')"),
     "a class": (Other, "Other"),
     "a function": (lambda path, leaf: leaf.ndim == 9, "<lambda>"),
     "None": (None, "None is not a filter"),

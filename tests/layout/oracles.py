@@ -55,14 +55,3 @@ def keras(path: str, layout_map: Mapping[str, Any]) -> Sequence[Any]:
     if len(matching) > 1:
         raise ValueError(f"Path '{path}' matches multiple layout specification keys: {matching}")
     return layout_map[matching[0]] if matching else ()
-
-
-def transformers(path: str, shape: Shape, tp_plan: Mapping[str, str]) -> Sequence[Any]:
-    """`_get_parameter_tp_plan` and the styles, of linear layers. A weight is (out, in)."""
-    *keys, parameter = ("*" if key.isdigit() else key for key in path.split("/"))
-    style = tp_plan.get(".".join(keys), "")
-    if style.startswith("colwise"):
-        return ("model",)  # the out dimension is the first of the weight, and the bias
-    if style.startswith("rowwise") and parameter != "bias":
-        return (None, "model")
-    return ()

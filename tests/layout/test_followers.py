@@ -109,19 +109,6 @@ def test_a_later_filter_does_not_name_what_an_earlier_one_matches() -> None:
     assert plan["opt_state.0.mu.layers.0.w"].follows is None
 
 
-def test_training_states_in_several_parts() -> None:
-    """Patterns begin in the part of their layout."""
-    first = {"0.model.head": P("data"), "0.opt_state.*.mu.head": P(), ...: P()}
-    second = {"head": P("data"), ...: P()}
-    found = specs(
-        {"one": [ABSTRACT], "two": ABSTRACT},
-        {"one": ft.StateSharding(first), "two": ft.StateSharding(second)},
-    )
-    assert found["one.0.opt_state.0.nu.head"] == P("data", None)
-    assert found["one.0.opt_state.0.mu.head"] == P(None, None)
-    assert found["two.opt_state.0.mu.head"] == P("data", None)
-
-
 # What is wrong
 
 

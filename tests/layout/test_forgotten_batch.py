@@ -30,20 +30,16 @@ LAYOUTS: dict[str, tuple[ft.Layout, tuple[str, ...]]] = {
     "forgotten": (FORGOTTEN, ("data",)),
     "FSDP first": (FSDP | OPEN, ("data",)),
     "FSDP over two axes": (CLOSED | BOTH, ("data", "model")),
-    "FSDP over two axes, one of which a rule uses": (OPEN | BOTH, ("data",)),
     "behind the last filter": (ft.StateSharding({...: FORGOTTEN}), ("data",)),
     "FSDP behind another filter": (ft.StateSharding({"embed.**": FSDP, ...: OPEN}), ("data",)),
     "on the host": (ft.on_host(FORGOTTEN), ("data",)),
     "a rule": (BATCHED | FSDP, ()),
-    "a rule on the host": (ft.on_host(BATCHED) | FSDP, ()),
     "FSDP alone": (FSDP, ()),
-    "an error": (ft.AxisRules({"embed": None}) | FSDP, ()),
     "meant": (ft.AxisRules({"batch": None, ...: None}) | FSDP, ()),
     "a rule in another table": (OPEN | ft.AxisRules({"batch": "data"}) | FSDP, ()),
     "the axis shards something else": (ft.AxisRules({"seq": "data", ...: None}) | FSDP, ()),
     "no FSDP": (OPEN, ()),
     "an axis of size 1": (OPEN | ft.FSDP("one"), ()),
-    "rules for parameters": (ft.StateSharding({"up": OPEN, ...: FSDP}), ()),
 }
 
 
@@ -137,19 +133,6 @@ def test_nothing_is_said_of_what_vmap_hides():
     x = ft.shard(jnp.ones((4, 4, 8)), P("data"), MESH)
     # Nothing is wrong: the dimension without a name keeps its sharding.
     assert ft.jit(one, rules=layout)(x).sharding.spec[0] == "data"
-
-
-def test_each_layout_and_each_trace_is_told_of():
-    fun = ft.jit(_twice(), rules=FORGOTTEN)
-    for shape in ((4, 4, 8), (8, 4, 8)):
-        with warns("`batch` has no rule"):
-            fun(ft.shard(jnp.ones(shape), P("data"), MESH))
-    fun(_batch())  # nothing is traced
-    with jax.set_mesh(MESH), ft.axis_rules(FORGOTTEN), warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        jax.jit(_twice())(_batch())
-        ft.jit(_twice(), rules=ft.AxisRules({...: None}) | FSDP)(_batch())
-    assert len(told) == 2
 
 
 def test_a_batch_that_is_placed_by_the_rules():

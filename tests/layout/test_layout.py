@@ -129,20 +129,17 @@ def test_an_exception_of_the_users_own_is_passed_on() -> None:
 
 
 def test_what_is_no_layout() -> None:
-    for bad in ("data", int, {"a"}):
+    # Here it may be no tree of layouts.
+    told = r"is not a layout: write `P.* a `Plan`, or a callable \(path, leaf\) -> P$"
+    for bad in ("data", int):
         for make in (
             as_layout,
-            ft.on_host,
             lambda x: ft.StateSharding({...: x}),
             lambda x: ft.FSDP("data") | x,
             lambda x: x | ft.FSDP("a"),
         ):
-            with pytest.raises(ft.RuleError, match="is not a layout: write `P") as caught:
+            with pytest.raises(ft.RuleError, match=told):
                 make(bad)
-            # Here it may be no tree of layouts.
-            assert str(caught.value).endswith("a `Plan`, or a callable (path, leaf) -> P")
-        with pytest.raises(ft.RuleError, match="is not a layout"):
-            ft.plan({"a": jnp.ones(2)}, {"a": bad}, SIZES)
 
 
 # `|`
@@ -216,10 +213,8 @@ VALUES: list[ft.Layout] = [
     ft.AxisRules({"a": "data"}, unnamed=P()),
     ft.FSDP("data"),
     ft.FSDP("model"),
-    ft.FSDP(("data", "model")),
     ft.FSDP("data", min_size=3),
     ft.FSDP("data", axes="a b"),
-    ft.FSDP("data", otherwise=P()),
     ft.FSDP("data", otherwise=P("model", ("a", "b"))),
     ft.AxisRules({"a": "data"}) | ft.FSDP("data") | P(),
     ft.FSDP("data") | ft.AxisRules({"a": "data"}) | P(),
@@ -252,7 +247,7 @@ def test_layouts_are_values() -> None:
             copies += [pickle.loads(pickle.dumps(layout)), eval(repr(layout), NAMESPACE)]
         for again in copies:
             assert again == layout and hash(again) == hash(layout) and repr(again) == repr(layout)
-    for layout, field in ((VALUES[0], "closed"), (VALUES[8], "min_size"), (VALUES[18], "filters")):
+    for layout, field in ((VALUES[0], "closed"), (VALUES[8], "min_size"), (VALUES[16], "filters")):
         with pytest.raises(AttributeError, match="cannot assign"):
             setattr(layout, field, ())
 

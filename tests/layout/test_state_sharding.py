@@ -295,26 +295,14 @@ def test_what_was_written_is_kept() -> None:
 
 
 def test_with_other_tables_the_rest_is_kept() -> None:
-    layout = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": "model"})}, unused="ignore")
-    kept = ft.StateSharding({"a": P(), ...: ft.AxisRules({"seq": None})}, unused="ignore")
-    assert with_tables(layout, lambda table: with_rule(table, "seq", None)) == kept
-
-
-def changed(*pairs: tuple[Any, Any], seq: str | None) -> list[tuple[Any, Any]]:
-    """The rules with another one for `seq`."""
-    return with_rule(ft.AxisRules(pairs), "seq", seq).pairs
-
-
-def test_a_table_with_another_rule() -> None:
-    """In the place of the first one; fallbacks go; and a new one is the first."""
-    others = ("a", "x"), ("b", "z")
-    assert changed(others[0], ("seq", "y"), others[1], seq="m") == [
-        others[0],
-        ("seq", "m"),
-        others[1],
-    ]
-    assert changed(("seq", "x"), ("seq", None), seq=None) == [("seq", None)]
-    assert changed(others[0], (..., None), seq="y") == [("seq", "y"), others[0], (..., None)]
+    """A rule comes in the place of the first one for its name, whose fallbacks go."""
+    first, last = ("a", "x"), ("b", "z")
+    table = ft.AxisRules([first, ("seq", "y"), ("seq", None), last])
+    layout = ft.StateSharding({"a": P(), ...: table}, unused="ignore")
+    changed = ft.AxisRules([first, ("seq", "m"), last])
+    kept = ft.StateSharding({"a": P(), ...: changed}, unused="ignore")
+    assert with_tables(layout, lambda table: with_rule(table, "seq", "m")) == kept
+    assert with_rule(ft.AxisRules([first, (..., None)]), "seq", "y").pairs[0] == ("seq", "y")
 
 
 def test_equal_by_what_filters_mean() -> None:

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
-from tests.layout.oracles import Shape, big_vision, easylm, keras, transformers
+from tests.layout.oracles import Shape, big_vision, easylm, keras
 from tests.lib.checks import raises
 
 # Tables, from the configurations of these libraries
@@ -40,13 +40,6 @@ KERAS = {
     ".*conv2d.*bias": ("model",),
     "head/kernel": ("model", None),
 }
-TP_PLAN = {
-    "layers.*.self_attn.q_proj": "colwise",
-    "layers.*.self_attn.o_proj": "rowwise",
-    "layers.*.mlp.up_proj": "colwise",
-    "layers.*.mlp.down_proj": "rowwise",
-    "lm_head": "colwise_gather_output",
-}
 
 # The layouts of the page
 
@@ -67,16 +60,6 @@ BIG_VISION_LAYOUT = ft.StateSharding(
 def keras_layout(layout_map: Mapping[str, Any]) -> ft.StateSharding:
     found = [(ft.regex(f"^(?:{key})$", "/"), P(*axes)) for key, axes in layout_map.items()]
     return ft.StateSharding([*found, (..., P())])
-
-
-def tp_layout(tp_plan: Mapping[str, str]) -> ft.StateSharding:
-    filters: dict[Any, P] = {}
-    for module, style in tp_plan.items():
-        column = style.startswith("colwise")
-        filters[f"{module}.weight"] = P("model", None) if column else P(None, "model")
-        if module.startswith("layers"):  # the head has none
-            filters[f"{module}.bias"] = P("model") if column else P()
-    return ft.StateSharding({**filters, ...: P()})
 
 
 # Trees
@@ -146,17 +129,6 @@ KERAS_ARRAYS: dict[str, Shape] = {
     "my_head/kernel": (16, 64),
     "head/bias": (64,),
 }
-TP_ARRAYS: dict[str, Shape] = {
-    "embed_tokens/weight": (64, 16),
-    "lm_head/weight": (64, 16),
-    **{
-        f"layers/{i}/{module}/{parameter}": shape
-        for i in (0, 1)
-        for module in ("self_attn/q_proj", "self_attn/o_proj", "mlp/up_proj", "mlp/down_proj")
-        for parameter, shape in [("weight", (32, 16)), ("bias", (32,))]
-    },
-    "layers/0/input_layernorm/weight": (16,),
-}
 
 # The layouts mean the same
 
@@ -189,9 +161,6 @@ SOURCES = {
     ),
     "Keras": by_paths(
         KERAS_ARRAYS, lambda path, _: keras(path, KERAS), keras_layout(KERAS), batch=2, model=4
-    ),
-    "Transformers": by_paths(
-        TP_ARRAYS, lambda *a: transformers(*a, TP_PLAN), tp_layout(TP_PLAN), model=4
     ),
 }
 

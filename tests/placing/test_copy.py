@@ -55,13 +55,6 @@ def test_the_same_values_where_they_lie(kind: str):
         assert jax.typeof(y) == jax.typeof(x)
 
 
-def test_the_original_outlives_a_donation():
-    step = ft.jit(lambda state: jax.tree.map(lambda x: x + 1, state), donate="state")
-    for kind in ("sharded", "replicated", "uncommitted"):
-        base = {"w": ARRAYS[kind]}
-        assert np.array_equal(step(ft.copy(base))["w"], X + 1) and np.array_equal(base["w"], X)
-
-
 def test_everything_else_stays():
     shared = jnp.ones(3)
     tree = {

@@ -164,12 +164,6 @@ def test_equal_only_to_itself():
     assert packed == packed and packed != pack(LAYER) and len({packed, pack(LAYER)}) == 2
 
 
-def test_immutable():
-    for name in ("arrays", "static", "tree"):
-        with pytest.raises(AttributeError):
-            setattr(pack(LAYER), name, ())
-
-
 # What it costs
 
 

@@ -250,27 +250,8 @@ def claimed_replicated() -> Faulty:
     return Faulty(fn, (normal(0, 8, 8),), (P("data"),), ("a spec that claims it is replicated",))
 
 
-# Other collectives
 
 
-@program
-def collectives() -> Faulty:
-    def body(x: Any, n: Any) -> Any:
-        y = lax.all_to_all(x, "model", split_axis=1, concat_axis=0, tiled=True)
-        z = jnp.cumsum(y, 0)
-        z = jnp.where(n == 1, jnp.cumsum(lax.ppermute(y, "model", [(i, i ^ 1) for i in range(lax.axis_size("model") // 2 * 2)]), 0), z)  # fault: exchanged by pairs
-        z = lax.all_to_all(z, "model", split_axis=0, concat_axis=1, tiled=True)
-        w = lax.all_gather(z, "model", tiled=True)
-        w = jnp.where(n == 2, jnp.roll(w, z.shape[0] if z.shape[0] < w.shape[0] else 0, 0), w)  # fault: gathered in another order
-        v = lax.psum_scatter(w, "model", tiled=True)  # fault: scattered sums of copies
-        v = jnp.where(n == 3, v, v / lax.axis_size("model"))
-        return v
-
-    specs = P("model"), P()
-    return switched(
-        mapped(body, specs, P("model")), (normal(0, 8, 8),), specs[:-1],
-        "exchanged by pairs", "gathered in another order", "scattered sums of copies",
-    )
 
 
 # Functions that ask for the mesh

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given
 
 import functree as ft
-from functree.calls.call_groups import CallGroups
 from functree.labels.leaves import read
 from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 from tests.lib.checks import raises
@@ -146,19 +145,6 @@ def test_filled_and_spread(tree: Any):
     spread = skeleton.spread(range(1, len(arrays) + 1))
     assert jax.tree.leaves(spread, is_leaf=lambda x: x is None).count(None) >= len(skeleton.others)
     assert [x for x in jax.tree.leaves(spread) if x is not None] == list(range(1, len(arrays) + 1))
-
-
-@pytest.mark.parametrize("calls", [[], [X, [X]]], ids=["first", "in turn"])
-def test_what_is_no_tree(calls: list[Any]):
-    groups = CallGroups()
-    for call in calls:
-        groups.find(call)
-    with pytest.raises(ft.FunctreeError, match="keys of one type"):
-        groups.find({"a": X, 1: X})
-    loop: list[Any] = [X]
-    loop.append(loop)
-    with pytest.raises(ft.FunctreeError, match="contains itself"):
-        groups.find(loop)
 
 
 # Classes that look at their arrays
