@@ -12,6 +12,7 @@ from typing import (
     Final,
     Generic,
     NamedTuple,
+    NewType,
     TypeAlias,
     TypeVar,
     Union,
@@ -39,6 +40,7 @@ T = TypeVar("T")
 U = TypeVar("U")
 Bounded = TypeVar("Bounded", bound=Float[Array, "bound"])
 Constrained = TypeVar("Constrained", Float[Array, "one"], Float[Array, "two two_"])
+Embedding = NewType("Embedding", Float[Array, "vocab embed"])
 Weight: TypeAlias = Float[Array, "embed hidden"]
 Many: TypeAlias = list[T]
 Nested = Union[Float[Array, "a b"], dict[str, "Nested"]]
@@ -71,10 +73,6 @@ class Mixin(eqx.Module, Generic[U]):
 
 class Layered(Box[list[U]], Generic[U]):
     """Hands a list of its own parameter up."""
-
-
-class Listed(Box[list[U]], Generic[U]):
-    one: U
 
 
 class Wrapped(Box[Mixin[U]], Generic[U]):
@@ -164,7 +162,6 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "a generic handed up": (Box[Mixin[Float[Array, "a"]]], Wrapped(Mixin(x(2))), ["a"]),
     "another container than is handed up": (Box[Float[Array, "a"]], Layered([x(2)]), ["_"]),
     "subclass under a generic": (Box[Float[Array, "a"]], Sub(x(2), x(3)), ["a", "a"]),
-    "a parameter handed up in a list has no value": (Box[list[Float[Array, "a"]]], Listed([x(2)], x(3)), ["a", "_"]),
     "under a generic of another class": (Mixin[Float[Array, "a"]] | Box[Float[Array, "b"]], Box(x(2)), ["b"]),
     "plain subclass under a generic": (Box[Float[Array, "a"]], Plain(x(2)), ["a"]),
     "generic named tuple": (Pair[Float[Array, "left"]], Pair(x(2), x(3)), ["left", "right"]),
@@ -172,6 +169,7 @@ TABLE: dict[str, tuple[Any, Any, list[str]]] = {
     "constraints of one": (Constrained, x(2, 3), ["two two_"]),
     # aliases
     "generic alias": (Many[Float[Array, "a"]], [x(2)], ["a"]),
+    "new type": (Embedding, x(2, 3), ["vocab embed"]),
     "final": (Final[Float[Array, "a"]], x(2), ["a"]),
     "partly in quotes": (list["Weight"], [x(2, 3)], ["embed hidden"]),
     "a quoted alternative": (Union[Float[Array, "a"], "Weight"], x(2, 3), ["embed hidden"]),
@@ -293,6 +291,7 @@ UNKNOWN = "name 'Unknown' is not defined"
 # Annotation, value ─► the part that cannot be resolved, and why.
 NOWHERE: dict[str, tuple[Any, Any, str, str]] = {
     "in a list": (list["Unknown"], [x(2)], "Unknown", UNKNOWN),
+    "in a generic": (Box["Unknown"], Box(x(2)), "Unknown", UNKNOWN),
     "with a spec": (Annotated["Unknown", P("data")], x(2), "Unknown", UNKNOWN),
     "no expression": ("Float[Array", x(2), "Float[Array", "was never closed"),
     "an error": ("1 / 0", x(2), "1 / 0", "division by zero"),

@@ -267,17 +267,6 @@ def test_wrt_says_what_is_trained():
         specs_of(optax.trace(0.9), PARTLY, wrt=ft.larger_than(10**9))
 
 
-def test_half_of_the_parameters_for_an_inner_optimizer():
-    """`lookahead`: its inner state is that of the fast half, whose sizes tell it from the slow
-    one."""
-    w: Any = S((8, 4), jnp.float32)
-    params = optax.LookaheadParams({"w": w, "b": w}, {"w": w, "b": w})
-    tx = optax.lookahead(adam(), 5, 0.5)
-    specs = specs_of(tx, params, ft.StateSharding({"*.w": P("data"), "*.b": P("model")}))
-    assert specs["fast_state.0.mu.w"] == P("data", None)
-    assert specs["fast_state.0.nu.b"] == P("model", None)
-
-
 def test_sizes_of_one_and_zero():
     shapes = {"one": (1, 1), "none": (0, 4), "row": (1, 8)}
     params = {name: S(shape, jnp.float32) for name, shape in shapes.items()}

@@ -22,7 +22,6 @@ ONES = np.ones((4, 8), np.float32)
 VALUES: dict[str, tuple[Any, str, str, Any]] = {
     "byte order": (ONES.astype(">f4"), "has the dtype >f4, whose byte order JAX", 'x.astype(x.dtype.newbyteorder("="))', ONES),
     "long": (ONES.astype(np.longdouble), "has the dtype float128, which JAX", "x.astype(np.float64)", ONES),
-    "long complex": (ONES.astype(np.clongdouble), "has the dtype complex256, which JAX", "np.complex128", ONES),
     "long scalar": (np.longdouble(1), "has the dtype float128, which JAX", "x.astype(np.float64)", np.float64(1)),
     "mask": (np.ma.array(ONES, mask=ONES > 2), "has a mask, which JAX arrays do not have", ".filled(...)", ONES),
 }  # fmt: skip
@@ -67,7 +66,6 @@ def test_saving(tmp_path: Path) -> None:
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "byte order": lambda x: x.astype(x.dtype.newbyteorder("=")),
     "long": lambda x: x.astype(np.float64),
-    "long complex": lambda x: x.astype(np.complex128),
     "long scalar": lambda x: x.astype(np.float64),
     "mask": lambda x: x.filled(0),
 }

@@ -53,6 +53,13 @@ class Reversed(Registered):
     b: Float[Array, "hidden"]
     children = ("b", "w")
 
+    @property
+    def size(self) -> int:
+        raise RuntimeError("not known yet")
+
+
+Reversed.__annotations__["size"] = Float[Array, ""]
+
 
 class Boxed(Registered, Generic[T]):
     w: T
@@ -78,6 +85,7 @@ jax.tree_util.register_pytree_node(
 )
 
 BY_IDENTITY: dict[str, tuple[Any, list[P]]] = {
+    # It has an annotated property that raises, too.
     "in another order": (Reversed(W, B), [P("model"), P(None, "model")]),
     "a dataclass": (Data(W, B), [P(None, "model"), P("model")]),
     "generic": (OfField(Boxed(W, None)), [P(None, "model")]),
@@ -200,6 +208,7 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
     "a list for an array": (MATRIX, [W], ["w.0", FOR_ARRAY + "list", TREE]),
     "a layer for an array": (MATRIX, LAYER, ["w.weight", FOR_ARRAY + "Linear", "write `Annotated[Linear, ft.names(...)]`"]),
     "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but it is an array", 'write `Float[Array, "..."]` there']),
+    "an array for a class": (Box[HIDDEN], B, ["w", "is for a Box, but it is an array"]),
     "elements behind those of a tuple": (
         tuple[MATRIX, HIDDEN],
         (W, B + 1, B),

@@ -25,6 +25,7 @@ def row(layout: Any, *shape: int, sizes: dict[str, int] = SIZES) -> ft.Row:
 def test_several_mesh_axes() -> None:
     assert row(ft.FSDP(("data", "model"), min_size=0), 12, 8).spec == P(None, ("data", "model"))
     assert row(ft.FSDP(["data"], min_size=0), 12, 8).spec == P("data", None)
+    assert ft.FSDP("data") == ft.FSDP(("data",)) != "data"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 4))
@@ -159,10 +160,6 @@ def test_nonsense_is_refused_at_construction(case: str) -> None:
     with pytest.raises(ft.RuleError) as caught:
         ft.FSDP(**arguments)
     assert said in str(caught.value)
-
-
-def test_one_mesh_axis_in_a_tuple() -> None:
-    assert ft.FSDP("data") == ft.FSDP(("data",)) != "data"
 
 
 def test_an_axis_that_only_other_models_have() -> None:

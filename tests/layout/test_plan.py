@@ -236,16 +236,6 @@ def test_a_plan_for_devices_is_not_that_of_its_json():
     assert read != plan and read.rows == plan.rows and read.mesh is None
 
 
-def test_what_json_may_say_can_be_printed():
-    """A row whose shards are on no device, and one with a spec of more entries than dimensions."""
-    said = ft.plan({"w": jnp.ones(8)}, P("data"), SIZES).to_json()
-    none = ft.Plan.from_json(said.replace('"copies": 4', '"copies": 0'))
-    assert none["w"].copies == 0 and "sharding would save 0 B" in none.summary()
-    text = said.replace('"data"\n   ]', '"data",\n    "model"\n   ]')
-    longer = ft.Plan.from_json(text)
-    assert longer["w"].spec == P("data", "model") and "f32[8/data]" in str(longer)
-
-
 def test_a_plan_of_the_model_alone_is_not_for_moments():
     """Adafactor keeps the rows and columns of a matrix. They follow its dimensions."""
     model = {"w": jnp.ones((8, 16))}

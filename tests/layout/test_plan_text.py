@@ -128,15 +128,6 @@ def test_moments_of_live_arrays(mesh: Mesh) -> None:
     assert any(line.startswith("opt_state.0.mu.w f32[4/data, 8]") for line in table(ft.plan(other)))
 
 
-def test_what_is_on_another_mesh_is_not_replicated_over_this_one(mesh: Mesh) -> None:
-    here = ft.shard(jnp.ones(8), P("data"), mesh)
-    there = ft.shard(jnp.ones(8), P("x"), ft.make_mesh(x=8))
-    notes = ft.plan({"here": here, "there": there}).summary().splitlines()
-    assert [note.partition(",")[0] for note in notes if note.startswith("replicated")] == [
-        "replicated over model: 1 array"
-    ]
-
-
 def test_the_largest_first() -> None:
     plan = ft.plan({"a": jnp.ones(8), "b": jnp.ones(64), "c": jnp.ones(16)}, P(), SIZES)
     lines = plan.table(sort="bytes").splitlines()[1:4]

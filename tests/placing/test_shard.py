@@ -204,15 +204,6 @@ def test_axes_of_another_structure_or_of_what_is_no_array():
         ft.shard({"n": TOKENS}, RULES, MESH, axes={"n": 3})
 
 
-def test_axes_beside_names_in_the_rules():
-    rules = ft.AxisRules(
-        {"out_features": "model", "in_features": None, "batch": "data"}, names=ft.equinox_names
-    )
-    tree = [eqx.nn.Linear(4, 8, key=jax.random.key(0)), WEIGHT]
-    linear, weight = ft.shard(tree, rules, MESH, axes=[None, "batch"])
-    assert linear.weight.sharding.spec == P("model", None) and weight.sharding.spec == P("data")
-
-
 def test_the_batches_of_a_loop_are_planned_once():
     def place(n: int) -> Any:
         batch = {"tokens": TOKENS + n, "weight": WEIGHT}
@@ -224,10 +215,6 @@ def test_the_batches_of_a_loop_are_planned_once():
     assert np.array_equal(second["tokens"], TOKENS + 2)
     assert second["tokens"].sharding == first["tokens"].sharding
     assert place(0)["weight"] is not first["weight"]
-    assert (
-        ft.shard(first, TEXT_RULES, MESH, axes={"tokens": "batch seq", "weight": "batch"})["tokens"]
-        is first["tokens"]
-    )
 
 
 ANEW: dict[str, tuple[Any, Any, Any, Any]] = {

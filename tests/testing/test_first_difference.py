@@ -134,6 +134,13 @@ def other(x: Any) -> Any:
     return y.sum()
 
 
+def drawn(x: Any) -> Any:
+    def body(x: Any) -> Any:
+        return x + jax.random.normal(jax.random.key(3), x.shape)  # drawn by each
+
+    return jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
+
+
 def message(fn: Any, args: Any, layouts: Any) -> list[str]:
     with pytest.raises(AssertionError) as caught:
         assert_same_as_unsharded(fn, args, layouts, MESH)
@@ -171,6 +178,12 @@ def test_the_device_is_told() -> None:
         "its values are finite in one program and not in the other: it depends on the index of the device, "
         "on 2 of 8 devices, the first of which is (data=0, model=3)"
     ) in first
+
+
+def test_random_numbers_of_each_device_are_told() -> None:
+    *_, first = message(drawn, (X,), (P("data"),))
+    assert line("drawn by each") in first
+    assert "each device draws the random numbers of its part by itself" in first
 
 
 def test_an_operation_of_one_program_is_told() -> None:
