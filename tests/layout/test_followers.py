@@ -127,13 +127,6 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
         ft.StateSharding({"layers.*.w": P(None, "modle"), ...: P()}),
         [f"model.layers.0.w: {AXIS}", f"model.layers.1.w: {AXIS}"],
     ),
-    "an axis twice": (
-        ft.StateSharding({"head": P("data", "data"), ...: P()}, unused="ignore"),
-        [
-            "model.head: P('data', 'data') uses mesh axis `data` twice, the second time for \"vocab\"",
-            "model.head: \"vocab\" has size 61; data=2 needs a multiple of 2",
-        ],
-    ),
     "an axis of a rule": (
         ft.AxisRules({"vocab": "modle", ...: None}),
         ["None: the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?"],

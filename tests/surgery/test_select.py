@@ -218,10 +218,6 @@ AT: dict[str, tuple[Any, list[str]]] = {
     "accessor, the whole": (lambda m: m, [""]),
     "accessor, an empty tuple": (lambda m: m.pair[1], ["pair.1"]),
     "accessor, tuple of parts": (lambda m: (m.heads["z"], m.layers[0]), ["heads.z", "layers.0"]),
-    "accessor, list of parts": (
-        lambda m: [m.layers[0], m.layers[2].bias],
-        ["layers.0", "layers.2.bias"],
-    ),
     "accessor, one part twice": (lambda m: (m.act, m.act), ["act"]),
 }
 
