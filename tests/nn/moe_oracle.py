@@ -1,12 +1,14 @@
-"""A mixture of experts and its gradient in float64 by numpy, one token and expert after the other;
-it imports nothing of functree."""
+"""A mixture of experts in float64: every token by every expert, of which those that count are
+picked; it imports nothing of functree."""
 
 import math
 from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
 
 
 class Result(NamedTuple):
@@ -16,7 +18,7 @@ class Result(NamedTuple):
     balance: float
     z: float
     dropped: int
-    gradient: Arrays
+    gradient: dict[str, np.ndarray]
 
 
 def mixture(
@@ -39,42 +41,31 @@ def mixture(
         shards: the tokens of each shard, in whose order experts take them.
         normalize: whether the weights of a token are divided by their sum.
     """
-    w = {name: np.asarray(one, np.float64) for name, one in weights.items()}
-    x, cotangent = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
-    tokens, number = len(x), w["router"].shape[1]
-    logits = x @ w["router"]
-    total = np.log(np.exp(logits).sum(-1))
-    p = np.exp(logits - total[:, None])
-    chosen = np.argsort(-p, axis=-1, kind="stable")[:, :top_k]
-    taken = np.take_along_axis(p, chosen, -1)
-    scale = taken.sum(-1, keepdims=True) if normalize else np.ones((tokens, 1))
-    of_chosen = taken / scale
-    kept = _kept(chosen, number, capacity, shards)
-    share = np.bincount(chosen.ravel(), minlength=number) / chosen.size
-    y = np.zeros_like(x)
-    gradient = {name: np.zeros_like(one) for name, one in {**w, "x": x}.items()}
-    d_of_chosen = np.zeros_like(of_chosen)
-    for t, k in np.argwhere(kept):
-        one = {name: w[name][chosen[t, k]] for name in ("gate", "up", "down")}
-        value, back = _expert(one, x[t])
-        y[t] += of_chosen[t, k] * value
-        d_of_chosen[t, k] = cotangent[t] @ value
-        for name, d in back(of_chosen[t, k] * cotangent[t]).items():
-            if name == "x":
-                gradient["x"][t] += d
-            else:
-                gradient[name][chosen[t, k]] += d
-    d_taken = d_of_chosen
-    if normalize:
-        d_taken = (d_of_chosen - (d_of_chosen * of_chosen).sum(-1, keepdims=True)) / scale
-    dp = np.broadcast_to(number * share / tokens, p.shape).copy()  # of the balance
-    for k in range(top_k):
-        dp[np.arange(tokens), chosen[:, k]] += d_taken[:, k]
-    d_logits = p * (dp - (p * dp).sum(-1, keepdims=True)) + 2 * (total / tokens)[:, None] * p
-    gradient["router"] = x.T @ d_logits
-    gradient["x"] += d_logits @ w["router"].T
-    balance = number * float(share @ p.mean(0))
-    return Result(y, balance, float((total**2).mean()), int((~kept).sum()), gradient)
+    with jax.enable_x64(True):
+        w = {name: jnp.asarray(one, jnp.float64) for name, one in {**weights, "x": x}.items()}
+        logits = np.asarray(w["x"] @ w["router"])
+        number = logits.shape[-1]
+        chosen = np.argsort(-logits, axis=-1, kind="stable")[:, :top_k]
+        kept = _kept(chosen, number, capacity, shards)
+        share = np.bincount(chosen.ravel(), minlength=number) / chosen.size
+
+        def loss(w: Arrays) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+            logits = w["x"] @ w["router"]
+            p = jax.nn.softmax(logits)
+            taken = jnp.take_along_axis(p, chosen, -1)
+            scale = taken.sum(-1, keepdims=True) if normalize else 1.0
+            gate, up = (jnp.einsum("te,neh->tnh", w["x"], w[name]) for name in ("gate", "up"))
+            values = jnp.einsum("tnh,nhe->tne", jax.nn.silu(gate) * up, w["down"])
+            values = jnp.take_along_axis(values, chosen[..., None], 1)
+            y = ((taken / scale * kept.astype(float))[..., None] * values).sum(1)
+            balance = number * (share * p.mean(0)).sum()
+            z = (jax.nn.logsumexp(logits, -1) ** 2).mean()
+            return (jnp.asarray(cotangent, y.dtype) * y).sum() + balance + z, (y, balance, z)
+
+        gradient, found = jax.grad(loss, has_aux=True)(w)
+        y, balance, z = map(np.asarray, found)
+        dropped = int((~kept).sum())
+        return Result(y, float(balance), float(z), dropped, jax.tree.map(np.asarray, gradient))
 
 
 def _kept(
@@ -91,23 +82,3 @@ def _kept(
                 kept[t, k] = used[expert] < room
                 used[expert] += 1
     return kept
-
-
-def _expert(w: Arrays, x: np.ndarray) -> tuple[np.ndarray, Any]:
-    gate, up = x @ w["gate"], x @ w["up"]
-    sigmoid = 1 / (1 + np.exp(-gate))
-    silu = gate * sigmoid
-    hidden = silu * up
-
-    def back(d: np.ndarray) -> Arrays:
-        d_hidden = w["down"] @ d
-        d_up = d_hidden * silu
-        d_gate = d_hidden * up * (sigmoid + silu * (1 - sigmoid))
-        return {
-            "down": np.outer(hidden, d),
-            "gate": np.outer(x, d_gate),
-            "up": np.outer(x, d_up),
-            "x": w["gate"] @ d_gate + w["up"] @ d_up,
-        }
-
-    return hidden @ w["down"], back

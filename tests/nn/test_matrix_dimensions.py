@@ -138,12 +138,6 @@ def test_other_parameters_are_refused() -> None:
         dimensions({"mlp": {"gate": jnp.ones((4, 6))}})
 
 
-@pytest.mark.parametrize("model", [ft.nn.MLP, ft.nn.MLP.__init__])
-def test_no_model(model: Any) -> None:
-    with raises("matrix_dimensions takes a tree of arrays"):
-        ft.nn.matrix_dimensions(model)
-
-
 # Modules of users
 
 
@@ -236,6 +230,3 @@ def test_all_that_is_wrong_is_one_error_of_the_right_type() -> None:
     assert len(caught.value.problems) == 2
     with pytest.raises(TypeError):
         ft.nn.matrix_dimensions(told({"weight": (0, 1), "table": 1}))
-
-
-# With optax

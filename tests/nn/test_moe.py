@@ -436,13 +436,3 @@ def test_losses_that_are_not_there() -> None:
     ):
         with raises("no losses of experts", "the config has no experts", error=ft.FunctreeError):
             call()
-
-
-def test_generation_with_experts() -> None:
-    model = nn.Transformer.create(CONFIG, key=KEY)
-    found = nn.generate(model, TOKENS[:1, :4], 2)
-    text = TOKENS[:1, :4]
-    for _ in range(2):
-        following = np.asarray(jnp.argmax(model(text)[:, -1:], -1))
-        text = np.concatenate([text, following.astype(np.int32)], 1)
-    assert np.array_equal(found, text)

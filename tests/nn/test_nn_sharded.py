@@ -23,7 +23,6 @@ from functree.layout.fsdp import FSDP
 from functree.layout.rules import AxisRules
 from functree.nn.activations import on_shards
 from functree.nn.attention.kernels import AXES, splash
-from functree.nn.weights import product
 from functree.placing.ambient import axis_rules
 from functree.placing.shard import shard
 
@@ -326,32 +325,3 @@ def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
     with jax.set_mesh(mesh), axis_rules(AxisRules({"batch": "data", "embed": None, "vocab": None})):
         with pytest.raises(ShardingError, match="seq"):
             jax.eval_shape(model, jax.ShapeDtypeStruct((4, 40), jnp.int32))
-
-
-# Products on Explicit axes, whose types say what happens
-
-
-EXPLICIT = [
-    (P("data"), P(), P("data", None, None)),
-    (P("data"), P(None, "model"), P("data", None, "model")),
-    (P("data"), P("data", "model"), P("data", None, "model")),
-    (P("data", None, "model"), P("model", "data"), P("data", None, None)),
-    (P(), P("model", "data"), P(None, None, "data")),
-    (P(("data", "model")), P("data", "model"), P(("data", "model"), None, None)),
-]
-
-
-@pytest.mark.parametrize(("x", "weight", "result"), EXPLICIT, ids=str)
-def test_product_on_explicit_axes(x: P, weight: P, result: P) -> None:
-    mesh = make_mesh(data=4, model=2, explicit=True)
-    x_value, weight_value = np.ones((8, 3, 16), np.float32), np.ones((16, 24), np.float32)
-    with jax.set_mesh(mesh):
-        put = [
-            jax.device_put(v, NamedSharding(mesh, s))
-            for v, s in ((x_value, x), (weight_value, weight))
-        ]
-        found = jax.jit(product)(*put)
-        assert jax.typeof(found).sharding.spec == result
-        np.testing.assert_array_equal(found, x_value @ weight_value)
-        per_example = jax.jit(jax.vmap(product, in_axes=(1, None), out_axes=1))(*put)
-        np.testing.assert_array_equal(per_example, found)
