@@ -19,10 +19,9 @@ from tests.lib.checks import compilations, raises
 from tests.lib.meshes import MESH, mesh_of
 
 INF, NAN = float("inf"), float("nan")
-BF16, E4M3, E5M2, E2M1, INT4 = (
+BF16, E4M3, E2M1, INT4 = (
     ml_dtypes.bfloat16,
     ml_dtypes.float8_e4m3fn,
-    ml_dtypes.float8_e5m2,
     ml_dtypes.float4_e2m1fn,
     ml_dtypes.int4,
 )
@@ -34,33 +33,25 @@ TABLE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("f4", [2.0**31, 3e9, -3e9, 1.5], [2.0**30, -(2.0**31)], "i4"),
     ("f4", [2.0**32, -1, NAN], [2.0**31], "u4"),
     ("f4", [NAN, 2, -1, 0.5, INF], [0, 1], "?"),
-    (BF16, [300, 0.5, NAN, INF], [1, -128], "i1"),
-    ("f2", [0.5, NAN, INF], [60000, -7], "i4"),
     ("f4", [8, -9, 0.5], [7, -8], INT4),
     ("f4", [70000, -1e20, 65536], [65504, 65510, 1e-10, 0.1, NAN, INF, -INF], "f2"),
     ("f4", [3.4e38, -3.4e38], [1e38, 0.1, 1e-40, NAN, INF, -INF], BF16),
     (BF16, [1e38, 70000], [1, 0.1, NAN, INF], "f2"),
     ("f4", [1000, -1e9, INF], [448, 0.1, NAN], E4M3),
-    ("f4", [1e6], [57344, 0.1, NAN, INF], E5M2),
     ("i4", [128, -129, 2**31 - 1], [127, -128, 0], "i1"),
     ("i4", [-1, -128, 256], [0, 255], "u1"),
-    ("i4", [-1, -(2**31)], [0, 2**31 - 1], "u4"),
     ("u4", [2**31, 2**32 - 1], [2**31 - 1], "i4"),
-    ("i1", [-1, -128], [0, 127], "u4"),
     ("i4", [8, -9, 16], [7, -8], INT4),
     ("i4", [2, -1, 256], [0, 1], "?"),
     ("i4", [2**24 + 1, 2**31 - 1, -(2**24) - 1], [2**24, 2**24 + 2, -(2**31), 7], "f4"),
     ("u4", [2**32 - 1, 2**24 + 1], [2**31, 0], "f4"),
     ("i4", [257, 2**31 - 1], [256, -3, 258], BF16),
-    ("i4", [2049, 65519, 70000, -(2**31)], [2048, -2048], "f2"),
     ("c8", [1 + 1j, 1j, complex(0, NAN), complex(1, -INF)], [1, -2.5], "f4"),
-    ("c8", [1 + 1j, 70000], [1, 0.1], "f2"),
     ("c8", [1 + 1j, 0.5, 300, NAN], [1, -128], "i1"),
     ("i4", [2**24 + 1], [3], "c8"),
     ("?", [], [True, False], "i1"),
     ("f4", [], [300.7, NAN, 1e30], "c8"),
     (BF16, [], [0.1, NAN, INF, 1e38], "f4"),
-    ("i1", [], [-128, 127], BF16),
 ]
 # Without `jax_enable_x64` they are on the host alone.
 WIDE: list[tuple[Any, list[Any], list[Any], Any]] = [
@@ -68,10 +59,8 @@ WIDE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("f8", [2.0**63, 1e19, 0.5], [2.0**62, -(2.0**63), 2.0**53], "i8"),
     ("f8", [2.0**64, -1], [2.0**63], "u8"),
     ("i8", [2**31, -(2**31) - 1], [2**31 - 1], "i4"),
-    ("i8", [-1], [2**63 - 1], "u8"),
     ("u8", [2**63, 2**64 - 1], [2**63 - 1], "i8"),
     ("i8", [2**53 + 1, 2**63 - 1], [2**53, -(2**63)], "f8"),
-    ("u8", [2**64 - 1], [2**63], "f4"),
     ("i8", [2**63 - 1, 10**6], [0], "f2"),
     ("c16", [complex(1e39, 0), complex(0, 1e39)], [1 + 1j, complex(NAN, INF)], "c8"),
     ("f4", [100], [6, -0.5, 0.1, 6.5], E2M1),
@@ -175,12 +164,6 @@ def test_a_run_and_a_layout(tmp_path: Path) -> None:
     assert found["c"] is like["c"]
     with raises("matches no array", error=ft.CheckpointError):
         checkpoints.restore(like, only="modle.**")
-
-
-def test_rounding_is_no_warning(tmp_path: Path) -> None:
-    ft.save(tmp_path / "c", {"a": jnp.linspace(0, 1, 100), "b": np.full(3, 1e-30, np.float32)})
-    like = {"a": jnp.zeros(100, jnp.bfloat16), "b": np.zeros(3, np.float16)}
-    ft.restore(tmp_path / "c", like, cast=True)
 
 
 def test_it_is_one_program_for_each_shape() -> None:

@@ -122,10 +122,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 MESHES: dict[str, tuple[Callable[[], Mesh], Any]] = {
     "8": (lambda: mesh_of(data=8), ft.FSDP("data", min_size=0, otherwise=ft.P())),
-    "4 x 1": (
-        lambda: mesh_of(data=4, model=1),
-        ft.AxisRules({**TENSOR, "embed": "data", ...: None}),
-    ),
     "1": (lambda: mesh_of(data=1), ft.P()),
     "tensor parallel": (lambda: MESH, ft.AxisRules({**TENSOR, ...: None})),
     "explicit": (lambda: EXPLICIT, ft.AxisRules({**TENSOR, ...: None})),
@@ -167,13 +163,6 @@ def on_mesh(tree: Any) -> Any:
 
 def without(name: str, **others: Any) -> dict[str, Any]:
     return {**{key: value for key, value in ARRAYS.items() if key != name}, **others}
-
-
-class Pair(eqx.Module):
-    w: Any
-    b: Any
-    key: Any
-    none: Any
 
 
 NOT_SAVED = "is in `like`, and was not saved"
@@ -280,8 +269,8 @@ def test_another_container_with_the_same_paths(tmp_path: Path) -> None:
     """Paths say which array is which: their order, and the classes that hold them, do not."""
     tree = on_mesh(ARRAYS)
     ft.save(tmp_path / "c", tree)
-    for like in ({key: tree[key] for key in reversed(tree)}, Pair(**tree)):
-        assert_same(ft.restore(tmp_path / "c", like), like)
+    like = {key: tree[key] for key in reversed(tree)}
+    assert_same(ft.restore(tmp_path / "c", like), like)
     ft.save(tmp_path / "list", [tree["w"], tree["b"]])
     assert_same(ft.restore(tmp_path / "list", (tree["w"], tree["b"])), (tree["w"], tree["b"]))
 
@@ -383,19 +372,6 @@ def test_tied_arrays_without_digests(tmp_path: Path) -> None:
 # What cannot be saved or restored
 
 
-def test_what_is_there_already(tmp_path: Path) -> None:
-    w = {"w": jnp.ones(3)}
-    ft.save(tmp_path / "c", w)
-    with raises("is a checkpoint already", "`overwrite=True`", error=ft.CheckpointError):
-        ft.save(tmp_path / "c", {"w": jnp.zeros(3)})
-    assert_same(ft.restore(tmp_path / "c", w), w)
-    (tmp_path / "file").write_text("mine")
-    for overwrite in (False, True):
-        with raises("is a file: save to another path", error=ft.CheckpointError):
-            ft.save(tmp_path / "file", w, overwrite=overwrite)
-    assert (tmp_path / "file").read_text() == "mine"
-
-
 def test_inspect_loads_nothing(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", on_mesh(ARRAYS))
     whole = ft.inspect(tmp_path / "c")
@@ -411,15 +387,11 @@ def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     with ft.Checkpoints(tmp_path / "run") as run:
         run.save(3, like)
         run.save(12, like)
-    ft.save(tmp_path / "newer", like)
-    manifest = tmp_path / "newer" / "functree.json"
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     cases = {
         "nowhere": "there is no such folder",
         "empty": "it has no functree.json",
         "file": "it is a file",
         "run": f"it has the checkpoints of several steps: give one of them, such as {tmp_path / 'run' / '12'}",
-        "newer": "is not what was written: its checksum differs",
     }
     for name, text in cases.items():
         for look in (lambda path: ft.restore(path, like), ft.inspect):

@@ -95,14 +95,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
             checkpoints.restore(tree(0), 4)
 
 
-def test_one_that_is_kept_is_never_the_one_that_was_just_saved(tmp_path: Path) -> None:
-    with ft.Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(10, tree(10))
-        with pytest.warns(ft.FunctreeWarning):
-            checkpoints.save(2, tree(2))
-    assert checkpoints.steps == (2,)
-
-
 def test_a_run_that_goes_on_from_an_earlier_step(tmp_path: Path) -> None:
     """What it saves is newer than what was there before, whatever the steps: else its own would be
     removed."""

@@ -183,12 +183,6 @@ def test_in_a_trace() -> None:
     assert problem.remedy == "save outside of jit"
 
 
-def test_all_problems_at_once() -> None:
-    with pytest.raises(CheckpointError, match="3 leaves cannot be saved") as caught:
-        contents([OrderedDict({Color.RED: gone()}), x(2), jnp.ones(2)])
-    assert len(caught.value.problems) == 3
-
-
 NOT_JSON: dict[str, tuple[Any, str]] = {
     "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
     "a number as a key": ({"a": {3: "x"}}, "`a key of meta['a']` is 3, which is not JSON"),

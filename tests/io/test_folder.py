@@ -248,15 +248,3 @@ def test_what_a_manifest_names_stays_however_old(tmp_path: Path) -> None:
         checkpoints.save(9, TREE)
     manifest.write_text(text)
     assert np.array_equal(checkpoints.restore(TREE, 7)["w"], TREE["w"])
-
-
-def test_a_checkpoint_with_a_lock_of_an_earlier_version(tmp_path: Path) -> None:
-    for name in ("1", "2"):
-        ft.save(tmp_path / name, TREE)
-        (values,) = (tmp_path / name).glob("arrays-*")
-        file(tmp_path / name / f"{values.name}.lock", "")
-    ft.save(tmp_path / "2", TREE, overwrite=True)
-    assert len(list((tmp_path / "2").iterdir())) == 2
-    with ft.Checkpoints(tmp_path, keep=1) as checkpoints:
-        checkpoints.save(3, TREE)
-    assert [one.name for one in tmp_path.iterdir()] == ["3"]

@@ -78,18 +78,6 @@ def test_what_cannot_be_saved(what: str, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_the_remedies(tmp_path: Path) -> None:
-    ref, dates = jax.new_ref(jnp.ones(3)), np.array(["2020-01-01"], "M8[D]")
-    masked = np.ma.masked_array([1.0, 2.0], [0, 1])
-    x = np.arange(3).astype(">i4")
-    tree = [ref[...], dates.view(np.int64), masked.data, masked.mask, jax.freeze(ref)]
-    tree.append(x.astype(x.dtype.newbyteorder("=")))
-    ft.save(tmp_path / "c", tree, meta=["a text"])
-    found = ft.restore(tmp_path / "c", tree)
-    assert (found[1].view("M8[D]") == dates).all() and found[3].tolist() == [False, True]
-    assert found[5].tolist() == [0, 1, 2]
-
-
 # A value, an equal one, another one; and how they are written.
 STATIC: dict[str, tuple[Any, Any, Any, str]] = {
     "a number": (1, 1, 2, "1"),

@@ -4,8 +4,8 @@ in ranges, lists by prefix and delimiter, and batches of deletions.
 
     python tests/lib/gcs_emulator.py 9005
 
-It answers as googleapis/storage-testbench does (`tests/io/test_gcs_emulator.py`), which is not on
-PyPI.
+It answers as googleapis/storage-testbench does, which is not on PyPI, but for two answers that are
+those of Google's documentation: a deletion is answered by 204, and lists come in pages.
 """
 
 import hashlib
