@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 import functree as ft
 from tests.examples.scripts import EXAMPLES, run, run_here
@@ -23,26 +24,6 @@ Captured = pytest.CaptureFixture[str]
 # A whole run that takes a few seconds, most of them to compile.
 TINY = "--steps 3 --layers 1 --embed 16 --heads 4 --batch 8 --seq 16 --sample 8 --megabytes 0.1".split()
 PNG = b"\x89PNG\r\n\x1a\n"
-
-
-# Runs the script in argv[1], and sends SIGINT to it when it has printed its first step: sent from
-# another process, it might come while Python runs a callback that swallows exceptions.
-# A program that runs a script, and stops it by a signal when it has printed a line that starts so.
-STOPPED = """
-import runpy, signal, sys
-# A process that was started in the background of a shell ignores the signal.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-from rich.console import Console
-
-def print_and_interrupt(console, *objects, print=Console.print, **options):
-    print(console, *objects, **options)
-    if objects and str(objects[0]).startswith("{line}"):
-        signal.raise_signal(signal.{signal})
-
-Console.print = print_and_interrupt
-del sys.argv[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
 
 TWO_AXES = "data=2, model=4"
@@ -125,12 +106,20 @@ def test_verbose_shows_the_optimizer_and_matplotlib_may_be_missing(tmp_path: Pat
     assert not (tmp_path / "no.png").exists()
 
 
-def test_ctrl_c_leaves_the_picture_of_what_there_is(tmp_path: Path):
+def test_ctrl_c_leaves_the_picture_of_what_there_is(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+):
+    printed = Console.print
+
+    def print_and_interrupt(console: Console, *objects: Any, **options: Any) -> None:
+        printed(console, *objects, **options)
+        if objects and str(objects[0]).startswith("step     0:"):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Console, "print", print_and_interrupt)
     picture = tmp_path / "curve.png"
-    around = ("-c", STOPPED.format(signal="SIGINT", line="step     0:"))
-    code, out, err = run(
-        "train_lm.py", *TINY, "--steps", "1000000", "--out", str(picture), around=around
-    )
+    given = [*TINY, "--steps", "1000000", "--out", str(picture)]
+    code, out, err = run_here(capsys, "train_lm.py", *given)
     assert (code, err) == (130, "")
     assert re.search(r"^Stopped after \d+ of 1000000 steps\.$", out, re.M)
     assert picture.read_bytes().startswith(PNG)
@@ -164,11 +153,6 @@ def test_train_lm_as_a_pipeline(tmp_path: Path, capsys: Captured) -> None:
     assert re.search(r"^ +collective-permute +pipe ", out, re.M)
 
 
-def children(pid: int) -> list[int]:
-    """The processes that a process has started."""
-    return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 def started(*arguments: str, devices: int = 8) -> "subprocess.Popen[str]":
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XLA_FLAGS": with_devices(devices)}
     command = [sys.executable, str(EXAMPLES / "train_lm.py"), *arguments]
@@ -184,33 +168,19 @@ def await_step(folder: Path, step: int, running: "subprocess.Popen[str]") -> Non
         time.sleep(0.05)
 
 
-def test_two_processes_of_which_one_dies_or_is_preempted(
-    unbroken: list[float], tmp_path: Path, capsys: Captured
-):
-    """A killed one ends the other, and the run goes on on fewer devices; SIGTERM stops both at one
-    saved step."""
+def test_two_processes_that_are_preempted(unbroken: list[float], tmp_path: Path, capsys: Captured):
+    """SIGTERM stops both at one saved step, and the run goes on on fewer devices."""
     one = [*RUN, "--out", str(tmp_path / "curve.png"), "--save-every", "5"]
     one += ["--checkpoint", str(tmp_path / "two")]
     two = [*one, "--processes", "2"]
 
     running = started(*two)
     await_step(tmp_path / "two", 5, running)
-    os.kill(children(running.pid)[1], signal.SIGKILL)
-    killed = time.monotonic()
-    _, err = running.communicate(timeout=60)
-    assert time.monotonic() - killed < 15 and running.returncode == 1
-    assert re.search(r"^process [01] of 2 ended with status -\d+$", err, re.M)
-
-    running = started(*two)
-    latest = max(
-        int(step.name) for step in (tmp_path / "two").iterdir() if (step / "functree.json").exists()
-    )
-    await_step(tmp_path / "two", latest + 5, running)
     running.send_signal(signal.SIGTERM)
     out, err = running.communicate(timeout=60)
     assert running.returncode == 143, err
     stopped = int(re.search(r"^Stopped after step (\d+), which is saved", out, re.M)[1])
-    assert ft.Checkpoints(tmp_path / "two").latest == stopped > latest
+    assert ft.Checkpoints(tmp_path / "two").latest == stopped >= 5
 
     running = started(*one, devices=4)
     out, err = running.communicate(timeout=120)
@@ -245,33 +215,13 @@ def test_finetune(tmp_path: Path, capsys: Captured):
     assert len(re.search(r"goes on with the tokens \[(.*)\]", out)[1].split(",")) == 8
     code, _, err = run_here(capsys, "finetune.py", *places)
     assert code == 2 and "merged has files already" in err
-    code, _, err = run_here(capsys, "finetune.py", "--model", "nowhere")
-    assert code == 2 and "config.json" in err and "Traceback" not in err
 
 
 def _at(tree: Any, path: ft.Path) -> np.ndarray:
     return np.asarray(ft.select(tree).at(str(path)).get()[0])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--mesh data=3", "the mesh (data=3) has no axis `model`"),
-        (
-            "--mesh nonsense",
-            "'nonsense' is not a mesh: write axes and their sizes, as in data=2,model=4",
-        ),
-        ("--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
-        ("--out nowhere/curve.png", "there is no folder 'nowhere'"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: str, said: str, capsys: Captured):
-    code, _, err = run_here(capsys, "train_lm.py", *TINY, *arguments.split())
-    assert code == 2
-    assert err.count("\n") == 1 and err.startswith("train_lm.py: error: ") and said in err
-
-
-def test_generate(capsys: Captured):
+def test_generate():
     code, out, err = run("generate.py", *"--steps 120 --new 90".split())
     assert (code, err) == (0, "")
     assert len(re.findall(r"\(a line of the text\)$", out, re.M)) >= 2, out
@@ -283,8 +233,6 @@ def test_generate(capsys: Captured):
     assert re.search(r"^a token: \d+\.\d\d ms after 10 tokens, \d+\.\d\d ms after 90$", out, re.M)
     assert re.search(r"^key +f32\[2, 4/data, 64, 2/model, 16\] ", out, re.M)
     assert "4 texts, in shards of (1, 79): the same as on one device." in out
-    code, _, err = run_here(capsys, "generate.py", "--steps", "1", "--mesh", "data=5,model=2")
-    assert code == 2 and "generate.py: error: " in err and "Traceback" not in err
 
 
 def test_bring_your_own():
@@ -346,35 +294,32 @@ def test_three_ways():
     assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
 
 
-@pytest.mark.parametrize("name", ["tensor_parallel.py", "three_ways.py"])
-def test_bad_sizes_are_a_message(name: str, capsys: Captured):
-    code, _, err = run_here(capsys, name, "--embed", "16", "--hidden", "33")
-    assert code == 2 and f"{name}: error: " in err and "Traceback" not in err
-    assert '"hidden" has size 33; rule hidden→model needs' in err
-    code, _, err = run_here(capsys, name, "--batch", "0")
-    assert code == 2 and "all sizes are at least 1" in err
+# An example, wrong arguments ─► what it says, in one line.
+MISTAKES = [
+    ("train_lm.py", "--mesh data=3", "the mesh (data=3) has no axis `model`"),
+    ("train_lm.py", "--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
+    ("train_lm.py", "--out nowhere/curve.png", "there is no folder 'nowhere'"),
+    ("train.py", "--steps 0", "all sizes are at least 1"),
+    ("train.py", "--batch 36", "--batch is not a multiple of --data"),
+    ("train.py", "--model 3", "data=8 × model=3 needs 24 devices, but there are 8"),
+    ("finetune.py", "--model nowhere", "config.json"),
+    ("generate.py", "--steps 1 --mesh data=5,model=2", "10 devices"),
+    ("tensor_parallel.py", "--embed 16 --hidden 33", '"hidden" has size 33; rule hidden→model'),
+    ("three_ways.py", "--embed 16 --hidden 33", '"hidden" has size 33; rule hidden→model'),
+    ("pjit_tour.py", "--html no/page.html", "there is no folder 'no'"),
+]
 
 
-HELP = {
-    "train_lm.py": "--mesh --rules --steps --layers --embed --batch --seq --lr --seed --out",
-    "tensor_parallel.py": "--batch --embed --hidden --model",
-    "three_ways.py": "--batch --embed --hidden --model",
-    "train.py": "--folder --steps --batch --every --data --model",
-    "will_it_fit.py": "--target --model",
-}
+@pytest.mark.parametrize(("name", "arguments", "said"), MISTAKES)
+def test_a_mistake_is_one_line(name: str, arguments: str, said: str, capsys: Captured):
+    given = [*TINY, *arguments.split()] if name == "train_lm.py" else arguments.split()
+    code, _, err = run_here(capsys, name, *given)
+    assert code == 2 and said in err and "Traceback" not in err
+    assert err.splitlines()[-1].startswith(f"{name}: error: ")
 
 
-@pytest.mark.parametrize("name", HELP)
-def test_help_has_each_option_and_its_default(name: str, capsys: Captured):
+@pytest.mark.parametrize("name", ["train_lm.py", "three_ways.py", "train.py", "will_it_fit.py"])
+def test_help_has_the_default_of_each_option(name: str, capsys: Captured):
     code, out, err = run_here(capsys, name, "--help")
-    assert (code, err) == (0, "")
-    for flag in HELP[name].split():
-        assert re.search(rf"^  {flag}\b", out, re.M), flag
+    assert (code, err) == (0, "") and f"python examples/{name}" in out
     assert re.search(r"\(default: \S+\)", out)
-
-
-def test_will_it_fit_without_the_compilers(capsys: Captured):
-    """`test_accelerators.py` runs it with them."""
-    code, out, err = run("will_it_fit.py", "--model", "8b", "--target", "tpu:v5:2x4")
-    assert (code, err) == (1, "") and "`v5` is none of v4, v5e, v5p, v6e, tpu7x" in out
-    assert run_here(capsys, "will_it_fit.py", "--mesh", "data")[0] == 2

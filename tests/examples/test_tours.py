@@ -1,10 +1,8 @@
 """The tours, which go through other libraries' documents cell by cell: what these print comes out
 here too."""
 
-import os
 import re
 import warnings
-from pathlib import Path
 from types import SimpleNamespace
 
 import jax
@@ -14,9 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
-from tests.examples.scripts import EXAMPLES, run, run_here, variables_of
-from tests.lib.covering import whole_tables
-from tests.lib.launch import ROOT, without_devices
+from tests.examples.scripts import EXAMPLES, variables_of
 
 TOURS = ["penzai_tour.py", "flax_tour.py", "pjit_tour.py"]
 
@@ -161,27 +157,3 @@ def test_pjit_tour(tour):
     assert spec(tour.tangent) == P("devices") and tour.gradient.tolist() == tour.tangent.tolist()
     assert tour.nested.tolist() == np.convolve(smooth, [0.5, 1, 0.5], "same").tolist()
     assert tour.compiled.output_shardings.spec == P("devices")
-
-
-@pytest.mark.parametrize("name", TOURS if whole_tables() else list(TOURS)[:1])
-def test_treescope_may_be_missing(name: str, tmp_path: Path):
-    (tmp_path / "treescope.py").write_text("raise ImportError('not here')")
-    page, path = tmp_path / "page.html", os.pathsep.join([str(tmp_path), str(ROOT)])
-    # Without the devices of the tests: these scripts simulate their own.
-    environment = {"PYTHONPATH": path, "JAX_PLATFORMS": None, "XLA_FLAGS": without_devices()}
-    code, out, err = run(name, "--html", str(page), **environment)
-    assert (code, err) == (0, "")
-    assert (
-        out.endswith(f"\nNo {page}: treescope is missing; pip install functree[examples]\n")
-        and not page.exists()
-    )
-    assert re.search(r"^\W*CPU 0", out, re.M), "pictures of text"
-    assert re.search(r"^path +array +why +per device$", out, re.M)
-
-
-@pytest.mark.parametrize("name", TOURS)
-def test_help_and_mistakes(name: str, tmp_path: Path, capsys):
-    code, out, _ = run_here(capsys, name, "--help")
-    assert code == 0 and "--html FILE" in out and f"python examples/{name}" in out
-    code, _, err = run_here(capsys, name, "--html", str(tmp_path / "no" / "page.html"))
-    assert code == 2 and f"{name}: error: there is no folder" in err

@@ -2,7 +2,6 @@
 and the page that shows it shows what it prints."""
 
 import re
-import shutil
 from pathlib import Path
 
 import equinox as eqx
@@ -82,20 +81,6 @@ def test_killed_and_started_again_it_ends_with_the_same_numbers(
     assert digests(tmp_path / "run" / "12") == digests(folder / "12")
 
 
-def test_it_goes_on_on_another_mesh(
-    unbroken: tuple[Path, str], tmp_path: Path, capsys: Captured
-) -> None:
-    folder, expected = unbroken
-    shutil.copytree(folder, tmp_path / "run")
-    shutil.rmtree(tmp_path / "run" / "12")
-    given = [*SHORT, "--folder", str(tmp_path / "run"), "--data", "2", "--model", "4"]
-    code, out, err = run_here(capsys, "train.py", *given)
-    assert (code, err) == (0, "") and "mesh (data=2, model=4): 3 arrays" in out
-    log, other = log_of(out), log_of(expected)
-    assert log[:-1] == other[:-1]
-    np.testing.assert_allclose(numbers_of(log), numbers_of(other), atol=2e-3)
-
-
 def test_one_device_is_enough(unbroken: tuple[Path, str], tmp_path: Path) -> None:
     given = [*SHORT, "--folder", str(tmp_path / "run")]
     code, out, err = run("train.py", *given, XLA_FLAGS=with_devices(1))
@@ -158,20 +143,6 @@ def test_another_run_in_the_same_folder_is_an_error(
     code, _, _ = run_here(capsys, "train.py", *given)
     said = "train.py: error: the run there has {'steps': 12, 'batch': 64, 'processes': 1}"
     assert code == said
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ("--steps 0", "all sizes are at least 1"),
-        ("--batch 36", "--batch is not a multiple of --data"),
-        ("--model 3", "data=8 × model=3 needs 24 devices, but there are 8"),
-    ],
-)
-def test_a_mistake_is_one_line(arguments: str, said: str, capsys: Captured) -> None:
-    code, _, err = run_here(capsys, "train.py", *arguments.split())
-    assert code == 2
-    assert err.count("\n") == 1 and err.startswith(f"train.py: error: {said}")
 
 
 # The page

@@ -685,6 +685,7 @@ def tensor_files(name: str, where: slice | None = None) -> Path:
     rows = np.arange(128, dtype=np.float32).reshape(16, 8)
     # A device's part of the bias is larger than the beginnings that are compared.
     tensors = {"bias": np.arange(4096, dtype=np.float32), "qkv.weight": np.concatenate([rows] * 3)}
+    tensors["scale"] = np.ones((), np.float32)
     file = FOLDER / f"{name}{RANK}"
     if RANK == ODD and where is not None:
         tensors["bias"][where] += 1
@@ -695,8 +696,9 @@ def tensor_files(name: str, where: slice | None = None) -> Path:
 TENSORS = {
     "w": jax.ShapeDtypeStruct((8, 4, 4), "float32"),
     "b": jax.ShapeDtypeStruct((4096,), "float32"),
+    "s": jax.ShapeDtypeStruct((), "float32"),
 }
-TENSOR_NAMES = {"w": "qkv.weight[1/3].T", "b": "bias"}
+TENSOR_NAMES = {"w": "qkv.weight[1/3].T", "b": "bias", "s": "scale"}
 
 
 @alike
