@@ -1,4 +1,4 @@
-"""What can happen to checkpoints: flipped bits, killed writers, full disks, two writers at once.
+"""What can happen to checkpoints: flipped bits, killed writers, two writers at once.
 
 Each function lets it happen so often, and returns what was found. The tests do it a few times; to
 do it in full:
@@ -7,7 +7,6 @@ do it in full:
     python -m tests.faults kills --count 50
     python -m tests.faults kills --count 50 --processes 2
     python -m tests.faults races --count 8
-    python -m tests.faults full
 
 And in a bucket, which is an emulator of one on this machine:
 
@@ -424,32 +423,6 @@ def outages(
     return found
 
 
-def full(folder: Path, elements: int) -> collections.Counter[str]:
-    """A run on a file system that fills up: each process that saves gets an error, what was there
-    is still whole."""
-    disk = folder / "disk"
-    disk.mkdir()
-    size = elements * 4 * 5 // 2
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", disk], check=True)
-    found: collections.Counter[str] = collections.Counter()
-    mesh = ft.make_mesh(data=8)
-    try:
-        for step in range(6):
-            try:
-                with ft.Checkpoints(disk / "run", keep=None) as checkpoints:
-                    checkpoints.save(step, state(step, elements, mesh))
-                found["saved"] += 1
-            except ft.CheckpointError as error:
-                found[f"CheckpointError: {str(error).split(': ', 1)[1][:60]}"] += 1
-            latest, is_whole = _latest_state(str(disk / "run"), elements, mesh)
-            found["BROKEN"] += latest is None or not is_whole
-        left = [one for one in (disk / "run").rglob("*") if one.is_dir() and _is_dead(one)]
-        found["dead folders"] = len(left)
-    finally:
-        subprocess.run(["umount", disk], check=True)
-    return found
-
-
 def _progress(text: str) -> None:
     if sys.stderr.isatty() or __name__ == "__main__":
         print(text, file=sys.stderr)
@@ -468,7 +441,6 @@ def _done(folder: Path, elements: int, given: argparse.Namespace) -> collections
                 folder, given.count, elements, given.processes, given.seed, given.store
             ),
             "races": lambda: races(folder, given.count, elements, given.store),
-            "full": lambda: full(folder, elements),
             "outages": lambda: outages(folder, given.count, elements, emulator),
         }
         return what[given.what]()
@@ -478,9 +450,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "what", choices=["flips", "kills", "races", "full", "outages", "train", "write"]
-    )
+    parser.add_argument("what", choices=["flips", "kills", "races", "outages", "train", "write"])
     parser.add_argument("rest", nargs="*", help="of the processes that this one starts")
     parser.add_argument("--count", type=int, default=50, help="how often")
     parser.add_argument("--megabytes", type=float, default=4, help="the size of the state")

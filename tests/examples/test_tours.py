@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import functree as ft
-from tests.examples.scripts import EXAMPLES, variables_of
+from tests.examples.scripts import variables_of
 
 # treescope 0.1.10 looks through all of numpy's modules for names, deprecated ones among them (numpy
 # 2.5).
@@ -32,22 +32,6 @@ def tour(request, tmp_path, capsys):
     assert shown and page.count("treescope") >= len(shown), "a picture for each"
     assert f"The pictures: {tmp_path / 'page.html'}" in found.out
     return found
-
-
-def cells(name: str) -> set[int]:
-    """The numbers of the cells that a tour has: `# %% [5]`, `# %% [5, 6]`, `# %% [5-7]`."""
-    found = set()
-    for numbers in re.findall(r"^# %% \[([\d, -]+)\]", (EXAMPLES / name).read_text(), re.M):
-        for part in numbers.split(","):
-            first, _, last = part.partition("-")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found
-
-
-def test_no_cell_is_left_out():
-    assert cells("penzai_tour.py") == set(range(1, 67))
-    # Those are the numbers that the notebook shows: its cells were run again here and there.
-    assert cells("flax_tour.py") == set(range(1, 35)) - {5, 12, 14, 20, 27, 28, 29}
 
 
 def spec(array: jax.Array) -> P | None:

@@ -192,36 +192,6 @@ print("end", flush=True)
     assert saved or told in ends[0][2]
 
 
-def test_nothing_is_left_of_a_failure_in_another_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The folder is empty once the error is told, although orbax waits for the other process."""
-    given_up = threading.Event()
-
-    class Waiting:
-        def result(self, timeout: float | None = None) -> None:
-            raise TimeoutError
-
-    def is_done(running: Any) -> bool:
-        if isinstance(running, Waiting):
-            assert given_up.wait(10)
-            return False
-        given_up.set()
-        raise ft.CheckpointError("process 1 of 2 failed")
-
-    with ft.Checkpoints(tmp_path / "run") as checkpoints:
-        with monkeypatch.context() as patch:
-            patch.setattr("functree.io.checkpoints.write.start_saving", lambda *_: Waiting())
-            for module in ("write", "checkpoints"):
-                patch.setattr(f"functree.io.checkpoints.{module}.is_done", is_done)
-            checkpoints.save(1, tree(1))
-            with raises("process 1 of 2 failed", error=ft.CheckpointError):
-                checkpoints.wait()
-            assert not list((tmp_path / "run").iterdir())
-        checkpoints.save(1, tree(1))
-    assert value(checkpoints.restore(tree(0))) == 1
-
-
 def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", tree(1))
     manifest = tmp_path / "c" / "functree.json"

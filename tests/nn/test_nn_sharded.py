@@ -197,33 +197,12 @@ def test_what_is_moved(layout: str, explicit: bool, capfd: Any) -> None:
         assert {how for _, how in found} <= allowed[layout]
 
 
-@pytest.mark.parametrize(
-    ("explicit", "manual"),
-    [(False, {"data", "model"}), (False, {"data"}), (True, {"data", "model"})],
-    ids=["all of auto", "some of auto", "all of explicit"],
-)
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_manual_axes_are_left_alone(explicit: bool, manual: set[str], check_vma: bool) -> None:
-    mesh = make_mesh(data=4, model=2, explicit=explicit)
-    local = jax.shard_map(
-        nn.Transformer.__call__,
-        mesh=mesh,
-        in_specs=(P(), P("data")),
-        out_specs=P("data"),
-        axis_names=manual,
-        check_vma=check_vma,
-    )
-    model = shard(create(TIED), AxisRules({...: None}), mesh)
-    with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]), jax.default_matmul_precision("highest"):
-        logits = jax.jit(local)(model, jax.device_put(TOKENS, NamedSharding(mesh, P("data", None))))
-    np.testing.assert_allclose(logits, whole(TIED)[1], rtol=1e-4, atol=1e-5)
-
-
 SMALL = nn.TransformerConfig(64, 16, layers=2, heads=8, kv_heads=4, head_dim=4, hidden=32)
 POD = AxisRules({"batch": "data", **TENSOR, ...: None})
 # The mesh axes of the user's shard_map, and the rules for those that it leaves.
 PARTLY: dict[str, tuple[tuple[str, ...], AxisRules]] = {
     "one axis": (("pod",), POD),
+    "all axes": (("pod", "data", "model"), POD),
     "two axes": (("pod", "data"), AxisRules({**TENSOR, ...: None})),
     "a sharded sequence": (
         ("pod",),
@@ -248,6 +227,7 @@ def whole_loss(**options: Any) -> tuple[Any, Any, Any]:
     ("case", "check_vma", "options", "explicit"),
     [
         *((case, True, {}, explicit) for case in PARTLY for explicit in (False, True)),
+        ("all axes", False, {}, False),
         ("one axis", False, {}, True),
         ("one axis", True, {"remat": "dots", "tie_embedding": True}, False),
     ],
@@ -271,7 +251,8 @@ def test_a_loss_in_a_partial_shard_map(
         axis_names=set(manual),
         check_vma=check_vma,
     )
-    placed = shard(model, AxisRules({**TENSOR, ...: None}), mesh)
+    split = {} if "model" in manual else TENSOR
+    placed = shard(model, AxisRules({**split, ...: None}), mesh)
     with jax.set_mesh(mesh), axis_rules(rules), jax.default_matmul_precision("highest"):
         found = jax.jit(jax.value_and_grad(mapped))(placed, shard(tokens, P(manual), mesh))
     jax.tree.map(

@@ -426,6 +426,10 @@ HANDED: dict[str, tuple[Callable[[], tuple[Any, Any]], list[str]]] = {
         lambda: (ft.plan(model()), ft.plan(model(), ft.P(), MESH)),
         ["up: f32[16, 32] P(None, 'model')", "up: f32[16, 32] P(None, None)"],
     ),
+    "program": (
+        lambda: (ft.jit(jnp.sin).lower(jnp.ones(3)), ft.jit(jnp.cos).lower(jnp.ones(3))),
+        ["stablehlo.sine", "stablehlo.cosine"],
+    ),
     "line": (lambda: ("a\nb", "a\nb\n"), ["process 0: (nothing)", "process {odd}: "]),
     "tree": (lambda: ({"a": [1, 2]}, {"a": [1, 3]}), ["process 0: a.1: 2", "{odd}: a.1: 3"]),
     "set": (lambda: ({"x", "y"}, {"x", "w"}), ["set{'x', 'y'}", "set{'w', 'x'}"]),
