@@ -57,16 +57,6 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, out
 
 
-def test_it_prints_a_plan_a_ledger_and_a_log(unbroken: tuple[Path, str]) -> None:
-    _, out = unbroken
-    assert re.search(r"^up +f32\[64/data, 1024/model\] ", out, re.M)
-    assert re.search(r"^mesh \(data=8, model=1\): 3 arrays", out, re.M)
-    assert re.search(r"^    all-reduce +data ", out, re.M)
-    log = log_of(out)
-    assert [line.split(",")[0] for line in log] == ["step", "3", "6", "9", "12"]
-    assert numbers_of(log)[-1, 2] < numbers_of(log)[0, 2]
-
-
 def test_killed_and_started_again_it_ends_with_the_same_numbers(
     unbroken: tuple[Path, str], tmp_path: Path
 ) -> None:

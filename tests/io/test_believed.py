@@ -81,10 +81,8 @@ def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
 
 VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "a base that is no float": ({"rope_theta": 10**400}, '"rope_theta": 1000'),
-    "infinity": ({"rope_theta": float("inf")}, '"rope_theta": Infinity'),
     "a dtype that is no text": ({"dtype": "\ud800"}, '"dtype": "\\ud800"'),
     "a field that nobody knows": ({"x": [[0] * 10**5] * 9}, '"x": [[0, 0'),
-    "a family that is a list": ({"model_type": ["llama"]}, '"model_type": ["llama"]'),
     "layers that are lists": ({"layer_types": [["full_attention"]]}, '"layer_types": [["full'),
 }
 
@@ -260,15 +258,12 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
     "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, and an array of its shape"),
     "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
-    "random keys of no kind": (row(dtype="key<x>"), "random keys of an unknown kind: key<x>"),
     "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
     "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
     "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
     "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
-    "an axis that is none": (row(axes=["", None]), "is not an axis name"),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
-    "values above": (lambda body: body | {"arrays": "../other"}, "is not a folder of values"),
 }
 
 
@@ -334,10 +329,6 @@ def in_parts(*sizes: int) -> Change:
     return in_head(lambda head: head | {"chunk_grid": grid})
 
 
-def of_shape(*shape: int) -> Change:
-    return in_head(lambda head: head | {"shape": shape})
-
-
 def no_file(name: str) -> Change:
     def replace(state: Path) -> None:
         (state / name).unlink()
@@ -351,7 +342,6 @@ VALUES_FILES: dict[str, tuple[Change, str]] = {
     "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has the shape [4, 8] in parts of [1000000"),
     "parts of nothing": (in_parts(0, 8), f"{HEAD}has the shape [4, 8] in parts of [0, 8]"),
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
-    "a huge shape": (of_shape(10**9, 16), f"{HEAD}has the shape [1000000000, 16]"),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
     "a pipe": (no_file("manifest.ocdbt"), "manifest.ocdbt cannot be read: it is not a file"),

@@ -108,17 +108,6 @@ def test_paths(what: str, door: str, tmp_path: Path, model: ft.nn.Transformer) -
         assert isinstance(caught.value, OSError)
 
 
-@pytest.mark.parametrize("what", PATHS)
-def test_looks(what: str, tmp_path: Path) -> None:
-    """Where there is no folder there are no steps."""
-    checkpoints = ft.Checkpoints(PATHS[what](tmp_path))
-    if "long" in what:
-        with raises("cannot be read: [Errno 36]", error=ft.CheckpointError):
-            repr(checkpoints)
-    else:
-        assert "0 steps, latest None" in repr(checkpoints) and checkpoints.latest is None
-
-
 ADDRESSES = ["gs://bucket/model", Path("gs://bucket/model"), "https://host/model", "file:///model"]
 # Those that take no address of a bucket.
 LOCAL = ["save weights", "load weights", "load tensors", "read a config"]
@@ -184,25 +173,3 @@ def test_a_user_that_there_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         with raises("~nobody at all/c cannot be found", error=ft.CheckpointError):
             run("~nobody at all/c")
     assert not listed(tmp_path)
-
-
-# Parts of what is there
-
-OTHERS: dict[str, Callable[[Path], Any]] = {
-    "a link that leads nowhere": lambda path: path.symlink_to("nowhere"),
-    "a link to itself": lambda path: path.symlink_to(path.name),
-    "a text": lambda path: path.write_text("x"),
-}
-
-
-@pytest.mark.parametrize("what", OTHERS)
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_nothing_is_written_through_a_link(
-    what: str, name: str, tmp_path: Path, model: ft.nn.Transformer
-) -> None:
-    folder = tmp_path / "m"
-    folder.mkdir()
-    OTHERS[what](folder / name)
-    with raises(f"has {name} already"):
-        ft.save_weights(folder, model)
-    assert listed(tmp_path) == [str(folder), str(folder / name)]

@@ -428,18 +428,6 @@ def test_a_tensor_in_another_order_is_refused(
         ft.load_tensors(file, abstract(x=shape), {"x": name}, P(), MESH)
 
 
-def test_a_part_in_another_order_is_refused(tmp_path: Path) -> None:
-    """(heads, embed, head_dim), of (3 * heads * head_dim, embed)."""
-    file, like = saved(tmp_path, tensors(qkv=(48, 16))), abstract(x=(4, 16, 4))
-    for name, many in (("qkv[0/3].T", True), ("qkv[0:2/3].T", False)):
-        texts = ["as f32[48, 16], of which a part is asked for: f32[4, 16, 4]"]
-        texts += ["Try: it has as many elements, in an order that no row says"] * many
-        texts += ["correct the name in `table`, or the shape in `like`"]
-        with raises(*texts) as caught:
-            ft.load_tensors(file, like, {"x": name}, P(), MESH)
-        assert ("it has as many elements" in str(caught.value)) is many
-
-
 STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
     "a layer that is missing": (
         abstract(x=(3, 8, 4)), {"x": "l.{layer}.w"},

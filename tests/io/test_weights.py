@@ -206,11 +206,6 @@ def test_without_values(tmp_path: Path) -> None:
     model = load(MODELS / "llama")
     with raises("no weights are saved", "embed.weight", "is abstract, and has no values"):
         ft.save_weights(tmp_path / "new", ft.abstract(lambda: model)())
-    with raises("no weights are saved", "is traced, and has no values yet"):
-        jax.jit(lambda model: ft.save_weights(tmp_path / "new", model))(model)
-    model.norm.scale.delete()
-    with raises("no weights are saved", "norm.scale", "was donated, and has no values any more"):
-        ft.save_weights(tmp_path / "new", model)
     assert not (tmp_path / "new").exists()
 
 
@@ -350,16 +345,6 @@ def test_float64_is_never_shortened_unasked(copied: Path) -> None:
     assert of_numpy["x"].dtype == np.float64
 
 
-def test_layouts_that_do_not_fit() -> None:
-    with raises(
-        '"kv_heads" has size 2; rule kv_heads→model needs a multiple of model=4',
-        error=ft.ShardingError,
-    ):
-        load(MODELS / "llama", 1, 4)
-    with raises("mesh", error=ft.ShardingError):
-        ft.load_weights(MODELS / "llama", LAYOUT)
-
-
 def test_what_is_not_saved(tmp_path: Path) -> None:
     model = load(MODELS / "llama")
     ft.save_weights(tmp_path, model)
@@ -443,6 +428,14 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
 }
 
 
+# What is said to do about some of these.
+REMEDIES = {
+    "an int8 norm": 'jax.tree.map(lambda x: x.astype("float32"), model)',
+    "no array": "such as by `ft.select`",
+    "an attention function": 'attention="auto"',
+}
+
+
 @pytest.mark.parametrize("case", UNPUBLISHED)
 def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
     path, replace, why = UNPUBLISHED[case]
@@ -459,6 +452,7 @@ def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
     [problem] = error.value.problems
     assert str(problem.path) == path and problem.why.startswith(why), problem
+    assert REMEDIES.get(case, "") in str(error.value)
 
 
 def test_surgery_that_another_family_computes(tmp_path: Path) -> None:
@@ -483,25 +477,3 @@ def test_what_says_nothing_of_what_is_computed(tmp_path: Path) -> None:
     model = eqx.tree_at(lambda m: m.blocks, model, ft.Stacked(model.blocks.layer, axis="depth"))
     ft.save_weights(tmp_path, model)
     np.testing.assert_array_equal(load(tmp_path).embed.weight, model.embed.weight)
-
-
-def test_the_remedies_for_what_no_family_computes(tmp_path: Path) -> None:
-    config = dataclasses.replace(load(MODELS / "llama").config, attention=_mine)
-    model = ft.nn.Transformer.create(config, key=KEY)
-    moved = "jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(model))"
-    with raises('attention="auto"', moved):
-        ft.save_weights(tmp_path / "function", model)
-    plain = ft.abstract(ft.nn.Transformer.create)(
-        dataclasses.replace(model.config, attention="auto"), key=jax.random.key(0)
-    )
-    model = jax.tree.unflatten(jax.tree.structure(plain), jax.tree.leaves(model))
-    ft.save_weights(tmp_path / "function", model)
-    small = jax.tree.map(lambda x: x.astype("int8"), model)
-    with raises('jax.tree.map(lambda x: x.astype("float32"), model)'):
-        ft.save_weights(tmp_path / "int8", small)
-    ft.save_weights(tmp_path / "int8", jax.tree.map(lambda x: x.astype("float32"), small))
-    other = eqx.tree_at(lambda model: model.norm, model, eqx.nn.Identity())
-    with raises("such as by `ft.select`"):
-        ft.save_weights(tmp_path / "norm", other)
-    other = ft.select(other).at(lambda model: model.norm).set(model.norm)
-    ft.save_weights(tmp_path / "norm", other)

@@ -311,8 +311,6 @@ def test_a_dispatch_that_cannot_be_had() -> None:
 
 REFUSED = {
     "too many": (dict(top_k=5), ["top_k=5", "there are only 4 experts"]),
-    "none": (dict(top_k=0), ["top_k=0", "positive integer"]),
-    "capacity": (dict(capacity=0), ["capacity=0", "positive number"]),
     "dispatch": (dict(dispatch="all"), ["dispatch='all'", "auto, gather, exchange, ragged"]),
     "dot_general": (
         dict(dot_general=jax.lax.dot_general),

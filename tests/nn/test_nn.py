@@ -449,7 +449,6 @@ class Around(eqx.Module):
 SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "fewer layers": (lambda m: dataclasses.replace(m, blocks=m.blocks[:2]), dict(layers=2)),
     "a tied head": (lambda m: dataclasses.replace(m, unembed=None), dict(tie_embedding=True)),
-    "an option": (lambda m: dataclasses.replace(m, max_seq=99), dict(max_seq=99)),
     "another dtype": (
         lambda m: jax.tree.map(lambda x: x.astype(jnp.bfloat16), m),
         dict(param_dtype=jnp.bfloat16),
@@ -461,12 +460,6 @@ SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "an adapter": (
         lambda m: eqx.tree_at(
             lambda m: m.blocks.layer.attn.query, m, replace_fn=lambda x: Adapted(x, x[..., 0, :2])
-        ),
-        {},
-    ),
-    "layers in others": (
-        lambda m: eqx.tree_at(
-            lambda m: (m.blocks.layer.attn, m.blocks.layer.mlp, m.norm), m, replace_fn=Around
         ),
         {},
     ),

@@ -56,16 +56,11 @@ LAYOUTS = {
     "fsdp and tensor": ft.AxisRules(FALLBACK),
     "channels": ft.AxisRules({"batch": "data", "embed": "model", ...: None}),
 }
-TIED = nn.TransformerConfig(16, 8, 2, 4, 2, 4, 16, tie_embedding=True)
+# Those that are in no Transformer, which test_nn_sharded.py has on a mesh, and those of channels.
 LAYERS: dict[str, Callable[[], Any]] = {
-    "Linear": lambda: nn.Linear(8, 16, key=KEY),
     "Embedding": lambda: nn.Embedding(16, 8, key=KEY),
     "RMSNorm": lambda: nn.RMSNorm(8),
     "LayerNorm": lambda: nn.LayerNorm(8),
-    "Attention": lambda: nn.Attention(8, 4, 2, 4, key=KEY),
-    "MLP": lambda: nn.MLP(8, 16, key=KEY),
-    "Block": lambda: nn.Block.create(TIED, key=KEY),
-    "Transformer": lambda: nn.Transformer.create(TIED, key=KEY),
     "BatchNorm": lambda: nn.BatchNorm(8),
     "Dropout": lambda: nn.Sequential(
         [nn.Linear(8, 8, axes="embed hidden", key=KEY), nn.Dropout(0.3)]
@@ -110,7 +105,7 @@ def loss(layer: Any, x: Any, state: Any) -> tuple[Any, Any]:
 def made(name: str) -> tuple[Any, Any, Any]:
     """A layer, its state, its input."""
     layer, state = ft.make_state(filled(eqx.filter_jit(LAYERS[name])()))
-    return layer, state, TOKENS if name.startswith(("Embedding", "Transformer")) else X
+    return layer, state, TOKENS if name == "Embedding" else X
 
 
 @functools.cache
@@ -121,15 +116,12 @@ def alone(name: str) -> Any:
         return ft.jit(ft.value_and_grad(loss, has_aux=True))(layer, x, state)
 
 
-# The parts of a Transformer are in Block, and test_nn_sharded.py has the Transformer under other
-# layouts.
 CASES = [
     (name, layout, axes)
     for name in LAYERS
     for layout in LAYOUTS
     for axes in ("auto", "explicit")
-    if layout == "fsdp and tensor"
-    or (name in CHANNELS if layout == "channels" else name != "Transformer")
+    if layout != "channels" or name in CHANNELS
 ]
 
 
@@ -509,16 +501,6 @@ def test_equal_layers_share_what_is_compiled() -> None:
         for i, layer in enumerate(layers):
             np.testing.assert_array_equal(layer(jnp.ones(8)), np.full(8, i))
     assert len(traces) == 1
-
-
-def test_the_body_is_the_layer_again() -> None:
-    body = nn.LayerNorm(8)
-    layer = nn.Jitted(body)
-    assert layer.body is body and ft.select(layer).under(nn.LayerNorm).paths() == (ft.Path("body"),)
-    assert ft.tree_axes(layer).body.weight == ft.Axes("embed")
-    model = nn.Sequential([body, body])
-    jitted = ft.select(model).under(nn.LayerNorm).apply(nn.Jitted)
-    assert ft.select(jitted).under(nn.Jitted).apply(lambda layer: layer.body).layers == model.layers
 
 
 def test_equinox_inference_mode():

@@ -600,16 +600,6 @@ def saved_at_another_step() -> Any:
         return checkpoints.save(differs(0, 1), {"w": model().up})
 
 
-@differing("cannot be written", "w", "copies that have different values in process {odd}")
-def saved_torn() -> Any:
-    """One array, whose copies in one process have other values."""
-    pieces = [
-        jax.device_put(np.full((4,), differs(0.0, 1.0), np.float32), d) for d in jax.local_devices()
-    ]
-    torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
-    return ft.save(FOLDER / "torn", {"w": torn})
-
-
 @case
 def saved_while_steps_run() -> None:
     """What is written in the background talks to no other process: that would be in the way of the
