@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 import functree as ft
 from functree.io.casts import cast_on_devices, cast_on_host, lost_on_host
-from tests.lib.checks import compilations, raises
+from tests.lib.checks import compilations
 from tests.lib.meshes import MESH, mesh_of
 
 INF, NAN = float("inf"), float("nan")
@@ -31,17 +31,14 @@ TABLE: list[tuple[Any, list[Any], list[Any], Any]] = [
     ("f4", [300.7, 0.5, -129, 128, NAN, INF, -INF, 3e9], [0.0, -0.0, 127, -128], "i1"),
     ("f4", [-1, 256, 0.1, NAN], [0, 255], "u1"),
     ("f4", [2.0**31, 3e9, -3e9, 1.5], [2.0**30, -(2.0**31)], "i4"),
-    ("f4", [2.0**32, -1, NAN], [2.0**31], "u4"),
     ("f4", [NAN, 2, -1, 0.5, INF], [0, 1], "?"),
     ("f4", [8, -9, 0.5], [7, -8], INT4),
     ("f4", [70000, -1e20, 65536], [65504, 65510, 1e-10, 0.1, NAN, INF, -INF], "f2"),
     ("f4", [3.4e38, -3.4e38], [1e38, 0.1, 1e-40, NAN, INF, -INF], BF16),
-    (BF16, [1e38, 70000], [1, 0.1, NAN, INF], "f2"),
     ("f4", [1000, -1e9, INF], [448, 0.1, NAN], E4M3),
     ("i4", [128, -129, 2**31 - 1], [127, -128, 0], "i1"),
     ("i4", [-1, -128, 256], [0, 255], "u1"),
     ("u4", [2**31, 2**32 - 1], [2**31 - 1], "i4"),
-    ("i4", [8, -9, 16], [7, -8], INT4),
     ("i4", [2, -1, 256], [0, 1], "?"),
     ("i4", [2**24 + 1, 2**31 - 1, -(2**24) - 1], [2**24, 2**24 + 2, -(2**31), 7], "f4"),
     ("u4", [2**32 - 1, 2**24 + 1], [2**31, 0], "f4"),
@@ -162,8 +159,6 @@ def test_a_run_and_a_layout(tmp_path: Path) -> None:
     with pytest.warns(ft.FunctreeWarning, match="2 arrays .*`a` 2 of 4 .*`b` 1 of 1"):
         found = checkpoints.restore(like, 1, ft.P(), MESH, only=~ft.glob("c"), cast=True)
     assert found["c"] is like["c"]
-    with raises("matches no array", error=ft.CheckpointError):
-        checkpoints.restore(like, only="modle.**")
 
 
 def test_it_is_one_program_for_each_shape() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
@@ -76,6 +77,16 @@ def make(key: Any, remat: str | None = None, unrolled: bool = False, layers: int
     )
     model = ft.nn.Transformer.create(config, key=key)
     return Unrolled.of(model) if unrolled else model
+
+
+@cache
+def filled(config: ft.nn.TransformerConfig, scale: float) -> ft.nn.Transformer:
+    """A model whose weights and biases are large enough to matter."""
+    abstract = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
+    random = np.random.default_rng(1)
+    return jax.tree.map(
+        lambda leaf: np.asarray(random.normal(size=leaf.shape) * scale, leaf.dtype), abstract
+    )
 
 
 def batch_spec(name: str) -> ft.P:

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import functree as ft
 from tests.lib.checks import raises
+from tests.lib.training import filled
 
 RANDOM = np.random.default_rng(0)
 TOKENS, TARGETS = (RANDOM.integers(0, 96, (4, 30)).astype(np.int32) for _ in range(2))
@@ -19,32 +21,19 @@ TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "mo
 RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP("data", min_size=0)
 
 
-@functools.cache
 def model(tied: bool = False, layers: int = 1, vocab: int = 96) -> ft.nn.Transformer:
     config = ft.nn.TransformerConfig(
         vocab, 32, layers, 4, 2, 8, 64, max_seq=512, tie_embedding=tied
     )
-    abstract = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
-    random = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda leaf: np.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract
-    )
+    return filled(config, 0.25)
 
 
 def whole(model: Any, mask: Any, z_loss: float) -> Any:
     """The loss, from all logits."""
     logits = model(TOKENS)
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    loss = (
-        log_total
-        - jnp.take_along_axis(logits, TARGETS[..., None], axis=-1)[..., 0]
-        + z_loss * log_total**2
-    )
-    return (
-        loss.mean()
-        if mask is None
-        else (loss * mask.astype(loss.dtype)).sum() / mask.sum().astype(loss.dtype)
-    )
+    each = optax.softmax_cross_entropy_with_integer_labels(logits, TARGETS)
+    each += z_loss * jax.nn.logsumexp(logits, axis=-1) ** 2
+    return each.mean() if mask is None else each.mean(where=mask)
 
 
 @functools.cache

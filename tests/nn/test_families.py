@@ -98,12 +98,7 @@ OLDER = {
         {"dtype": ..., "torch_dtype": "float16"},
         {"rope_theta": 5e4, "param_dtype": jnp.float16},
     ),
-    "null for as many as queries": (
-        {"num_key_value_heads": None, "head_dim": None},
-        {"rope_theta": 5e4, "kv_heads": 4},
-    ),
     "where it was once": ({"_name_or_path": "meta-llama/Llama-2-7b-hf"}, {"rope_theta": 5e4}),
-    "an integer for a number": ({"attention_dropout": 0}, {"rope_theta": 5e4}),
 }
 
 

@@ -15,6 +15,7 @@ import pytest
 import functree as ft
 from functree.nn.generate import generation
 from tests.lib.checks import raises
+from tests.lib.training import filled
 
 SIZES = {
     "vocab_size": 96,
@@ -45,11 +46,7 @@ RULES = ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None})
 def model(name: str) -> ft.nn.Transformer:
     """A model whose weights and biases are large enough to matter."""
     config = ft.nn.TransformerConfig(**SIZES, **FAMILY[name], max_seq=64)
-    abstract = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
-    random = np.random.default_rng(1)
-    return jax.tree.map(
-        lambda leaf: jnp.asarray(random.normal(size=leaf.shape) / 4, leaf.dtype), abstract
-    )
+    return jax.tree.map(jnp.asarray, filled(config, 0.25))
 
 
 @functools.cache
@@ -210,16 +207,14 @@ def test_lengths_and_tokens_in_a_trace() -> None:
         )
 
 
-@pytest.mark.parametrize("temperature", [1e-10, 1e-38, 5e-324])
-def test_small_temperatures_are_greedy(temperature: float) -> None:
+def test_extreme_temperatures() -> None:
+    """Small ones are greedy; with large ones, and numbers beyond 32 bits, tokens are tokens."""
     options: Any = {"key": jax.random.key(0), "top_k": 5, "top_p": 0.9}
-    tokens = ft.nn.generate(model("llama"), PROMPTS, 4, temperature=temperature, **options)
-    assert tokens.tolist() == [continued("llama", row, 9, 4) for row in range(2)]
-
-
-def test_numbers_beyond_those_of_32_bits() -> None:
-    options: Any = {"temperature": 1e300, "top_k": 2**70, "key": jax.random.key(0)}
-    tokens = np.asarray(ft.nn.generate(model("llama"), PROMPTS, 4, top_p=0.9, **options))
+    for small in (1e-10, 1e-38, 5e-324):
+        tokens = ft.nn.generate(model("llama"), PROMPTS, 4, temperature=small, **options)
+        assert tokens.tolist() == [continued("llama", row, 9, 4) for row in range(2)]
+    options |= {"temperature": 1e300, "top_k": 2**70}
+    tokens = np.asarray(ft.nn.generate(model("llama"), PROMPTS, 4, **options))
     assert ((tokens >= 0) & (tokens < 96)).all()
 
 

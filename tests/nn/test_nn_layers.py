@@ -162,9 +162,6 @@ def test_layer_norm_is_equinoxs(use_weight: bool, use_bias: bool) -> None:
         nn.LayerNorm(8, 1e-3, use_weight, use_bias),
         eqx.nn.LayerNorm(8, 1e-3, use_weight, use_bias),
     )
-    assert jax.tree.map(jnp.shape, jax.tree.leaves(ours)) == jax.tree.map(
-        jnp.shape, jax.tree.leaves(theirs)
-    )
     ours, theirs = filled(ours), filled(theirs)
     expected = jax.vmap(jax.vmap(theirs))(X + 3)
     np.testing.assert_allclose(ours(jnp.asarray(X + 3)), expected, rtol=1e-5, atol=1e-5)

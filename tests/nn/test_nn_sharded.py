@@ -9,7 +9,6 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +24,7 @@ from functree.nn.activations import on_shards
 from functree.nn.attention.kernels import AXES, splash
 from functree.placing.ambient import axis_rules
 from functree.placing.shard import shard
+from tests.lib.training import filled
 
 P = PartitionSpec
 CONFIG = nn.TransformerConfig(512, 128, layers=3, heads=8, kv_heads=4, head_dim=16, hidden=384)
@@ -44,15 +44,6 @@ LAYOUTS = {
 }
 
 
-@functools.cache
-def create(config: nn.TransformerConfig) -> nn.Transformer:
-    random = np.random.default_rng(0)
-    abstract = eqx.filter_eval_shape(nn.Transformer.create, config, key=jax.random.key(0))
-    return jax.tree.map(
-        lambda leaf: np.asarray(random.normal(size=leaf.shape) / 10, leaf.dtype), abstract
-    )
-
-
 def loss(model: nn.Transformer, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     logits = model(tokens)
     return jnp.mean(logits**2), logits
@@ -70,13 +61,13 @@ def placed(
     tokens = jax.device_put(TOKENS, NamedSharding(mesh, P("data", None)))
     rules = axis_rules(LAYOUTS[layout]) if ambient else contextlib.nullcontext()
     with jax.set_mesh(mesh), rules, jax.default_matmul_precision("highest"):
-        yield shard(create(config), LAYOUTS[layout], mesh), tokens
+        yield shard(filled(config, 0.1), LAYOUTS[layout], mesh), tokens
 
 
 @functools.cache
 def whole(config: nn.TransformerConfig) -> tuple[Any, Any]:
     with jax.default_matmul_precision("highest"):
-        return jax.jit(gradient)(create(config), TOKENS)
+        return jax.jit(gradient)(filled(config, 0.1), TOKENS)
 
 
 def assert_close(found: Any, expected: Any, rtol: float) -> None:
@@ -208,7 +199,7 @@ def chunked_loss(model: nn.Transformer, tokens: jax.Array) -> jax.Array:
 @functools.cache
 def whole_loss(**options: Any) -> tuple[Any, Any, Any]:
     """A model, tokens, and the gradient of their loss on one device."""
-    model = create(dataclasses.replace(SMALL, **options))
+    model = filled(dataclasses.replace(SMALL, **options), 0.1)
     tokens = jnp.asarray(TOKENS[:, :17] % 64)
     return model, tokens, jax.jit(jax.value_and_grad(chunked_loss))(model, tokens)
 
@@ -271,7 +262,7 @@ def test_a_kernel_in_a_checked_shard_map(manual: set[str]) -> None:
 
 
 def test_rules_that_do_not_fit_an_activation_say_so(mesh: Mesh) -> None:
-    model = create(CONFIG)
+    model = filled(CONFIG, 0.1)
     with jax.set_mesh(mesh), axis_rules(LAYOUTS["tensor"]):
         with pytest.raises(ShardingError, match=r'"batch" has size 3'):
             jax.eval_shape(model, jax.ShapeDtypeStruct((3, 40), jnp.int32))

@@ -480,12 +480,6 @@ def other_batch() -> Any:
     return place(batch(differs(0, 1)))
 
 
-@differing("<lambda> does not run", "stablehlo.sine", "stablehlo.cosine")
-def other_program() -> Any:
-    f = ft.jit(lambda x: differs(jnp.sin, jnp.cos)(x).sum(), check_processes=True)
-    return f(place(batch(0)))
-
-
 @differing("f does not run", "sdy.sharding_constraint", '{"data"}, {}')
 def other_collectives() -> Any:
     """A constraint inside, which without the check would wait for ever."""
