@@ -126,15 +126,11 @@ SHAPES: dict[str, tuple[dict[str, tuple[int, ...]], tuple[int, ...], str, Wanted
         {"l__0": (32, 16), "l__1": (32, 16)}, (2, 16, 8, 4), "l.{layer}.T",
         lambda t: np.stack([t["l.0"].T, t["l.1"].T]).reshape(2, 16, 8, 4),
     ),
-    "numbers of layers": (
-        {"l__0": (), "l__1": ()}, (2,), "l.{layer}", lambda t: np.stack([t["l.0"], t["l.1"]])
-    ),
     "the heads of another order": (
         {"w": (16, 8, 3)}, (8, 3, 4, 4), "w.transpose(1, 2, 0)",
         lambda t: t["w"].transpose(1, 2, 0).reshape(8, 3, 4, 4),
     ),
     "a one that is dropped": ({"w": (8, 1, 4)}, (4, 8), "w.T", lambda t: t["w"][:, 0].T),
-    "ones of a number": ({"w": ()}, (1, 1), "w", lambda t: t["w"].reshape(1, 1)),
     "a part of the layers": (
         {"l__4": (8, 4), "l__5": (8, 4)}, (2, 8, 4), "l.{2 * (1 + 1) + layer}",
         lambda t: np.stack([t["l.4"], t["l.5"]]),

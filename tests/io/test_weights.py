@@ -355,20 +355,11 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
         ft.save_weights(tmp_path, model)
     sizes: Any = dict(embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
     other_options = "give it the options of one of these, or keep it by `ft.save`"
-    for options, *said in (
-        (
-            {"window": 4, "qk_norm": True},
-            *("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options),
-        ),
-        (
-            {"experts": 2, "top_k": 1, "normalize": False},
-            *("normalize=False", "mixtral has True", "qk_norm=False", "qwen3_moe has True"),
-            other_options,
-        ),
-    ):
-        config = ft.nn.TransformerConfig(16, **sizes, **options)
-        with raises("no published family computes what this model does", *said):
-            ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
+    options: Any = {"window": 4, "qk_norm": True}
+    config = ft.nn.TransformerConfig(16, **sizes, **options)
+    said = ("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options)
+    with raises("no published family computes what this model does", *said):
+        ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
     assert not (tmp_path / "new").exists()
 
 

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jaxtyping import Float
 
 import functree as ft
 from functree import nn
@@ -93,20 +92,6 @@ def test_gradients_are_finite_and_do_not_depend_on_remat(remat: str) -> None:
     for grad, expected in zip(jax.tree.leaves(again), jax.tree.leaves(plain), strict=True):
         assert np.isfinite(grad).all() and np.any(grad)
         np.testing.assert_allclose(grad, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_the_axes_of_every_leaf() -> None:
-    axes = tree_axes(create(CONFIG))
-    block = axes.blocks.layer
-    assert axes.embed.weight == Axes("vocab", "embed")
-    assert axes.unembed.weight == Axes("embed", "vocab")
-    assert axes.norm.scale == Axes("embed")
-    assert block.attn_norm.scale == block.mlp_norm.scale == Axes("layers", "embed")
-    assert block.attn.query == Axes("layers", "embed", "heads", "head_dim")
-    assert block.attn.key == block.attn.value == Axes("layers", "embed", "kv_heads", "head_dim")
-    assert block.attn.out == Axes("layers", "heads", "head_dim", "embed")
-    assert block.mlp.gate == block.mlp.up == Axes("layers", "embed", "hidden")
-    assert block.mlp.down == Axes("layers", "hidden", "embed")
 
 
 # Dtypes
@@ -416,14 +401,6 @@ def test_the_config_of_a_model_is_that_which_it_was_created_with(case: str) -> N
     assert model.config == config and hash(model.config) == hash(config)
 
 
-class Adapted(eqx.Module):
-    weight: jax.Array
-    lora_a: Float[jax.Array, "embed rank"]
-
-    def __call__(self, x: Any) -> Any:
-        return x
-
-
 class Gelu(eqx.Module):
     """A feed-forward layer that says nothing of its sizes."""
 
@@ -452,16 +429,6 @@ SURGERY: dict[str, tuple[Callable[[Any], Any], dict[str, Any]]] = {
     "another dtype": (
         lambda m: jax.tree.map(lambda x: x.astype(jnp.bfloat16), m),
         dict(param_dtype=jnp.bfloat16),
-    ),
-    "quantized": (
-        lambda m: eqx.tree_at(lambda m: m.embed.weight, m, replace_fn=lambda x: x.astype(int)),
-        {},
-    ),
-    "an adapter": (
-        lambda m: eqx.tree_at(
-            lambda m: m.blocks.layer.attn.query, m, replace_fn=lambda x: Adapted(x, x[..., 0, :2])
-        ),
-        {},
     ),
     "a list": (lambda m: eqx.tree_at(lambda m: m.blocks, m, replace=list(m.blocks)), {}),
 }

@@ -748,13 +748,6 @@ def published_otherwise() -> Any:
     return ft.save_weights(FOLDER / "plan_weights", ft.select(m).at("norm.scale").set(scale))
 
 
-@differing("norm.scale", "copies that have different values in process {odd}")
-def published_with_other_numpy() -> Any:
-    m = ft.load_weights(LLAMA, ft.P(), MESH)
-    m = ft.select(m).at("norm.scale").set(np.ones(32, np.float32) + differs(0, 1))
-    return ft.save_weights(FOLDER / "numpy_weights", m)
-
-
 @case
 def one_comes_late() -> Any:
     """What the first process logs while it waits, and when the last one has come."""
