@@ -92,6 +92,7 @@ MATCHING: dict[str, Any] = {
     "a glob": "**.weight",
     "a class": Base,
     "a conjunction": ft.glob("**.weight") & ft.under(Base),
+    "a disjunction": ft.glob("**.weight") | ft.glob("head"),
     "a negation": ~ft.glob("head"),
     "trained": ft.is_trainable,
 }
