@@ -136,13 +136,6 @@ def next_token_loss(params: Params, tokens: Array, layout: Layout) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-def jit_forward(model: Callable[..., Array], layout: Layout) -> Any:
-    """`(params, x) -> what the model returns`."""
-    return jax.jit(
-        lambda params, x: model(params, x, layout), in_shardings=(layout.params, P("data"))
-    )
-
-
 def adam_specs(layout: Layout) -> Any:
     """Adam keeps two moments of each parameter, which lie as it does."""
     return optax.ScaleByAdamState(count=P(), mu=layout.params, nu=layout.params), optax.EmptyState()
@@ -165,9 +158,3 @@ def jit_train_step(
         out_shardings=(layout.params, adam_specs(layout), None),
         donate_argnums=(0, 1),
     )
-
-
-def place(params: Params, tx: optax.GradientTransformation, layout: Layout) -> tuple[Params, Any]:
-    """`(params, adam's state)`, on the devices as the layout says."""
-    params = jax.jit(lambda params: params, out_shardings=layout.params)(params)
-    return params, jax.jit(tx.init, out_shardings=adam_specs(layout))(params)

@@ -71,7 +71,6 @@ NONSENSE: dict[str, Any] = {
     "a spec": P("data"), "rules": RULES, "a path": ft.Path(("a",)), "...": ..., "axes": ft.Axes("a"),
     "an init": ft.init(lambda: jnp.ones(3), P(), MESH), "a sharding": NamedSharding(MESH, P()),
 }  # fmt: skip
-BY_NAME = {"rules": ft.AxisRules({"batch": "data", ...: None})}
 PLAN = ft.plan(MODEL, RULES, MESH)
 LEDGER = ft.ledger(double, X, in_shardings=P("data"), mesh=MESH)
 LAYOUTS = ft.layouts(double, X, in_shardings=RULES, mesh=MESH)

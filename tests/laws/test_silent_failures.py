@@ -1,7 +1,6 @@
 """What fails in silence elsewhere and does not here, by the numbers of `silent-failures.md`. The
 rest of them stands beside what it is about."""
 
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.compiled.moved_arrays import groups_of, mesh_axes_of
 from tests.lib.checks import compilations, refused
 from tests.lib.meshes import MESH, SIZES
-from tests.lib.training import gradient
 from tests.lib.trees import BareMLP as MLP
 from tests.lib.trees import x as abstract
 
@@ -72,83 +69,6 @@ def test_silent_failure_10_one_resolver_for_parameters_and_activations() -> None
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, plan["up"].spec), 2)
 
 
-# In a compiled program
-
-
-@pytest.mark.usefixtures("compiles_anew")
-def test_silent_failure_17_an_involuntary_rematerialization_has_a_name_and_a_cost() -> None:
-    mesh = ft.make_mesh(x=4, y=2)
-    table = {"small": ft.P("x"), "large": ft.P("x")}
-
-    def move(model: Any) -> Any:
-        return jax.tree.map(lambda w: ft.constrain(w, ft.P(None, "y")), model)
-
-    shapes = {
-        "small": jax.ShapeDtypeStruct((16, 16), "float32"),
-        "large": jax.ShapeDtypeStruct((512, 64), "float32"),
-    }
-    ledger = ft.ledger(move, shapes, in_shardings=(table,), mesh=mesh)
-    assert (
-        len(ledger.warnings) == 2
-    )  # XLA names shapes of shards, and the first operation that it meets
-    # Which to remove first: what is moved for each, the largest first.
-    moved = [
-        (line.split()[0], line.split()[-2:])
-        for line in str(ledger).splitlines()
-        if line.startswith("model.")
-    ]
-    assert moved == [("model.large", ["128", "KiB"]), ("model.small", ["1", "KiB"])]
-
-
-def test_silent_failure_18_parameters_in_a_scan() -> None:
-    compiled, _ = gradient("FSDP", "full")
-    loops = [
-        line
-        for line in compiled.as_text().splitlines()
-        if " all-gather(" in line and "while/body" in line
-    ]
-    assert loops and not any(
-        "model.blocks" in line for line in loops
-    )  # the text does not name them
-    ledger = compiled.ledger()
-    gathered = Counter(
-        str(one.path) for one in ledger.collectives if one.kind == "all-gather" and one.count == 3
-    )
-    assert gathered["blocks.layer.mlp.up"] == gathered["blocks.layer.attn.query"] == 2
-    assert all(path.startswith("blocks.layer.") for path in gathered)
-
-
-SPELLINGS = {
-    "lists": "{{0,1,2,3},{4,5,6,7}}",
-    "iota": "[2,4]<=[8]",
-    "transposed iota": "[4,2]<=[2,4]T(1,0)",
-    "mesh": "mesh['data'=2,'model'=4] {'model'}",
-    "mesh with made-up names": "mesh['axis_0'=4,'axis_1'=1,'axis_2'=2], device_ids=([2,4]T(1,0)) {'axis_0'}",
-}
-
-
-@pytest.mark.parametrize("spelling", SPELLINGS)
-def test_silent_failure_19_groups_in_all_spellings(spelling: str) -> None:
-    groups = groups_of(SPELLINGS[spelling], 8)
-    assert groups is not None
-    assert mesh_axes_of(groups, SIZES) == (
-        ("data",) if spelling == "transposed iota" else ("model",)
-    )
-
-
-def test_silent_failure_19_in_a_program() -> None:
-    def fun(x: Any) -> Any:
-        return jax.tree.map(lambda one: one * jnp.sum(x), x.sum(0)), x.sum(1)
-
-    ledger = ft.ledger(
-        fun, jax.ShapeDtypeStruct((8, 8), "float32"), in_shardings=ft.P("data", "model"), mesh=MESH
-    )
-    assert {one.mesh_axes for one in ledger.collectives} >= {
-        ("data",),
-        ("model",),
-    } and not ledger.not_understood
-
-
 # In steps
 
 
@@ -166,9 +86,7 @@ def placed() -> MLP:
 
 def assert_planned(tree: Any, plan: ft.Plan) -> None:
     for row, x in zip(plan.rows, jax.tree.leaves(tree), strict=True):
-        wanted = plan.sharding(row)
-        kinds = [one.memory_kind or "device" for one in (x.sharding, wanted)]
-        assert x.sharding.is_equivalent_to(wanted, x.ndim) and kinds[0] == kinds[1], row.path
+        assert x.sharding.is_equivalent_to(plan.sharding(row), x.ndim), row.path
 
 
 def test_silent_failure_11_moments_that_are_not_born_sharded():
@@ -194,31 +112,6 @@ def test_silent_failure_11_moments_that_are_not_born_sharded():
     count, opt = run(ft.jit(step, donate=("model", "opt")), opt)
     assert count == 1
     assert_planned(opt, plan)
-
-
-@pytest.mark.parametrize("donate", [(), ("model", "opt")], ids=["kept", "donated"])
-def test_silent_failure_11_with_moments_in_host_memory(donate: Any):
-    moments = ft.on_host(ft.plan_optimizer(TX, placed(), LAYOUT, MESH))
-    host = ft.StateSharding({"**.mu.**": moments, "**.nu.**": moments, ...: P()})
-    model, opt = placed(), ft.shard(ft.init_optimizer(TX, placed(), LAYOUT, MESH), host, MESH)
-    plan = ft.plan(opt, host, MESH)
-    assert [row.memory_kind for row in plan] == [None, *["pinned_host"] * 4]
-
-    def on_host(model: Any, opt: Any, x: Array) -> tuple[Any, Any]:
-        return step(model, jax.device_put(opt, jax.memory.Space.Device), x)
-
-    layouts = {"in_shardings": (LAYOUT, host, P("data")), "out_shardings": (LAYOUT, host)}
-    jitted, plain = ft.jit(on_host, donate=donate, mesh=MESH, **layouts), jax.jit(step)
-    expected = placed(), ft.init_optimizer(TX, placed(), LAYOUT, MESH)
-    x = ft.shard(jnp.ones((4, 8)), P("data"), MESH)
-    for _ in range(3):
-        model, opt = jitted(model, opt, x)
-        expected = plain(*expected, x)
-    assert len(jitted.compilations) == 1
-    assert_planned(opt, plan)
-    assert_planned(model, ft.plan(model, LAYOUT, MESH))
-    for one, other in zip(jax.tree.leaves((model, opt)), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:.*nobody has placed")
