@@ -27,7 +27,7 @@ _NEEDS = {
     "tests/compiled/test_accelerators.py": ("libtpu", "jax_cuda13_plugin", "diffrax"),
     "tests/examples": ("grain", "matplotlib", "penzai", "treescope"),
     "tests/libraries": (
-        *("IPython", "coordax", "diffrax", "distreqx", "equimo", "esm2quinox", "flowjax"),
+        *("IPython", "coordax", "diffrax", "distreqx", "equimo", "flowjax"),
         *("jax_dataclasses", "lineax", "optimistix", "paramax", "pdequinox", "penzai"),
         "transformer_flows",
     ),

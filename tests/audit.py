@@ -1,4 +1,4 @@
-"""The names in the ledgers of sixty programs of others, each under several layouts, judged by
+"""The names in the ledgers of programs of others, each under several layouts, judged by
 tables that were written by hand.
 
     python -m tests.audit                           # on eight simulated devices

@@ -77,20 +77,8 @@ def own_error():
     raise Mine("\x1b[31mred")
 
 
-def ends():
-    raise SystemExit(3)
-
-
 def no_return():
     tree()
-
-
-def fails(x: Float[Array, "batch embed"]):
-    own_error()
-
-
-def own_late():
-    return fails, (jax.ShapeDtypeStruct((8, 8), "float32"),)
 
 
 def fewer():

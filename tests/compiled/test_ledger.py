@@ -213,21 +213,6 @@ def test_a_norm_that_scales_two_scalars_is_named_by_neither() -> None:
     assert [(one.mesh_axes, one.bytes, one.paths) for one in norms] == [(("model",), 4, ())]
 
 
-def test_equal_shapes_are_told_apart() -> None:
-    x, w = jax.ShapeDtypeStruct((16, 64), "float32"), jax.ShapeDtypeStruct((64, 64), "float32")
-    layouts = {"left": ft.P("model", None), "right": ft.P(None, "data")}
-
-    def project(weights: Any, x: Any) -> Any:
-        return (x @ weights["left"]) @ weights["right"]
-
-    given = {"in_shardings": (layouts, ft.P()), "out_shardings": ft.P(), "mesh": MESH}
-    ledger = ft.ledger(project, {"left": w, "right": w}, x, **given)
-    assert {(one.mesh_axes, str(one.path)) for one in ledger.collectives} == {
-        (("model",), "left"),
-        (("data",), "right"),
-    }
-
-
 def test_the_gradient_of_an_activation_is_not_of_what_it_was_compared_with() -> None:
     """`relu` lets a gradient pass by a comparison with what another parameter has made."""
 

@@ -3,7 +3,6 @@ named."""
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -109,15 +108,6 @@ def test_a_training_step_in_plain_jax(mesh: Mesh) -> None:
     assert "0.1 % of these bytes serve no parameter" in ledger.summary()
 
 
-def test_a_function_that_is_not_jitted() -> None:
-    params, opt_state, x = abstract()
-    layouts = (LAYOUT, shardings(MESH)[1], P("data"), P("data"))
-    with jax.numpy_dtype_promotion("standard"):
-        given = {"in_shardings": layouts, "out_shardings": (*layouts[:2], None), "mesh": MESH}
-        ledger = ft.ledger(step, params, opt_state, x, x, **given)
-    assert rows(ledger) == EXPECTED
-
-
 def dots(params: Any, x: Any) -> Any:
     return x + jax.nn.relu(x @ params["up"] + params["bias"][None]) @ params["down"]
 
@@ -129,29 +119,6 @@ SHAPES = {
     "down": jax.ShapeDtypeStruct((128, 64), "float32"),
 }
 BATCH = jax.ShapeDtypeStruct((32, 64), "float32")
-
-
-@pytest.mark.parametrize("names", [("m", "params", "v"), ("averages", "weights"), ("a", "b", "z")])
-def test_moments_with_paths_as_long_as_those_of_the_parameters(names: tuple[str, ...]) -> None:
-    """Which of them are the parameters is told by what the model computes with, not by the order of
-    the names."""
-    model = next(name for name in names if name in ("params", "weights", "b"))
-    others = [name for name in names if name != model]
-
-    def step(state: Any, x: Any) -> Any:
-        grads = jax.grad(lambda params: (dots(params, x) ** 2).mean())(state[model])
-        moments = {
-            name: jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g * g, state[name], grads)
-            for name in others
-        }
-        scaled = jax.tree.map(lambda g, *all: g + 0 * sum(all), grads, *moments.values())
-        return {**moments, model: jax.tree.map(lambda w, g: w - 0.1 * g, state[model], scaled)}
-
-    specs = dict.fromkeys(names, SPECS)
-    layouts = {"in_shardings": (specs, P("data")), "out_shardings": specs, "mesh": MESH}
-    ledger = ft.ledger(step, dict.fromkeys(names, SHAPES), BATCH, **layouts)
-    gradients = {str(one.path) for one in ledger.collectives if one.mesh_axes == ("data",)}
-    assert gradients == {f"{model}.{name}" for name in SHAPES}
 
 
 def test_what_the_forward_pass_adds_to_an_argument_is_no_gradient_of_it() -> None:
@@ -329,17 +296,3 @@ def test_what_cannot_be_compiled() -> None:
         ft.ledger(jax.jit(jnp.sin), jnp.ones(3), in_shardings=P())
     with raises("ledger cannot compile so", "a function"):
         ft.ledger(3)  # pyright: ignore[reportArgumentType]
-
-
-def test_what_is_moved_under_filter_jit() -> None:
-    model = ft.shard(eqx.nn.Linear(4, 4, key=jax.random.key(0)), P("model"), MESH)
-    x = ft.shard(jnp.ones((8, 4)), P("data"), MESH)
-
-    def step(model: eqx.nn.Linear, x: Any) -> eqx.nn.Linear:
-        gradients = eqx.filter_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-        return eqx.apply_updates(model, gradients)
-
-    found = {str(one.path) for one in ft.ledger(eqx.filter_jit(step), model, x).collectives}
-    assert {"weight", "bias"} <= found
-    expected = ft.ledger(ft.jit(step), model, x)
-    assert found == {str(one.path) for one in expected.collectives}

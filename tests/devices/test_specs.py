@@ -1,39 +1,17 @@
 """A spec and its entries ─► mesh axes and back, and their texts: pure functions, from tables."""
 
-from typing import Any
-
 import jax
 import pytest
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import (
-    axes_text,
-    entry,
     invalid_entry,
-    mesh_axes,
     named_axes,
     spec_text,
     without,
 )
 
 P = PartitionSpec
-
-# An entry as it may be written, its mesh axes, and how these are written in the shortest way.
-ENTRIES: list[tuple[Any, tuple[str, ...], Any, str]] = [
-    (None, (), None, "None"),
-    ((), (), None, "None"),
-    (P.UNCONSTRAINED, (), None, "None"),
-    ("data", ("data",), "data", "data"),
-    (("data",), ("data",), "data", "data"),
-    (("data", "model"), ("data", "model"), ("data", "model"), "(data, model)"),
-]
-
-
-@pytest.mark.parametrize(("written", "axes", "shortest", "text"), ENTRIES)
-def test_an_entry_and_its_mesh_axes(written: Any, axes: tuple[str, ...], shortest: Any, text: str):
-    assert mesh_axes(written) == axes
-    assert entry(axes) == entry(list(axes)) == shortest
-    assert axes_text(axes) == axes_text(list(axes)) == text
 
 
 @pytest.mark.parametrize(

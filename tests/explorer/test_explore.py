@@ -134,11 +134,6 @@ def test_the_layout_of_a_row_is_what_was_given(ranking: ft.Ranking) -> None:
     assert {row.layout_name: row.layout for row in explored(layouts=given)} == given
 
 
-def test_other_hardware_has_another_order() -> None:
-    slow = dataclasses.replace(HARDWARE, links=1e6)
-    assert [row.layout_name for row in explored(hardware=slow)] == ["data", "tensor"]
-
-
 def row(name: str, score: float | None, peak: int = 1) -> ft.Candidate:
     return ft.Candidate({"data": 8}, name, peak_bytes=peak, score=score)
 

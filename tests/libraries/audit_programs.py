@@ -1,4 +1,4 @@
-"""Sixty programs as others write them, and which names a ledger may give to what each moves.
+"""Programs as others write them, and which names a ledger may give to what each moves.
 
 Nothing here is of functree: the programs are plain JAX, and the names are tables, written by hand.
 
@@ -27,11 +27,11 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 SIZES = {
-    "D": 3 * 128, "H": 5 * 128, "O": 7 * 128, "B": 11 * 128, "K": 13 * 128, "S": 17 * 128,
+    "D": 3 * 128, "H": 5 * 128, "O": 7 * 128, "B": 11 * 128, "K": 13 * 128,
     "V": 19 * 128, "e": 32, "r": 8, "l": 4, "i": 16,
 }  # fmt: skip
-PRIMES = {"D": 3, "H": 5, "O": 7, "B": 11, "K": 13, "S": 17, "V": 19}
-DTYPES = {"": "float32", "i:": "int32", "q:": "int8", "c:": "complex64", "k:": "uint32"}
+PRIMES = {"D": 3, "H": 5, "O": 7, "B": 11, "K": 13, "V": 19}
+DTYPES = {"": "float32", "i:": "int32", "q:": "int8", "k:": "uint32"}
 
 MESHES = {
     "dp": {"data": 8},
@@ -224,15 +224,6 @@ def dqn_soft_update(online, target, s, s2, a, r):
     return new, jax.tree.map(lambda t, o: 0.99 * t + 0.01 * o, target, new)
 
 
-@program("dp fsdp", {**DQN_ARGS, "opt": {"mu": MLP, "nu": MLP}}, DQN)
-def dqn_adam(online, target, s, s2, a, r, opt):
-    g = jax.grad(td_loss)(online, target, s, s2, a, r)
-    mu = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, opt["mu"], g)
-    nu = jax.tree.map(lambda v, g: 0.99 * v + 0.01 * g * g, opt["nu"], g)
-    new = jax.tree.map(lambda p, m, v: p - m / (jnp.sqrt(v) + 1e-8), online, mu, nu)
-    return {"online": new, "opt": {"mu": mu, "nu": nu}}
-
-
 TOWERS = {
     "@user DO": "user.w", "@item DO": "item.w", "@user BO": "user.w", "@item BO": "item.w",
     "@user O": "user.b", "@item O": "item.b", "@user BD": "user.w xu", "@item BD": "item.w xi",
@@ -247,12 +238,6 @@ def towers_loss(user, item, xu, xi):
     v = jnp.tanh(xi @ item["w"] + item["b"])  # @item
     logits = u @ v.T  # @features
     return -jax.nn.log_softmax(logits).trace() / len(logits)
-
-
-@program("dp fsdp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
-def two_towers(user, item, xu, xi):
-    gu, gi = jax.grad(towers_loss, (0, 1))(user, item, xu, xi)
-    return sgd(user, gu), sgd(item, gi)
 
 
 @program("dp fsdp", {"user": TOWER, "item": TOWER, "xu": "BD", "xi": "BD"}, TOWERS)
@@ -287,95 +272,9 @@ def gen_loss(gen, disc, z):
 
 
 @program("dp fsdp tp", GAN_ARGS, GAN)
-def gan_discriminator(gen, disc, z, real):
-    return sgd(disc, jax.grad(disc_loss)(disc, gen, z, real))
-
-
-@program("dp fsdp tp", GAN_ARGS, GAN)
 def gan_both(gen, disc, z, real):
     new = sgd(disc, jax.grad(disc_loss)(disc, gen, z, real))
     return sgd(gen, jax.grad(gen_loss)(gen, new, z)), new
-
-
-@program(
-    "dp fsdp tp",
-    {"student": MLP, "teacher": MLP, "x": "BD"},
-    {
-        "@student DH": "student.w1", "@student HO": "student.w2", "@student H": "student.b1",
-        "@student O": "student.b2", "@student BH": "student.w1 student.w2",
-        "@student BO": "student.w2", "@student BD": "student.w1 x",
-        "@teacher DH": "teacher.w1", "@teacher HO": "teacher.w2", "@teacher H": "teacher.b1",
-        "@teacher O": "teacher.b2", "@teacher BH": "teacher.w1 teacher.w2",
-        "@teacher BO": "teacher.w2", "@teacher BD": "teacher.w1 x",
-    },
-)  # fmt: skip
-def distillation(student, teacher, x):
-    def loss(student):
-        h = jax.nn.relu(x @ student["w1"] + student["b1"])  # @student
-        logits = h @ student["w2"] + student["b2"]  # @student
-        h = jax.nn.relu(x @ teacher["w1"] + teacher["b1"])  # @teacher
-        wanted = jax.nn.softmax(h @ teacher["w2"] + teacher["b2"])  # @teacher
-        return -(wanted * jax.nn.log_softmax(logits)).sum(1).mean()
-
-    value, g = jax.value_and_grad(loss)(student)
-    return sgd(student, g), value
-
-
-@program(
-    "dp fsdp",
-    {"actor": TOWER, "critic": TOWER, "obs": "BD", "ret": "B"},
-    {
-        "@actor DO": "actor.w", "@critic DO": "critic.w", "@actor O": "actor.b",
-        "@critic O": "critic.b", "@actor BO": "actor.w", "@critic BO": "critic.w",
-        "BD": "obs actor.w critic.w",
-    },
-)  # fmt: skip
-def actor_critic(actor, critic, obs, ret):
-    def loss(both):
-        actor, critic = both
-        logp = jax.nn.log_softmax(obs @ actor["w"] + actor["b"])  # @actor
-        value = jnp.tanh(obs @ critic["w"] + critic["b"]).mean(1)  # @critic
-        advantage = lax.stop_gradient(ret - value)
-        return ((value - ret) ** 2 - advantage * logp[:, 0]).mean()
-
-    g = jax.grad(loss)((actor, critic))
-    return sgd((actor, critic), g)
-
-
-@program(
-    "dp fsdp",
-    {"p": MLP, "anchor": MLP, "fisher": MLP, "x": "BD", "y": "BO"},
-    {**mlp("p")},
-)
-def elastic_weights(p, anchor, fisher, x, y):
-    def loss(p):
-        near = jax.tree.map(lambda p, a, f: (f * (p - a) ** 2).sum(), p, anchor, fisher)
-        return loss_of(p, x, y) + sum(jax.tree.leaves(near))
-
-    return sgd(p, jax.grad(loss)(p))
-
-
-@program(
-    "dp fsdp",
-    {"online": MLP, "target": MLP, "x": "BD", "x2": "BD"},
-    {
-        "@online DH": "online.w1", "@online H": "online.b1", "@online HO": "online.w2",
-        "@online O": "online.b2", "@online BH": "online.w1 online.w2", "@online BO": "online.w2",
-        "@online BD": "online.w1 x", "@target DH": "target.w1", "@target H": "target.b1",
-        "@target HO": "target.w2", "@target O": "target.b2", "@target BH": "target.w1 target.w2",
-        "@target BO": "target.w2", "@target BD": "target.w1 x2",
-    },
-)  # fmt: skip
-def byol(online, target, x, x2):
-    def loss(online):
-        h = jax.nn.relu(x @ online["w1"] + online["b1"])  # @online
-        a = h @ online["w2"] + online["b2"]  # @online
-        h = jax.nn.relu(x2 @ target["w1"] + target["b1"])  # @target
-        b = h @ target["w2"] + target["b2"]  # @target
-        return -(a * b).sum(1).mean()
-
-    new = sgd(online, jax.grad(loss)(online))
-    return jax.tree.map(lambda t, o: 0.9 * t + 0.1 * o, target, new), new
 
 
 @program(
@@ -410,22 +309,6 @@ def list_loss(ps, x):
     h = jnp.tanh(x @ ps[0])  # @0
     h = jnp.sin(h @ ps[1])  # @1
     return (jnp.cos(h @ ps[2]) ** 2).mean()  # @2
-
-
-@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
-def a_list(ps, x):
-    value, g = jax.value_and_grad(list_loss)(ps, x)
-    return sgd(ps, g), value
-
-
-@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
-def gradients_of_a_list(ps, x):
-    return jax.grad(list_loss)(ps, x)
-
-
-@program("dp fsdp", {"ps": ["DD"] * 3, "x": "BD"}, LIST)
-def a_list_in_reverse(ps, x):
-    return jax.grad(list_loss)(ps, x)[::-1]
 
 
 @program("dp fsdp", {"ms": ["DD"] * 3, "ps": ["DD"] * 3, "x": "BD"}, LIST)
@@ -478,50 +361,7 @@ def hessian_vector(p, v, x, y):
     return jax.jvp(lambda p: jax.grad(loss_of)(p, x, y), (p,), (v,))[1]
 
 
-@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def conjugate_gradients(p, x, y):
-    g = jax.grad(loss_of)(p, x, y)
-    dot = lambda a, b: sum(map(jnp.vdot, jax.tree.leaves(a), jax.tree.leaves(b)))  # noqa: E731
-
-    def body(state):
-        i, z, r, d = state
-        hd = jax.jvp(lambda p: jax.grad(loss_of)(p, x, y), (p,), (d,))[1]
-        rate = dot(r, r) / dot(d, hd)
-        z = jax.tree.map(lambda z, d: z + rate * d, z, d)
-        new = jax.tree.map(lambda r, h: r - rate * h, r, hd)
-        d = jax.tree.map(lambda n, d: n + dot(new, new) / dot(r, r) * d, new, d)
-        return i + 1, z, new, d
-
-    zeros = jax.tree.map(jnp.zeros_like, p)
-    z = lax.while_loop(lambda s: s[0] < 5, body, (0, zeros, g, g))[1]
-    return sgd(p, z)
-
-
-@program("dp fsdp", {"p": MLP, "x": "BD", "y": "BO", "x2": "BD", "y2": "BO"},
-         {**mlp("p"), "BD": "p.w1 x x2"})  # fmt: skip
-def gradient_surgery(p, x, y, x2, y2):
-    one, two = jax.grad(loss_of)(p, x, y), jax.grad(loss_of)(p, x2, y2)
-    dot = sum(map(jnp.vdot, jax.tree.leaves(one), jax.tree.leaves(two)))
-    g = jax.tree.map(lambda a, b: a - jnp.minimum(dot, 0) * b, one, two)
-    return sgd(p, g)
-
-
 # Weights that are computed
-
-
-@program("dp fsdp tp", {"base": {"w1": "DH", "w2": "HO"},
-                        "lora": {"a1": "Dr", "b1": "rH", "a2": "Hr", "b2": "rO"},
-                        "x": "BD", "y": "BO"},
-         {"DH": "base.w1", "HO": "base.w2", "D": "lora.a1", "H": "lora.b1 lora.a2", "O": "lora.b2",
-          "BD": "x base.w1 lora.a1", "BH": "base.w1 base.w2 lora.b1 lora.a2",
-          "BO": "base.w2 lora.b2",
-          "B": "lora.a1 lora.b1 lora.a2 lora.b2"})  # fmt: skip
-def lora(base, lora, x, y):
-    def loss(lora):
-        h = jax.nn.relu(x @ base["w1"] + (x @ lora["a1"]) @ lora["b1"])
-        return ((h @ base["w2"] + (h @ lora["a2"]) @ lora["b2"] - y) ** 2).mean()
-
-    return sgd(lora, jax.grad(loss)(lora))
 
 
 @program("dp fsdp tp", {"base": {"w1": "DH"}, "lora": {"a1": "Dr", "b1": "rH"}, "x": "BD"},
@@ -547,48 +387,6 @@ def quantized(p, x):
     return h @ (p["q2"].astype("float32") * p["s2"])
 
 
-@program("fsdp tp", {"q": "q:VD", "scale": "V", "bias": "D", "tokens": "i:B"},
-         {"VD": "q scale", "V": "scale q", "D": "bias", "BD": "q scale bias", "B": "tokens"})  # fmt: skip
-def quantized_table(q, scale, bias, tokens):
-    return jnp.tanh((q.astype("float32") * scale[:, None])[tokens] + bias)
-
-
-@program("dp fsdp tp", {"p": {"v": "DH", "g": "H", "w2": "HO"}, "x": "BD"},
-         {"DH": "p.v p.g", "H": "p.g p.v", "HO": "p.w2", "BD": "x p.v p.g",
-          "BH": "p.v p.g p.w2", "BO": "p.w2"})  # fmt: skip
-def weight_norm(p, x):
-    def loss(p):
-        w = p["g"] * p["v"] / jnp.linalg.norm(p["v"], axis=0)
-        return ((jnp.tanh(x @ w) @ p["w2"]) ** 2).mean()
-
-    return sgd(p, jax.grad(loss)(p))
-
-
-@program("dp fsdp tp", {"p": {"w": "DH", "w2": "HO"}, "u": "H", "x": "BD"},
-         {"DH": "p.w", "H": "p.w u", "D": "p.w u", "HO": "p.w2", "BD": "x p.w", "BH": "p.w p.w2",
-          "BO": "p.w2"})  # fmt: skip
-def spectral_norm(p, u, x):
-    def loss(p):
-        v = p["w"] @ u
-        v = v / jnp.linalg.norm(v)
-        new = v @ p["w"]
-        new = lax.stop_gradient(new / jnp.linalg.norm(new))
-        sigma = jnp.vdot(lax.stop_gradient(v), p["w"] @ new)
-        return ((jnp.tanh(x @ (p["w"] / sigma)) @ p["w2"]) ** 2).mean(), new
-
-    g, new = jax.grad(loss, has_aux=True)(p)
-    return sgd(p, g), new
-
-
-@program("dp fsdp", {"gen": "KDH", "z": "K", "x": "BD"},
-         {"KDH": "gen", "DH": "gen +z", "BD": "x gen", "BH": "gen", "K": "z"})  # fmt: skip
-def hypernetwork(gen, z, x):
-    def loss(gen):
-        return (jnp.tanh(x @ jnp.tensordot(z, gen, 1)) ** 2).mean()
-
-    return jax.grad(loss)(gen)
-
-
 # Optimizers and accumulators
 
 
@@ -601,26 +399,6 @@ def accumulated_gradient(p, acc, x, y):
 def accumulator_first(acc, p, x, y):
     value, g = jax.value_and_grad(loss_of)(p, x, y)
     return {"acc": jax.tree.map(jnp.add, acc, g), "loss": value}
-
-
-@program("dp fsdp tp", {"p": MLP, "x": "lBD", "y": "lBO"}, mlp("p"))
-def microbatches(p, x, y):
-    def body(acc, batch):
-        return jax.tree.map(jnp.add, acc, jax.grad(loss_of)(p, *batch)), None
-
-    g, _ = lax.scan(body, jax.tree.map(jnp.zeros_like, p), (x, y))
-    return sgd(p, g)
-
-
-@program("dp fsdp tp", {"ema": MLP, "p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def moving_average(ema, p, x, y):
-    new = sgd(p, jax.grad(loss_of)(p, x, y))
-    return jax.tree.map(lambda e, p: 0.99 * e + 0.01 * p, ema, new), new
-
-
-@program("fsdp tp", {"avg": MLP, "p": MLP, "n": ""}, {})
-def weight_average(avg, p, n):
-    return jax.tree.map(lambda a, p: (a * n + p) / (n + 1), avg, p)
 
 
 ADAM = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
@@ -652,20 +430,6 @@ def linen_like(params, opt, x, y):
 
 
 @program(
-    "dp fsdp",
-    {"leaves": ["H", "DH", "O", "HO"], "x": "BD", "y": "BO"},
-    {"DH": "leaves.1", "H": "leaves.0", "HO": "leaves.3", "O": "leaves.2", "BD": "x leaves.1",
-     "BH": "leaves.1 leaves.3", "BO": "leaves.3"},
-)  # fmt: skip
-def nnx_like(leaves, x, y):
-    def loss(leaves):
-        b1, w1, b2, w2 = leaves
-        return ((jax.nn.relu(x @ w1 + b1) @ w2 + b2 - y) ** 2).mean()
-
-    return jax.tree.map(lambda p, g: p - 0.1 * g, leaves, jax.grad(loss)(leaves)), ()
-
-
-@program(
     "fsdp",
     {"p": MLP, "mu": MLP, "nu": MLP, "x": "BD", "y": "BO"},
     {**mlp("p")},
@@ -680,27 +444,6 @@ def zero_one(p, mu, nu, x, y):
         "mu": mu,
         "nu": nu,
     }
-
-
-def orthogonal(m):
-    x = m / jnp.linalg.norm(m)
-    for _ in range(2):
-        a = x @ x.T
-        x = 1.5 * x - 0.5 * a @ x
-    return x
-
-
-@program(
-    "dp fsdp tp",
-    {"p": {"w1": "DH", "w2": "HO"}, "mu": {"w1": "DH", "w2": "HO"}, "x": "BD", "y": "BO"},
-    {"DH": "p.w1", "HO": "p.w2", "BD": "x p.w1", "BH": "p.w1 p.w2", "BO": "p.w2",
-     "update DH": "p.w1 mu.w1", "update HO": "p.w2 mu.w2", "update DD": "p.w1 mu.w1",
-     "update HH": "p.w2 mu.w2", "update 1": "p.w1 p.w2 mu.w1 mu.w2"},
-)  # fmt: skip
-def muon(p, mu, x, y):
-    g = jax.grad(lambda p: ((jax.nn.relu(x @ p["w1"]) @ p["w2"] - y) ** 2).mean())(p)
-    mu = jax.tree.map(lambda m, g: 0.9 * m + g, mu, g)
-    return jax.tree.map(lambda p, m: p - 0.1 * orthogonal(m), p, mu), mu
 
 
 @program(
@@ -776,19 +519,6 @@ def branches(a, b, x, flag):
     return sgd((a, b), jax.grad(loss)((a, b)))
 
 
-@program("dp fsdp tp", {"p": {"trunk": "DH", "one": "HO", "two": "HO"}, "x": "BD", "y": "BO"},
-         {"DH": "p.trunk", "@one HO": "p.one", "@two HO": "p.two", "BD": "x p.trunk",
-          "BH": "p.trunk p.one p.two", "@one BO": "p.one", "@two BO": "p.two"})  # fmt: skip
-def two_heads(p, x, y):
-    def loss(p):
-        h = jnp.tanh(x @ p["trunk"])
-        one = h @ p["one"]  # @one
-        two = jnp.sin(h @ p["two"])  # @two
-        return ((one - y) ** 2 + (two - y) ** 2).mean()
-
-    return jax.grad(loss)(p), p["trunk"].sum()
-
-
 @program("dp fsdp tp", {"embed": "VD", "w": "DD", "tokens": "i:B", "labels": "i:B"},
          {"VD": "embed", "DD": "w", "BD": "embed w", "BV": "embed", "B": "embed tokens labels"})  # fmt: skip
 def tied_weights(embed, w, tokens, labels):
@@ -816,15 +546,10 @@ def batch_norm(p, stats, x):
     return sgd(p, g), new
 
 
-ATTENTION = {
-    "@q DH": "p.q", "@k DH": "p.k", "@v DH": "p.v", "@o DH": "p.o",
-    "BD": "p.q p.k p.v p.o x", "@q BH": "p.q", "@k BH": "p.k", "@v BH": "p.v", "@o BH": "p.o",
-    "BB": "", "BD ": "",
-}  # fmt: skip
-
-
 @program("dp fsdp tp both", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "BiD"},
-         {key: value for key, value in ATTENTION.items() if key != "BD "})  # fmt: skip
+         {"@q DH": "p.q", "@k DH": "p.k", "@v DH": "p.v", "@o DH": "p.o",
+          "BD": "p.q p.k p.v p.o x", "@q BH": "p.q", "@k BH": "p.k", "@v BH": "p.v",
+          "@o BH": "p.o"})  # fmt: skip
 def attention(p, x):
     def loss(p):
         split = lambda y: y.reshape(*y.shape[:2], 8, -1)  # noqa: E731
@@ -852,15 +577,6 @@ def decode(p, cache, x, at):
     return x + y.reshape(x.shape[0], -1) @ p["o"], {"k": keys, "v": values}
 
 
-@program("dp fsdp tp", {"table": "VD", "w": "DO", "tokens": "i:B"},
-         {"VD": "table", "DO": "w", "BD": "table w", "BO": "w", "B": "tokens table"})  # fmt: skip
-def embedding(table, w, tokens):
-    def loss(p):
-        return (jnp.tanh(p["table"][tokens] @ p["w"]) ** 2).mean()
-
-    return sgd({"table": table, "w": w}, jax.grad(loss)({"table": table, "w": w}))
-
-
 @program("dp fsdp", {"nodes": "BD", "w1": "DH", "w2": "HO", "src": "i:K", "dst": "i:K"},
          {"DH": "w1", "HO": "w2", "BD": "nodes w1", "BH": "w1 w2 +nodes", "KD": "nodes w1",
           "KH": "w1 w2", "BO": "w2", "K": "src dst"})  # fmt: skip
@@ -886,30 +602,6 @@ def experts(p, x):
     return jax.grad(loss)(p)
 
 
-@program("dp fsdp", {"members": {"w1": "eDH", "w2": "eHO"}, "x": "BD", "y": "BO"},
-         {"DH": "members.w1", "HO": "members.w2", "BD": "x members.w1",
-          "BH": "members.w1 members.w2", "BO": "members.w2", "all-gather BO": "y members.w2"})  # fmt: skip
-def ensemble(members, x, y):
-    def loss(p):
-        return ((jax.nn.relu(x @ p["w1"]) @ p["w2"] - y) ** 2).mean()
-
-    return sgd(members, jax.vmap(jax.grad(loss))(members))
-
-
-@program("dp fsdp tp", {"p": {"w": "DH", "u": "HH", "o": "HO"}, "xs": "lBD"},
-         {"DH": "p.w", "HH": "p.u", "HO": "p.o", "BD": "xs p.w", "BH": "p.w p.u p.o",
-          "BO": "p.o"})  # fmt: skip
-def recurrent(p, xs):
-    def loss(p):
-        def body(h, x):
-            return jnp.tanh(x @ p["w"] + h @ p["u"]), None
-
-        h, _ = lax.scan(body, jnp.zeros((xs.shape[1], p["w"].shape[1])), xs)
-        return ((h @ p["o"]) ** 2).mean()
-
-    return jax.grad(loss)(p)
-
-
 @program("dp fsdp", {"kernel": "llrD", "last": "DO", "x": "Biir"},
          {"D": "kernel", "DO": "last", "BD": "kernel last", "B": "x kernel", "BO": "last"})  # fmt: skip
 def convolutional(kernel, last, x):
@@ -921,23 +613,6 @@ def convolutional(kernel, last, x):
 
     p = {"kernel": kernel, "last": last}
     return sgd(p, jax.grad(loss)(p))
-
-
-@program("dp fsdp", {"filter": "c:S", "w": "SO", "x": "BS"},
-         {"S": "filter", "SO": "w", "BS": "x w filter", "BO": "w"})  # fmt: skip
-def spectral_filter(filter, w, x):
-    def loss(p):
-        y = jnp.fft.ifft(jnp.fft.fft(x) * p["filter"]).real
-        return (jnp.tanh(y @ p["w"]) ** 2).mean()
-
-    p = {"filter": filter, "w": w}
-    return sgd(p, jax.grad(loss)(p))
-
-
-@program("dp fsdp tp", {"w1": "DH", "w2": "HO", "x": "BD"},
-         {"DH": "w1", "HO": "w2", "BD": "x w1", "BH": "w1 w2", "BO": "w2"})  # fmt: skip
-def bare_arrays(w1, w2, x):
-    return jax.grad(lambda w1, w2: ((jnp.tanh(x @ w1) @ w2) ** 2).mean(), (0, 1))(w1, w2)
 
 
 @program("dp fsdp", {"a": "DD", "b": "DD", "x": "BD"},
@@ -966,28 +641,7 @@ def own_gradients(p, x, y):
     return sgd(p, jax.grad(loss)(p))
 
 
-@program("dp fsdp tp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def printed(p, x, y):
-    value, g = jax.value_and_grad(loss_of)(p, x, y)
-    jax.debug.print("{}", value)
-    jax.debug.callback(lambda norm: None, (g["w1"] ** 2).sum())
-    return sgd(p, g)
-
-
 # What moves nothing but data
-
-
-@program("dp fsdp", {"centers": "KD", "x": "BD"},
-         {"KD": "centers x", "K": "centers", "BD": "x", "BK": "centers", "BKD": "centers +x"})  # fmt: skip
-def k_means(centers, x):
-    nearest = jnp.argmin(((x[:, None] - centers) ** 2).sum(-1), axis=1)
-    member = jax.nn.one_hot(nearest, centers.shape[0])
-    return member.T @ x / member.sum(0)[:, None]
-
-
-@program("dp", {"x": "BD", "y": "B"}, {"DD": "x", "D": "x y", "BD": "x"})
-def least_squares(x, y):
-    return jax.scipy.linalg.solve(x.T @ x + jnp.eye(x.shape[1]), x.T @ y, assume_a="pos")
 
 
 @program("dp fsdp", {"v": "D", "x": "BD"}, {"D": "x v", "BD": "x", "B": "v x"})
@@ -1004,17 +658,6 @@ def power_iteration(v, x):
 
 def mapped(in_specs: Any, out_specs: Any) -> Any:
     return functools.partial(jax.shard_map, in_specs=in_specs, out_specs=out_specs)
-
-
-@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, mlp("p"))
-def by_hand_data_parallel(p, x, y):
-    @mapped((P(), P("data"), P("data")), P())
-    def step(p, x, y):
-        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), p)
-        g = jax.grad(loss_of)(varying, x, y)
-        return sgd(p, jax.tree.map(lambda g: lax.pmean(g, "data"), g))
-
-    return step(p, x, y)
 
 
 @program("fsdp", {"p": {"w1": "DH", "w2": "HO"}, "x": "BD", "y": "BO"},
@@ -1075,45 +718,6 @@ def ulysses(p, x):
     return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
 
 
-@program("dp", {"p": {"q": "DH", "k": "DH", "v": "DH", "o": "HD"}, "x": "lBD"},
-         {"DH": "p.q p.k p.v p.o", "forward BH": "p.k p.v +x"})  # fmt: skip
-def ring_attention(p, x):
-    turn = [(i, (i + 1) % 8) for i in range(8)]
-
-    @mapped((P(), P(None, "data")), P(None, "data"))
-    def apply(p, x):
-        q, k, v = (x @ p[name] for name in "qkv")
-
-        def body(carry, _):
-            k, v, top, bottom = carry
-            scores = jnp.exp(jnp.einsum("bid,bjd->bij", q, k) * 0.01)
-            top = top + jnp.einsum("bij,bjd->bid", scores, v)
-            bottom = bottom + scores.sum(-1, keepdims=True)
-            k, v = lax.ppermute((k, v), "data", turn)
-            return (k, v, top, bottom), None
-
-        start = (k, v, jnp.zeros_like(q), jnp.zeros_like(q[..., :1]))
-        (_, _, top, bottom), _ = lax.scan(body, start, None, length=8)
-        return (top / bottom) @ p["o"]
-
-    return sgd(p, jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p))
-
-
-@program("dp", {"stages": "rDD", "x": "BD"}, {"DD": "stages", "BD": "stages"},
-         by_argument={"stages": "first"})  # fmt: skip
-def pipeline(stages, x):
-    turn = [(i, (i + 1) % 8) for i in range(8)]
-
-    @mapped((P("data"), P("data")), P("data"))
-    def apply(w, x):
-        def body(x, _):
-            return lax.ppermute(jnp.tanh(x @ w[0]), "data", turn), None
-
-        return lax.scan(body, x, None, length=8)[0]
-
-    return jax.grad(lambda w: (apply(w, x) ** 2).mean())(stages)
-
-
 @program("tp", {"w": "DV", "x": "BD", "labels": "i:B"},
          {"DV": "w", "BD": "w", "B": ""})  # fmt: skip
 def vocabulary_parallel(w, x, labels):
@@ -1130,45 +734,6 @@ def vocabulary_parallel(w, x, labels):
         return lax.pmean(value.mean(), "data")
 
     return jax.value_and_grad(loss)(w, x, labels)
-
-
-@program("dp", {"p": {"router": "De", "up": "eDH", "down": "eHD"}, "x": "BD"},
-         {"DH": "p.up p.down", "D": "p.router", "forward BD": "x p.down p.up", "backward BD": "p.down"},
-         by_argument={"p": "fsdp"})  # fmt: skip
-def exchanged_tokens(p, x):
-    specs = {"router": P(), "up": P("data"), "down": P("data")}
-
-    @mapped((specs, P("data")), P("data"))
-    def apply(p, x):
-        own = x.reshape(32, -1, x.shape[1]) if x.shape[0] % 32 == 0 else None
-        if own is None:
-            own = jnp.tile(x[None], (32, 1, 1))
-        y = lax.all_to_all(own, "data", 0, 1, tiled=True)
-        y = jnp.einsum(
-            "ebh,ehd->ebd", jax.nn.relu(jnp.einsum("ebd,edh->ebh", y, p["up"])), p["down"]
-        )
-        y = lax.all_to_all(y, "data", 1, 0, tiled=True)
-        gates = jax.nn.softmax(x @ p["router"])
-        return jnp.einsum("ebd,be->bd", y, gates)
-
-    return jax.grad(lambda p: (jnp.tanh(apply(p, x)) ** 2).mean())(p)
-
-
-@program("dp", {"p": MLP, "x": "BD", "y": "BO"}, {**mlp("p"), "1": "p.w1 p.b1 p.w2 p.b2"})
-def compressed_gradients(p, x, y):
-    @mapped((P(), P("data"), P("data")), P())
-    def step(p, x, y):
-        varying = jax.tree.map(lambda p: lax.pcast(p, "data", to="varying"), p)
-        g = jax.grad(loss_of)(varying, x, y)
-
-        def reduced(g):
-            scale = lax.pmax(jnp.abs(g).max(), "data") / 127
-            small = jnp.round(g / scale).astype("int8").astype("int32")
-            return lax.psum(small, "data").astype("float32") * scale / 8
-
-        return sgd(p, jax.tree.map(reduced, g))
-
-    return step(p, x, y)
 
 
 # Of libraries
@@ -1203,19 +768,6 @@ def equinox_model(model, x, y):
 
     value, g = loss(model)
     return eqx.apply_updates(model, g), value
-
-
-@program("dp fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},
-         {"DH": "p.w1 p.w2", "BD": "x p.w1 p.w2", "BH": "p.w1 p.w2", "backward BDD": "p.w1 p.w2"})  # fmt: skip
-def differential_equation(p, x):
-    def loss(p):
-        solution = diffrax.diffeqsolve(
-            diffrax.ODETerm(lambda t, y, p: jnp.tanh(y @ p["w1"]) @ p["w2"]),
-            diffrax.Euler(), 0.0, 1.0, 0.25, x, args=p, max_steps=8,
-        )  # fmt: skip
-        return (solution.ys**2).mean()
-
-    return sgd(p, jax.grad(loss)(p))
 
 
 @program("fsdp", {"p": {"w1": "DH", "w2": "HD"}, "x": "BD"},

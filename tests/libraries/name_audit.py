@@ -9,7 +9,6 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 import functree as ft
 from tests.libraries.audit_programs import (
@@ -77,7 +76,7 @@ def ledger_of(one: Audited, layout: str, mesh: Mesh) -> ft.Ledger:
         tree = abstract(value() if callable(value) else value)
         own = one.by_argument.get(name, layout)
         put = lambda x, own=own: jax.ShapeDtypeStruct(  # noqa: E731
-            x.shape, x.dtype, sharding=NamedSharding(mesh, _spec(x.shape, own))
+            x.shape, x.dtype, sharding=NamedSharding(mesh, spec_of(x.shape, own))
         )
         args[name] = jax.tree.map(put, tree)
     arrays = tuple(args.values())
@@ -112,10 +111,6 @@ def _leaves(tree: Any) -> Any:
     return jax.tree_util.tree_flatten_with_path(tree)[0]
 
 
-def _spec(shape: tuple[int, ...], layout: str) -> P:
-    return P("data") if layout == "first" else spec_of(shape, layout)
-
-
 def judged(name: str, ledger: ft.Ledger) -> Iterator[Judged]:
     """Each entry of a ledger with its names."""
     table = PROGRAMS[name].names
@@ -145,9 +140,8 @@ def _tag(source: str | None) -> str:
     return "-" if file.endswith("audit_programs.py") else ""
 
 
-# What is moved has another size there than what it is: a partial sum of a gradient, a cache of
-# activations that is an argument, copies of a parameter for each row of the batch.
-OTHERWISE = {("weight_norm", "fsdp"), ("decode", "tp"), ("k_means", "fsdp")}
+# What is moved has another size there than what it is: a cache of activations is an argument.
+OTHERWISE = {("decode", "tp")}
 
 
 def sizes_of(one: Audited) -> dict[str, int]:

@@ -1,15 +1,12 @@
 """Models of libraries whose classes have no axis names, laid out from outside by `names=` and trained
-by FSDP and tensor parallelism as without a mesh: a vision transformer of equimo, the protein model
-of esm2quinox, whose layers are a stack, and a flow of transformer-flows, a stack of stacks. The weights of timm's vision transformer are loaded into
-equimo's."""
+by FSDP and tensor parallelism as without a mesh: a vision transformer of equimo, and a flow of
+transformer-flows, a stack of stacks."""
 
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import equinox as eqx
-import esm2quinox
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,7 +18,6 @@ from equimo.layers.posemb import LearnedPosEmbed
 from equimo.models import VisionTransformer
 from jax import Array
 from jax.sharding import PartitionSpec as P
-from safetensors.numpy import save_file
 
 import functree as ft
 from tests.lib.meshes import MESH, SIZES, assert_lies, lay
@@ -99,133 +95,6 @@ def test_equimo_is_trained_by_rules_and_fsdp():
     ts = train_both(create, loss, (images, jnp.arange(8)), layout)
     mlp = ts.opt_state[0].mu.blocks[0].blocks[0].mlp
     assert_lies(mlp.fc2.weight, "data", "model")
-
-
-# Weights of a vision transformer as timm names and shapes them, in that of equimo: blocks in a list
-# of lists, one vector for the class token, and a bias of the convolution with two dimensions more.
-
-DEPTHS, DIM, HEADS, PATCH, CLASSES = [2, 2], 32, 4, 4, 8
-TIMM_NAMES = {
-    "cls_token": "cls_token",
-    "global_pos_embed.weight": "pos_embed",
-    "blocks.{i}.blocks.{j}.prenorm.*": "blocks.{2*i+j}.norm1.*",
-    "blocks.{i}.blocks.{j}.norm.*": "blocks.{2*i+j}.norm2.*",
-    "blocks.{i}.blocks.{j}.**": "blocks.{2*i+j}.**",
-    "**": "**",  # `patch_embed.proj`, `norm`, `head`
-}
-
-
-def timm_weights() -> dict[str, np.ndarray]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "cls_token": (1, 1, DIM),
-        "pos_embed": (1, 5, DIM),
-        "patch_embed.proj.weight": (DIM, 3, PATCH, PATCH),
-        "patch_embed.proj.bias": (DIM,),
-        "head.weight": (CLASSES, DIM),
-        "head.bias": (CLASSES,),
-    }
-    norms = ["norm"]
-    for i in range(sum(DEPTHS)):
-        block = f"blocks.{i}"
-        norms += [f"{block}.norm1", f"{block}.norm2"]
-        linears = {
-            "attn.qkv": (3 * DIM, DIM),
-            "attn.proj": (DIM, DIM),
-            "mlp.fc1": (4 * DIM, DIM),
-            "mlp.fc2": (DIM, 4 * DIM),
-        }
-        for name, (out, size) in linears.items():
-            shapes |= {f"{block}.{name}.weight": (out, size), f"{block}.{name}.bias": (out,)}
-    for norm in norms:
-        shapes |= {f"{norm}.weight": (DIM,), f"{norm}.bias": (DIM,)}
-    rng = np.random.default_rng(0)
-    return {name: rng.normal(0, 0.3, shape).astype(np.float32) for name, shape in shapes.items()}
-
-
-def timm_like(key: Array) -> VisionTransformer:
-    sizes = {"img_size": 8, "patch_size": PATCH, "in_channels": 3, "num_classes": CLASSES}
-    options = {"reg_tokens": 0, "act_layer": "exactgelu", "eps": 1e-6, "global_pool": "token"}
-    return VisionTransformer(**sizes, **options, dim=DIM, num_heads=HEADS, depths=DEPTHS, key=key)
-
-
-def test_weights_of_timm_are_loaded_into_equimo(tmp_path: Path):
-    weights = timm_weights()
-    save_file(weights, tmp_path / "model.safetensors")
-    layout = ft.AxisRules(TABLE, names=VISION_NAMES) | ft.FSDP("data", min_size=2**5, otherwise=P())
-    like = ft.abstract(timm_like)(jax.random.key(0))
-    model = ft.load_tensors(tmp_path, like, TIMM_NAMES, layout, MESH)
-    block = model.blocks[1].blocks[0]
-    assert_lies(block.attn.qkv.weight, "model", "data")
-    assert_lies(block.mlp.fc2.weight, "data", "model")
-    assert_lies(model.patch_embed.proj.weight, "data", None, None, None)
-    np.testing.assert_array_equal(block.attn.qkv.weight, weights["blocks.2.attn.qkv.weight"])
-    np.testing.assert_array_equal(model.cls_token, weights["cls_token"][0])
-    bias = weights["patch_embed.proj.bias"]
-    np.testing.assert_array_equal(model.patch_embed.proj.bias, bias[:, None, None])
-
-
-@pytest.mark.usefixtures("compiles_anew")
-def test_the_ledger_has_the_lines_of_equimo_and_the_call():
-    layout = ft.AxisRules(TABLE, names=VISION_NAMES) | FSDP
-
-    def loss(model: VisionTransformer, images: Array) -> Array:
-        return (jax.vmap(model)(images) ** 2).mean()
-
-    model = ft.abstract(vision_transformer)(jax.random.key(0))
-    images = jax.ShapeDtypeStruct((8, 3, 8, 8), "float32")
-    gradient = ft.value_and_grad(loss, layout=layout)
-    ledger = ft.ledger(gradient, model, images, in_shardings=(layout, P("data")), mesh=MESH)
-    backward = [one for one in ledger.collectives if one.phase == "backward" and one.paths]
-    for one in backward:
-        assert "site-packages/" in (one.source or "")
-        assert "test_models_of_libraries.py:" in (one.called_from or "")
-    tokens = [one.source or "" for one in backward if str(one.path) == "cls_token"]
-    assert tokens and all("equimo/layers/posemb.py:" in source for source in tokens)
-    for text in (str(ledger), ledger.html()):
-        assert "layers/posemb.py:" in text
-        assert "called from libraries/test_models_of_libraries.py:" in " ".join(text.split())
-
-
-# The protein model of esm2quinox. Its layers are made by `eqx.filter_vmap`, and their class is not
-# exported.
-
-
-def protein_model(key: Array) -> esm2quinox.ESM2:
-    return esm2quinox.ESM2(num_layers=2, embed_size=32, num_heads=4, token_dropout=False, key=key)
-
-
-LAYER = type(ft.abstract(protein_model)(jax.random.key(0)).layers)
-PROTEIN_NAMES = {
-    LAYER: ft.names(
-        "layers",
-        {
-            "attn.output_proj.weight": "embed heads",
-            "attn.*_proj.weight": "heads embed",
-            "linear1.weight": "hidden embed",
-            "linear2.weight": "embed hidden",
-        },
-    ),
-    **ft.equinox_names,
-}
-
-
-def test_esm2quinox_is_trained_by_rules_and_fsdp():
-    layout = ft.AxisRules(TABLE, names=PROTEIN_NAMES) | FSDP
-    plan = ft.plan(ft.abstract(protein_model)(jax.random.key(0)), layout, SIZES)
-    assert plan["layers.attn.query_proj.weight"].spec == P(None, "model", "data")
-    assert plan["layers.attn.output_proj.weight"].spec == P(None, "data", "model")
-    assert plan["layers.linear2.weight"].spec == P(None, "data", "model")
-
-    def create(key: Array) -> ft.TrainState:
-        return ft.TrainState.create(protein_model(key), TX)
-
-    def loss(model: esm2quinox.ESM2, tokens: Array) -> Array:
-        logits = jax.vmap(model)(tokens).logits
-        return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
-
-    tokens = jnp.asarray(esm2quinox.tokenise(["SPIDERMAN", "SPUDMAN"] * 4))
-    ts = train_both(create, loss, (tokens,), layout)
-    assert_lies(ts.model.layers.linear1.weight, None, "model", "data")
 
 
 # A flow of transformer-flows: blocks made by `eqx.filter_vmap`, with layers made so in each. Its

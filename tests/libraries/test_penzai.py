@@ -64,16 +64,6 @@ def test_penzai_changes_the_same(tree: Any, cls: Any) -> None:
     assert all(a is b or a == b for a, b in zip(mine, its, strict=True))
 
 
-@given(PLAIN, CLASSES)
-def test_penzai_partitions_the_same_leaves(tree: Any, cls: Any) -> None:
-    ours, theirs = both(tree, cls)
-    for mine, its in zip(ours.partition(), theirs.partition(), strict=True):
-        leaves = [
-            leaf for leaf in jax.tree.leaves(its) if not isinstance(leaf, pz.NotInThisPartition)
-        ]
-        assert [id(leaf) for leaf in jax.tree.leaves(mine)] == [id(leaf) for leaf in leaves]
-
-
 @given(ELEMENTS | ELEMENTS.map(tuple), CLASSES)
 def test_penzai_inserts_and_removes_the_same(elements: Any, cls: Any) -> None:
     tree = {"a": Layer(elements, 0)}
@@ -88,18 +78,3 @@ def test_penzai_inserts_and_removes_the_same(elements: Any, cls: Any) -> None:
     assert same(ours.remove(), theirs.remove_from_parent())
     assert same(ours.insert_after("new"), theirs.insert_after("new"))
     assert same(ours.insert_before("new"), theirs.insert_before("new"))
-
-
-def test_penzai_accessors() -> None:
-    tree = {"a": [Layer(1, (2, 3)), Layer(4, None)], "b": Pair(5, 6)}
-    for accessor in (
-        lambda t: t["a"],
-        lambda t: t["a"][0].inner[1],
-        lambda t: t["b"],
-        lambda t: t["a"][1].inner,
-    ):
-        ours, theirs = ft.select(tree).at(accessor), pz.select(tree).at(accessor)
-        assert ours.get() == theirs.get() and same(ours.set("new"), theirs.set("new"))
-    several = ft.select(tree).at(lambda t: (t["a"][0].w, t["b"].right))
-    theirs = pz.select(tree).at(lambda t: (t["a"][0].w, t["b"].right), multiple=True)
-    assert list(several) == list(theirs.get_sequence()) == [1, 6]

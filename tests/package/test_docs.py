@@ -55,20 +55,6 @@ def test_a_public_name_has_one_entry_in_the_reference_and_a_row_in_its_table(nam
     )
 
 
-# The checks themselves
-
-
-def test_a_page_without_a_link_to_it_is_found() -> None:
-    pages = {
-        "README.md": "[tutorial](docs/index.md) [away](https://example.org/docs/alone.md)",
-        "docs/index.md": "[a](sub/a.md#part)",
-        "docs/sub/a.md": "[up](../up.md) [itself](a.md)",
-        "docs/up.md": "",
-        "docs/alone.md": "[itself](alone.md)",
-    }
-    assert not_linked(pages) == {"docs/alone.md"}
-
-
 def test_the_versions_that_pages_name_are_those_of_the_package() -> None:
     package = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     python = package["requires-python"].removeprefix(">=")

@@ -96,21 +96,6 @@ def test_a_plan_of_live_arrays_as_json() -> None:
     assert str(after) == str(before)
 
 
-PLAN = ft.plan({"w": jnp.ones(2)}, ft.P(), SIZES).to_json()
-NOT_JSON = {
-    '{"functree": "ledger", "format": 1}': "the JSON is of a ledger, not of a plan",
-    '{"functree": "plan", "format": 1}': "the JSON is not of a whole plan: it has no `rows`",
-    PLAN.replace("float32", "flo"): "there is no dtype 'flo'",
-    PLAN.replace('"w"', "2"): "`rows.0.path` is 2, and not a text",
-}
-
-
-@pytest.mark.parametrize("text", NOT_JSON)
-def test_what_is_not_the_json_of_a_plan(text: str) -> None:
-    with raises(NOT_JSON[text]):
-        ft.Plan.from_json(text)
-
-
 def test_a_ledger_as_json() -> None:
     before = gradient("FSDP+TP", None)[0].ledger()
     after = ft.Ledger.from_json(before.to_json())
@@ -151,27 +136,6 @@ def test_ledgers_differ_by_parameter_and_in_their_memory() -> None:
     ]
     with raises("a ledger is compared with a ledger, not with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
-
-
-def test_changes_are_one_line_if_only_their_indices_differ() -> None:
-    def change(i: int, what: str = "spec", name: str = "w", after: Any = 2) -> Change:
-        return Change(ft.Path(("b", i, name)), what, {"data": 1}, after)
-
-    rows = [
-        change(0),
-        change(0, "bytes"),
-        change(1),
-        change(1, name="v"),
-        change(3),
-        change(4, after=None),
-    ]
-    assert str(Diff((*rows, Change(ft.Path(), "mesh", 1, 2)))).splitlines() == [
-        "b.{0-1,3}.w: spec {'data': 1} → 2 (×3)",
-        "b.0.w: bytes {'data': 1} → 2",
-        "b.1.v: spec {'data': 1} → 2",
-        "b.4.w: spec {'data': 1} → nothing",
-        "mesh 1 → 2",
-    ]
 
 
 def change_of(path: str, what: str, before: int | None, after: int | None) -> Change:
@@ -305,15 +269,6 @@ def test_equal_changes_of_what_several_parameters_share_are_one_line() -> None:
     assert copy.deepcopy(diff) == diff == pickle.loads(pickle.dumps(diff))
     assert str(copy.deepcopy(diff)) == str(diff) == str(pickle.loads(pickle.dumps(diff)))
     assert f"{reduced}{q}, {k}" in html.unescape(diff.html())
-
-
-@pytest.mark.parametrize(
-    ("sizes", "text"),
-    [((16, 4), "16 B → 4 B"), ((2048, 4), "2 KiB → 4 B"), ((2048, 512), "2 KiB → 0.5 KiB")],
-)
-def test_both_sizes_of_a_line_have_one_unit_or_their_own(sizes: tuple[int, int], text: str) -> None:
-    rows = (change_of("a", "x", 0, 8192), change_of("b", "x", *sizes))
-    assert str(Diff(rows)).splitlines()[1] == f"b: x {text}"
 
 
 @pytest.mark.parametrize(

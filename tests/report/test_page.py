@@ -77,11 +77,6 @@ def test_mesh_axes_have_colours_of_their_own() -> None:
     assert 'class="a5"' in mesh_axes_html(["x8"], many)
 
 
-def test_a_part_without_content_has_no_title() -> None:
-    assert section_html("title", "", "") == ""
-    assert section_html("title", "", "x") == "<section><h2>title</h2>x</section>"
-
-
 def test_a_fragment_and_a_page() -> None:
     fragment = report_html("title", "<p>head</p>", "<p>x</p>", page=False)
     assert fragment.startswith("<style>") and "<script" not in fragment
@@ -153,26 +148,8 @@ def test_trees(case: str) -> None:
     assert outline(tree_html(leaves(*paths), "all", "leaf")) == expected
 
 
-def test_subtrees_with_several_lines_each() -> None:
-    several = [*leaves("a.w", "a.w", "b.w")]
-    html = tree_html(several, "all", "leaf", named=False)
-    assert outline(html) == [
-        "- all: 3 leaves, 12 B",
-        "- a.w: 2 leaves, 8 B",
-        "a.w as None",
-        "a.w as None",
-        "end",
-        "b.w as b.w",
-        "end",
-    ]
-
-
 def test_the_bare_array() -> None:
     assert "(the array)" in tree_html([TreeLeaf((), 4, "")], "all", "leaf")
-
-
-def test_no_leaves() -> None:
-    assert tree_html([], "all", "leaf") == ""
 
 
 def test_a_large_tree_is_open_as_far_as_it_fits() -> None:
@@ -262,14 +239,6 @@ def test_the_title_tells_copies() -> None:
         "4 blocks, on 2 devices each: copies over data",
         "8 blocks, one on each device",
     ]
-
-
-def test_arrays_that_are_cut_alike_share_a_picture() -> None:
-    pictures = Pictures(SIZES, "p")
-    same = [pictures.of(shape, [("model",), ()]) for shape in [(8, 16), (16, 32)]]
-    assert same[0] == same[1] != pictures.of((8, 16), [(), ()])
-    assert pictures.unknown((8, 16)) not in same
-    assert pictures.definitions().count("<symbol") == 3
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (10**9,), (1, 10**9), (10**9, 1), (0, 4), (3, 5, 7)])

@@ -1,25 +1,15 @@
 """Numbers of bytes, paths and cells ─► text, in lines of a fixed width, measured in columns of a
 terminal."""
 
-from typing import Any
-
 import pytest
 
 import functree as ft
 from functree.report.table import (
     WIDTH,
-    Bytes,
-    but_for_key,
     bytes_text,
     columns,
     common_path,
-    common_unit,
-    grouped,
-    lines_text,
-    paragraphs,
-    pattern_of,
     row_lines,
-    text_in_unit,
     width,
     wrapped,
 )
@@ -33,20 +23,6 @@ from functree.report.table import (
 )  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("sizes", "unit", "texts"),
-    [([], 0, []), ([5, 1023], 0, ["5 B", "1,023 B"]), ([1024, 1], 1, ["1 KiB", "0.000977 KiB"]),
-     ([-(2**20), 2**19], 2, ["-1 MiB", "0.5 MiB"]), ([2**60], 4, ["1,048,576 TiB"])],
-)  # fmt: skip
-def test_sizes_in_one_unit(sizes: list[int], unit: int, texts: list[str]) -> None:
-    assert common_unit(sizes) == unit
-    assert [text_in_unit(size, unit) for size in sizes] == texts
-
-
-def test_bytes_are_numbers_that_print_as_sizes() -> None:
-    assert str(Bytes(1536)) == f"{Bytes(1536)}" == "1.5 KiB" and Bytes(1536) == 1536
 
 
 def paths(*several: str) -> list[ft.Path]:
@@ -72,40 +48,6 @@ def test_common_paths(case: str) -> None:
     assert common_path(several) == text
 
 
-# Some paths, other ones, and the position of a key ─► whether they differ in this key alone.
-ALIKE: dict[str, tuple[list[ft.Path], list[ft.Path], int, bool]] = {
-    "the last": (paths("b.0.q", "b.1.q"), paths("b.0.k", "b.1.k"), 1, True),
-    "the last but one": (paths("a.q.w", "a.q.b"), paths("a.k.w", "a.k.b"), 2, True),
-    "another key": (paths("a.q"), paths("b.q"), 1, False),
-    "other layers": (paths("b.0.q"), paths("b.1.k"), 1, False),
-    "fewer of them": (paths("a.q.w", "a.q.b"), paths("a.k.w"), 2, False),
-    "longer ones": (paths("a.q"), paths("a.q.w"), 1, False),
-}
-
-
-@pytest.mark.parametrize("case", ALIKE)
-def test_paths_that_differ_in_one_key(case: str) -> None:
-    some, others, from_end, alike = ALIKE[case]
-    assert (but_for_key(some, from_end) == but_for_key(others, from_end)) is alike
-
-
-@pytest.mark.parametrize(("path", "from_end"), [("w", 2), ("", 1), ("b.0", 1), ("b.0.w", 2)])
-def test_an_index_and_no_key_are_joined_with_nothing(path: str, from_end: int) -> None:
-    assert but_for_key([ft.Path.parse(path) if path else ft.Path()], from_end) is None
-
-
-def test_patterns_are_equal_for_other_indices() -> None:
-    one, two, other, deeper = paths("b.0.w", "b.1.w", "b.0.v", "b.0.w.0")
-    assert pattern_of(one) == pattern_of(two)
-    assert len({pattern_of(one), pattern_of(other), pattern_of(deeper)}) == 3
-
-
-def test_groups_are_in_the_order_of_their_first() -> None:
-    values: Any = ["b1", "a1", "b2", "c1", "a2"]
-    assert grouped(values, lambda value: value[0]) == [["b1", "b2"], ["a1", "a2"], ["c1"]]
-    assert grouped([], len) == []
-
-
 @pytest.mark.parametrize(
     ("text", "columns"), [("", 0), ("abc", 3), ("é", 1), ("模型", 4), ("e\u0301", 1), ("P('→')", 6)]
 )
@@ -126,11 +68,6 @@ def test_the_width_of_a_text(text: str, columns: int) -> None:
 )
 def test_texts_are_wrapped(text: str, most: int, lines: list[str]) -> None:
     assert [line.rstrip() for line in wrapped(text, most)] == lines
-
-
-def test_numbers_are_aligned_to_the_right() -> None:
-    assert columns(("w", "f32[2]"), (4, 8), "16 B") == ["w     f32[2]          16 B"]
-    assert columns(("b", "i8[4096]"), (4, 8), "4 KiB") == ["b     i8[4096]       4 KiB"]
 
 
 def test_wide_characters_take_two_columns() -> None:
@@ -160,8 +97,3 @@ def test_details_are_below_their_row() -> None:
     lines = row_lines(("w", "x"), (4, 2), "1 B", "word " * 40)
     assert len(lines) == 4 and all(line.startswith("    word") for line in lines[1:])
     assert max(map(width, lines)) <= WIDTH
-
-
-def test_paragraphs_and_the_ends_of_lines() -> None:
-    assert paragraphs(["a", "b " * 60]) == ["a", *wrapped("b " * 60, WIDTH)]
-    assert lines_text(["a  ", "", "  b "]) == "a\n\n  b"

@@ -1,14 +1,10 @@
-"""Images and fields: a U-Net, diffusion, a physics-informed network and a Fourier neural operator."""
+"""Images and fields: a U-Net, a diffusion sampler and a Fourier neural operator."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
 
-import functree as ft
 from tests.why.arrays import descend, floats, laid, shapes
 from tests.why.program import RELAID, Cause, Label, program
 
@@ -104,57 +100,6 @@ def unet_width_for_height(mesh: Mesh):
     return step, (UNET, IMAGES, IMAGES), UNET_LAYOUTS
 
 
-# Noise prediction with a time embedding: a network of pixels under tensor parallelism.
-
-
-class Denoiser(eqx.Module):
-    up: Float[Array, "embed hidden"]
-    shift: Float[Array, "frequency hidden"]
-    down: Float[Array, "hidden embed"]
-
-    def __init__(self, key):
-        up, shift, down = jax.random.split(key, 3)
-        self.up = jax.random.normal(up, (32, 128)) / 32**0.5
-        self.shift = jax.random.normal(shift, (32, 128)) / 32**0.5
-        self.down = jax.random.normal(down, (128, 32)) / 128**0.5
-
-    def __call__(self, x, time):
-        angles = time[:, None] * (2.0 ** jnp.arange(16, dtype=jnp.float32))[None]
-        embedded = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1)
-        h = x @ self.up + (embedded @ self.shift)[:, None]
-        h = ft.constrain(jax.nn.silu(h), "batch pixel hidden")
-        return ft.constrain(h @ self.down, "batch pixel embed")
-
-
-def noise_loss(model, x, key):
-    for_time, for_noise = jax.random.split(key)
-    time = jax.random.uniform(for_time, x.shape[:1])
-    noise = jax.random.normal(for_noise, x.shape)
-    signal = jnp.cos(time * jnp.pi / 2)[:, None, None]
-    noisy = signal * x + jnp.sqrt(1 - signal**2) * noise
-    return jnp.mean((model(noisy, time) - noise) ** 2)
-
-
-@program(cause=Cause(Label("asked", axes=("model",), phase="forward"), "h @ self.down", ("down",)))
-def diffusion_tensor_parallel(mesh: Mesh):
-    """Noise is predicted by a network whose hidden units are sharded over `model`: its partial
-    sums are summed there, and the gradients over the batch's axis."""
-    rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
-    optimizer = optax.sgd(0.1, momentum=0.9)
-
-    @ft.jit(mesh=mesh, rules=rules, in_shardings=(rules, P("data"), P()), donate="state")
-    def step(state, x, key):
-        loss, gradients = ft.value_and_grad(noise_loss)(state.model, x, key)
-        return ft.apply_gradients(state, gradients), loss
-
-    def start(key):
-        return ft.TrainState.create(Denoiser(key), optimizer)
-
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    x = floats(16, 64, 32)
-    return step, (ft.abstract(start)(jax.random.key(0)), x, key), {}
-
-
 # A sampler that returns its images for a program with another layout.
 
 
@@ -183,38 +128,6 @@ def sampler_with_the_layout_of_a_viewer(mesh: Mesh):
     specs = {"up": P(None, "model"), "down": P("model", None)}
     layouts = laid((specs, P("data")), P(None, "data"))
     return sample, (weights, noise), layouts
-
-
-# A physics-informed network for the Poisson equation.
-
-
-@program(
-    cause=Cause(Label("asked", moves="gradient"), 'h @ weights["middle"]', ("points",)),
-    explicit=True,
-)
-def poisson_points(mesh: Mesh):
-    """A physics-informed network has its points sharded over two axes, over which the gradients
-    of the replicated weights and the mean of the residuals are summed."""
-
-    def potential(weights, point):
-        h = jnp.tanh(point @ weights["enter"])
-        h = jnp.tanh(h @ weights["middle"])
-        return h @ weights["leave"]
-
-    def residual(weights, point):
-        hessian = jax.jacfwd(jax.grad(potential, argnums=1), argnums=1)(weights, point)
-        return hessian[0, 0] + hessian[1, 1] - jnp.sin(point[0]) * jnp.sin(point[1])
-
-    def step(weights, points):
-        def loss(weights):
-            return jnp.mean(jax.vmap(residual, in_axes=(None, 0))(weights, points) ** 2)
-
-        value, gradients = jax.value_and_grad(loss)(weights)
-        return descend(weights, gradients), value
-
-    weights = shapes(enter=(2, 64), middle=(64, 64), leave=(64,))
-    points = floats(256, 2)
-    return step, (weights, points), laid((P(), P(("data", "model"))))
 
 
 # A Fourier neural operator.

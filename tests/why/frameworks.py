@@ -39,27 +39,6 @@ def attention_loss(model, x, targets):
     return jnp.mean((jax.vmap(model)(x) - targets) ** 2)
 
 
-@program(cause=Cause(Label("asked", kind="all-gather"), "ft.constrain(model, P())", ("attention",)))
-def equinox_attention_fsdp(mesh: Mesh):
-    """Equinox' attention under FSDP has its weights gathered by a constraint in the loss, and
-    their gradients are summed over the batch."""
-    layout = ft.FSDP("data", min_size=0)
-
-    def gathered_loss(model, x, targets):
-        model = ft.constrain(model, P())
-        return attention_loss(model, x, targets)
-
-    @eqx.filter_jit
-    def step(model, x, targets):
-        value, gradients = eqx.filter_value_and_grad(gathered_loss)(model, x, targets)
-        updates = jax.tree.map(lambda g: -0.1 * g, gradients)
-        return ft.constrain(eqx.apply_updates(model, updates), layout), value
-
-    model = ft.init(lambda key: Attention(4, 64, key), layout, mesh)(jax.random.key(0))
-    x = placed(mesh, P("data"), 16, 32, 64)
-    return step, (model, x, placed(mesh, P("data"), 16, 32, 16)), {}
-
-
 @program(
     cause=Cause(Label("compiler", kind="all-gather", phase="forward"), "reshape", ("_proj",)),
     labels=RELAID,

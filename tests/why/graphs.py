@@ -1,4 +1,4 @@
-"""Graph networks, nearest neighbours and a two-tower model: programs that look things up."""
+"""A graph network and nearest neighbours: programs that look things up."""
 
 import jax
 import jax.numpy as jnp
@@ -40,18 +40,6 @@ def graph():
 
 
 @program(
-    cause=Cause(Label("asked", line="segment_sum", phase="forward"), "segment_sum", ("edges",)),
-    labels=[Label("asked", line="segment_sum"), Label("asked", moves="gradient")],
-    third="space",
-)
-def graph_sharded_edges(mesh: Mesh):
-    """The edges of a graph are sharded and its nodes replicated, so messages are summed over
-    the edges' axis, and so are the gradients of the nodes and of the message's weights."""
-    layouts = laid((P(), P(), P("data"), P()), P())
-    return graph_step, graph(), layouts
-
-
-@program(
     cause=Cause(
         Label("compiler", kind="collective-permute"), "jnp.concatenate", ("senders", "features")
     ),
@@ -82,33 +70,3 @@ def neighbours_on_one_axis(mesh: Mesh):
 
     layouts = laid((P("data"), P("data")), P("data"))
     return nearest, (floats(128, 64), floats(512, 64)), layouts
-
-
-@program(
-    cause=Cause(
-        Label("asked", kind="all-gather", line="with_sharding_constraint"),
-        "with_sharding_constraint",
-        ("clicks", "with_sharding_constraint"),
-    )
-)
-def two_towers(mesh: Mesh):
-    """Users and items are looked up in sharded tables, the items of a batch are gathered as
-    negatives, and gradients are summed over the batch."""
-
-    def loss(weights, clicks):
-        users = weights["users"][clicks["user"]] @ weights["project"]
-        items = weights["items"][clicks["item"]]
-        # Each user is compared with the items of all users of the batch.
-        others = jax.lax.with_sharding_constraint(items, P())
-        chances = jax.nn.log_softmax(users @ others.T)
-        return -jnp.mean(jnp.sum(chances * jnp.eye(128), axis=-1))
-
-    def step(weights, clicks):
-        value, gradients = jax.value_and_grad(loss)(weights, clicks)
-        return descend(weights, gradients), value
-
-    weights = {"users": floats(1024, 32), "items": floats(1024, 32), "project": floats(32, 32)}
-    clicks = {"user": ints(128), "item": ints(128)}
-    specs = {"users": P("model"), "items": P("model"), "project": P()}
-    layouts = laid((specs, P("data")), (specs, P()))
-    return step, (weights, clicks), layouts

@@ -1,98 +1,12 @@
-"""Programs with a constraint too many: its names are wrong, swapped, or left over."""
+"""Programs with a constraint too many: its mesh axes are swapped, or of another model."""
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
 
 import functree as ft
 from tests.why.arrays import descend, floats, laid, normed, shapes
 from tests.why.mistake import Made, mistake
-
-
-@mistake(
-    "mixer: batch and channels swapped",
-    edit="constraint",
-    named='t = ft.constrain(t, ft.P(None, "data", "model"))',
-)
-def mixer(mesh: Mesh, mistaken: bool) -> Made:
-    """A block of MLP-Mixer: an MLP over the patches, then one over the channels.
-
-    The constraint in the MLP over patches names the batch's mesh axis for the channels, so the
-    activations are exchanged before it and after it, 1 MiB each.
-    """
-
-    def block(params, x):
-        t = jnp.swapaxes(normed(x), 1, 2)
-        t = t @ params["patches_up"]
-        if mistaken:
-            t = ft.constrain(t, ft.P(None, "data", "model"))
-        t = jax.nn.gelu(t) @ params["patches_down"]
-        x = x + jnp.swapaxes(t, 1, 2)
-        h = jax.nn.gelu(normed(x) @ params["channels_up"])
-        return x + h @ params["channels_down"]
-
-    params = shapes(
-        patches_up=(64, 256),
-        patches_down=(256, 64),
-        channels_up=(128, 512),
-        channels_down=(512, 128),
-    )
-    specs = {
-        "patches_up": ft.P(None, "model"),
-        "patches_down": ft.P("model", None),
-        "channels_up": ft.P(None, "model"),
-        "channels_down": ft.P("model", None),
-    }
-    x = floats(64, 64, 128)
-    images = ft.P("data", None, None)
-    return block, (params, x), laid((specs, images), images)
-
-
-class Attention(eqx.Module):
-    """Attention over all positions."""
-
-    query: Float[Array, "embed heads dim"]
-    key: Float[Array, "embed heads dim"]
-    value: Float[Array, "embed heads dim"]
-    out: Float[Array, "heads dim embed"]
-    mistaken: bool = eqx.field(static=True)
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        query = jnp.einsum("bse,ehd->bshd", x, self.query)
-        key = jnp.einsum("bse,ehd->bshd", x, self.key)
-        value = jnp.einsum("bse,ehd->bshd", x, self.value)
-        scores = jnp.einsum("bshd,bthd->bhst", query, key) / query.shape[-1] ** 0.5
-        if self.mistaken:
-            scores = ft.constrain(scores, ft.P("data", None, "model", None))
-        mixed = jnp.einsum("bhst,bthd->bshd", jax.nn.softmax(scores), value)
-        return jnp.einsum("bshd,hde->bse", mixed, self.out)
-
-
-@mistake(
-    "attention: scores constrained as queries",
-    edit="constraint",
-    named='scores = ft.constrain(scores, ft.P("data", None, "model", None))',
-)
-def encoder(mesh: Mesh, mistaken: bool) -> Made:
-    """An attention layer whose heads lie on `model`, in a residual.
-
-    The scores have their heads in dimension 1, and the constraint puts `model` on dimension 2,
-    as for queries: what lies by heads is relaid to lie by positions, and back.
-    """
-
-    def encode(attention: Attention, x):
-        return x + attention(normed(x))
-
-    projection = floats(256, 8, 32)
-    out = floats(8, 32, 256)
-    attention = Attention(projection, projection, projection, out, mistaken)
-    rules = ft.AxisRules({"batch": "data", "heads": "model", "dim": None, "embed": None})
-    x = floats(64, 32, 256)
-    sentences = ft.P("data", None, None)
-    layouts = laid((rules, sentences), sentences)
-    return encode, (attention, x), layouts
 
 
 @mistake(
@@ -206,41 +120,3 @@ def patches(mesh: Mesh, mistaken: bool) -> Made:
     images = floats(64, 32, 32, 3)
     layouts = laid((specs, ft.P("data", None, None, None)), ft.P("data", None, None))
     return features, (params, images), layouts
-
-
-class Gated(eqx.Module):
-    """A gated MLP."""
-
-    gate: Float[Array, "embed hidden"]
-    up: Float[Array, "embed hidden"]
-    down: Float[Array, "hidden embed"]
-    mistaken: bool = eqx.field(static=True)
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        gate = x @ self.gate
-        if self.mistaken:
-            gate = ft.constrain(gate, ft.P("data", "model", None))
-        return (jax.nn.silu(gate) * (x @ self.up)) @ self.down
-
-
-@mistake(
-    "gated MLP: a sequence's constraint left over",
-    edit="constraint",
-    named='gate = ft.constrain(gate, ft.P("data", "model", None))',
-)
-def gated(mesh: Mesh, mistaken: bool) -> Made:
-    """A gated MLP, once tried with the sequence sharded over `model`.
-
-    The gate is constrained over the sequence, and what it multiplies lies over `hidden`, so one
-    of them is relaid.
-    """
-
-    def apply(mlp: Gated, x):
-        return x + mlp(normed(x))
-
-    into = floats(256, 1024)
-    mlp = Gated(into, into, floats(1024, 256), mistaken)
-    rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
-    x = floats(64, 32, 256)
-    sentences = ft.P("data", None, None)
-    return apply, (mlp, x), laid((rules, sentences), sentences)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 import functree as ft
-from tests.why.arrays import descend, floats, ints, laid, shapes
+from tests.why.arrays import floats, laid, shapes
 from tests.why.mistake import Made, mistake
 
 
@@ -48,38 +48,6 @@ def recurrence(mesh: Mesh, inwards: ft.P) -> Made:
     series = ft.P("data", None, None)
     layouts = laid((specs, series, series), (ft.P(), {**specs, "inwards": inwards}))
     return gradients, (params, x, x), layouts
-
-
-@mistake(
-    "word2vec: a new table unlike the old one",
-    wrong=ft.P(None, "model"),
-    right=ft.P("model", None),
-    edit="result",
-    named="0.outer",
-)
-def bag_of_words(mesh: Mesh, outer: ft.P) -> Made:
-    """A step of word2vec: a word is predicted from the mean of its neighbours.
-
-    The new table is returned sharded over its columns, and was given sharded over the words: it
-    is relaid, and the next step cannot take it as it is.
-    """
-
-    def loss(params, neighbours, words):
-        mean = params["inner"][neighbours].mean(1)
-        logits = mean @ params["outer"].T
-        right = jax.nn.one_hot(words, logits.shape[-1])
-        return -jnp.mean(jnp.sum(right * jax.nn.log_softmax(logits), axis=-1))
-
-    def step(params, neighbours, words):
-        value, gradients = jax.value_and_grad(loss)(params, neighbours, words)
-        return descend(params, gradients), value
-
-    params = shapes(inner=(4096, 128), outer=(4096, 128))
-    specs = {"inner": ft.P("model", None), "outer": ft.P("model", None)}
-    neighbours = ints(512, 4)
-    words = ints(512)
-    layouts = laid((specs, ft.P("data", None), ft.P("data")), ({**specs, "outer": outer}, ft.P()))
-    return step, (params, neighbours, words), layouts
 
 
 @mistake(

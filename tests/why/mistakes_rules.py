@@ -52,56 +52,6 @@ def forecast(mesh: Mesh, rules: Mapping) -> Made:
     return step, (model, floats(64, 32, 256), floats(64, 32, 16)), layouts
 
 
-class Grouped(eqx.Module):
-    """Attention with fewer keys than queries."""
-
-    query: Float[Array, "embed heads dim"]
-    key: Float[Array, "embed kv_heads dim"]
-    value: Float[Array, "embed kv_heads dim"]
-    out: Float[Array, "heads dim embed"]
-
-    def __call__(self, x: Float[Array, "batch seq embed"]) -> Float[Array, "batch seq embed"]:
-        query = jnp.einsum("bse,ehd->bshd", x, self.query)
-        key = jnp.einsum("bse,ehd->bshd", x, self.key)
-        value = jnp.einsum("bse,ehd->bshd", x, self.value)
-        query = query.reshape(*key.shape[:3], -1, key.shape[3])
-        scores = jnp.einsum("bskgd,btkd->bkgst", query, key) / key.shape[3] ** 0.5
-        mixed = jnp.einsum("bkgst,btkd->bskgd", jax.nn.softmax(scores), value)
-        return jnp.einsum(
-            "bshd,hde->bse", mixed.reshape(*x.shape[:2], *self.out.shape[:2]), self.out
-        )
-
-
-@mistake(
-    "grouped attention: no rule for kv_heads",
-    wrong={"batch": "data", "heads": "model", ...: None},
-    right={"batch": "data", "heads": "model", "kv_heads": "model", ...: None},
-    edit="rule",
-    named="kv_heads",
-)
-def grouped(mesh: Mesh, rules: Mapping) -> Made:
-    """A step of gradient descent for grouped attention; the new model lies as the old one.
-
-    Keys and values have heads with another name, which has no rule: their weights are
-    replicated, and their gradients, which lie by heads, are gathered.
-    """
-
-    def loss(model, x, y):
-        return jnp.mean((x + model(normed(x)) - y) ** 2)
-
-    def step(model, x, y):
-        value, gradients = jax.value_and_grad(loss)(model, x, y)
-        return descend(model, gradients), value
-
-    narrow = floats(256, 8, 32)
-    model = Grouped(floats(256, 16, 32), narrow, narrow, floats(16, 32, 256))
-    layout = ft.AxisRules(rules)
-    x = floats(64, 16, 256)
-    texts = ft.P("data", None, None)
-    layouts = laid((layout, texts, texts), (layout, ft.P()))
-    return step, (model, x, x), layouts
-
-
 class Inverted(eqx.Module):
     """An inverted residual of MobileNet: wider, a convolution of each channel, narrower."""
 

@@ -79,39 +79,6 @@ def language_model(mesh: Mesh, unembed: ft.P) -> Made:
 
 
 @mistake(
-    "attention: the bias on another axis",
-    wrong=ft.P("head", None, None),
-    right=ft.P("model", None, None),
-    edit="spec",
-    named="params.bias",
-    third="head",
-)
-def biased_attention(mesh: Mesh, bias: ft.P) -> Made:
-    """Attention with a learned bias for each head and pair of positions.
-
-    The bias has its heads on another mesh axis than the queries: it is relaid before it can be
-    added to the scores.
-    """
-
-    def attend(params, x):
-        query, key, value = jnp.einsum("bse,nehd->nbshd", normed(x), params["qkv"])
-        scores = jnp.einsum("bshd,bthd->bhst", query, key) / query.shape[-1] ** 0.5
-        weights = jax.nn.softmax(scores + params["bias"][None])
-        mixed = jnp.einsum("bhst,bthd->bshd", weights, value)
-        return x + jnp.einsum("bshd,hde->bse", mixed, params["out"])
-
-    params = shapes(qkv=(3, 128, 8, 16), bias=(8, 128, 128), out=(8, 16, 128))
-    specs = {
-        "qkv": ft.P(None, None, "model", None),
-        "bias": bias,
-        "out": ft.P("model", None, None),
-    }
-    x = floats(16, 128, 128)
-    texts = ft.P("data", None, None)
-    return attend, (params, x), laid((specs, texts), texts)
-
-
-@mistake(
     "recommender: a buffer unlike its table",
     wrong=ft.P(None, "model"),
     right=ft.P("model", None),

@@ -16,42 +16,6 @@ PIXELS, WORDS, SHARED = 64, 128, 32
 P = ft.P
 
 
-# --- Cross entropy of logits whose vocabulary is sharded.
-
-
-@program(
-    cause=Cause(
-        Label("asked", kind="all-reduce", axes=("model",), phase="backward"),
-        'features @ params["head"]',
-        ("params.head",),
-    ),
-    explicit=True,
-)
-def cross_entropy_by_vocabulary(mesh: Mesh):
-    """Gradients of a cross entropy on Explicit axes with the vocabulary on `model`: the largest
-    logit, the sums over the vocabulary, the features' gradient, and the weights'."""
-
-    def loss(params, x, targets):
-        features = jnp.tanh(x @ params["body"])
-        logits = features @ params["head"]
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        at_target = jnp.arange(VOCAB)[None, None] == targets[..., None]
-        picked = jnp.sum(jnp.where(at_target, logits, 0.0), axis=-1)
-        return jnp.mean(normalizer - picked)
-
-    def gradient(params, x, targets):
-        return jax.value_and_grad(loss)(params, x, targets)
-
-    params = {
-        "body": floats(EMBED, EMBED, sharding=NamedSharding(mesh, P())),
-        "head": floats(EMBED, VOCAB, sharding=NamedSharding(mesh, P(None, "model"))),
-    }
-    batch = NamedSharding(mesh, P("data"))
-    x = floats(BATCH, SEQ, EMBED, sharding=batch)
-    targets = ints(BATCH, SEQ, sharding=batch)
-    return gradient, (params, x, targets), {}
-
-
 # --- Label smoothing, with two names of a constraint in the wrong order.
 
 RULES = ft.AxisRules({"batch": "data", "seq": "seq", "vocab": "model", ...: None})

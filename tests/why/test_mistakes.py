@@ -28,7 +28,6 @@ def named(mistake: Mistake) -> str:
 # How the edit that mends it is found; a fix is one that needs no more flops and memory.
 FOUND = {
     "documents: hidden on the axis of the sequence": "not",  # it needs a mesh axis that is idle
-    "gated MLP: a sequence's constraint left over": "trade",
     "inverted residual: an override transposed": "trade",
     "language model: the table of logits over embed": "trade",
     "patches: the batch on another axis": "trade",
