@@ -217,13 +217,6 @@ DOORS: dict[str, Callable[[], LoweredCall]] = {
     "jax.jit": lambda: call(
         jax.jit(jax.grad(loss), in_shardings=on(*SPECS), out_shardings=on(TENSOR)[0]), W, X
     ),
-    "jax.jit: donated": lambda: call(
-        jax.jit(
-            nested, in_shardings=on(*COLUMNS), out_shardings=on(P("data"))[0], donate_argnums=1
-        ),
-        SQUARE,
-        X,
-    ),
     "jax.jit: static and by keyword": lambda: call(
         jax.jit(lambda x, n, *, w: wrong(x @ w) * n, static_argnums=1),
         abstract(64, 128, spec=P("data")),

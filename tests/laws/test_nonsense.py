@@ -593,7 +593,6 @@ SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a class as a tree": (
         lambda: ft.plan(ft.nn.MLP, RULES, MESH), ["plan takes a tree", "MLP is a class", "`ft.abstract(MLP)(...)`"]
     ),
-    "a function as a tree": (lambda: ft.tree_axes(mlp), ["tree_axes takes a tree", "mlp is a function"]),
     "a value without its aux": (
         lambda: ft.grad(loss, has_aux=True)(MODEL, X), ["with has_aux=True the function returns `(value, aux)`"]
     ),

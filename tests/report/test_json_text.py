@@ -114,7 +114,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no text": ({"rows": [ROW | {"path": 3}]}, "`rows.0.path` is 3, and not a text"),
     "no whole number": ({"sizes": {"a": 1, "b": 2.5}}, "`sizes.b` is 2.5, and not a whole number"),
     "true for a number": ({"sizes": {"a": True}}, "`sizes.a` is true, and not a whole number"),
-    "null for a number": ({"sizes": {"a": None}}, "`sizes.a` is null, and not a whole number"),
     "a number for true": (
         {"rows": [ROW | {"whole": 1}]},
         "`rows.0.whole` is 1, and not true or fa",

@@ -106,33 +106,6 @@ def factored_moments(mesh: Mesh):
 # --- Muon's orthogonalization of a matrix that is sharded along its short side.
 
 
-def orthogonalized(gradient):
-    """A gradient whose singular values are pushed towards 1."""
-    x = gradient / jnp.sqrt(jnp.sum(gradient**2))
-    for _ in range(3):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.775 * gram + 2.0315 * (gram @ gram)) @ x
-    return x
-
-
-@program(
-    cause=Cause(Label("compiler", axes=("model",)), "gram", ("gradient",)),
-    labels=[
-        Label("asked", line="jnp.sqrt(jnp.sum(gradient**2))"),
-        Label("compiler", axes=("model",)),
-    ],
-)
-def muon_on_the_short_side(mesh: Mesh):
-    """Muon's iteration on a matrix that is sharded along its short side: each product needs all
-    its rows, where a matrix sharded along the long side has only sums."""
-
-    def step(weight, gradient):
-        return (1 - 0.02 * 0.1) * weight - 0.02 * orthogonalized(gradient)
-
-    layouts = laid((P("model"), P("model")), P("model"))
-    return step, (floats(EMBED, HIDDEN), floats(EMBED, HIDDEN)), layouts
-
-
 # --- The global norm of gradients that are made one long vector first.
 
 

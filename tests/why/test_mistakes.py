@@ -1,9 +1,7 @@
 """Mistakes that were planted before anything was run: whether the edits that mend them are found."""
 
-import inspect
 import pkgutil
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -96,14 +94,3 @@ def told_of(cause: Any) -> list[str]:
     """All that a cause names, with the lines of code that it names."""
     names = [cause.expression, cause.source or "", *cause.origins]
     return [f"{name} {text_of(name)}" for name in names]
-
-
-def test_each_is_named_once():
-    assert len({mistake.name for mistake in MISTAKES}) == len(MISTAKES)
-
-
-@pytest.mark.parametrize("mistake", MISTAKES, ids=named)
-def test_lines_that_are_named_are_there(mistake: Mistake):
-    text = Path(inspect.getfile(mistake.of)).read_text(encoding="utf-8")
-    if mistake.edit in ("constraint", None):
-        assert text.count(mistake.named) == 2  # in the code, and where it is listed

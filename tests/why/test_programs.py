@@ -15,14 +15,12 @@ for _module in pkgutil.iter_modules(tests.why.__path__):
     if not _module.name.startswith(("test_", "mistake")):
         import_module(f"tests.why.{_module.name}")
 
-_IDLE = "the compiler splits products over an axis that nothing uses: nobody has asked for that"
 # The rows on whose label and verdict differ at most, and why the verdict stays.
 DISAGREEMENTS = {
     "experts-sorted-over-devices": (1, "`x[order]` looks up in a sharded dimension"),
     "label-smoothing-with-swapped-names": (1, "the sum belongs to the wrong constraint"),
     "linen-flattened-width": (2, "gradients of biases are summed over the batch"),
-    "lstm-fused-gates": (5, _IDLE),
-    "muon-on-the-short-side": (18, _IDLE),
+    "lstm-fused-gates": (5, "the compiler splits products over an axis that nothing uses"),
     "neighbours-on-one-axis": (1, "`top_k` needs other code, as its hint says"),
     "time-major-constraint": (1, "a constraint asks for it, though its author did not mean it"),
 }
@@ -33,7 +31,7 @@ OTHER_CAUSES = {
     "sampler-with-the-layout-of-a-viewer", "unet-width-for-height",
 }  # fmt: skip
 # Those in which no row is what the label of the cause expects.
-NO_ROW = {"muon-on-the-short-side", "neighbours-on-one-axis"}
+NO_ROW = {"neighbours-on-one-axis"}
 
 if jax.__version_info__ >= (0, 12):
     _RENAMED = "the compiler names it by an operation beside it, or not at all"
@@ -45,7 +43,7 @@ if jax.__version_info__ >= (0, 12):
     }
     OTHER_CAUSES |= {"attention-sequence-in-parts", "contrastive"}
     # This compiler partitions the transforms, and moves the scores for their product.
-    NO_ROW = {"fourier-operator", "muon-on-the-short-side"}
+    NO_ROW = {"fourier-operator"}
 
 
 def ledger_of(program: Program) -> ft.Ledger:
