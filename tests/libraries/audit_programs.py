@@ -217,8 +217,8 @@ def dqn_gradient_only(target, online, s, s2, a, r):
     return jax.grad(td_loss)(online, target, s, s2, a, r)
 
 
-@program("dp fsdp tp", DQN_ARGS, DQN)
-def dqn_soft_update(online, target, s, s2, a, r):
+@program("dp fsdp tp", {"target": MLP, **DQN_ARGS}, DQN)
+def dqn_soft_update(target, online, s, s2, a, r):
     g = jax.grad(td_loss)(online, target, s, s2, a, r)
     new = sgd(online, g)
     return new, jax.tree.map(lambda t, o: 0.99 * t + 0.01 * o, target, new)
