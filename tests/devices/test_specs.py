@@ -1,11 +1,9 @@
 """A spec and its entries ─► mesh axes and back, and their texts: pure functions, from tables."""
 
-import jax
 import pytest
 from jax.sharding import PartitionSpec
 
 from functree.devices.specs import (
-    invalid_entry,
     named_axes,
     spec_text,
     without,
@@ -35,12 +33,3 @@ def test_a_spec(spec: P, named: set[str], without_data: P, text: str):
         and without(spec, ["data", "nowhere"]) == without_data
     )
     assert spec_text(spec) == text
-
-
-@pytest.mark.parametrize(("spec", "lost"), [
-    (P(3), "3"), (P("data", 1.5, 3), "1.5"), (P(None, ("data", 3)), "('data', 3)"), (P(jax.numpy.float32), "<class"),
-])  # fmt: skip
-def test_what_is_none(spec: P, lost: str):
-    found = invalid_entry(spec)
-    assert found is not None and found.startswith(lost)
-    assert found.endswith("is neither a mesh axis, a tuple of them, nor `None`")
