@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 import functree as ft
 from functree.transforms.jit.layouts import Placement
-from tests.lib.checks import compilations, raises
+from tests.lib.checks import compilations, raises, warns
 from tests.lib.covering import selected_cells
 from tests.lib.meshes import EXPLICIT, MESH
 
@@ -148,23 +148,6 @@ def test_where_they_are_placed(door: str, kind: str, axes: str, donated: bool):
     assert len(f.compilations) == 1
 
 
-@pytest.mark.parametrize("axes", MESHES)
-def test_a_second_call_with_jax_arrays_warns_once(axes: str):
-    mesh = MESHES[axes]
-    f, x = ft.jit(step, rules=RULES, mesh=mesh), ft.shard(X, P("data"), mesh)
-    f(layer(), x)
-    with pytest.warns(
-        ft.FunctreeWarning,
-        match=r"step: each call places `tree.up`, `tree.bias` by the rules: use `ft.s",
-    ):
-        f(layer(), x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        f(layer(), x)
-        for _ in range(3):  # an array of numpy is moved in each call in any case
-            f(layer(np.asarray), x)
-
-
 def test_what_is_committed_stays_whatever_the_rules_say():
     """Rules that do not fit what somebody has placed are no reason to refuse what nobody has."""
     tree = ft.shard(Layer(jnp.ones((4, 6)), jnp.ones(6)), P(), MESH)
@@ -218,7 +201,11 @@ def test_of_a_traced_array_without_names_the_layout_is_left_to_the_compiler():
 
 def test_a_layout_without_rules_is_not_about_activations():
     f = ft.jit(step, rules=ft.FSDP("data", min_size=0), mesh=MESH)
-    with pytest.warns(ft.FunctreeWarning, match="step: `x` .*is replicated on the mesh"):
+    with warns(
+        "step: `x` f32[64, 4] has axes but the rules know no names and nobody has placed it",
+        "is replicated on the mesh",
+        "add `ft.AxisRules` to the rules, place it with `ft.shard`, or write `in_shardings=`",
+    ):
         out, y = f(layer(np.asarray), X)
     lies(out, [P(None, "data"), P("data")], MESH)
     lies(y, [P()], MESH)
@@ -265,20 +252,6 @@ def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
         ft.jit(
             lambda w: w, rules=RULES, mesh=ft.make_mesh(data=1, model=1, devices=jax.devices()[:1])
         )(X)
-
-
-def test_names_that_the_rules_do_not_know_are_not_called_missing():
-    def product(x: Float[Array, "batch embed"]) -> Any:
-        return 2 * x
-
-    told = (
-        r"product: `x` f32\[4, 64\] has axes but the rules know no names and nobody has placed it, "
-        r".*: add `ft.AxisRules` to the rules, place it with `ft.shard`, or write `in_shardings=`$"
-    )
-    fsdp = ft.FSDP("data", min_size=0)
-    x = np.ones((4, 64), np.float32)
-    with pytest.warns(ft.FunctreeWarning, match=told):
-        ft.jit(product, rules=fsdp, mesh=MESH)(x)
 
 
 def test_for_the_state_of_an_optimizer_there_is_another_way():
