@@ -118,6 +118,12 @@ FORMS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[..., Any], Any]] 
         lambda m: spread(eqx.tree_at(lambda m: m.b, m, m.b[:4])),
         [None, None],
     ),
+    "another dtype": (
+        lambda: (model(),),
+        lambda m: spread(eqx.tree_at(lambda m: m.b, m, m.b.astype(jnp.bfloat16))),
+        [None, None],
+    ),
+    "another class": (lambda: (model(),), lambda m: spread({"w": m.w, "b": m.b}), [None, None]),
     "another static": (
         lambda: (model(),),
         lambda m: spread(Model(m.w, m.b, name="other")),

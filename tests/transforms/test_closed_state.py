@@ -111,29 +111,3 @@ def test_several_arguments_that_are_sharded_differently():
     one, _ = lying(MESH)
     other = ft.shard(make_model(), P(), MESH)
     assert ft.jit(lambda a, b: a.bias + b.bias, donate=("a", "b"))(one, other).shape == (16,)
-
-
-class Other(eqx.Module):
-    up: Array
-    bias: Array
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda model: Other(model.up, model.bias),
-        lambda model: eqx.tree_at(lambda m: m.bias, model, model.bias.astype(jnp.bfloat16)),
-        lambda model: eqx.tree_at(lambda m: m.bias, model, model.bias[:8]),
-    ],
-    ids=["another class", "another dtype", "another shape"],
-)
-def test_what_has_another_form_is_left_to_the_compiler(make: Any):
-    model, _ = lying(MESH)
-    assert not has_shardings(ft.jit(make, donate="model"), model)
-    assert has_shardings(ft.jit(lambda model: model, donate="model"), model)
-
-
-def has_shardings(step: Any, *args: Any) -> bool:
-    """Whether the program says how its result is sharded."""
-    text = step.lower(*args).as_text().partition("func.func public @main")[2].partition(") -> ")[2]
-    return "sdy.sharding" in text.partition("{\n")[0]

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
@@ -123,21 +123,6 @@ def test_one_trace_for_all_keys():
     assert init.plan(64, key=KEY)["up"].spec == P("data", "model") and len(traces) == 2
 
 
-def test_one_trace_for_several_meshes():
-    traces = []
-
-    def make(key: Array) -> MLP:
-        traces.append(1)
-        return MLP.create(64, 128, key=key)
-
-    init = ft.init(make, RULES)
-    for sizes in ((2, 4), (4, 2)):
-        mesh = jax.make_mesh(sizes, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-        with jax.set_mesh(mesh):
-            assert init(KEY).up.sharding == NamedSharding(mesh, P("data", "model"))
-    assert len(init.compilations) == 2
-
-
 def test_what_to_do_without_devices():
     def error(mesh: Any) -> str:
         with pytest.raises(ft.ShardingError) as caught:
@@ -167,20 +152,6 @@ def test_an_argument_on_another_mesh():
         ft.init(lambda x: x * 2, P("data"), MESH)(x)
 
 
-def test_one_program_for_each_placement_of_the_arguments():
-    init, x = ft.init(lambda x: x * 2, P("data"), MESH), jnp.ones((8, 4))
-    arguments = [x, ft.shard(x, P("data"), MESH), ft.shard(x, P("model"), MESH)]
-    for argument in [*arguments, *arguments]:
-        made = init(argument)
-        assert made.sharding == NamedSharding(MESH, P("data", None))
-        assert np.array_equal(made, 2 * x)
-    assert [str(one).partition("→")[2] for one in init.compilations] == [
-        "",
-        " P('data', None) on (data=2, model=4)",
-        " P('model', None) on (data=2, model=4)",
-    ]
-
-
 def test_one_trace_for_each_of_the_rules_around_it():
     """Each in turn and again: what a constructor asks of them is part of its result."""
 
@@ -194,14 +165,6 @@ def test_one_trace_for_each_of_the_rules_around_it():
                 assert init()["spec"] == str(P(axis))
                 assert init.abstract()["spec"] == str(P(axis))
     assert len(init.compilations) == 2
-
-
-def test_a_layout_that_is_changed_later_is_as_it_was():
-    layout = {"w": [P("data"), P("model")]}
-    init = ft.init(lambda: {"w": [jnp.ones(8), jnp.ones(8)]}, layout, MESH)
-    layout["w"][0] = layout["w"][1] = P()
-    assert [x.sharding.spec for x in init()["w"]] == [P("data"), P("model")]
-    assert init.plan()["w.0"].spec == P("data")
 
 
 def test_init_names_the_leaf_that_does_not_fit():

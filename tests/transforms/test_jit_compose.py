@@ -11,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import Array
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import functree as ft
-from tests.lib.meshes import EXPLICIT, MESH
+from tests.lib.checks import raises
+from tests.lib.meshes import EXPLICIT, MESH, assert_lies
 from tests.lib.trees import MLP
 
 P = PartitionSpec
@@ -223,26 +224,18 @@ def test_vmap_over_a_sharded_dimension_around_shard_map(mesh: Any, around: Any, 
 def test_an_inner_mesh_over_the_same_devices():
     """One of other sizes holds; in another order, or over others, it is an error: JAX compiles one
     program."""
-    devices = jax.devices()
 
     def called(inner: Any) -> Any:
         f = ft.jit(lambda x: ft.constrain(x * 2, P("data", "model")), mesh=inner)
         return ft.jit(lambda x: f(x) + 0, mesh=MESH)(jnp.ones((8, 8)))
 
-    kinds = (jax.sharding.AxisType.Auto,) * 2
-    other_sizes = jax.make_mesh((4, 2), ("data", "model"), axis_types=kinds, devices=devices)
-    assert called(other_sizes).sharding.is_equivalent_to(
-        NamedSharding(other_sizes, P("data", "model")), 2
-    )
-    order = jax.sharding.Mesh(
-        np.array(devices[::-1]).reshape(2, 4), ("data", "model"), axis_types=kinds
-    )
-    half = jax.sharding.Mesh(
-        np.array(devices[:4]).reshape(2, 2), ("data", "model"), axis_types=kinds
-    )
+    other_sizes = ft.make_mesh(data=4, model=2)
+    assert_lies(called(other_sizes), "data", "model", mesh=other_sizes)
+    order = Mesh(MESH.devices[::-1, ::-1], MESH.axis_names, axis_types=MESH.axis_types)
+    half = ft.make_mesh(data=2, model=2, devices=jax.devices()[:4])
     for inner, told in ((order, "the same devices in another order"), (half, "other devices")):
-        with pytest.raises(
-            ft.ShardingError, match=f"is called in a function that runs on .*, with {told}"
+        with raises(
+            "is called in a function that runs on ", f", with {told}", error=ft.ShardingError
         ):
             called(inner)
 
@@ -250,12 +243,16 @@ def test_an_inner_mesh_over_the_same_devices():
 def test_a_function_whose_mesh_would_be_lost():
     x = jax.device_put(Y, NamedSharding(MESH, P("data", "model")))
     f = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")))
-    assert f(x).sharding.is_equivalent_to(NamedSharding(MESH, P("data", "model")), 2)
-    with pytest.raises(
-        ft.ShardingError, match=r"its result depends on none that is on the mesh.*pass `mesh=`"
-    ):
+    assert_lies(f(x), "data", "model")
+    told = "its result depends on none that is on the mesh", "pass `mesh=`"
+    with raises(*told, error=ft.ShardingError):
         jax.jit(lambda x: f(x))(x)
     g = ft.jit(lambda x: ft.constrain(jnp.zeros((8, 8)), P("data", "model")), mesh=MESH)
-    assert jax.jit(lambda x: g(x))(x).sharding.is_equivalent_to(
-        NamedSharding(MESH, P("data", "model")), 2
-    )
+    assert_lies(jax.jit(lambda x: g(x))(x), "data", "model")
+
+
+def test_its_result_is_sharded_as_asked_on_explicit_axes():
+    """`jax.jit(out_shardings=)` changes no type in a trace, so the result would be as `x`."""
+    f = ft.jit(lambda x: 2 * x, out_shardings=P("data", "model"), mesh=EXPLICIT)
+    x = ft.shard(jnp.ones((8, 4)), P(None, "data"), EXPLICIT)
+    assert_lies(jax.jit(lambda x: f(x) + 1)(x), "data", "model", mesh=EXPLICIT)

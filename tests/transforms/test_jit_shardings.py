@@ -344,13 +344,6 @@ def ambient() -> Any:
     return dict(mesh.shape)
 
 
-def by_rows(f: Any) -> Any:
-    def annotated(x: Float[Array, "batch embed"]) -> Array:
-        return f(x)
-
-    return annotated
-
-
 def test_a_given_mesh_wins():
     f = ft.jit(lambda x: ft.constrain(x * 2, "batch embed", rules=RULES), mesh=MESH)
     with jax.set_mesh(TALL):
@@ -376,7 +369,10 @@ def test_the_arguments_bring_the_mesh(options: Any):
 
 
 def test_the_context_brings_the_mesh():
-    f = ft.jit(by_rows(lambda x: ft.constrain(x * 2, "batch embed")), rules=RULES)
+    def double(x: Float[Array, "batch embed"]) -> Array:
+        return ft.constrain(x * 2, "batch embed")
+
+    f = ft.jit(double, rules=RULES)
     for mesh in (MESH, TALL, MESH):
         with jax.set_mesh(mesh):
             assert_lies(f(X), "data", mesh=mesh)
