@@ -19,21 +19,6 @@ from tests.lib.trees import Leafy, x
 A = jnp.ones(2)
 
 
-def test_calls_that_differ_in_arrays_alone_are_one_group():
-    groups = CallGroups()
-    first = groups.find({"x": A, "n": 1, "m": Leafy(A, None, static="a")})
-    again = groups.find({"x": jnp.zeros((3, 3)), "n": 1, "m": Leafy(np.ones(1), None, static="a")})
-    assert again.group is first.group
-    for other in (
-        {"x": A, "n": True},
-        {"x": A, "n": 1, "m": Leafy(A, None)},
-        {"x": 1, "n": A},
-        [A],
-        {"x": A, "n": A},
-    ):
-        assert groups.find(other).group not in (first.group, groups.find([A, A]).group)
-
-
 @pytest.mark.parametrize(("value", "concrete"), [
     (A, True), (jax.random.key(0), True), (np.ones(2), False), (np.float32(1), False), (x(2), False),
 ], ids=["array", "key", "numpy", "scalar", "abstract"])  # fmt: skip
@@ -77,14 +62,6 @@ def test_one_group_leads_to_another(what: str, monkeypatch: pytest.MonkeyPatch):
     assert max(len(group.others) for group in made) <= len(calls) + 1
 
 
-@pytest.mark.parametrize(("call", "heads"), [
-    ({"a": A}, (0,)), ({"a": [A, A], "b": A}, (0, 2)), ({"a": {"x": 1}, "b": [A, A], "c": (A,)}, (0, 2)),
-    ({"a": 1}, ()),
-], ids=["one", "two", "one without", "none"])  # fmt: skip
-def test_the_first_array_of_each_parameter(call: Any, heads: tuple[int, ...]):
-    assert CallGroups().find(call).group.heads == heads
-
-
 @pytest.mark.filterwarnings("ignore:.*nobody has placed")
 @pytest.mark.parametrize("options", [{}, {"donate": "x"}], ids=["", "donated"])
 @pytest.mark.parametrize("beside", [A, np.ones(2, np.float32)], ids=["array", "numpy"])
@@ -97,13 +74,6 @@ def test_an_array_is_refused_that_is_committed_where_one_before_it_was_not(
     f(w, jnp.ones(8), beside)
     with raises("1 argument is not on it", "x   f32[8]\n      is committed to cpu:0 only"):
         f(w, jax.device_put(jnp.ones(8), jax.devices()[0]), beside)
-
-
-def test_what_cannot_be_hashed_is_refused_once_and_again():
-    groups = CallGroups()
-    for _ in range(2):
-        with raises("1 leaf cannot be static", "a.0", "set"):
-            groups.find({"a": [{1, 2}], "x": A})
 
 
 class Fresh:

@@ -13,9 +13,7 @@ from jax import Array
 from jax.sharding import NamedSharding, PartitionSpec
 
 import functree as ft
-from functree.calls.compilations import Log
-from functree.tree.skeleton.static_value import StaticValue
-from tests.lib.checks import compilations, counted, python_calls
+from tests.lib.checks import compilations, counted
 from tests.lib.meshes import MESH, lay
 
 P = PartitionSpec
@@ -241,29 +239,6 @@ def test_devices_in_a_record():
 
 
 # Many compilations, and those that no call has made
-
-
-def test_the_nearest_of_the_last_ones_is_found_and_each_costs_the_same():
-    f = ft.jit(lambda tree, n, mode: tree["w"] * 2)
-    tree = {"w": jnp.ones(3), **{f"b{i}": jnp.ones(1) for i in range(30)}}
-    log = Log("f")
-    situations = [
-        f.trace(tree, str(n), mode)._call.situation() for n in range(60) for mode in ("a", "b", "c")
-    ]
-    costs: list[int] = []
-    for now in situations:
-        costs.append(python_calls(lambda now=now: log.add(now)))
-    assert max(costs[40:]) <= max(costs[:40])
-    assert [str(record) for record in log.records[1:4]] == [
-        "compilation 2: mode: static 'a' → 'b'", "compilation 3: mode: static 'a' → 'c'",
-        "compilation 4: n: static '0' → '1'",
-    ]  # fmt: skip
-    assert [len(record.differences) for record in log.records[1:]] == [1] * 179
-    last = situations[-5]._replace(
-        leaves={**situations[-5].leaves, ft.Path(("new",)): (("static", StaticValue(1)),)}
-    )
-    log.add(last)
-    assert str(log.records[-1]) == "compilation 181: new: structure nothing → static 1"
 
 
 def test_what_lower_has_compiled_is_a_compilation():

@@ -15,7 +15,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
-from functree.calls.derivative_rules import has_derivatives, in_context
 from tests.lib.covering import selected_cells
 from tests.lib.meshes import EXPLICIT, MESH
 
@@ -174,13 +173,3 @@ def test_the_rule_of_a_rule():
     tangent = jax.jvp(jax.grad(f), (x,), (jnp.ones_like(x),))[1]
     assert np.array_equal(tangent, np.full_like(X, 8))
     assert {spec for _, spec in SEEN} == {P("data", "model")}
-
-
-def test_a_function_without_custom_rules_is_left_alone():
-    def custom(x: Any) -> Any:
-        return jax.nn.relu(jax.nn.silu(x))
-
-    assert not has_derivatives(jax.jit(jnp.sin).trace(1.0).jaxpr)
-    assert has_derivatives(jax.jit(custom).trace(1.0).jaxpr)
-    same = in_context(custom, nullcontext)
-    assert same.__name__ == "custom" and jax.grad(same)(1.0) == jax.grad(jax.nn.silu)(1.0)

@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
 import functree as ft
-from functree.calls.signature import Partial, Signature
+from functree.calls.signature import Signature
 from functree.transforms.signature_layouts import AnnotationLayout, signature_layouts
 from functree.transforms.typed import check_sizes
 from tests.lib.checks import raises
@@ -30,20 +30,6 @@ class MLP(eqx.Module):
 
     def __call__(self, x: Float[Array, "batch embed"]) -> BatchHidden:
         return x @ self.up
-
-
-def test_calls_of_functions_with_equal_parameters_are_of_one_class():
-    """Python and JAX find out about each new class of calls; one with annotations has its own."""
-
-    def one(x: Any, y: Any = 1) -> Any: ...
-
-    def other(x: Any, y: Any = 2) -> Any: ...
-
-    bare = [Signature(lambda x, y=i: x) for i in range(2)]
-    assert bare[0].call is bare[1].call
-    assert bare[0].bind((1,), {}) == (1, 0) and bare[1].bind((1,), {}) == (1, 1)
-    assert Signature(one).call is not Signature(other).call
-    assert Signature(lambda x, z: x).call is not bare[0].call
 
 
 # Layouts
@@ -78,26 +64,10 @@ def test_layouts_of_annotations(annotation: Any, layout: Any):
     assert signature_layouts(f, RULES) == ({"x": layout}, layout)
 
 
-def test_nothing_annotated_is_for_the_rules():
-    assert signature_layouts(lambda x, *args, **kwargs: x, RULES) == (
-        dict.fromkeys(("x", "args", "kwargs"), RULES),
-        RULES,
-    )
-
-
 def test_variadic_parameters_have_one_layout_for_all():
     def f(*args: Float[Array, "batch"], **kwargs: Float[Array, "hidden"]) -> None: ...
 
     assert signature_layouts(f, RULES) == ({"args": P("data"), "kwargs": P("model")}, None)
-
-
-def test_what_is_bound_is_there_too():
-    model = MLP(jnp.ones((2, 4)))
-    for fun in (model, model.__call__, functools.partial(MLP.__call__, model)):
-        assert signature_layouts(fun, RULES) == (
-            {"self": RULES, "x": P("data", None)},
-            P("data", "model"),
-        )
 
 
 def test_annotations_in_quotes_see_local_names():
@@ -189,26 +159,6 @@ def test_nothing_of_another_layout_is_lost(annotation: Any, rules: Any, spec: P)
     assert row.memory_kind == ft.plan(jnp.ones((4, 8)), rules, check=False)[()].memory_kind
 
 
-def test_without_rules_an_annotation_with_a_spec_is_that_spec():
-    def f(x: Annotated[Float[Array, "a b"], P("model")], y: Float[Array, "a b"]) -> None: ...
-
-    assert signature_layouts(f, None)[0]["x"] == P("model")
-
-
-def test_what_stands_in_a_union_waits_for_the_array_too():
-    def f(x):
-        return x
-
-    # An alternative that cannot be resolved is not looked at before an array may be one of it.
-    f.__annotations__ = {"x": Float[Array, "batch"] | list[tuple["Nowhere", Array]]}  # type: ignore[name-defined]
-    layout = signature_layouts(f, RULES)[0]["x"]
-    assert isinstance(layout, AnnotationLayout) and ft.plan(jnp.ones(4), layout, SIZES).specs == P(
-        "data"
-    )
-    with pytest.raises(ft.ShardingError, match="its annotation `Nowhere` cannot be resolved"):
-        ft.plan([(jnp.ones(4), jnp.ones(4))], layout, SIZES)
-
-
 def test_a_layout_that_waits_names_axes_in_messages_and_rows():
     def f(x: PyTree[Float[Array, "batch"]]) -> None: ...
 
@@ -248,41 +198,7 @@ def test_annotations_that_say_nothing_clear(where: str, annotation: Any, message
         signature_layouts(f, RULES)
 
 
-def test_names_that_no_rule_places():
-    def f(x: Float[Array, "bacth"]) -> None: ...
-
-    with pytest.raises(
-        ft.ShardingError, match="no rule names `bacth`; did you mean the rule for `batch`"
-    ):
-        signature_layouts(f, RULES)
-    with pytest.raises(ft.RuleError, match="3 is not a layout"):
-        signature_layouts(f, 3)
-
-
 # Calls
-
-
-def test_a_call_is_a_tuple_of_all_parameters():
-    def f(_x, /, y=2, *args, z, **kwargs):
-        return (_x, y, args, z, kwargs)
-
-    signature = Signature(f)
-    call = signature.bind((1,), {"z": 3, "w": 4})
-    assert call == (1, 2, (), 3, {"w": 4}) and signature.parameters == (
-        "_x",
-        "y",
-        "args",
-        "z",
-        "kwargs",
-    )
-    assert signature.run(f, call) == (1, 2, (), 3, {"w": 4})
-    assert signature.positional == ("_x", "y", "args") and signature.by_name == "kwargs"
-    assert [str(ft.Path.of(path)) for path, _ in jax.tree_util.tree_flatten_with_path(call)[0]] == [
-        "_x",
-        "y",
-        "z",
-        "kwargs.w",
-    ]
 
 
 UNREADABLE = [
@@ -309,14 +225,6 @@ def test_an_annotation_that_cannot_be_read_stops_nothing_that_needs_no_names(ann
     assert mapped(jnp.ones(8))["y"].sum() == 16
     with pytest.raises(ft.FunctreeError):
         signature_layouts(f, RULES)
-
-
-def test_what_is_bound():
-    model = MLP(jnp.ones((2, 4)))
-    part = functools.partial(functools.partial(model.__call__, 1), x=2)
-    assert Partial.of(part)[1:] == ((model, 1), {"x": 2})
-    with pytest.raises(ft.FunctreeError, match="a function was expected, not 3"):
-        Partial.of(3)
 
 
 # Sizes
@@ -533,33 +441,6 @@ def test_another_argument_is_another_call():
     assert str(f.compilations[1]) == "compilation 2: scale: structure nothing → an array"
 
 
-class Masked(eqx.Module):
-    weight: Float[Array, "size"]
-
-    @jax.checkpoint
-    def scaled(self, x: Any, k: Any = 1.0) -> Any:
-        return self.weight * x * k
-
-
-def test_defaults_of_a_wrapped_method():
-    assert ft.jit(Masked(jnp.ones(2)).scaled)(jnp.ones(2)).sum() == 2
-
-
-def test_a_default_that_is_not_as_annotated():
-    @ft.typed
-    def masked(x: Float[Array, "rows cols"], mask: Float[Array, "rows"] = None) -> Array:  # type: ignore[assignment]
-        return x if mask is None else x * mask[:, None]
-
-    x = jnp.ones((3, 2))
-    np.testing.assert_array_equal(ft.jit(masked)(x), x)
-    np.testing.assert_array_equal(ft.jit(masked)(x, jnp.zeros(3)), 0 * x)
-
-
-class Twice(eqx.Module):
-    def __call__(self, x: Any) -> Any:
-        return x * 2
-
-
 def test_a_parameter_called_self():
     f = ft.jit(lambda self: self * 2)
     x = jnp.ones(2)
@@ -571,18 +452,9 @@ def test_a_parameter_called_self():
     assert np.array_equal(f.lower(self=x).compile()(self=x), 2 * x)
 
 
-@pytest.mark.parametrize(("fun", "name"), [
-    (functools.partial(scaled, 1.0), "scaled"), (scaled, "scaled"), (Twice(), "Twice.__call__"),
-], ids=["partial", "function", "module"])  # fmt: skip
-def test_every_function_has_a_name(fun: Any, name: str):
-    class Model:
-        f = ft.jit(fun)
-
-    assert ft.jit(fun).__name__ in (name, name.rpartition(".")[2])
-    assert Model().f.__name__
-
-
 OF_NO_MODULE = """
+from __future__ import annotations
+
 def double(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return 2 * x
 
@@ -592,12 +464,10 @@ def total(x: Float[Array, "batch embed"]):
 """
 
 
-@pytest.mark.parametrize("future", [False, True])
-def test_functions_of_code_without_a_name(future: bool) -> None:
+def test_functions_of_code_without_a_name() -> None:
     """As `exec` makes them, which some runners of notebooks do."""
-    annotations = "from __future__ import annotations\n" if future else ""
     namespace: dict[str, Any] = {"Array": Array, "Float": Float, "__builtins__": __builtins__}
-    exec(annotations + OF_NO_MODULE, namespace)
+    exec(OF_NO_MODULE, namespace)
     double, total = namespace["double"], namespace["total"]
     assert double.__module__ is None
     rules = ft.AxisRules({"batch": "data", ...: None})
@@ -610,6 +480,3 @@ def test_functions_of_code_without_a_name(future: bool) -> None:
         ft.jit(ft.grad(total, layout=P("data")), rules=rules),
     ):
         assert float(function(x)[0, 0]) == 2
-    layouts = {"data": rules}
-    ranking = ft.explore(double, (x,), meshes={"data": 8}, layouts=layouts, progress=False)
-    assert ranking[0].score is not None

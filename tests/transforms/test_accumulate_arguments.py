@@ -15,6 +15,7 @@ from jax import Array
 from jaxtyping import Float
 
 import functree as ft
+from functree.errors import FunctreeTypeError, FunctreeValueError
 from tests.lib.checks import raises, warns
 
 P = ft.P
@@ -162,6 +163,7 @@ def test_nothing_is_divided():
     with raises(
         "accumulate: no array of the call is divided into micro-batches (`w` is differentiated)",
         "`argnums=` of the gradient says which arguments are differentiated, and `batch=` which",
+        error=FunctreeTypeError,
     ):
         ft.accumulate(ft.grad(lambda w: jnp.sum(w)), 2)(W)
 
@@ -349,29 +351,29 @@ def _counted(w: Array, x: Array, seen: Array) -> Any:
     return jnp.mean(x @ w), seen + x.sum()
 
 
-NOT_OVER: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]] = {
     "an axis": (
-        lambda f: ft.accumulate(f, 2, over="dat"),
+        lambda f: ft.accumulate(f, 2, over="dat"), ft.ShardingError,
         (
             "accumulate cannot divide the batch",
             "over='dat'", "mesh (data=4) has no such axis; did you mean `data`?",
         ),
     ),
     "no layout": (
-        lambda f: ft.accumulate(f, 2, over="data"),
+        lambda f: ft.accumulate(f, 2, over="data"), ft.ShardingError,
         (
             "accumulate: over= does not know how the parameters in `model` are sharded on mesh",
             "(data=4): pass `layout=` to the gradient function, or use rules",
         ),
     ),
     "the size": (
-        lambda f: ft.accumulate(ft.grad(of_matrix, layout=P()), 8, over="data"),
+        lambda f: ft.accumulate(ft.grad(of_matrix, layout=P()), 8, over="data"), FunctreeValueError,
         ("x   f32[8, 4]", "of size 8 cannot be split into 8 micro-batches on each of 4 shards"),
     ),
     "what is carried": (
         lambda f: lambda model, x: ft.accumulate(
             ft.grad(_counted, has_aux=True, layout=P()), 2, carry="seen", over="data"
-        )(jnp.ones(4), x, jnp.zeros(())),
+        )(jnp.ones(4), x, jnp.zeros(())), FunctreeTypeError,
         (
             "accumulate: 1 array in `carry` would change between micro-batches",
             "seen   f32[]", "is f32[] in the first micro-batch, and f32[] varying over data in the",
@@ -382,7 +384,7 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
         lambda f: lambda model, x: ft.accumulate(
             ft.grad(lambda w, x: (jnp.mean(x @ w), x[0, 0] > 0), has_aux=True, layout=P()),
             2, over="data",
-        )(jnp.ones(4), x),
+        )(jnp.ones(4), x), FunctreeTypeError,
         (
             "accumulate: 1 array cannot be returned with `over=`",
             'result.1   bool[]', 'differs between the shards over "data"', "make it a float",
@@ -393,10 +395,10 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", NOT_OVER)
 def test_no_shards(name: str):
-    make, fragments = NOT_OVER[name]
+    make, error, fragments = NOT_OVER[name]
     mesh = ft.make_mesh(data=4)
     placed = ft.shard((MATRIX, X), (P(), P("data")), mesh)
-    with raises(*fragments):
+    with raises(*fragments, error=error):
         ft.jit(make(ft.grad(of_matrix)), mesh=mesh)(*placed)
 
 
@@ -415,9 +417,9 @@ def _loss(model: Array, x: Array, state: Any, key: Any = None) -> Any:
 
 
 GRADIENT = ft.grad(_loss, has_aux=True)
-NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "unknown": (
-        lambda: ft.accumulate(GRADIENT, 2, keys=("kye",), carry="stat"),
+        lambda: ft.accumulate(GRADIENT, 2, keys=("kye",), carry="stat"), FunctreeValueError,
         (
             "accumulate: parameters cannot be named so",
             "keys='kye'", "_loss has no such parameter; did you mean `key`?",
@@ -426,37 +428,37 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         ),
     ),
     "the model": (
-        lambda: ft.accumulate(GRADIENT, 2, carry="model"),
+        lambda: ft.accumulate(GRADIENT, 2, carry="model"), FunctreeValueError,
         ("carry='model'", "is differentiated, so it is the same in each micro-batch"),
     ),
     "twice": (
-        lambda: ft.accumulate(GRADIENT, 2, keys=["key", "key"]), ("keys='key'", "is named twice"),
+        lambda: ft.accumulate(GRADIENT, 2, keys=["key", "key"]), FunctreeValueError, ("keys='key'", "is named twice"),
     ),
     "in both": (
-        lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"),
+        lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"), FunctreeValueError,
         ("`key`", "is in `keys` and in `carry`", "name it in one of them"),
     ),
     "bound": (
-        lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"),
+        lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"), FunctreeValueError,
         ("keys='key'", "is bound to", "leave it out of the `functools.partial`"),
     ),
     "carried by others": (
-        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"),
+        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"), FunctreeTypeError,
         (
             "accumulate: it is not known whether _loss returns the next value of `state` as its",
             "use `ft.grad` or `ft.value_and_grad` with `has_aux=True`",
         ),
     ),
     "over by others": (
-        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, over="data"),
+        lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, over="data"), FunctreeTypeError,
         ("accumulate: over= needs to know where in the result of _loss the gradients are",),
     ),
     "no weight": (
-        lambda: ft.accumulate(ft.grad(lambda w, x: 0.0), 2, weighted=True),
+        lambda: ft.accumulate(ft.grad(lambda w, x: 0.0), 2, weighted=True), FunctreeTypeError,
         ("returns no aux: return the weight of the micro-batch as aux, and write `has_aux=True`",),
     ),
     "no position": (
-        lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2),
+        lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2), FunctreeValueError,
         ("accumulate: _loss has no positional parameter 7 to differentiate",),
     ),
 }  # fmt: skip
@@ -464,8 +466,8 @@ NAMES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names(name: str):
-    make, fragments = NAMES[name]
-    with raises(*fragments):
+    make, error, fragments = NAMES[name]
+    with raises(*fragments, error=error):
         make()
 
 
@@ -486,7 +488,8 @@ NO_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
 def test_what_is_no_key(name: str):
     key, fragments = NO_KEYS[name]
     step = ft.accumulate(ft.grad(lambda w, x, key: jnp.mean(w * x)), STEPS, keys="key")
-    with raises("accumulate: 1 value in `keys` cannot be split", *fragments):
+    told = "accumulate: 1 value in `keys` cannot be split"
+    with raises(told, *fragments, error=FunctreeTypeError):
         step(W, X, key)
 
 
@@ -546,7 +549,7 @@ def test_names_of_keyword_arguments_that_are_not_passed():
     with raises(
         "accumulate: 2 keyword arguments cannot be found",
         "more.key", "is in `keys`, and the call passes no argument by this name",
-        "more.state", "is in `carry`", "Try: pass it by its name",
+        "more.state", "is in `carry`", "Try: pass it by its name", error=FunctreeTypeError,
     ):  # fmt: skip
         step(W, X, KEY)
 
@@ -554,5 +557,5 @@ def test_names_of_keyword_arguments_that_are_not_passed():
 @pytest.mark.parametrize("name", NOT_CARRIED)
 def test_what_is_not_carried(name: str):
     step, state, fragments = NOT_CARRIED[name]
-    with raises(*fragments):
+    with raises(*fragments, error=FunctreeTypeError):
         traced(step, W, X, *state) if name == "several" else traced(step, W, X, state)

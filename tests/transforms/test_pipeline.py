@@ -12,6 +12,7 @@ import pytest
 from jaxtyping import Array, Float
 
 import functree as ft
+from functree.errors import FunctreeTypeError, FunctreeValueError
 from tests.lib.checks import raises
 from tests.lib.covering import selected_cells
 
@@ -240,6 +241,7 @@ def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
         with raises(
             "arrays cannot be divided into micro-batches",
             "args.0   f32[4, 8]", "is in `divided`, and the batch has the size 8",
+            error=FunctreeValueError,
         ):  # fmt: skip
             ft.jit(lambda layers, x, t: layers.scan(x, t[:4], microbatches=2, divided=0))(
                 placed, x, table
@@ -248,35 +250,67 @@ def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
     np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_messages() -> None:
-    rules = ft.AxisRules(NAMES)
-    with raises('"layers" is sharded over pipe', "gather the whole stack", "`microbatches=`", "4"):
-        scanned(rules, {"pipe": 4, "data": 2})
-    with raises("microbatches=3", "batch of 32, sharded over 2 devices", "divisor of 16"):
-        scanned(rules, {"pipe": 4, "data": 2}, microbatches=3)
-    with raises("4 layers", "8 stages", "that 8 divides"):
-        scanned(rules, {"pipe": 8, "data": 1}, microbatches=2)
-    with raises("collect=True", "of micro-batches", "unsharded"):
-        scanned(rules, {"pipe": 4, "data": 2}, microbatches=2, collect=True)
-    with raises("microbatches=0"):
-        scanned(rules, {"pipe": 4, "data": 2}, microbatches=0)
-    for divided in (4, (0, -1), "0"):
-        with raises("divided="):  # even where nothing is sharded
-            ft.stack(lambda key: ft.nn.MLP(8, 8, key=key), 2, jax.random.key(0)).scan(
-                jnp.ones((4, 8)), divided=divided
-            )
-    both = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
-    with raises("mesh axis pipe shards both the batch and the stack"):
-        scanned(both, {"pipe": 4}, microbatches=2)
-    # Rules for activations alone say nothing of a stack.
-    assert scanned(
-        ft.AxisRules({"batch": "data", "embed": None, "hidden": None}), {"data": 2}
-    ).shape
+BY_STAGE = ft.AxisRules(NAMES)
+BOTH = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
+# The rules, the mesh, the options, and the error.
+REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] = {
+    "no micro-batches": (
+        BY_STAGE, {"pipe": 4, "data": 2}, {},
+        ('a stack whose axis "layers" is sharded over pipe is scanned', "gather the whole stack",
+         "Give `microbatches=`, so that the layers run as a pipeline of 4 stages"),
+    ),
+    "a batch that is not divided": (
+        BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 3},
+        ("a stack cannot be run as a pipeline\n\n  microbatches=3\n",
+         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "Try: a divisor of 16"),
+    ),
+    "layers that are not divided": (
+        BY_STAGE, {"pipe": 8, "data": 1}, {"microbatches": 2},
+        ("  4 layers\n      pipe has 8 stages for them", "Try: a number of layers that 8 divides"),
+    ),
+    "more than x": (
+        BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 2, "collect": True},
+        ("`microbatches=` runs layers that return `x` alone\n\n  collect=True\n",
+         "of micro-batches", "Try: leave the stack unsharded for it"),
+    ),
+    "no number": (
+        BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 0},
+        ("microbatches=0\n      it must be a positive integer",),
+    ),
+    "one mesh axis for both": (
+        BOTH, {"pipe": 4}, {"microbatches": 2},
+        ("microbatches=: the mesh axis pipe shards both the batch and the stack", "two mesh axes"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_messages(case: str) -> None:
+    rules, sizes, options, told = REFUSED[case]
+    with raises(*told, error=FunctreeValueError):
+        scanned(rules, sizes, **options)
+
+
+def test_what_is_no_position() -> None:
+    """Even where nothing is sharded."""
+    layers = ft.stack(lambda key: ft.nn.MLP(8, 8, key=key), 2, jax.random.key(0))
+    wrong = [(4, FunctreeValueError), ((0, -1), FunctreeValueError), ("0", FunctreeTypeError)]
+    for divided, error in wrong:
+        with raises("divided=", error=error):
+            layers.scan(jnp.ones((4, 8)), divided=divided)
+
+
+def test_a_cache_is_for_no_pipeline() -> None:
     model = ft.nn.Transformer.create(CONFIG, key=jax.random.key(0))
     model = dataclasses.replace(model, microbatches=2)
-    with jax.set_mesh(ft.make_mesh(pipe=4, data=2)), ft.axis_rules(rules):
-        with raises("collect=True", "cache"):
-            ft.nn.generate(ft.shard(model, rules), jnp.ones((4, 4), int), 2)
+    with jax.set_mesh(ft.make_mesh(pipe=4, data=2)), ft.axis_rules(BY_STAGE):
+        with raises("collect=True", "cache", error=FunctreeValueError):
+            ft.nn.generate(ft.shard(model, BY_STAGE), jnp.ones((4, 4), int), 2)
+
+
+def test_rules_for_activations_alone_say_nothing_of_a_stack() -> None:
+    rules = ft.AxisRules({"batch": "data", "embed": None, "hidden": None})
+    assert scanned(rules, {"data": 2}).shape == (BATCH, EMBED)
 
 
 def test_a_stack_that_is_sharded_by_its_type() -> None:

@@ -137,15 +137,6 @@ def test_annotations_of_parameters_and_containers():
     np.testing.assert_array_equal(twice, eight * 3)
 
 
-def test_names_that_depend_on_the_rank():
-    @shard_map(mesh=MESH, rules=RULES)
-    def f(x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        return x * 2
-
-    assert f(X).sharding.spec[0] == "data"
-    assert f(jnp.ones((2, 2, 4))).shape == (2, 2, 4)
-
-
 def test_what_is_written_wins_over_rules():
     f = shard_map(
         lambda x, w: x @ w,
@@ -175,11 +166,6 @@ WRONG = [
         r'up   f32\[5, 8\]   "embed hidden"\n +"embed" has size 5 here, and 6',
     ),
     ("local", jnp.ones((4, 6)), r'"embed" has size 5 here, and 6 in `x`'),
-    (
-        "global",
-        jnp.ones((4, 6), int),
-        r"x   i32.*its dtype is int32, but the annotation says Float",
-    ),
 ]
 
 
@@ -227,21 +213,6 @@ def test_what_jaxtyping_refuses_inside_is_right_globally():
 
 
 # Every way to call
-
-
-def test_keyword_arguments_share_the_program():
-    traces = []
-
-    @shard_map(mesh=MESH, in_specs={"x": P("data"), "up": P()}, out_specs=P("data"))
-    def f(x: Array, up: Array, *, sign: int = 1) -> Array:
-        traces.append(sign)
-        return sign * (x @ up)
-
-    np.testing.assert_array_equal(f(INPUTS[0], INPUTS[1]), f(up=INPUTS[1], x=INPUTS[0]))
-    assert traces == [1]
-    f(INPUTS[0], INPUTS[1], sign=-1)
-    f(INPUTS[0], INPUTS[1], sign=-1)
-    assert traces == [1, -1]
 
 
 def test_one_entry_for_any_number_of_arguments_and_one_for_each_name():
@@ -381,26 +352,6 @@ def test_grad_taken_outside(jit: bool, check_vma: bool):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, eqx.filter_jit], ids=["eager", "jit"])
-def test_closing_over_outer_tracers(wrap: Callable[[Any], Any]):
-    """The MLP is whole on each device, so that its psum over `model` counts it four times."""
-
-    def outer(w: Array, model: MLP) -> Array:
-        f = shard_map(
-            lambda x: model(x) * w,
-            mesh=MESH,
-            in_specs=P("data"),
-            out_specs=P("data"),
-            check_vma=False,
-        )
-        return f(INPUTS[0]).sum()
-
-    w = jnp.asarray(2.0)
-    np.testing.assert_allclose(
-        wrap(jax.grad(outer))(w, mlp()), reference(*INPUTS).sum() * 4, rtol=1e-4
-    )
-
-
 def test_inside_ambient_rules_and_other_settings_it_is_traced_again():
     f = shard_map(
         lambda x: x * (2 if ambient_rules() else 1), mesh=LINE, in_specs=P("x"), out_specs=P("x")
@@ -431,6 +382,8 @@ def test_a_traced_array_that_is_closed_over_is_of_this_trace(inner: bool):
     for factor in (2.0, 3.0):
         found = jax.jit(lambda *args: step(*args))(X, jnp.float32(factor))
         np.testing.assert_array_equal(found, X * factor)
+        by_factor = jax.grad(lambda factor: step(X, factor).sum())(jnp.float32(factor))
+        assert by_factor == X.sum()
 
 
 def test_the_ambient_mesh_may_be_another_one_in_each_call():
@@ -440,15 +393,6 @@ def test_the_ambient_mesh_may_be_another_one_in_each_call():
         with jax.set_mesh(ft.make_mesh(**sizes)):
             np.testing.assert_array_equal(f(np.asarray(X)), X)
     assert seen == [(1, 4), (4, 4)]
-
-
-def test_an_array_that_is_committed_later_is_looked_at():
-    f = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
-    np.testing.assert_array_equal(f(X), 2 * X)
-    with raises(
-        "x   f32[8, 4]", "but the mesh has other devices", "`ft.shard`", error=ft.ShardingError
-    ):
-        f(jax.device_put(X, X.device))
 
 
 def test_arguments_are_let_go():
@@ -479,14 +423,6 @@ def test_a_later_call_runs_little_python():
     assert python_calls(lambda: f(tree)) < 360
 
 
-PLACED = {
-    "uncommitted": lambda mesh: X,
-    "numpy": lambda mesh: np.asarray(X),
-    "sharded": lambda mesh: jax.device_put(X, NamedSharding(mesh, P("data"))),
-    "abstract": lambda mesh: jax.ShapeDtypeStruct(X.shape, X.dtype),
-}
-
-
 def test_rules_lose_the_axes_that_are_not_manual():
     """Such an axis counts as one device, also where the sizes are checked."""
 
@@ -499,42 +435,24 @@ def test_rules_lose_the_axes_that_are_not_manual():
     assert found.sharding.spec == P("data")
 
 
-@pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])
-def test_arguments_of_one_type_share_a_trace(explicit: bool):
-    mesh, traces = mesh_of(explicit), list[Any]()
-
-    def double(x: Any) -> Any:
-        traces.append(x.shape)
-        return {"doubled": x * 2, "n": len(traces)}
-
-    f = shard_map(double, mesh=mesh, in_specs=P("data"), out_specs=P("data"))
-    for place in (*PLACED.values(), *reversed(PLACED.values())):
-        x = place(mesh)
-        if isinstance(x, jax.ShapeDtypeStruct):
-            assert f.eval_shape(x)["doubled"].shape == X.shape
-            continue
-        assert np.array_equal(f(x)["doubled"], 2 * X) and f(x)["n"] == 1
-    assert len(traces) == 1
-    assert np.array_equal(f(jnp.ones(8, jnp.int32))["doubled"], [2] * 8), (
-        "another type is another trace"
-    )
-    assert f(X)["n"] == 1 and len(traces) == 2, "and has its own result"
-
-
 def test_a_trace_in_another_setting_keeps_its_own_result():
     """The result's structure depends on a setting of JAX, and the traces of both settings are used
-    again."""
+    again, wherever the argument lies."""
+    traces: list[Any] = []
 
     def body(x: Any) -> Any:
+        traces.append(x)
         wide = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
         return {"x": x, "again": x} if wide else {"x": x}
 
     f = shard_map(body, mesh=MESH, in_specs=P("data"), out_specs=P("data"))
-    uncommitted, sharded = X, jax.device_put(X, NamedSharding(MESH, P("data")))
-    assert f(uncommitted).keys() == {"x"}
+    assert f(X).keys() == {"x"}
     with jax.enable_x64(True):
-        assert f(uncommitted).keys() == {"x", "again"}
-    assert f(sharded).keys() == {"x"} and f(uncommitted).keys() == {"x"}
+        assert f(X).keys() == {"x", "again"}
+    for x in (ft.shard(X, P("data"), MESH), np.asarray(X), X):
+        assert f(x).keys() == {"x"}
+    assert f.eval_shape(jax.ShapeDtypeStruct(X.shape, X.dtype)).keys() == {"x"}
+    assert len(traces) == 2
 
 
 # Explicit axes: the types have the specs
@@ -661,16 +579,6 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         "in_specs has 2 layouts, and <lambda> has 1 positional parameter (x)",
     ),
     (
-        {"in_specs": {"y": P()}},
-        ft.RuleError,
-        "in_specs: <lambda> has no parameter 'y'; its parameters are x",
-    ),
-    (
-        {"in_specs": 3},
-        ft.RuleError,
-        "in_specs: 3 is neither a layout, nor one for each positional parameter",
-    ),
-    (
         {"axis_names": {"dta"}},
         ft.ShardingError,
         "`dta` in `axis_names` is not in the mesh (data=2, model=4); did you",
@@ -720,13 +628,6 @@ def test_another_mesh_inside():
         call(fun=inner)
     with pytest.raises(ft.ShardingError, match="are manual already"):
         call(fun=shard_map(lambda x: x, in_specs=P(), out_specs=P()))
-
-
-def test_pythons_own_words_for_a_wrong_call():
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
-        shard_map(lambda x: x, mesh=MESH, in_specs=P(), out_specs=P())()
-    with pytest.raises(ft.FunctreeError, match="max> has no signature: wrap it"):
-        shard_map(max, mesh=MESH)
 
 
 def test_results_of_every_kind():

@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.transforms.shard_map import shard_map
 from functree.transforms.typed import typed
 from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH
@@ -159,17 +158,6 @@ def test_constrain_without_a_mesh_does_nothing():
     assert typed(up, constrain=True)(X, UP).shape == (4, 8)
 
 
-def test_inside_shard_map_it_sees_local_arrays():
-    def f(x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
-        return typed(same, constrain=True)(x)
-
-    def same(x: Float[Array, "2 embed"]) -> Float[Array, "2 embed"]:
-        return x
-
-    rules = ft.AxisRules({"batch": "data", "embed": None})
-    np.testing.assert_array_equal(shard_map(f, mesh=MESH, rules=rules)(X), X)
-
-
 def test_defaults_are_not_checked():
     @ft.typed
     def f(
@@ -217,14 +205,3 @@ def test_a_name_with_several_sizes_in_self_is_bound_by_the_arguments():
     assert apply(block, jnp.ones(3), jnp.ones(3)).shape == (3,)
     with raises('y   f32[4]   "hidden"', '"hidden" has size 4 here, and 3 in `x`'):
         apply(block, jnp.ones(3), jnp.ones(4))
-
-
-def test_an_array_of_another_rank_is_shown_with_its_annotation():
-    @ft.typed
-    def f(x: Float[Array, "*b d"], y: Float[Array, "b d"]) -> Any:
-        return x, y
-
-    with raises("y   f32[3]", '`Float[Array, "b d"]` has 2', "Try: pass an array with these dim"):
-        f(jnp.ones((2, 3)), jnp.ones(3))
-    with raises("x   f32[]", '`Float[Array, "*b d"]`'):
-        f(jnp.ones(()), jnp.ones((2, 3)))
