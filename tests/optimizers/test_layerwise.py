@@ -343,20 +343,6 @@ def test_the_program_does_not_grow_with_the_layers():
     assert lines(4) == lines(8)
 
 
-def test_the_update_is_traced_once():
-    traces: list[int] = []
-
-    def update(updates: Any, state: Any, params: Any = None) -> Any:
-        traces.append(len(jax.tree.leaves(updates)))
-        return updates, state
-
-    tx = ft.layerwise(optax.GradientTransformation(lambda params: optax.EmptyState(), update))
-    for _ in range(3):
-        tx.update(MODEL, tx.init(MODEL), MODEL)
-    # In the first call with two layers of each stack too: whether they depend on each other.
-    assert traces == [9, 5, 5, 5]
-
-
 @pytest.mark.parametrize("raw", [False, True], ids=["typed", "raw"])
 def test_what_draws_random_numbers_is_refused(raw: bool):
     key = (jax.random.PRNGKey if raw else jax.random.key)(0)

@@ -32,20 +32,10 @@ class Layer(eqx.Module):
         down = jax.random.normal(keys[1], (HIDDEN, EMBED)) / HIDDEN**0.5
         return cls(up, down, jnp.ones(EMBED))
 
-    def __call__(self, x: Array) -> Array:
-        return x + jnp.tanh(x * self.scale[None] @ self.up) @ self.down
-
 
 class Model(eqx.Module):
     layers: Any
     head: Float[Array, "embed out"]
-
-    def __call__(self, x: Array) -> Array:
-        if isinstance(self.layers, ft.Stacked):
-            return self.layers(x) @ self.head
-        for layer in self.layers:
-            x = layer(x)
-        return x @ self.head
 
 
 def create(key: Array) -> Model:
@@ -58,7 +48,7 @@ def unstacked(model: Model) -> Model:
     return Model(list(model.layers), model.head)
 
 
-RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
+RULES = ft.AxisRules({"hidden": "model", ...: None})
 LAYOUT = RULES | ft.FSDP("data", min_size=0)
 MODEL = create(jax.random.key(0))
 GRADIENT = create(jax.random.key(1))

@@ -50,8 +50,6 @@ LAYOUTS: dict[str, ft.Layout] = {
     "FSDP+TP": TENSOR | ft.FSDP("data", min_size=0),
     "data parallel": ft.AxisRules({...: None}),
 }
-SPECS = {"FSDP": P(None, None, ("data", "model")), "TP": P(None, None, "model")}
-SPECS |= {"FSDP+TP": P(None, "data", "model"), "data parallel": P(None, None, None)}
 MESHES: dict[str, Mesh] = {"Auto": MESH, "Explicit": EXPLICIT}
 
 

@@ -293,21 +293,6 @@ def test_a_state_of_a_stack_of_another_depth():
         stack(3)[0].scan(jnp.ones(8), state=stack(4)[1])
 
 
-def test_a_layer_that_keeps_the_state_to_itself():
-    stack, state = ft.make_state(ft.stack(lambda key: Forgets(Counter()), 3, jax.random.key(0)))
-    with raises(
-        "Forgets is called with `state=` but does not return `(y, state)`", error=ft.FunctreeError
-    ):
-        stack.scan(jnp.ones(8), state=state)
-
-
-class Forgets(eqx.Module):
-    counter: Counter
-
-    def __call__(self, x: Array, state: ft.State) -> Array:
-        return self.counter(x, state)[0]
-
-
 # A tree like any other
 
 
@@ -378,15 +363,6 @@ def test_what_is_state_is_not_trained():
 
 
 # Under transforms
-
-
-def test_vmap_over_states():
-    model, state = ft.make_state(Counter())
-    states = jax.tree.map(lambda x: jnp.stack([x] * 3), state)
-    _, after = jax.vmap(model, in_axes=(0, 0))(jnp.arange(24.0).reshape(3, 8), states)
-    assert after["calls"].tolist() == [1, 1, 1] and after["total"][2].tolist() == list(
-        range(16, 24)
-    )
 
 
 def test_made_under_vmap():
@@ -533,22 +509,6 @@ def test_state_that_no_layer_knows_costs_the_backward_pass_nothing():
         return f.lower(model, state).compile().memory_analysis().temp_size_in_bytes
 
     assert memory(2**16) - memory(2**4) < 4 * 2 * 2**16, "less than two copies for sixteen layers"
-
-
-def test_shard_map():
-    model, state = ft.make_state(Counter())
-    layouts = {"model": P("model"), "x": P("model"), "state": RULES}
-
-    @ft.shard_map(mesh=MESH, in_specs=layouts, out_specs=(P("model"), RULES), shapes=None)
-    def apply(model: Any, x: Array, state: ft.State) -> tuple[Array, ft.State]:
-        total = state["total"] + x * model.scale
-        return x, state.update({ft.Path(("total",)): total}).set(
-            model.calls, state[model.calls] + 1
-        )
-
-    _, after = apply(model, jnp.arange(8.0), state)
-    assert int(after["calls"]) == 1 and after["total"].tolist() == list(range(8))
-    assert after["total"].sharding.spec == P("model")
 
 
 @pytest.mark.parametrize("explicit", [False, True], ids=["auto", "explicit"])

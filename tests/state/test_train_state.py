@@ -15,8 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Float, Int, PRNGKeyArray
 
 import functree as ft
-from functree.labels.leaves import read
-from tests.lib.checks import python_calls, raises
+from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
@@ -226,14 +225,6 @@ def test_a_named_part_on_the_host_and_composed():
     assert again["opt_state.0.mu.up"].memory_kind == "pinned_host"
 
 
-def test_filters_that_match_nothing_are_errors():
-    for pattern in ("opt_state.0.mv.**", "model.uo", "stepp"):
-        with raises(f"filter '{pattern}'", "matches no leaf", error=ft.ShardingError):
-            specs(ft.StateSharding({pattern: P(), ...: P()}))
-    with raises("filter 'opt_state.0.mu.up'", "earlier filters match all", error=ft.ShardingError):
-        specs(ft.StateSharding({"opt_state.**": P(), "opt_state.0.mu.up": P("data"), ...: P()}))
-
-
 def test_what_cannot_be_derived_says_which_pattern():
     with raises(
         "opt_state.0.mu", "by a pattern", "StateSharding({'opt_state.**'", error=ft.ShardingError
@@ -334,25 +325,6 @@ def test_frozen_parts():
     assert rows_of(plan, "opt_state") == rows_of(
         ft.plan_optimizer(tx, net(), RULES | FSDP, SIZES, wrt=wrt)
     )
-
-
-def test_a_tree_is_read_no_more_often_than_it_has_to_be():
-    rules, tx = ft.AxisRules({"hidden": "model", ...: None}), optax.adam(1e-3)
-    model = ft.nn.Linear(128, 256, key=jax.random.key(0))
-
-    def reads(run: Callable[[], Any]) -> int:
-        return python_calls(run, of=read)
-
-    def step(ts: Any, x: Any) -> Any:
-        gradients = ft.grad(lambda model: jnp.sum(jax.vmap(model)(x) ** 2))(ts.model)
-        return ft.apply_gradients(ts, gradients)
-
-    # The parameters are chosen before there is an optimizer's state, and then all is laid out.
-    assert reads(lambda: ft.TrainState.create(model, tx, layout=rules, mesh=MESH)) == 2
-    ts = ft.TrainState.create(model, tx, layout=rules, mesh=MESH)
-    compiled, x = ft.jit(step, rules=rules), ft.shard(jnp.ones((4, 128)), ft.P("data"), MESH)
-    assert reads(lambda: compiled(ts, x)) == 2  # for the gradients, and for the update
-    assert reads(lambda: compiled(ts, x)) == 0
 
 
 # Updated
@@ -516,26 +488,6 @@ def test_the_average_is_no_second_name_of_the_parameters():
 
 
 # Steps
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-def test_one_bare_layout_for_a_state_and_a_batch(packed: bool):
-    class Batch(eqx.Module):
-        x: Float[Array, "batch embed"]
-
-    layout = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
-    ts = ft.shard(ft.TrainState.create(net(), adafactor()), layout, MESH)
-
-    @ft.jit(in_shardings=layout, out_shardings=None, mesh=MESH, donate="ts")
-    def step(ts: Any, batch: Batch) -> Any:
-        return ft.apply_gradients(ts, ft.grad(loss)(ts.model, batch.x))
-
-    ts, batch = ft.pack(ts) if packed else ts, ft.shard(Batch(X), P("data"), MESH)
-    for _ in range(3):
-        ts = step(ts, batch)
-    ts = ft.unpack(ts) if packed else ts
-    assert len(step.compilations) == 1
-    assert ts.model.bias.sharding.spec == ts.opt_state[0].v.bias.sharding.spec == P("model")
 
 
 TX = adafactor()
