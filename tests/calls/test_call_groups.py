@@ -10,29 +10,12 @@ import pytest
 
 import functree as ft
 from functree.calls.call_groups import CallGroups
-from functree.tree.skeleton.code import Code
 from functree.tree.skeleton.skeleton import Skeleton
 from tests.lib.checks import raises
 from tests.lib.meshes import lay
-from tests.lib.trees import Leafy, x
+from tests.lib.trees import Leafy
 
 A = jnp.ones(2)
-
-
-@pytest.mark.parametrize(("value", "concrete"), [
-    (A, True), (jax.random.key(0), True), (np.ones(2), False), (np.float32(1), False), (x(2), False),
-], ids=["array", "key", "numpy", "scalar", "abstract"])  # fmt: skip
-@pytest.mark.parametrize("beside", [[], [A]], ids=["alone", "beside an array"])
-def test_whether_all_arrays_have_values(value: Any, concrete: bool, beside: list[Any]):
-    groups = CallGroups()
-    for _ in range(3):  # looked up, and then found among the recent ones
-        found = groups.find([*beside, value])
-        assert found.concrete is concrete and list(found.arrays) == [*beside, value]
-        assert groups.find([*beside, A]).concrete
-    jax.eval_shape(lambda x: groups.find([*beside, x]).concrete or x, A)
-    traced = []
-    jax.jit(lambda x: traced.append(groups.find([x]).concrete) or x)(A)
-    assert traced == [False]
 
 
 GROUPS: dict[str, list[Any]] = {
@@ -107,33 +90,6 @@ def test_what_a_trace_would_use_up_is_no_argument(static: Any):
     why = "would be used up by the trace, and its arrays would be constants of the program"
     with raises("1 leaf cannot be static", "x   map", why, "pass a list or an array"):
         f(map(jnp.sin, [A]))
-
-
-def test_what_a_step_returns_has_the_form_of_what_it_takes():
-    """And another function of such a state generates nothing for it either."""
-    made: list[str] = []
-    function = Code.function
-
-    def counted(code: Code, head: str, what: str) -> Any:
-        made.append(what)
-        return function(code, head, what)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Code, "function", counted)
-        state = {"layers": [Leafy([jnp.ones(1)] * 20, None) for _ in range(3)]}
-        step = ft.jit(lambda state, x: (jax.tree.map(lambda leaf: leaf + 1, state), x))
-        for _ in range(4):
-            state, _ = step(state, A)
-        # Of the call, the state, its list, one layer and the list in it; and the result.
-        assert sorted(made) == sorted(["Record", "dict", "list", "Leafy", "list", "tuple"] * 2)
-        made.clear()
-        for _ in range(4):
-            ft.jit(lambda state: jax.tree.leaves(state)[0])(state)
-        assert made == []
-        other = ft.jit(lambda state: state)
-        for _ in range(4):
-            other(state)
-        assert made == ["Record", "Record"], "for the other call"
 
 
 def test_another_thread_may_add_a_group_meanwhile():

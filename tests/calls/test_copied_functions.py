@@ -44,12 +44,8 @@ LAYER = Layer(BIAS)
 FUNCTIONS: dict[str, Callable[[], Any]] = {
     "jit": lambda: ft.jit(lambda x: x + 1),
     "decorated": lambda: decorated,
-    "with options": lambda: ft.jit(
-        plain, rules=ft.AxisRules({"a": "data"}), out_shardings=P(), donate=...
-    ),
     "of a module": lambda: ft.jit(LAYER),
     "of a bound method": lambda: LAYER.step,
-    "in a module": lambda: Layer(BIAS, ft.jit(lambda x: x + 1)),
     "shard_map": lambda: ft.shard_map(plain, in_specs=P("data"), out_specs=P("data")),
 }
 COPIES: dict[str, Callable[[Any], Any]] = {

@@ -139,19 +139,6 @@ def _annotated(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return inner
 
 
-def test_the_function_is_traced_once():
-    traces, double = list[Array](), backward()
-
-    def inner(x: Float[Array, "rows cols"]) -> Array:
-        traces.append(x)
-        return double(x)
-
-    f = ft.jit(inner, rules=RULES, mesh=MESH)
-    for _ in range(3):
-        jax.grad(lambda x: f(x).sum())(jnp.asarray(X))
-    assert len(traces) == 1
-
-
 def test_closing_over_a_traced_array():
     double = backward()
 

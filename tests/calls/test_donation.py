@@ -102,8 +102,6 @@ def test_silent_failure_29_a_step_that_the_compiler_does_not_keep():
 FORMS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[..., Any], Any]] = {
     # arguments, function, and for each array of the result whose sharding it has
     "alone": (lambda: (model(),), lambda m: spread(m), ["w", "b"]),
-    "in a tuple": (lambda: (model(),), lambda m: (spread(m), m.w.sum()), ["w", "b", None]),
-    "a dict": (lambda: ({"w": model().w},), lambda m: spread(m), ["w"]),
     "outermost first": (
         lambda: ([model(P("model"), P())], model()),
         lambda a, b: spread((b, [a[0]])),

@@ -68,22 +68,6 @@ SHARDED: dict[str, tuple[Any, dict[str, P]]] = {
         optax.novograd(0.1),
         {"0.mu.layers.layer.up": P(None, "data", "model"), "0.nu.layers.layer.up": P(None)},
     ),
-    "muon": (
-        optax.contrib.muon(0.1),
-        {
-            "inner_states.muon.inner_state.0.mu.layers.layer.up": P(None, "data", "model"),
-            "inner_states.adam.inner_state.0.mu.layers.layer.scale": P(None, "data"),
-        },
-    ),
-    "MultiSteps": (
-        optax.MultiSteps(optax.sm3(0.1), 1).gradient_transformation(),
-        {
-            "inner_opt_state.0.mu.layers.layer.up.0": P(None, "data"),
-            "inner_opt_state.0.mu.layers.layer.up.1": P(None, "model"),
-            "acc_grads.layers.layer.up": P(None, "data", "model"),
-            "mini_step": P(),
-        },
-    ),
 }
 
 

@@ -282,17 +282,6 @@ def test_an_unknown_path_is_a_key_error():
         state["totl"]
 
 
-def test_a_state_of_a_stack_of_another_depth():
-    stack = lambda n: ft.make_state(ft.stack(lambda key: Counter(), n, jax.random.key(0)))  # noqa: E731
-    with raises(
-        'the same leading size, that of "layers"',
-        "layer.calls",
-        "leading size 4",
-        error=ft.FunctreeError,
-    ):
-        stack(3)[0].scan(jnp.ones(8), state=stack(4)[1])
-
-
 # A tree like any other
 
 

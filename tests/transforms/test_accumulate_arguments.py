@@ -384,7 +384,7 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
         lambda f: lambda model, x: ft.accumulate(
             ft.grad(lambda w, x: (jnp.mean(x @ w), x[0, 0] > 0), has_aux=True, layout=P()),
             2, over="data",
-        )(jnp.ones(4), x), FunctreeTypeError,
+        )(jnp.ones(4), x), ft.ShardingError,
         (
             "accumulate: 1 array cannot be returned with `over=`",
             'result.1   bool[]', 'differs between the shards over "data"', "make it a float",
@@ -458,7 +458,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
         ("returns no aux: return the weight of the micro-batch as aux, and write `has_aux=True`",),
     ),
     "no position": (
-        lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2), FunctreeValueError,
+        lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2), FunctreeTypeError,
         ("accumulate: _loss has no positional parameter 7 to differentiate",),
     ),
 }  # fmt: skip

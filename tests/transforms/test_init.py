@@ -140,18 +140,6 @@ def test_what_to_do_without_devices():
     assert error(None).startswith("there is no mesh")
 
 
-def test_an_argument_on_another_mesh():
-    x = ft.shard(jnp.ones((8, 4)), P("data"), ft.make_mesh(data=8))
-    with raises(
-        "runs on mesh (data=2, model=4), but 1 argument is not on it",
-        "x   f32[8, 4]",
-        "is on the mesh (data=8)",
-        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
-        error=ft.ShardingError,
-    ):
-        ft.init(lambda x: x * 2, P("data"), MESH)(x)
-
-
 def test_one_trace_for_each_of_the_rules_around_it():
     """Each in turn and again: what a constructor asks of them is part of its result."""
 
