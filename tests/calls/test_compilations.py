@@ -150,7 +150,6 @@ def test_a_large_constant_warns():
 
 TRACED_ONCE: dict[str, Any] = {
     "nothing": {},
-    "donate and out": {"donate": 0, "out_shardings": (None, P("data"))},
     "all": {
         "in_shardings": P("data"),
         "out_shardings": P("data"),

@@ -186,11 +186,9 @@ def test_packed_arguments():
     assert isinstance(result, ft.Packed) and isinstance(inner["same"], ft.Packed)
     assert_lies_as(result.tree, model())
     assert packed.arrays[0].is_deleted()
-    for _ in range(3):
-        result, _, _ = f(result, lay(jnp.ones(8)))
-        assert_lies_as(result.tree, model())
+    result, _, _ = f(result, lay(jnp.ones(8)))
+    assert_lies_as(result.tree, model())
     assert len(f.compilations) == 1 == len(seen)
-    assert result.static is ft.pack(result.tree).static or result.static == packed.static
 
 
 # Twice

@@ -19,7 +19,6 @@ from tests.lib.checks import raises
 from tests.lib.meshes import MESH
 
 P = ft.P
-RULES = ft.AxisRules({"embed": "data"})
 
 
 class Scale(eqx.Module):
@@ -117,18 +116,6 @@ def test_what_is_bound_is_no_parameter(by: str, first: str):
         else:
             with raises("in_shardings has 1 layout, and ", "has 2 positional parameters (x, y)"):
                 ft.jit(f, **options)(jnp.ones(8))
-
-
-def test_options_that_cannot_be_hashed_are_not_shared():
-    f, traces = counted()
-
-    class Layout(list):
-        def __call__(self, path: Any, leaf: Any) -> Any:
-            return P("data")
-
-    for _ in range(2):
-        ft.jit(f, in_shardings=(Layout(), None), mesh=MESH)(ft.shard(jnp.ones(8), P("data"), MESH))
-    assert len(traces) == 2
 
 
 @pytest.mark.parametrize(

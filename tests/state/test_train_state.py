@@ -19,16 +19,7 @@ from tests.lib.checks import raises
 from tests.lib.meshes import EXPLICIT, MESH, SIZES, assert_lies
 
 P = ft.P
-RULES = ft.AxisRules(
-    {
-        "batch": "data",
-        "hidden": "model",
-        "vocab": "model",
-        "heads": "model",
-        "kv_heads": "model",
-        ...: None,
-    }
-)
+RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
 FSDP = ft.FSDP("data", min_size=0, otherwise=P())
 
 
@@ -249,11 +240,8 @@ def test_a_model_that_declares_state():
     ts = ft.init(lambda: ft.TrainState.create(normed(), optax.adam(1e-2)), RULES, MESH)()
     assert list(map(str, ts.state)) == ["norm.mean", "norm.var"]
     assert ts.state["norm.mean"].sharding == NamedSharding(MESH, P("model"))
-    plan = ft.plan(
-        ts,
-        ft.StateSharding({"norm.mean": P("data"), "state.norm.var": P("model"), ...: RULES}),
-        MESH,
-    )
+    layout = {"norm.mean": P("data"), "state.norm.var": P("model"), ...: RULES}
+    plan = ft.plan(ts, ft.StateSharding(layout), MESH)
     assert plan["state.norm.mean"].spec == P("data") and plan["state.norm.var"].spec == P("model")
 
     @ft.jit(rules=RULES, donate="ts")
@@ -266,11 +254,10 @@ def test_a_model_that_declares_state():
         return ft.apply_gradients(ts, gradients, state=state)
 
     x = ft.shard(X, P("data"), MESH)
-    for _ in range(10):
+    for _ in range(3):
         ts = step(ts, x)
-    assert len(step.compilations) == 1 and ts.state["norm.mean"].sharding == NamedSharding(
-        MESH, P("model")
-    )
+    assert len(step.compilations) == 1
+    assert_lies(ts.state["norm.mean"], "model")
     assert float(jnp.abs(ts.state["norm.mean"]).max()) > 0
     model, state = ft.make_state(normed())
     assert ft.TrainState.create(model, optax.sgd(1.0), state=state).state is state
@@ -567,18 +554,10 @@ def test_a_model_with_equinox_own_state(name: str):
         ts, loss = step(ts, ft.shard(x, P(), mesh))
         losses.append(float(loss))
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
-    for one, other in zip(
-        jax.tree.leaves((ts.model, ts.state)), jax.tree.leaves((model, state)), strict=True
-    ):
-        if eqx.is_array(one):
-            np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    for one, other in zip(jax.tree.leaves(ts.state), jax.tree.leaves(state), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
     assert len(step.compilations) == 1, "no type is weak"
-    laid = [row.spec for row in ft.plan(ts).rows]
-    assert laid == [row.spec for row in plan.rows]
-    if name == "rules":
-        rows = [row for row in plan.rows if row.path[0] == "state"]
-        assert len(rows) == 8 and all(row.local_shape == row.shape for row in rows)
-        assert {row.reason for row in rows} == {"a scalar", "`...` unsharded: no name"}
+    assert [row.spec for row in ft.plan(ts).rows] == [row.spec for row in plan.rows]
 
 
 def test_state_of_equinox_that_is_not_given_is_an_error():
