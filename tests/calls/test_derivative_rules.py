@@ -139,18 +139,6 @@ def _annotated(f: Callable[[Array], Array]) -> Callable[[Array], Array]:
     return inner
 
 
-def test_closing_over_a_traced_array():
-    double = backward()
-
-    def loss(w: Array) -> Array:
-        f = ft.jit(lambda x: double(x * w), rules=RULES, mesh=MESH, in_shardings=P("data"))
-        return f(jnp.asarray(X)).sum()
-
-    SEEN.clear()
-    assert jax.grad(loss)(1.0) == 2 * X.sum() == jax.jit(jax.grad(loss))(1.0)
-    assert {spec for _, spec in SEEN} == {P("data", "model")}
-
-
 def test_the_rule_of_a_rule():
     """A second derivative runs the rule of a function that a rule calls."""
     double = forward()

@@ -11,7 +11,6 @@ import pytest
 from jax import Array
 
 import functree as ft
-from functree.calls.runtime_checks import has_checks
 from tests.lib.launch import ended, started
 
 X = jnp.ones(4)
@@ -76,19 +75,6 @@ def test_its_message():
     # Around it, `eqx.filter_jit` says all of what it says.
     with pytest.raises(eqx.EquinoxRuntimeError, match=r"x is negative(?s:.*)`JAX_DISABLE_JIT=1`"):
         eqx.filter_jit(ft.jit(check))(-X)
-
-
-def test_other_programs_do_not_wait():
-    """Neither those without a check, nor those with a callback of the user's own."""
-
-    def called(x: Array) -> Array:
-        return jax.pure_callback(lambda x: x, jax.ShapeDtypeStruct((4,), "float32"), x)
-
-    def checked(fun: Callable[[Array], Any]) -> bool:
-        return has_checks(jax.make_jaxpr(fun)(X))
-
-    assert checked(check) and checked(loop) and checked(jax.grad(square))
-    assert not checked(jnp.sin) and not checked(called)
 
 
 def test_other_errors_stay_what_they_are():

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Annotated, Any, get_origin
+from typing import Annotated, Any
 
 import equinox as eqx
 import jax
@@ -130,7 +130,6 @@ WITH_MORE: list[tuple[Any, Any, Any]] = [
     (Float[Array, "*batch hidden"], RULES | HERE, P("data", "model")),
     (Annotated[Float[Array, "batch hidden"], P("model")], RULES | HERE, P("model", None)),
     (Float[Array, "batch hidden"], ft.on_host(HERE), P(None, None)),
-    (list[Annotated[Float[Array, "batch hidden"], P("model")]], RULES | HERE, P("model", None)),
     (
         Annotated[Float[Array, "a b"], P("model")],
         ft.FSDP("data", min_size=0) | HERE,
@@ -146,10 +145,7 @@ def test_nothing_of_another_layout_is_lost(annotation: Any, rules: Any, spec: P)
 
     f.__annotations__ = {"x": annotation}
     layout = signature_layouts(f, rules)[0]["x"]
-    listed = get_origin(annotation) is list
-    plan = ft.plan(
-        [jnp.ones((4, 8))] if listed else jnp.ones((4, 8)), layout
-    )  # without a mesh: that of the layout
+    plan = ft.plan(jnp.ones((4, 8)), layout)  # without a mesh: that of the layout
     (row,) = plan.rows
     assert plan.mesh == HERE.mesh and row.spec == spec
     assert row.memory_kind == ft.plan(jnp.ones((4, 8)), rules, check=False)[()].memory_kind
@@ -169,7 +165,6 @@ BAD = [
         "Nowhere[Array]",
         r"f: the annotation of `x`, `Nowhere\[Array\]`, cannot be resolved: name 'Nowhere' is not defined",
     ),
-    (list["Nowhere"], r"the annotation of `x`, .*Nowhere.*, cannot be resolved"),
     (
         Float[Array, "a b"] | Float[Array, "c d"],
         r"annotation of `x`, .*, is ambiguous: alternatives of the same rank and dtype",
@@ -199,9 +194,7 @@ def test_annotations_that_say_nothing_clear(where: str, annotation: Any, message
 
 UNREADABLE = [
     "D['a']",
-    "1/0",
     "nowhere.at.all",
-    "int()()",
     "a b",
     "Float[Array, 3]",
 ]
@@ -235,7 +228,6 @@ def checked(annotations: dict[str, Any], *values: Any) -> None:
 
 FLOATS = Float[Array, "batch embed"]
 NAMED = Annotated[Float[Array, "a b"], ft.names({"**": "x y batch"})]
-NAMED_LIST = Annotated[list[Int[Array, "a"]], ft.names({"0": "batch"})]
 AGREE: list[tuple[list[Any], list[Any]]] = [
     ([FLOATS, FLOATS], [(2, 3), (2, 3)]),
     ([Float[Array, "a b"], Float[Array, "b a"]], [(2, 3), (3, 2)]),
@@ -244,9 +236,7 @@ AGREE: list[tuple[list[Any], list[Any]]] = [
     ([Float[Array, "4 b"], Float[Array, "b=3"]], [(4, 3), (3,)]),
     ([Float[Array, "a*b"], Float[Array, "a b"]], [(6,), (2, 3)]),
     ([Float[Array, "... b"], Float[Array, "b ..."]], [(2, 2, 3), (3, 5)]),
-    ([Float[Array, "*#a b"], Float[Array, "*a b"]], [(1, 3), (2, 3)]),
     ([Float[Array, "a"] | None, Float[Array, "a b"] | Float[Array, "a"]], [(2,), (2, 3)]),
-    ([Float[Array, "rows=_"], Float[Array, "rows"]], [(5,), (4,)]),
     ([Annotated[Array, ft.Axes("_a")]] * 2, [(5,), (5,)]),
     ([NAMED, FLOATS], [(5, 6, 2), (2, 3)]),
 ]
@@ -295,12 +285,6 @@ DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
         [[(5,)], (2, 3)],
         "y",
         '"batch" has size 2 here, and 5 in `x.0`',
-    ),
-    (
-        [NAMED_LIST, FLOATS],
-        [[(2,)], (2, 3)],
-        "x.0",
-        "its dtype is float32, but the annotation says I",
     ),
 ]
 
@@ -379,20 +363,12 @@ PASSING: dict[str, tuple[Any, Any]] = {
     "vmap": (jax.vmap(scaled_sum, in_axes=(0, None)), [4.0, 4.0, 4.0]),
     "ft.jit": (ft.jit(scaled_sum), 12.0),
     "passing": (passing(scaled_sum), 12.0),
-    "partial": (
-        functools.partial(jax.vmap(scaled_sum, in_axes=(0, None)), jnp.ones((3, 2))),
-        [4.0, 4.0, 4.0],
-    ),
     "shard_map": (
         jax.shard_map(jnp.dot, mesh=mesh_of({"data": 8}), in_specs=P(), out_specs=P()),
         [2.0, 2.0, 2.0],
     ),
     "checkpoint of a reduction": (jax.checkpoint(jnp.sum), 6.0),
     "jit with a flag": (jax.jit(flagged), 6.0),
-    "jit of a jit of a vmap": (
-        jax.jit(jax.jit(jax.vmap(scaled_sum, in_axes=(0, None)))),
-        [4.0, 4.0, 4.0],
-    ),
 }
 
 
@@ -400,9 +376,7 @@ PASSING: dict[str, tuple[Any, Any]] = {
 def test_defaults_are_not_passed_to_what_passes_arguments_on(case: str):
     fun, expected = PASSING[case]
     x, y = jnp.ones((3, 2)), jnp.ones(2)
-    args = {"partial": (y,), "checkpoint of a reduction": (x,), "jit with a flag": (x,)}.get(
-        case, (x, y)
-    )
+    args = (x,) if case in ("checkpoint of a reduction", "jit with a flag") else (x, y)
     f = ft.jit(fun)
     for _ in range(2):
         np.testing.assert_array_equal(f(*args), expected)
@@ -426,11 +400,7 @@ def test_another_argument_is_another_call():
 def test_a_parameter_called_self():
     f = ft.jit(lambda self: self * 2)
     x = jnp.ones(2)
-    assert (
-        np.array_equal(f(self=x), 2 * x)
-        and f.eval_shape(self=x).shape == (2,)
-        and len(f.compilations) == 1
-    )
+    assert np.array_equal(f(self=x), 2 * x) and f.eval_shape(self=x).shape == (2,)
     assert np.array_equal(f.lower(self=x).compile()(self=x), 2 * x)
 
 

@@ -30,10 +30,6 @@ class Trainer:
     def jitted(self, x: Array) -> Array:
         return self.rate * x
 
-    @ft.shard_map(mesh=MESH, in_specs=(None, P()), out_specs=P())
-    def mapped(self, x: Array) -> Array:
-        return self.rate * x
-
     def plain(self, x: Array) -> Array:
         return self.rate * x
 

@@ -87,9 +87,7 @@ def lacks(w: Any, x: Any, scale: Any) -> Array:
 # For a function of X, a call.
 CALLS: dict[str, Callable[[Any], Any]] = {
     "jit": lambda f: ft.jit(f)(X),
-    "lower": lambda f: ft.jit(f).lower(X),
     "shard_map": lambda f: ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data"))(X),
-    "init": lambda f: ft.init(f, P("data"), MESH)(X),
     "typed": lambda f: ft.typed(f)(X),
     "grad": lambda f: ft.grad(f)(X),
     "accumulate": lambda f: ft.accumulate(ft.grad(lacks), 2, batch="x")(X, X),

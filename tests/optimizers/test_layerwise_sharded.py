@@ -114,13 +114,9 @@ def test_without_a_layout_the_state_is_sharded_like_the_parameters(mesh: Any):
         for path, array in arrays_by_path(ts.opt_state).items():
             assert array.sharding.device_set == model.head.sharding.device_set
             for parameter in own:
-                if (
-                    path[-len(parameter) :] == parameter
-                    and array.shape == parameters[parameter].shape
-                ):
-                    assert array.sharding.is_equivalent_to(
-                        parameters[parameter].sharding, array.ndim
-                    )
+                like = parameters[parameter]
+                if path[-len(parameter) :] == parameter and array.shape == like.shape:
+                    assert array.sharding.is_equivalent_to(like.sharding, array.ndim)
                     alike += 1
         assert alike == (2 if name == "novograd" else 0), "mu alone"
 

@@ -365,14 +365,6 @@ def test_the_program_does_not_grow_with_depth() -> None:
 # Where the layout comes from
 
 
-def test_layout_under_plain_jit() -> None:
-    model, layout = MODELS[3](), LAYOUTS["FSDP+TP"]
-    tx = muon(layout=layout)
-    _, placed, state = on_mesh(tx, model, layout, MESH)
-    found = jax.jit(lambda m, s: updated(tx, m, s))(placed, state)
-    close(kept(found), expected(muon_of_optax(), model))
-
-
 def test_a_layout_with_filters_for_what_is_not_trained() -> None:
     model = MODELS[3]()
     layout = ft.StateSharding({"**.bias": P(), ...: LAYOUTS["FSDP+TP"]})
@@ -423,22 +415,11 @@ def test_one_device_needs_no_layout() -> None:
     close(kept(found), expected(muon_of_optax(), model))
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_steps_outside(mesh: str) -> None:
-    model = MODELS[3]()
-    tx, wanted = optax.MultiSteps(muon(), 1), optax.MultiSteps(muon_of_optax(), 1)
-    update, placed, state = on_mesh(tx, model, LAYOUTS["FSDP+TP"], MESHES[mesh])
-    found, _ = update(placed, state)
-    state = run_in(wanted.init(model))
-    close(found, jax.jit(lambda m, s: updated(wanted, m, s))(model, state)[0])
-
-
 # What is refused
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "over": (lambda: muon(over=3), ("there is no such transform", "over=3", "a mesh axis, or")),
-    "one of them": (lambda: muon(over=("data", 3)), ("over=('data', 3)",)),
     "twice": (lambda: muon(over=("data", "data")), ("over=('data', 'data')",)),
     "an option": (
         lambda: muon(momentum=0.9),

@@ -128,12 +128,9 @@ VALUES: dict[str, Any] = {
     "bool": True,
     "int": 3,
     "float": 0.5,
-    "complex": 1j,
     "bfloat16": lambda: jnp.ones(3, jnp.bfloat16),
     "key": lambda: jax.random.key(3),
-    "keys": lambda: jax.random.split(jax.random.key(3), 2),
     "numpy": lambda: np.ones((2, 3), np.float32),
-    "numpy scalar": lambda: np.int8(3),
     "weak": lambda: jnp.where(True, 1.0, 2.0),
 }
 
@@ -151,9 +148,6 @@ def test_any_array_is_state_and_is_strong(name: str):
     after = f(model, f(model, state))
     assert after["it"].dtype == have.dtype and after["it"].shape == have.shape
     assert len(f.compilations) == 1
-    assert ft.shard(ft.make_state({"it": ft.StateRef(value(name))})[1], P(), MESH)[
-        "it"
-    ].sharding.is_fully_replicated
 
 
 def test_a_new_value_is_strong_and_on_a_device():
@@ -161,12 +155,8 @@ def test_a_new_value_is_strong_and_on_a_device():
     model, state = ft.make_state({"it": ft.StateRef(0.0)})
     for value in (jnp.where(True, 1.0, 2.0), np.float32(1), np.float64(1), 1, True):
         after = state.set(model["it"], value)["it"]
-        assert (
-            isinstance(after, jax.Array)
-            and not jax.typeof(after).weak_type
-            and after.dtype == jnp.float32
-        )
-        assert float(after) == 1
+        assert isinstance(after, jax.Array) and not jax.typeof(after).weak_type
+        assert after.dtype == jnp.float32 and after == 1
 
 
 def test_one_value_for_two_refs_becomes_two_arrays():

@@ -200,18 +200,6 @@ def test_memory_is_that_of_a_micro_batch():
     assert 8 * step.memory_analysis().temp_size_in_bytes < once.memory_analysis().temp_size_in_bytes
 
 
-def test_traced_once():
-    traces = []
-
-    def counted(model: Any, x: Array, y: Array) -> Array:
-        traces.append(1)
-        return loss(model, x, y)
-
-    step = ft.accumulate(ft.value_and_grad(counted), 4)
-    step(MODEL, X, Y)
-    assert len(traces) == 1
-
-
 # Arguments and results
 
 

@@ -182,10 +182,6 @@ def test_a_weight_of_any_kind():
         (value, total), gradient = step(W, X)
         assert total == 8 and total.dtype == dtype
         assert_close((value, gradient), (jnp.sum(X @ W) / 8, X.sum(0) / 8))
-    without_value = ft.grad(lambda w, x: (jnp.sum(x @ w), 2), has_aux=True)
-    gradient, total = ft.accumulate(without_value, STEPS, weighted=True)(W, X)
-    assert total == 8
-    assert_close(gradient, X.sum(0) / 8)
 
 
 # What is carried

@@ -259,10 +259,6 @@ def test_for_the_state_of_an_optimizer_there_is_another_way():
     f = ft.jit(lambda state, w: state, rules=RULES, mesh=MESH)
     with pytest.warns(ft.FunctreeWarning, match="`state.trace.w` .*ft.plan_optimizer"):
         f(state, X)
-    g = ft.jit(lambda tree: tree, rules=RULES, mesh=MESH)
-    with pytest.warns(ft.FunctreeWarning) as told:
-        g({"w": np.ones((64, 4), np.float32)})
-    assert "plan_optimizer" not in str(told[0].message)
 
 
 def test_none_in_the_rules_is_an_error_for_what_nobody_has_placed():

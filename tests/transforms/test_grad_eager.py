@@ -13,7 +13,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from tests.lib.meshes import EXPLICIT, MESH
+from tests.lib.meshes import MESH
 
 P = ft.P
 RULES = ft.AxisRules({"embed": None, "hidden": "model"})
@@ -51,24 +51,15 @@ def ambient(loss: Loss, m: Dense, layout: Any) -> Any:
         return ft.grad(loss)(m, X)
 
 
-def on_current_mesh(loss: Loss, m: Dense, layout: Any) -> Any:
-    with jax.set_mesh(MESH):
-        return ft.grad(loss, layout=layout)(m, X)
-
-
 WAYS: dict[str, Way] = {
     "grad": lambda f, m, layout: ft.grad(f, layout=layout)(m, X),
     "value_and_grad": lambda f, m, layout: ft.value_and_grad(f, layout=layout)(m, X)[1],
-    "has_aux": lambda f, m, layout: ft.grad(
-        lambda m, x: (f(m, x), m.b), has_aux=True, layout=layout
-    )(m, X)[0],
     "accumulate": lambda f, m, layout: jax.tree.map(
         lambda g, like: g * (2 if f is LOSSES["affine"] and like.ndim == 2 else 1),
         ft.accumulate(ft.grad(f, layout=layout), 2)(m, beside(m)),
         m,
     ),
     "ambient": ambient,
-    "on the current mesh": on_current_mesh,
     "jvp": lambda f, m, layout: jax.jvp(lambda m: ft.grad(f, layout=layout)(m, X), (m,), (m,))[0],
     "vjp": lambda f, m, layout: jax.vjp(lambda m: ft.grad(f, layout=layout)(m, X), m)[0],
     "jit": lambda f, m, layout: jax.jit(ft.grad(f, layout=layout))(m, X),
@@ -83,16 +74,6 @@ def test_the_gradient_is_laid_out(way: str, kind: str):
     for one, other, like in zip(*map(jax.tree.leaves, (gradient, expected, MODEL)), strict=True):
         assert one.sharding.is_equivalent_to(like.sharding, one.ndim)
         np.testing.assert_allclose(one, other)
-
-
-@pytest.mark.parametrize("kind", ["linear", "quadratic"])
-def test_a_gradient_of_a_gradient(kind: str):
-    def total(m: Dense) -> Array:
-        gradient = ft.grad(LOSSES[kind], layout=RULES)(m, X)
-        return gradient.w.sum() + gradient.b.sum()
-
-    for leaf in jax.tree.leaves(ft.grad(total, layout=RULES)(MODEL)):
-        assert (np.asarray(leaf) == (2.0 if kind == "quadratic" else 0.0)).all()
 
 
 @pytest.mark.parametrize("kind", LOSSES)
@@ -124,10 +105,3 @@ def test_a_parameter_beside_placed_ones():
     with jax.set_mesh(MESH):
         assert jax.vjp(gradient, mixed)[0].b.sharding.spec == P("model")
     assert jax.jit(gradient)(mixed).b.sharding.spec == P("model")
-
-
-@pytest.mark.parametrize("way", ["grad", "accumulate", "value_and_grad"])
-def test_on_explicit_axes(way: str):
-    model = ft.shard(PLAIN, RULES, EXPLICIT)
-    gradient = WAYS[way](LOSSES["linear"], model, RULES)
-    assert gradient.w.sharding.spec == P(None, "model")

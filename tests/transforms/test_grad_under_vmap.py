@@ -46,10 +46,6 @@ LAYOUTS: dict[str, tuple[Any, Any, Any, Any]] = {
         Net(P(None, "data"), P(None)),
         Net(P("data", "model", None), P("data", None)),
     ),
-    "names": (
-        NAMES, OF_MANY,
-        Net(P(None, "model"), P("model")), Net(P("data", None, "model"), P("data", "model")),
-    ),
     "composition": (
         NAMES | FSDP, OF_MANY | FSDP,
         Net(P("data", "model"), P("model")), Net(P("data", None, "model"), P("data", "model")),

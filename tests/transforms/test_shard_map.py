@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 import functree as ft
 from functree.placing.ambient import ambient_rules
 from functree.transforms.shard_map import shard_map
-from tests.lib.checks import python_calls, raises
+from tests.lib.checks import raises
 from tests.lib.meshes import MESH, mesh_of
 
 P = PartitionSpec
@@ -235,18 +235,16 @@ def test_a_method_a_bound_method_and_a_module():
         def run(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
             return self(x)
 
-    layer = Layer(INPUTS[1], INPUTS[2])
-    expected = reference(*INPUTS)
-    out = [layer.run(INPUTS[0]), shard_map(mlp().__call__, mesh=MESH, rules=RULES)(INPUTS[0])]
-    out += [shard_map(mlp(), mesh=MESH, rules=RULES)(x=INPUTS[0])]
-    out += [
-        shard_map(mlp(), mesh=MESH, in_specs={"self": RULES, "x": P("data")}, out_specs=P("data"))(
-            INPUTS[0]
-        )
-    ]
-    for y in out:
-        np.testing.assert_allclose(y, expected, rtol=1e-4, atol=1e-5)
-    with raises("2 leaves", "self.up", "no layout was given for this array"):
+    specs = {"in_specs": {"self": RULES, "x": P("data")}, "out_specs": P("data")}
+    for f in (
+        Layer(INPUTS[1], INPUTS[2]).run,
+        shard_map(mlp().__call__, mesh=MESH, rules=RULES),
+        shard_map(mlp(), mesh=MESH, rules=RULES),
+        shard_map(mlp(), mesh=MESH, **specs),
+    ):
+        np.testing.assert_allclose(f(INPUTS[0]), reference(*INPUTS), rtol=1e-4, atol=1e-5)
+    told = "2 leaves", "self.up", "no layout was given for this array"
+    with raises(*told, error=ft.ShardingError):
         shard_map(mlp(), mesh=MESH, in_specs=(P("data"),), out_specs=P("data"))(INPUTS[0])
 
 
@@ -288,15 +286,12 @@ def test_one_array_under_two_specs():
 # Meshes
 
 
-def test_mesh_from_the_context_and_from_the_arguments():
+def test_a_mesh_that_is_given_or_is_not_there():
     f = shard_map(lambda x: x * 2, in_specs=P("data"), out_specs=P("data"))
-    with jax.set_mesh(MESH):
-        assert f(np.asarray(X)).sharding.spec == P("data")
-        # One that is given wins.
+    with jax.set_mesh(MESH):  # one that is given wins
         g = shard_map(lambda x: x * 2, mesh=LINE, in_specs=P("x"), out_specs=P("x"))
         np.testing.assert_array_equal(g(np.asarray(X)), 2 * X)
-    assert f(ft.shard(X, P(), MESH)).sharding.mesh == MESH
-    with pytest.raises(ft.ShardingError, match=r"there is no mesh: pass `mesh=`, or enter"):
+    with raises("there is no mesh: pass `mesh=`, or enter", error=ft.ShardingError):
         f(X)
 
 
@@ -307,9 +302,6 @@ def test_partial_auto_projects_rules():
         return model(x)
 
     x = ft.shard(INPUTS[0], P("data"), MESH)
-    np.testing.assert_allclose(
-        eqx.filter_jit(f)(mlp(), x), reference(*INPUTS), rtol=1e-4, atol=1e-5
-    )
     np.testing.assert_allclose(f(mlp(), x), reference(*INPUTS), rtol=1e-4, atol=1e-5)
 
 
@@ -408,21 +400,6 @@ def test_arguments_are_let_go():
 # Traces and time
 
 
-def test_a_later_call_runs_little_python():
-    """Two Python functions for each array and some forty more, where the first one runs
-    thousands."""
-    f = shard_map(
-        lambda tree: jax.tree.map(lambda x: x * 2, tree),
-        mesh=LINE,
-        in_specs=P("x"),
-        out_specs=P("x"),
-    )
-    tree = ft.shard([X] * 100, P("x"), LINE)
-    assert python_calls(lambda: f(tree)) > 1000
-    f(tree)  # which generates the code that takes calls apart
-    assert python_calls(lambda: f(tree)) < 360
-
-
 def test_rules_lose_the_axes_that_are_not_manual():
     """Such an axis counts as one device, also where the sizes are checked."""
 
@@ -474,11 +451,8 @@ def test_without_in_specs_the_types_tell(spec: tuple[Any, ...]):
         return x * 2
 
     x = typed(*spec)
-    given = shard_map(body, mesh=EXPLICIT, out_specs=P(*spec))
-    found = [given(x, tree={"a": x}), ft.jit(lambda x, tree: given(x, tree=tree))(x, {"a": x})]
-    with jax.set_mesh(EXPLICIT):
-        found.append(shard_map(body, out_specs=P(*spec))(x, tree={"a": x}))
-    for y in found:
+    f = shard_map(body, mesh=EXPLICIT, out_specs=P(*spec))
+    for y in (f(x, tree={"a": x}), ft.jit(lambda x, tree: f(x, tree=tree))(x, {"a": x})):
         assert np.array_equal(y, 2 * np.asarray(x)) and y.sharding.is_equivalent_to(x.sharding, 2)
     local = x.sharding.shard_shape(x.shape)
     assert seen and all(shapes == (local, local) for shapes in seen)
@@ -493,8 +467,6 @@ def test_what_has_no_type_needs_a_spec():
             f(typed("data"), other)
     g = shard_map(lambda x, y: x, mesh=EXPLICIT, in_specs=(None, P("data")), out_specs=P("data"))
     assert g(typed("data"), jnp.ones(8)).shape == (8, 4), "`None` for one of them"
-    with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
-        shard_map(lambda x: x, mesh=EXPLICIT)(typed("data"))
     with pytest.raises(ft.ShardingError, match="no layout was given for this array"):
         shard_map(lambda x: x, mesh=MESH, out_specs=P())(ft.shard(X, P("data"), MESH))
 
@@ -518,7 +490,6 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"in_specs": (None,)}, "x", NO_LAYOUT),
     ({"out_specs": None}, "result", NO_LAYOUT),
     ({"in_specs": P("dta")}, "x", "P('dta') names `dta`, and the mesh (data=2, model=4) has no"),
-    ({"out_specs": P(None, None, "data")}, "result", "P(None, None, 'data') has 3 entries for 2 d"),
     ({"x": ODD}, "x.a, x.b", "dimension 0 has size 7; data=2 needs a multiple of 2"),
     ({"in_specs": P("model"), **OF_DATA}, "x", NOT_MANUAL),
     ({"out_specs": P("model"), **OF_DATA}, "result", NOT_MANUAL),
@@ -538,11 +509,6 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
         {"x": ft.shard(X, P("data"), MESH), "mesh": EXPLICIT},
         "x",
         "its type is on a mesh of Auto axes, (data=2, model=4)",
-    ),
-    (
-        {"x": ft.shard(X, P("x"), ft.make_mesh(x=2, y=4, explicit=True))},
-        "x",
-        "its type is on a mesh of Explicit axes, (x=2, y=4)",
     ),
     (
         {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},

@@ -57,14 +57,8 @@ WARNED: dict[str, tuple[Callable[[], Any], str]] = {
         "`x.b.0` f32[64, 4], `x.b.1` f32[64, 4]",
     ),
     "the model": (call(Layer(W), PLACED), "`m.up` f32[4, 64]"),
-    "packed": (call(ft.pack(WHOLE), X), "`x` f32[64, 4]"),
     "Explicit axes": (call(TYPED, X), "`x` f32[64, 4]"),
     "donated, with mesh=": (call(WHOLE, X, donate="m", mesh=MESH), "`x` f32[64, 4]"),
-    "in_shardings of another": (
-        call(WHOLE, X, in_shardings={"m": P()}, mesh=MESH),
-        "`x` f32[64, 4]",
-    ),
-    "out_shardings": (call(WHOLE, X, out_shardings=P(), mesh=MESH), "`x` f32[64, 4]"),
     "eager": (lambda: ft.jit(fresh())(WHOLE, X), "`x` f32[64, 4]"),
 }
 
