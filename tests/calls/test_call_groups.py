@@ -23,7 +23,6 @@ GROUPS: dict[str, list[Any]] = {
     "the last static value": [[*[A, 0] * 10, n] for n in range(40)],
     "a key below": [{"a": A, "b": [{str(n): A}]} for n in range(40)],
     "a class": [[A, A], (A, A), {"a": A, "b": A}, Leafy(A, A)],
-    "what is no array": [[A], ["text"], [None], [1], [jnp.sum]],
     "a large part": [{"a": [[A] * 20] * n + [m]} for n in range(5) for m in range(4)],
 }
 

@@ -118,6 +118,18 @@ def test_what_is_bound_is_no_parameter(by: str, first: str):
                 ft.jit(f, **options)(jnp.ones(8))
 
 
+def test_options_that_cannot_be_hashed_are_not_shared():
+    f, traces = counted()
+
+    class Layout(list):
+        def __call__(self, path: Any, leaf: Any) -> Any:
+            return P("data")
+
+    for _ in range(2):
+        ft.jit(f, in_shardings=(Layout(), None), mesh=MESH)(ft.shard(jnp.ones(8), P("data"), MESH))
+    assert len(traces) == 2
+
+
 @pytest.mark.parametrize(
     "wrap", [ft.jit, lambda f: ft.init(f, P(), MESH), lambda f: ft.jit(f, donate="x")]
 )

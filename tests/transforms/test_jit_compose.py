@@ -70,9 +70,6 @@ CLOSURES: dict[str, Callable[[Any], Any]] = {
     "scan": lambda jit: jax.lax.scan(
         lambda carry, w: (carry, jit(lambda x: x * w + carry)(Y[0])), Y[0], Y
     ),
-    "checkpoint": lambda jit: jax.grad(
-        jax.checkpoint(lambda w: jit(lambda x: jnp.sum(jnp.sin(w * x)))(Y))
-    )(Y),
 }
 
 

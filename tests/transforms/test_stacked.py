@@ -58,14 +58,10 @@ def test_stack_is_filter_vmap(layers: Stacked[Layer]) -> None:
     other = Stacked(eqx.filter_vmap(Layer)(keys), axis="layers")
     assert eqx.tree_equal(layers, other)
     assert layers.layer.fun is jnp.tanh and layers.layer.number == 0.5
+    assert layers.stack_axes() == ("layers",) and layers[1:].axis == "layers"
+    assert stack(Layer, 2, KEY, axis="stages").stack_axes() == ("stages",)
     for i, key in enumerate(keys):
         np.testing.assert_array_equal(layers.layer.weight[i], Layer(key).weight)
-
-
-def test_axis(layers: Stacked[Layer]) -> None:
-    assert layers.stack_axes() == ("layers",)
-    assert stack(Layer, 2, KEY, axis="stages").stack_axes() == ("stages",)
-    assert layers[1:].axis == "layers"
 
 
 @pytest.mark.parametrize("args", [(), (2.0,), (jnp.float32(2), jnp.ones((3, SIZE)))], ids=len)
