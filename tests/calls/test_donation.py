@@ -125,7 +125,7 @@ FORMS: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[..., Any], Any]] 
         lambda m: spread(Model(m.w, m.b, name="other")),
         ["w", "b"],
     ),
-    "twice": (lambda: (model(),), lambda m: spread([{"a": m}, [m, 1]]), ["w", "b", "w", "b"]),
+    "twice": (lambda: (model(),), lambda m: spread([{"a": m}, [m]]), ["w", "b", "w", "b"]),
     "any names": (lambda: (model(),), lambda **m: (spread(m["state"]), 1), ["w", "b"]),
 }
 
