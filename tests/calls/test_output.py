@@ -1,4 +1,4 @@
-"""What comes out of a compiled function: its arrays, and the rest as static data."""
+"""What may not come out of a compiled function: what would outlive the trace."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from tests.lib.checks import raises
 from tests.lib.meshes import MESH
 from tests.lib.trees import Leafy
 
-A, B = jnp.ones(2), jnp.zeros(3)
+A = jnp.ones(2)
 
 
 def test_a_traced_array_in_a_static_field_is_refused():

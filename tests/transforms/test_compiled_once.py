@@ -1,4 +1,4 @@
-"""What scans is compiled once, if it is called outside of a program, and keeps nothing for each call."""
+"""What scans is compiled once, if it is called outside of a program."""
 
 from collections.abc import Callable
 from typing import Any
