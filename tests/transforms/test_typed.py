@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, Any
 
 import equinox as eqx
@@ -15,10 +16,11 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.transforms.typed import typed
-from tests.lib.checks import raises
+from tests.lib import checks
 from tests.lib.meshes import EXPLICIT, MESH
 
 P = PartitionSpec
+raises = partial(checks.raises, error=ft.AxesError)
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 X, UP = jnp.ones((4, 6)), jnp.ones((6, 8))
 
