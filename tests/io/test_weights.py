@@ -468,3 +468,24 @@ def test_what_says_nothing_of_what_is_computed(tmp_path: Path) -> None:
     model = eqx.tree_at(lambda m: m.blocks, model, ft.Stacked(model.blocks.layer, axis="depth"))
     ft.save_weights(tmp_path, model)
     np.testing.assert_array_equal(load(tmp_path).embed.weight, model.embed.weight)
+
+
+def test_a_config_is_refused_before_a_weight_is_read(
+    copied: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((copied / "config.json").read_text())
+    (copied / "config.json").write_text(json.dumps(config | {"clip_qkv": 8.0}))
+    for weights in copied.glob("*.safetensors"):
+        weights.unlink()
+    with raises('"clip_qkv": 8.0'):
+        load(copied)
+
+
+def test_layouts_that_do_not_fit() -> None:
+    with raises(
+        '"kv_heads" has size 2; rule kv_heads→model needs a multiple of model=4',
+        error=ft.ShardingError,
+    ):
+        load(MODELS / "llama", 1, 4)
+    with raises("mesh", error=ft.ShardingError):
+        ft.load_weights(MODELS / "llama", LAYOUT)

@@ -577,3 +577,13 @@ def test_what_is_wrong_with_rules_is_not_told_of_an_argument() -> None:
     with pytest.raises(ft.ShardingError) as caught:
         ft.jit(same, rules=rules, mesh=MESH).lower(net())
     assert [problem.what for problem in caught.value.problems] == ["rule embed→nowhere"]
+
+
+def test_what_may_be_a_warning() -> None:
+    layout = ft.StateSharding({"**.bais": P(), ...: RULES}, unused="warn")
+    f = ft.jit(of_model, mesh=MESH, rules=layout)
+    with pytest.warns(ft.FunctreeWarning, match=r"filter '\*\*\.bais' matches no leaf"):
+        f.trace(PLACED, PLACED_X)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        f.trace(PLACED, PLACED_X)

@@ -141,3 +141,16 @@ def test_a_batch_that_is_placed_by_the_rules():
         fun(jnp.ones((4, 4, 8)))
     layout = ft.AxisRules({"batch": "data", "hidden": "model", ...: None}) | FSDP
     ft.jit(_named, rules=layout, mesh=MESH)(jnp.ones((4, 4, 8)))
+
+
+def test_each_layout_and_each_trace_is_told_of():
+    fun = ft.jit(_twice(), rules=FORGOTTEN)
+    for shape in ((4, 4, 8), (8, 4, 8)):
+        with warns("`batch` has no rule"):
+            fun(ft.shard(jnp.ones(shape), P("data"), MESH))
+    fun(_batch())  # nothing is traced
+    with jax.set_mesh(MESH), ft.axis_rules(FORGOTTEN), warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        jax.jit(_twice())(_batch())
+        ft.jit(_twice(), rules=ft.AxisRules({...: None}) | FSDP)(_batch())
+    assert len(told) == 2

@@ -507,3 +507,12 @@ def test_equinox_inference_mode():
     assert float(after["layers.0.mean"].sum()) > 0 and bool((y == 0).any())
     y, after = eqx.nn.inference_mode(model)(x, state=state)
     assert np.allclose(y, x, rtol=1e-4) and float(after["layers.0.mean"].sum()) == 0
+
+
+def test_batch_norm_under_vmap_with_a_name() -> None:
+    whole, state = ft.make_state(filled(nn.BatchNorm(8)))
+    layer, _ = ft.make_state(filled(nn.BatchNorm(8, "batch")))
+    expected, expected_state = whole(jnp.asarray(X), state)
+    y, after = jax.vmap(layer, in_axes=(0, None), out_axes=(0, None), axis_name="batch")(X, state)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    close(after, expected_state, 1e-5)

@@ -520,3 +520,26 @@ def test_a_variable_that_is_assigned_later_breaks_no_program():
 
     later = ft.jit(fun)(X)
     assert np.array_equal(later, X + 1)
+
+
+def test_an_array_bound_by_a_partial_is_changed_in_place():
+    weight = np.ones(3, np.float32)
+    f = ft.jit(functools.partial(lambda x, w: x * w, w=weight))
+    assert f(jnp.ones(3)).sum() == 3
+    weight[:] = 5
+    assert f(jnp.ones(3)).sum() == 15
+    assert len(f.compilations) == 1
+
+
+@pytest.mark.parametrize("wrap", [
+    lambda f: ft.jit(f), lambda f: ft.shard_map(f, mesh=MESH, in_specs=P("data"), out_specs=P("data")),
+    lambda f: ft.init(f, P("data"), MESH),
+], ids=["jit", "shard_map", "init"])  # fmt: skip
+def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any):
+    x = jnp.arange(8.0)
+    with jax.disable_jit():
+        wrapped = wrap(lambda x: x * 2)
+        assert wrapped.eval_shape(x).shape == (8,)
+        compiled = wrapped.lower(x).compile()
+        assert np.array_equal(wrapped(x), x * 2)
+    assert np.array_equal(compiled(x), x * 2)

@@ -547,3 +547,26 @@ def test_errors(case: str) -> None:
     with pytest.raises(CLASSES.get(case, FunctreeValueError)) as caught:
         call()
     assert str(caught.value).startswith(beginning), str(caught.value)
+
+
+REMATS = {
+    "full": "full",
+    "dots": "dots",
+    "a policy of JAX": policies.save_only_these_names("y"),
+    "offload and dots": offload("y", others="dots"),
+    "offload, and keep the others": offload("y", others=None),
+}
+
+
+@pytest.mark.parametrize("unroll", [1, True])
+@pytest.mark.parametrize("remat", REMATS)
+def test_remat_changes_nothing(layers: Stacked[Layer], remat: str, unroll: int) -> None:
+    def value_and_grad(**options: Any) -> Any:
+        return jax.jit(jax.value_and_grad(lambda w: run(layers[0], w, **options)))(
+            layers.layer.weight
+        )
+
+    value, grad = value_and_grad(remat=None)
+    again, grad_again = value_and_grad(remat=REMATS[remat], unroll=unroll)
+    np.testing.assert_allclose(value, again, rtol=1e-5)
+    np.testing.assert_allclose(grad, grad_again, rtol=1e-4, atol=1e-5)
