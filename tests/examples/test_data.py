@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow  # whole scripts
 
 
 def test_the_run_of_the_documentation(tmp_path: Path) -> None:
-    """`train.py` of docs/processes.md: stopped by SIGTERM and started again, it gets the batches and
+    """`train.py` of docs/several-hosts.md: stopped by SIGTERM and started again, it gets the batches and
     has the state of an unbroken run."""
     page = (ROOT / "docs" / "processes.md").read_text()
     [code] = [

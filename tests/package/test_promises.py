@@ -26,7 +26,7 @@ def test_each_promise_has_its_sentence_and_its_test() -> None:
 FIGURES = [
     # on the page, with the figure in words where it has it so; and in the package
     ("docs/checkpoints.md", "does not answer for {} seconds", DEADLINE, 1),
-    ("docs/errors.md", "of many, the first six are named", MAX_PATHS, 6),
+    ("docs/debugging.md", "of many, the first six are named", MAX_PATHS, 6),
     ("docs/jit.md", "closes over an array of more than {} MiB", BIG_CONSTANT, 2**20),
     (
         "docs/layouts.md",
@@ -35,7 +35,7 @@ FIGURES = [
         2**18,
     ),
     ("docs/models.md", "accumulated over chunks of {} keys", CHUNK, 1),
-    ("docs/processes.md", "A process that waits for a minute", LONG, 60),
+    ("docs/several-hosts.md", "A process that waits for a minute", LONG, 60),
     ("docs/testing.md", "the first {} iterations", KEPT_ITERATIONS, 1),
     ("docs/weights.md", "is split into files of {} GB", MOST_BYTES, 10**9),
     ("functree/io/checkpoints/folder.py", "is removed after a day", DAY, 24 * 3600),
