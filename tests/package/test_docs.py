@@ -63,6 +63,8 @@ def test_the_versions_that_pages_name_are_those_of_the_package() -> None:
     said = f"functree needs Python {python} or newer and JAX {least} up to 0.{int(above) - 1}."
     for page in ("README.md", "docs/index.md"):
         assert said in PAGES[page]
+    for badge in (f"python-{python}+", f"JAX-{least}_to_0.{int(above) - 1}"):
+        assert f"badge/{badge}-blue" in PAGES["README.md"]
     assert f"Python {python} or newer" in PAGES["docs/faq.md"]
 
 
