@@ -139,7 +139,7 @@ def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
 def mesh_picture() -> str:
     """How arrays are cut over a mesh of 2 × 4."""
     drawing = Drawing(
-        "Four arrays cut over a mesh of two by four devices, by the names of their axes"
+        "Three arrays sharded over a mesh of two by four devices, using the names of their axes"
     )
     arrays = Arrays(Pictures(SIZES, "m"), drawing)
     drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
@@ -169,7 +169,7 @@ def plan_picture() -> str:
     """The plan of the front page's model."""
     plan, _, _ = mesh_plan()
     drawing = Drawing(
-        "The plan of a model: each array as it is cut, its spec, the reason and bytes"
+        "The plan of a model: each array with its shards, its spec, the reason and its bytes"
     )
     arrays = Arrays(Pictures(SIZES, "p"), drawing)
     drawing.code(24, 36, "ft.plan(model, rules, mesh)")
@@ -194,17 +194,17 @@ def leaf_picture() -> str:
     plan, rules, mesh = mesh_plan()
     row = plan["up"]
     array = ft.init(MLP, rules, mesh)(jax.random.key(0)).up
-    drawing = Drawing("A leaf from its annotation to the array on the devices, in five steps")
+    drawing = Drawing("One leaf in five steps, from its annotation to the array on the devices")
     arrays = Arrays(Pictures(SIZES, "l"), drawing)
     dimensions = MLP.__annotations__["up"].dim_str
     shard = "×".join(map(str, array.sharding.shard_shape(array.shape)))
     shape = "×".join(map(str, row.shape))
     steps = [
-        ("annotation", f'up: Float[Array, "{dimensions}"]', "what you have written"),
+        ("annotation", f'up: Float[Array, "{dimensions}"]', "what you write"),
         ("label", f"path {row.path}, axes ({row.axes}), {shape}", "what the leaf is"),
-        ("decision", str(row.reason), "what the layout has chosen, and why"),
-        ("spec", repr(row.spec), "JAX's own, checked against the mesh"),
-        ("array", f"{shape} as {mesh.size} shards, {shard} each", "created in place by ft.init"),
+        ("decision", str(row.reason), "what the layout chooses, and why"),
+        ("spec", repr(row.spec), "JAX's PartitionSpec, checked against the mesh"),
+        ("array", f"{shape} as {mesh.size} shards, {shard} each", "created sharded by ft.init"),
     ]
     for i, (name, code, about) in enumerate(steps):
         top = 20 + 84 * i
@@ -273,6 +273,146 @@ def stack_picture() -> str:
     return drawing.svg(414)
 
 
+def shards_text(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> tuple[str, str]:
+    """How an array is sharded on the mesh of 2 × 4, in two lines."""
+    sharding = jax.sharding.NamedSharding(ft.make_mesh(**SIZES), spec)
+    local = "×".join(map(str, sharding.shard_shape(shape)))
+    shards = len({str(index) for index in sharding.devices_indices_map(shape).values()})
+    if shards == 1:
+        return "replicated", f"{local} on each device"
+    copies = 8 // shards
+    return f"{shards} shards of {local}", f"each on {copies} device{'s' * (copies > 1)}"
+
+
+def specs_picture() -> str:
+    """One array on a mesh of 2 × 4, sharded by four specs."""
+    drawing = Drawing("A mesh of two by four devices, and one array sharded by four specs")
+    arrays = Arrays(Pictures(SIZES, "x"), drawing)
+    drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
+    draw_mesh(drawing, 78, 78, 42)
+    drawing.text(290, 92, "Each device has a number and a colour.", "muted")
+    drawing.text(290, 114, "A shard has the colours of all devices", "muted")
+    drawing.text(290, 136, "that keep it.", "muted")
+    specs = [
+        ft.P(None, None),
+        ft.P("data", None),
+        ft.P(None, "model"),
+        ft.P("data", "model"),
+    ]
+    for i, spec in enumerate(specs):
+        left, top = 24 + 284 * (i % 2), 190 + 204 * (i // 2)
+        drawing.box(left, top, 268, 188)
+        drawing.code(left + 134, top + 28, repr(spec), "strong", "middle")
+        arrays.draw(cut_by((8, 16), spec), left + 64, top + 42, 140)
+        for j, line in enumerate(shards_text((8, 16), spec)):
+            drawing.text(left + 134, top + 150 + 20 * j, line, "muted", "middle")
+    arrays.define()
+    return drawing.svg(600)
+
+
+# The devices of the pictures of collectives and of kinds of parallelism.
+FOUR = {"data": 4}
+
+
+def draw_row(drawing: Drawing, x: float, y: float, cells: list[tuple[str, str] | None]) -> None:
+    """What a device has: blocks with a colour and a text, and empty places."""
+    for i, cell in enumerate(cells):
+        left = x + 32 * i
+        if cell is None:
+            drawing.box(left, y, 29, 24)
+            continue
+        colour, text = cell
+        drawing.block(left, y, 29, 24, colour)
+        drawing.text(left + 14.5, y + 17, text, "light", "middle")
+
+
+def collectives_picture() -> str:
+    """What four devices have before and after each kind of collective."""
+    drawing = Drawing("Four collectives: what each of four devices has before and after")
+    own = [device_colour(device, FOUR) for device in range(4)]
+    total = "var(--bar)"
+
+    def all_of(i: int) -> list[tuple[str, str] | None]:
+        return [(own[i], f"{i}{'abcd'[part]}") for part in range(4)]
+
+    def only(i: int, cell: tuple[str, str]) -> list[tuple[str, str] | None]:
+        return [cell if part == i else None for part in range(4)]
+
+    sums: list[tuple[str, str] | None] = [(total, f"Σ{part}") for part in "abcd"]
+    parts: list[tuple[str, str] | None] = [(own[i], "abcd"[i]) for i in range(4)]
+    kinds = [
+        (
+            "all-reduce",
+            "Each device gets the sum over all devices.",
+            [all_of(i) for i in range(4)],
+            [sums] * 4,
+        ),
+        (
+            "all-gather",
+            "Each device gets the shards of all devices.",
+            [only(i, (own[i], "abcd"[i])) for i in range(4)],
+            [parts] * 4,
+        ),
+        (
+            "reduce-scatter",
+            "Each device gets one shard of the sum.",
+            [all_of(i) for i in range(4)],
+            [only(i, (total, f"Σ{'abcd'[i]}")) for i in range(4)],
+        ),
+        (
+            "all-to-all",
+            "Each device sends one part to each device.",
+            [all_of(i) for i in range(4)],
+            [[(own[j], f"{j}{'abcd'[i]}") for j in range(4)] for i in range(4)],
+        ),
+    ]
+    for k, (kind, about, before, after) in enumerate(kinds):
+        top = 16 + 168 * k
+        drawing.box(20, top, WIDTH - 40, 156)
+        drawing.code(36, top + 26, kind, "strong")
+        drawing.text(170, top + 26, about, "muted")
+        for i in range(4):
+            y = top + 40 + 28 * i
+            drawing.text(36, y + 17, f"device {i}", "muted")
+            draw_row(drawing, 124, y, before[i])
+            draw_row(drawing, 352, y, after[i])
+        drawing.arrow([(268, top + 94), (336, top + 94)])
+    return drawing.svg(16 + 168 * 4)
+
+
+def parallelism_picture() -> str:
+    """What each of four devices has under three kinds of parallelism, and what moves."""
+    drawing = Drawing(
+        "Data parallelism, FSDP and tensor parallelism: what each of four devices keeps and moves"
+    )
+    kinds = [
+        ("Data parallelism", False, True, ["all-reduce gradients"]),
+        ("FSDP", True, True, ["all-gather parameters", "reduce-scatter", "gradients"]),
+        ("Tensor parallelism", True, False, ["all-reduce activations"]),
+    ]
+    for k, (kind, model_sharded, batch_sharded, moved) in enumerate(kinds):
+        left = 16 + 192 * k
+        drawing.box(left, 16, 184, 326)
+        drawing.text(left + 92, 42, kind, "strong", "middle")
+        drawing.text(left + 62, 70, "batch", "muted", "middle")
+        drawing.text(left + 134, 70, "model", "muted", "middle")
+        for i in range(4):
+            colour = device_colour(i, FOUR)
+            top = 80 + 48 * i
+            drawing.text(left + 16, top + 25, str(i), "muted", "middle")
+            for x, sharded, across in ((30, batch_sharded, False), (102, model_sharded, True)):
+                drawing.box(left + x, top, 64, 40)
+                if not sharded:
+                    drawing.block(left + x, top, 64, 40, colour)
+                elif across:
+                    drawing.block(left + x + 16 * i, top, 16, 40, colour)
+                else:
+                    drawing.block(left + x, top + 10 * i, 64, 10, colour)
+        for j, line in enumerate(moved):
+            drawing.text(left + 92, 292 + 20 * j, line, "muted", "middle")
+    return drawing.svg(358)
+
+
 # Ledgers
 
 
@@ -298,8 +438,8 @@ def ledgers_picture() -> str:
             drawing.text(left + 260, top, bytes_text(one.total), "", "end")
             drawing.text(left + 14, top + 20, f"{one.kind} over {one.axes}", "muted")
             drawing.block(left + 14, top + 28, 246 * one.total / max(moved), 4, "var(--bar)")
-    drawing.text(24, 336, "Both programs compute the same, and neither raises an error.")
-    drawing.text(24, 358, "The second gathers what was meant to stay cut over model.")
+    drawing.text(24, 336, "Both programs compute the same values, and neither raises an error.")
+    drawing.text(24, 358, "The second gathers an activation that should stay sharded.")
     return drawing.svg(378)
 
 
@@ -330,6 +470,9 @@ def larger_plan() -> ft.Plan:
 
 SVG: dict[str, Callable[[], str]] = {
     "mesh.svg": mesh_picture,
+    "specs.svg": specs_picture,
+    "collectives.svg": collectives_picture,
+    "parallelism.svg": parallelism_picture,
     "plan.svg": plan_picture,
     "leaf.svg": leaf_picture,
     "stack.svg": stack_picture,
