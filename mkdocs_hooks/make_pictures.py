@@ -59,6 +59,21 @@ def loss(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, ""]:
     return (model(x) ** 2).mean()
 
 
+class Block(eqx.Module):
+    """A part of a block of the tutorial's model."""
+
+    up: Float[Array, "embed hidden"]
+
+
+class Classifier(eqx.Module):
+    """A part of the tutorial's model."""
+
+    blocks: list[Block]
+
+    def __init__(self, key: Array):
+        self.blocks = [Block(jax.random.normal(key, (256, 1024)))]
+
+
 def mesh_plan() -> tuple[ft.Plan, ft.AxisRules, jax.sharding.Mesh]:
     rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
     return ft.plan(ft.abstract(MLP)(jax.random.key(0)), rules, mesh), rules, mesh
@@ -190,28 +205,27 @@ def plan_picture() -> str:
 
 
 def leaf_picture() -> str:
-    """What becomes of one leaf, from its annotation to the array."""
-    plan, rules, mesh = mesh_plan()
-    row = plan["up"]
-    array = ft.init(MLP, rules, mesh)(jax.random.key(0)).up
+    """What becomes of one leaf of the tutorial's model, from its annotation to the array."""
+    rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
+    model = ft.init(Classifier, rules, mesh)(jax.random.key(0))
+    row, array = ft.plan(model, rules, mesh)["blocks.0.up"], model.blocks[0].up
     drawing = Drawing("One leaf in five steps, from its annotation to the array on the devices")
     arrays = Arrays(Pictures(SIZES, "l"), drawing)
-    dimensions = MLP.__annotations__["up"].dim_str
-    shard = "×".join(map(str, array.sharding.shard_shape(array.shape)))
+    dimensions = Block.__annotations__["up"].dim_str
     shape = "×".join(map(str, row.shape))
     steps = [
         ("annotation", f'up: Float[Array, "{dimensions}"]', "what you write"),
-        ("label", f"path {row.path}, axes ({row.axes}), {shape}", "what the leaf is"),
+        ("label", f"{row.path}, axes ({row.axes}), {shape}", "the leaf's path, axes and shape"),
         ("decision", str(row.reason), "what the layout chooses, and why"),
         ("spec", repr(row.spec), "JAX's PartitionSpec, checked against the mesh"),
-        ("array", f"{shape} as {mesh.size} shards, {shard} each", "created sharded by ft.init"),
+        ("array", ", ".join(shards_text(row.shape, array.sharding.spec)), "created sharded"),
     ]
     for i, (name, code, about) in enumerate(steps):
         top = 20 + 84 * i
         drawing.box(20, top, WIDTH - 40, 60)
         drawing.text(36, top + 36, name, "strong")
-        drawing.code(136, top + 26, code)
-        drawing.text(136, top + 48, about, "muted")
+        drawing.code(146, top + 26, code)
+        drawing.text(146, top + 48, about, "muted")
         if i:
             drawing.arrow([(68, top - 24), (68, top - 2)])
     arrays.draw(cut_of(row), WIDTH - 118, 20 + 84 * 4 + 3, 86)
