@@ -31,6 +31,7 @@ _NEEDS = {
         *("jax_dataclasses", "lineax", "optimistix", "paramax", "pdequinox", "penzai"),
         "transformer_flows",
     ),
+    "docs/any-program.md": ("flax",),
     "docs/library-model.md": ("equimo",),
     "tests/pages": ("IPython", "mkdocs", "nbclient", *_BROWSER),
     "tests/report/test_browser.py": _BROWSER,

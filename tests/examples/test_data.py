@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # whole scripts
 def test_the_run_of_the_documentation(tmp_path: Path) -> None:
     """`train.py` of docs/several-hosts.md: stopped by SIGTERM and started again, it gets the batches and
     has the state of an unbroken run."""
-    page = (ROOT / "docs" / "processes.md").read_text()
+    page = (ROOT / "docs" / "several-hosts.md").read_text()
     [code] = [
         block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "STEPS" in block
     ]

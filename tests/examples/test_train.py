@@ -17,7 +17,7 @@ from tests.lib.launch import ROOT, ended, started, with_devices
 pytestmark = pytest.mark.slow  # whole scripts
 
 Captured = pytest.CaptureFixture[str]
-PAGE = (ROOT / "docs" / "cookbook" / "training-script.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "training-script.md").read_text(encoding="utf-8")
 SHORT = "--steps 12 --every 3".split()
 HEAD = "step,loss,valid_loss,accuracy"
 # Ends itself, as if from outside, when a line that begins so is printed: before that step is saved.

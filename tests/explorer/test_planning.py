@@ -9,7 +9,7 @@ import pytest
 
 from tests.explorer import paper
 
-PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "will-it-fit.md"
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_a_whole_script_is_copied_as_it_is_in_its_file(
     browser: webdriver.Chrome, site: str
 ) -> None:
     resize(browser, 1400)
-    browser.get(site + address("cookbook/training-script"))
+    browser.get(site + address("training-script"))
     button = browser.find_element(By.CSS_SELECTOR, ".language-python [data-clipboard-target]")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", button)
     button.click()
