@@ -1,12 +1,12 @@
-"""What the pages promise, and the test that holds each promise: the lists in `promises/`.
+"""The promises of the pages, and the test that holds each promise: `promises.toml`.
 
-A list has a table for each page (of the reference: the module whose docstring has the sentence),
-and in it a line for each promise: the gist of a sentence, and a test. The gist is a few words that
-stand together in one sentence of the page only. Those in backticks stand in the code of the test
-too, so a test that no longer has to do with its promise is found. A test is listed once.
+It has a table for each page. A promise in a docstring has its module as the page. A line of a
+table has a promise: a few successive words of one sentence, and a test. No other sentence of the
+page has these words. Words in backticks occur in the code of the test too, so a test that no longer
+has to do with its promise is found. A test is listed once.
 
-    python -m tests.package.promised        # says what is wrong
-    python -m tests.package.promised --fix  # follows tests that moved, and sentences that are reworded
+    python -m tests.package.promised        # prints what is wrong
+    python -m tests.package.promised --fix  # follows renamed tests and rewritten sentences
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-LISTS = Path(__file__).with_name("promises")
+LIST = Path(__file__).with_name("promises.toml")
 # At a blank line, an item of a list, a row of a table, and the end of a sentence.
 SENTENCE_ENDS = re.compile(r"\n\s*\n|\n(?=\s*[-|#])|(?<=[.?!])\s")
 
@@ -32,28 +32,28 @@ class Promise(NamedTuple):
 
 
 def promises() -> list[Promise]:
-    tables = [
-        tomllib.loads(path.read_text(encoding="utf-8")) for path in sorted(LISTS.glob("*.toml"))
-    ]
+    tables = tomllib.loads(LIST.read_text(encoding="utf-8"))
     return [
-        Promise(page, gist, test)
-        for table in tables
-        for page, lines in table.items()
-        for gist, test in lines.items()
+        Promise(page, gist, test) for page, lines in tables.items() for gist, test in lines.items()
     ]
 
 
-def words(text: str) -> frozenset[str]:
-    return frozenset(re.findall(r"\w+", text.lower()))
+def words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
 
 
-def words_for_the_test(gist: str) -> frozenset[str]:
+def words_for_the_test(gist: str) -> list[str]:
     return words(" ".join(re.findall(r"`(.*?)`", gist)))
+
+
+def has(sentence: str, gist: str) -> bool:
+    """Whether the words of a gist follow each other in a sentence."""
+    return f" {' '.join(words(gist))} " in f" {' '.join(words(sentence))} "
 
 
 @cache
 def sentences(page: str) -> tuple[str, ...]:
-    """The sentences of a page; none of one that is not there."""
+    """Return the sentences of a page, or nothing if there is no such page."""
     path = ROOT / page
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     return tuple(" ".join(sentence.split()) for sentence in SENTENCE_ENDS.split(text))
@@ -61,7 +61,7 @@ def sentences(page: str) -> tuple[str, ...]:
 
 @cache
 def definitions(file: Path) -> dict[str, ast.stmt]:
-    """What a module defines at its top, by name."""
+    """Return the definitions of a module by name."""
     found: dict[str, ast.stmt] = {}
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -73,8 +73,10 @@ def definitions(file: Path) -> dict[str, ast.stmt]:
 
 
 def words_of_test(test: str) -> frozenset[str] | None:
-    """The words of the body of a test, and of the cases and helpers of its module that it names;
-    None if there is no such test. Its name and docstring say what it should do, and do not count."""
+    """Return the words in the body of a test, and in the cases and helpers that it names.
+
+    Its name and docstring do not count. None if there is no such test.
+    """
     file, _, name = test.partition("::")
     path = ROOT / file
     if not name.startswith("test_") or not path.is_file():
@@ -88,55 +90,74 @@ def words_of_test(test: str) -> frozenset[str] | None:
     named = {node.id for one in body for node in ast.walk(one) if isinstance(node, ast.Name)}
     helpers = [defined[one] for one in sorted(named & defined.keys())]
     text = " ".join(ast.unparse(node) for node in [*body, *helpers])
-    return words(text) | words(text.replace("_", " "))
+    return frozenset(words(text) + words(text.replace("_", " ")))
 
 
 def faults(listed: Sequence[Promise]) -> Iterator[str]:
-    """What is wrong with a list, a line for each."""
+    """Yield a line for each mistake in a list."""
     for test, number in Counter(promise.test for promise in listed).items():
         if number > 1:
             yield f"{test} is listed {number} times"
     for promise in listed:
-        found = sum(words(promise.gist) <= words(one) for one in sentences(promise.page))
+        found = sum(has(sentence, promise.gist) for sentence in sentences(promise.page))
         if found != 1:
             yield f"{promise.page}: {found} sentences have these words: {promise.gist}"
         in_test = words_of_test(promise.test)
         if in_test is None:
-            yield f"{promise.page}: {promise.test} is not there: {promise.gist}"
+            yield f"{promise.page}: there is no {promise.test}: {promise.gist}"
         elif not words_for_the_test(promise.gist):
             yield f"{promise.page}: no word of the test is in backticks: {promise.gist}"
-        elif missing := words_for_the_test(promise.gist) - in_test:
-            yield f"{promise.page}: {promise.test} does not speak of {', '.join(sorted(missing))}"
+        elif missing := set(words_for_the_test(promise.gist)) - in_test:
+            yield f"{promise.page}: {promise.test} does not have the words {', '.join(sorted(missing))}"
+
+
+def drawn(promise: Promise) -> str | None:
+    """Draw a gist from the sentence of the page that shares most words with the gist of a promise.
+
+    A gist has four words or more, with one in backticks. It begins and ends with a long word, so
+    that it reads as a phrase. None if half of the words are gone.
+    """
+    page = sentences(promise.page)
+    old, guards = set(words(promise.gist)), set(words_for_the_test(promise.gist))
+    nearest = max(page, key=lambda sentence: len(old & set(words(sentence))), default="")
+    left = words(nearest)
+    if 2 * len(old & set(left)) < len(old):
+        return None
+    for length in range(4, len(left) + 1):
+        for begin in range(len(left) - length + 1):
+            part = left[begin : begin + length]
+            gist = " ".join(f"`{word}`" if word in guards else word for word in part)
+            is_phrase = min(len(part[0]), len(part[-1])) >= 4
+            is_here_alone = sum(has(sentence, gist) for sentence in page) == 1
+            if guards & set(part) and is_phrase and is_here_alone:
+                return gist
+    return None
 
 
 def fixed(promise: Promise) -> Promise:
-    """The promise with the file where a test of its name is now, and with those words of its gist
-    that the sentence nearest to it has; the same where neither is certain."""
+    """Return the promise with the file where its test is now, and with words that are on the page.
+
+    What cannot be found stays as it is.
+    """
     gist, test = promise.gist, promise.test
     if words_of_test(test) is None:
         name = test.rpartition("::")[2]
         files = [path for path in (ROOT / "tests").rglob("test_*.py") if name in definitions(path)]
         if len(files) == 1:
             test = f"{files[0].relative_to(ROOT).as_posix()}::{name}"
-    if not any(words(gist) <= words(one) for one in sentences(promise.page)):
-        nearest = max(
-            sentences(promise.page), key=lambda one: len(words(gist) & words(one)), default=""
-        )
-        kept = [word for word in gist.split() if words(word) <= words(nearest)]
-        if 2 * len(kept) >= len(gist.split()):
-            gist = " ".join(kept)
+    if not any(has(sentence, gist) for sentence in sentences(promise.page)):
+        gist = drawn(promise) or gist
     return Promise(promise.page, gist, test)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--fix", action="store_true", help="write what can be found into the lists")
+    parser.add_argument("--fix", action="store_true", help="write what can be found into the list")
     if parser.parse_args().fix:
-        for path in LISTS.glob("*.toml"):
-            text = path.read_text(encoding="utf-8")
-            for old in promises():
-                text = text.replace(line(old), line(fixed(old)))
-            path.write_text(text, encoding="utf-8")
+        text = LIST.read_text(encoding="utf-8")
+        for old in promises():
+            text = text.replace(line(old), line(fixed(old)))
+        LIST.write_text(text, encoding="utf-8")
     print("\n".join(faults(promises())) or "Each promise has its sentence and its test.")
 
 
