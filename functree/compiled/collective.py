@@ -1,5 +1,5 @@
-"""What a ledger consists of: `Collective`, one array that a program moves between devices, and
-`Memory`, what the program needs on one device."""
+"""A ledger consists of `Collective`s, the arrays that a program moves between devices, and
+`Memory`, the program's memory on one device."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,22 +10,23 @@ from functree.errors import FunctreeValueError, did_you_mean
 from functree.tree.paths import Path
 
 MOVES = ("itself", "gradient", "activation", "update")
-"""What a collective may move for a parameter."""
+"""The values of `Collective.moves`."""
 
 
 class Cause(NamedTuple):
-    """Why a collective is there: an operation whose operands lie otherwise than its result.
+    """The reason for a collective: an operation whose operands and result are sharded differently.
 
     Attributes:
-        op: the operation, as StableHLO calls it.
-        source: its line, as in `Collective.source`.
-        expression: what stands there.
-        before: how its operands lie, and who has decided so: `f32[8/data, 32/model] (model by w)`.
-        after: how its result lies, likewise.
-        origins: who has decided so, each once: paths of arguments and results, and lines of
-            constraints.
-        reason: what asks for the collective; empty if nothing does.
-        hint: what other code would do without it; empty if that is not known.
+        op: the operation, in StableHLO's words.
+        source: its source line, as in `Collective.source`.
+        expression: the code at that place.
+        before: each operand with its sharding and what decided it, such as
+            `f32[8/data, 32/model] (model by w)`.
+        after: the result with its sharding and what decided it.
+        origins: where these shardings come from, without repeats: paths of arguments and results,
+            and lines of constraints.
+        reason: the request that leads to the collective; empty if there is none.
+        hint: code that would avoid the collective; empty if none is known.
     """
 
     op: str
@@ -49,34 +50,35 @@ class Cause(NamedTuple):
 class Collective:
     """One array that a compiled program moves between devices.
 
-    Arrays that the compiler has combined in one collective share `op`.
+    Arrays that the compiler combined into one collective have the same `op`.
 
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
             `collective-permute`.
-        mesh_axes: the mesh axes that vary within a group of devices, for a permute between source
-            and target; None if the groups are not understood, or the mesh is not known.
-        group_size: the number of devices in a group; None likewise.
-        bytes: the bytes of its result on one device, once.
-        count: how often it runs, with all loops around it; a branch counts as if it were taken.
-            None if the length of a loop is not known.
-        paths: the parameters that it serves, each path starting inside its argument; empty if there
+        mesh_axes: the mesh axes that vary within a group of devices or, for a permute, between
+            source and target. None if the groups could not be parsed, or the mesh is unknown.
+        group_size: the number of devices in a group; None if it is unknown.
+        bytes: the size of its result on one device, for one run.
+        count: the number of runs, including all loops around it. A branch counts as if it were
+            taken. None if the length of a loop is unknown.
+        paths: the parameters that it serves. Each path starts inside its argument. Empty if there
             are none.
-        arguments: the function's parameters that these belong to, in the same order.
-        phase: `forward`, `backward`, `recompute`, `update`; None if it is not known.
-        source: the innermost line of a model that it comes from, `file:line`; None if it is not
-            known. Layers of functree, of Equinox and of any other installed package are parts of a
-            model; JAX, optax and the transforms of functree and Equinox are not.
-        op: the name of the instruction in the text of the program.
-        moves: what is moved for these parameters: `itself`, the array or what is computed of it
-            alone; its `gradient`; an `activation` that it is multiplied by, or makes, or the
-            gradient of such an activation; a part of its `update`. None if it serves none.
+        arguments: the argument that each of these parameters belongs to, in the same order.
+        phase: `forward`, `backward`, `recompute`, `update`; None if it is unknown.
+        source: the innermost line of a model, `file:line`; None if it is unknown. Your own code is
+            part of a model, and so are the layers of functree, Equinox and any other installed
+            package. JAX, optax, and the transforms of functree and Equinox are not.
+        op: the name of the instruction in the program's text.
+        moves: what is moved for these parameters. `itself` is the array, or a value computed from
+            it alone. `gradient` is its gradient. `activation` is an activation that it is
+            multiplied by or produces, or the gradient of such an activation. `update` is a part of
+            its update. None if the collective serves no parameter.
         called_from: the innermost line of your own code, if `source` is in an installed package or
-            in functree. None otherwise, or if it is not known: JAX keeps the ten innermost frames
+            in functree. None otherwise, or if it is unknown: JAX keeps the ten innermost frames
             (`jax_traceback_in_locations_limit`).
-        verdict: `asked`, if the layout means it or you wrote it; `compiler`, if nobody asked for
-            it; None if that cannot be told.
-        cause: the operation that it comes from; None if that is not known.
+        verdict: `asked` if the layout implies it or you wrote it; `compiler` if the compiler chose
+            it; None if this is unknown.
+        cause: the operation that it comes from; None if it is unknown.
     """
 
     kind: str
@@ -107,31 +109,31 @@ class Collective:
 
     @property
     def path(self) -> Path | None:
-        """The parameter that it serves, if it is only one."""
+        """The parameter that it serves; None if there are none or several."""
         if len(self.paths) != 1:
             return None
         return self.paths[0]
 
     @property
     def total(self) -> int:
-        """The bytes of all its runs; of one run, if their number is not known."""
+        """The bytes of all runs, or of one run if their number is unknown."""
         if self.count is None:
             return self.bytes
         return self.bytes * self.count
 
 
 class BytesByPath(Mapping[Path, int]):
-    """Bytes by path. A path may be given as its text.
+    """A mapping from paths to bytes. A key may be a `Path` or its text.
 
     Args:
-        sizes: the bytes by path.
+        sizes: the bytes of each path.
     """
 
     def __init__(self, sizes: Mapping[Path, int]):
         self._sizes: dict[Path, int] = dict(sizes)
 
     def __getitem__(self, path: Any) -> int:
-        key = Path(path)  # of a text too, such as `model.blocks.0.w`
+        key = Path(path)  # parses a text such as `model.blocks.0.w`
         if key not in self._sizes:
             raise KeyError(f"no argument at `{key}`{did_you_mean(key, self._sizes)}")
         return self._sizes[key]
@@ -148,19 +150,19 @@ class BytesByPath(Mapping[Path, int]):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a compiled program needs on one device, in bytes.
+    """The memory that a compiled program needs on one device, in bytes.
 
     Attributes:
-        arguments: the bytes of each array of the arguments, by its path, which begins with the name
-            of the function's parameter. An array that the program does not use is not part of it.
+        arguments: the bytes of each array of the arguments, by its path. The path begins with the
+            name of the argument. Arrays that the program does not use are left out.
         outputs: the bytes of the result.
-        aliases: the bytes of the result that are in the memory of donated arguments.
-        temporaries: the bytes of what is computed in between.
-        peak: the most bytes at one time in the main memory, as the compiler says. The one for
-            CPUs leaves out temporaries, so there it is the sum; the one for TPUs adds what is in
-            their fast memory and in that of the host, so there it is at most the sum without these.
-            It may be less than `arguments` or `temporaries`: it counts the buffers that are in use
-            at one time, and the others count what is allocated, in the memory of the host too.
+        aliases: the bytes of the result that reuse the memory of donated arguments.
+        temporaries: the bytes of intermediate values.
+        peak: the most bytes in use at one time in the main memory, as the compiler reports it. On
+            CPUs, the compiler leaves out temporaries, so this is the sum. On TPUs, it adds the fast
+            on-chip memory and host memory, so this is at most the sum without them. The peak may be
+            less than `arguments` or `temporaries`. It counts buffers in use at one time; the others
+            count allocations, including host memory.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

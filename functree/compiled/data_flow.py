@@ -1,6 +1,6 @@
-"""A value in a compiled program ─► the values that it was made of, and how often it is computed.
+"""`DataFlow` follows a value of a compiled program back to the values that it was computed from.
 
-It is followed back through tuples, fusions, calls and loops, as far as the question asks.
+It walks through tuples, fusions, calls and loops. `runs` counts how often each computation runs.
 """
 
 import math
@@ -12,45 +12,44 @@ from typing import NamedTuple
 
 from functree.compiled.hlo import ArrayType, Hlo, Instruction
 
-# What the compilers insert to place a value elsewhere in memory.
+# Compilers insert these to move a value within memory.
 COPIES = frozenset(
     {"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
 )
-# What only changes the shape.
+# These change only the shape.
 RESHAPES = frozenset({"bitcast", "reshape"})
-# What changes the place, the order, the number or the precision of elements, and computes nothing.
+# These change the place, order, number or precision of elements, and compute nothing.
 MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad",
     "reduce-precision", "reverse", "slice", "slice-done", "slice-start", "transpose",
 }  # fmt: skip
-# Of the operands of these, the slice that is the value. The others are places, what is padded with,
-# and conditions.
+# The range of operands that hold the value. The others are indices, padding values and conditions.
 _PASSED = {
     "dynamic-slice": (0, 1),
     "dynamic-update-slice": (0, 2),
     "gather": (0, 1),
     "pad": (0, 1),
-    # What is sent, and the array that it is written into.
+    # The array that is sent, and the array that receives it.
     "ragged-all-to-all": (0, 2),
     "select": (1, 3),
 }
 
-# The instructions that run one computation once, with their operands as its parameters.
+# These run one computation once, with their operands as its parameters.
 _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
-"""The opcodes of instructions that call computations, except those that do so for each element."""
+"""The opcodes that call computations, except those that call one for each element."""
 
 PASSES_ON = COPIES | _ONCE | {
     "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional",
     "fusion-done", "get-tuple-element", "parameter", "reduce-scatter-done", "slice", "tuple",
     "while",
 }  # fmt: skip
-"""The opcodes of the instructions whose result is a value that was computed by another one."""
+"""The opcodes whose result is a value that another instruction computed."""
 
-# Of a change of the shape walks ask what it is: a single number may have become an array.
+# Predicates of walks must see reshapes: a scalar may have become an array.
 _HANDS_ON = PASSES_ON - RESHAPES
-# Of the others of these, walks ask as well: not each slice is a part of what was joined, and what
-# starts something is no result.
+# Predicates see the excluded opcodes, too: a slice need not be a part of a joined array, and the
+# start of an asynchronous operation is not a result.
 _FROM_ELSEWHERE = _HANDS_ON - {"async-start", "fusion-start", "slice", "tuple"}
 
 KINDS = (
@@ -64,17 +63,18 @@ COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-st
 
 
 def is_in_pieces(one: Instruction) -> bool:
-    """Whether an instruction is an all-to-all of one array in as many pieces as there are devices.
+    """Return whether an instruction is an all-to-all of one array in one piece per device.
 
-    Each piece of its result is from another device, and of an operand that depends on the device.
+    Each piece of the result comes from a different device, and from an operand that depends on the
+    receiving device.
     """
     return one.opcode == "all-to-all" and one.attribute("dimensions") is None
 
 
 def is_combined(one: Instruction) -> bool:
-    """Whether an instruction is a collective that the compiler has combined of several.
+    """Return whether the compiler combined several collectives into this instruction.
 
-    It is named by all of them, and what it moves says more.
+    Its name mentions all of them, so the values that it moves are more informative.
     """
     return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
 
@@ -84,8 +84,8 @@ class HloValue(NamedTuple):
 
     Attributes:
         instruction: the instruction.
-        part: the indices of the part in a tuple, from the outermost; empty for the whole. The parts
-            of an asynchronous collective are those of its result.
+        part: the indices of the part in nested tuples, outermost first; empty for the full result.
+            For an asynchronous collective, they index its result.
     """
 
     instruction: Instruction
@@ -93,7 +93,7 @@ class HloValue(NamedTuple):
 
 
 class DataFlow:
-    """Where the values of a program come from.
+    """The flow of values through a program.
 
     Args:
         hlo: the program.
@@ -101,8 +101,8 @@ class DataFlow:
 
     def __init__(self, hlo: Hlo):
         self.hlo: Hlo = hlo
-        # Walks meet the same values again: a parameter and its moments share most of what they are
-        # made of, and each question about a program is a walk of its own.
+        # Walks meet the same values repeatedly: each question about a program is a separate walk,
+        # and the histories of a parameter and its moments largely coincide.
         self._known_handed_on: dict[HloValue, HloValue] = {}
         self._known_operands: dict[Instruction, list[HloValue]] = {}
         self._known_inputs: dict[HloValue, list[HloValue]] = {}
@@ -119,9 +119,10 @@ class DataFlow:
 
     @cached_property
     def differentiated(self) -> list[Instruction]:
-        """The instructions that compute what is differentiated, or a part of a gradient.
+        """The instructions that are differentiated, or compute a part of a gradient.
 
-        Of what only passes values on, such as a fusion, the name is that of one of them.
+        Instructions that only pass values on are left out: a fusion, for example, is named after
+        one of its instructions.
         """
         found: list[Instruction] = []
         for opcode, instructions in self.hlo.by_opcode.items():
@@ -131,7 +132,7 @@ class DataFlow:
 
     @cached_property
     def results(self) -> list[tuple[HloValue, ArrayType]]:
-        """The results of the whole program and their types, without tokens."""
+        """The results of the program with their types, without tokens."""
         root = self.hlo.roots[self.hlo.entry]
         if root.opcode == "tuple":
             values = list(map(self._value, root.operands))
@@ -146,7 +147,7 @@ class DataFlow:
         return found
 
     def source(self, value: HloValue) -> HloValue:
-        """Where a value was computed: behind copies, tuples and fusions, and inside of its loop."""
+        """Return the value that was computed, before copies, tuples, fusions and calls of loops."""
         while True:
             before = self._inside(value)
             if before is None:
@@ -156,12 +157,11 @@ class DataFlow:
     def origins(
         self, value: HloValue, passes: Callable[[Instruction], bool]
     ) -> frozenset[HloValue]:
-        """Where a value was computed, through loops and branches too.
+        """Return the values that a value was computed from, through loops and branches, too.
 
         Args:
             value: the value.
-            passes: whether an instruction passes on the values of its operands, so that their
-                origins are those of its result.
+            passes: whether the walk continues from an instruction to its operands.
         """
         return self.history([value], passes)[0]
 
@@ -172,12 +172,13 @@ class DataFlow:
         *,
         conditions: bool = False,
     ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
-        """Where some values were computed, and all values in between, these themselves too.
+        """Return the origins of some values, and all values in their histories, themselves
+        included.
 
         Args:
             values: the values.
             passes: as in `origins`.
-            conditions: whether a value is made of the condition too by which it was selected.
+            conditions: whether the condition of a `select` belongs to the history of its result.
         """
         found: set[HloValue] = set()
         seen: set[HloValue] = set(map(self._handed_on, values))
@@ -201,11 +202,11 @@ class DataFlow:
         *,
         conditions: bool = False,
     ) -> dict[HloValue, int]:
-        """For each value in the histories of some values, which of these it is in.
+        """Return the reverse: for each value in the histories, the values that have it in theirs.
 
-        That is a number with a bit for each of them. All outputs of a program may be made of one
-        number, such as the norm of all gradients, and to walk back from each of them would take the
-        square of the time.
+        These are bits of an integer, one for each of `values`. All outputs of a program may depend
+        on one number, such as a global norm. A separate walk for each output would take quadratic
+        time.
 
         Args:
             values: the values.
@@ -213,7 +214,7 @@ class DataFlow:
             conditions: as in `history`.
         """
         before: dict[HloValue, list[HloValue]] = {}
-        order: dict[HloValue, None] = {}  # what a value is made of comes before it, except in loops
+        order: dict[HloValue, None] = {}  # inputs before the values made of them, except in loops
         values = list(map(self._handed_on, values))
         waiting = list(values)
         while waiting:
@@ -233,7 +234,7 @@ class DataFlow:
     def _made_of(
         self, value: HloValue, passes: Callable[[Instruction], bool], conditions: bool
     ) -> list[HloValue]:
-        """The values that a value was made of in one step; none where its history ends."""
+        """Return the values that a value was made of in one step; none where its history ends."""
         one = value.instruction
         if one.opcode not in _FROM_ELSEWHERE and not passes(one):
             return []
@@ -242,9 +243,9 @@ class DataFlow:
         return self.inputs(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
-        """What a value was made of in one step.
+        """Return the values that a value was made of in one step.
 
-        Places and conditions, by which it was chosen, are left out.
+        The indices and conditions that selected it are left out.
         """
         known = self._known_inputs.get(value)
         if known is None:
@@ -253,29 +254,28 @@ class DataFlow:
         return known
 
     def operands(self, one: Instruction) -> list[HloValue]:
-        """The operands of an instruction, each behind what only hands it on."""
+        """Return an instruction's operands, traced back through tuples, fusions and copies."""
         known = self._known_operands.get(one)
         if known is None:
             instructions = self.hlo.instructions
             known = self._known_operands[one] = []
             for name in one.operands:
                 value = HloValue(instructions[name])
-                # Asked here too, since a call takes as long as all else for most operands.
+                # `_handed_on` checks this, too, but a call would double the time of most operands.
                 if value.instruction.opcode in _HANDS_ON:
                     value = self._handed_on(value)
                 known.append(value)
         return known
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
-        """The values that a compiler has joined to move them at once, with their sizes.
+        """Return the values that a compiler joined to move them at once, with their element counts.
 
-        They are in one flat array, and the sizes are numbers of elements. Empty for a collective
-        that moves its operands as they are.
+        They are in one flat array. Empty for a collective that moves its operands unchanged.
         """
         if len(collective.operands) != 1:
             return []
         joined = self.source(self._value(collective.operands[0])).instruction
-        # An array of more dimensions is a concatenation that the user's program moves.
+        # An array with more dimensions is a concatenation in the user's program.
         if joined.opcode != "concatenate" or len(joined.arrays[0].shape) != 1:
             return []
         parts: list[tuple[HloValue, int]] = []
@@ -284,9 +284,9 @@ class DataFlow:
         return parts
 
     def _part_of_joined(self, one: Instruction) -> HloValue | None:
-        """The array that a slice takes out of the joined result of a collective.
+        """Return the array that a slice takes out of the joined result of a collective.
 
-        None if it is any other slice.
+        None for all other slices.
         """
         whole = self.source(self._value(one.operands[0]))
         span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
@@ -300,7 +300,7 @@ class DataFlow:
         return None
 
     def _passed(self, value: HloValue) -> list[HloValue]:
-        """The operands that an instruction passes on, without places and conditions."""
+        """Return the operands that an instruction passes on, without indices and conditions."""
         one, part = value
         if part and part[0] < len(one.operands) and len(one.arrays) > 1 and not is_in_pieces(one):
             # A combined collective: one part for each operand.
@@ -312,8 +312,10 @@ class DataFlow:
         return operands[first:last]
 
     def _handed_on(self, value: HloValue) -> HloValue:
-        """The value behind tuples, fusions and copies, as which it is handed on; walks leave these
-        out, since nothing is computed there."""
+        """Return a value before tuples, fusions and copies.
+
+        Walks skip these, since nothing is computed there.
+        """
         if value.instruction.opcode not in _HANDS_ON:
             return value
         known = self._known_handed_on.get(value)
@@ -324,7 +326,7 @@ class DataFlow:
         return known
 
     def _before(self, value: HloValue) -> list[HloValue]:
-        """The values that are passed on as this one: several by a loop and by a conditional."""
+        """Return the values that an instruction passes on: several for loops and conditionals."""
         inside = self._inside(value)
         if inside is not None:
             return [inside]
@@ -343,33 +345,32 @@ class DataFlow:
         return []
 
     def _given(self, caller: Instruction, parameter: HloValue) -> list[HloValue]:
-        """The values that a caller gives to a part of a parameter of its computation."""
+        """Return the values that a caller passes to a part of a parameter of its computation."""
         one, part = parameter
         match caller.opcode:
             case "while":
                 return self.inputs(HloValue(caller, part))
             case "conditional":
                 given: list[HloValue] = []
-                # Its first operand chooses the branch; each other one is the parameter of a branch.
+                # The first operand selects the branch; each of the others is a branch's parameter.
                 for i, name in enumerate(caller.computations, start=1):
                     if name == one.computation:
                         given.append(self._value(caller.operands[i], part))
                 return given
-            case "custom-call":  # only the compiler knows what it does with the parameters
+            case "custom-call":  # the text does not say how it uses the parameters
                 return []
         return [self._value(caller.operands[int(one.argument)], part)]
 
     def _inside(self, value: HloValue) -> HloValue | None:
-        """The value that is passed on as this one by the same computation, or by a fusion.
+        """Return the value that the same computation, or a fusion, passes on as this one.
 
-        None if it is computed.
+        None if this one is computed.
         """
         one, part = value
-        match one.opcode:  # the most frequent first: walks come here for each value
+        match one.opcode:  # the most frequent first: walks call this for each value
             case "parameter":
                 callers = self.callers.get(one.computation, [])
-                # A computation that is called from several places has a parameter of several
-                # values.
+                # If a computation has several callers, its parameter has several values.
                 if len(callers) == 1 and callers[0].opcode in _ONCE:
                     return self._value(callers[0].operands[int(one.argument)], part)
                 return None
@@ -391,20 +392,22 @@ class DataFlow:
                 | "collective-permute-done"
                 | "reduce-scatter-done"
             ):
-                # A part of the result of a collective, of which its start is the collective itself.
+                # The start stands for the collective, so this is a part of its result.
                 return self._value(one.operands[0], part)
         if one.opcode in COPIES:
             return self._value(one.operands[0], part)
         return None
 
     def _value(self, name: str, part: tuple[int, ...] = ()) -> HloValue:
-        """The result of the instruction of this name, or a part of it."""
+        """Return the result of the instruction with this name, or a part of it."""
         return HloValue(self.hlo.instructions[name], part)
 
 
 def _spread(found: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloValue]]) -> bool:
-    """Give the bits of each value to what it is made of; whether that has to be done again, since
-    an iteration of a loop is made of the one before it."""
+    """Give the bits of each value to its inputs. Return whether that must be repeated.
+
+    An iteration of a loop depends on the previous one, so one pass may not be enough.
+    """
     done: set[HloValue] = set()
     again = False
     for value in reversed(found):
@@ -419,7 +422,7 @@ def _spread(found: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloVa
 
 
 def bits_of(number: int) -> list[int]:
-    """The indices of the bits that are set in a number.
+    """Return the indices of the bits that are set in a number.
 
     >>> bits_of(0b1010)
     [1, 3]
@@ -436,15 +439,15 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def runs(flow: DataFlow) -> Mapping[str, int | None]:
-    """How often each computation runs, by its name; None if a loop around it has an unknown length.
+    """Count how often each computation runs, by name; None if a loop around it has unknown length.
 
     Each branch of a conditional counts as if it were taken.
     """
     hlo = flow.hlo
     found: dict[str, int | None] = {hlo.entry: 1}
-    # In the text, a computation stands in front of those that call it.
+    # In the text, a computation comes before its callers.
     for name in reversed(hlo.computations):
-        times = found.setdefault(name, 0)  # 0: nothing that is counted calls it
+        times = found.setdefault(name, 0)  # 0: no counted instruction calls it
         for one in hlo.computations[name]:
             if one.opcode not in CALLS:
                 continue
@@ -453,8 +456,8 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
                 each = trip_count(flow, one)
             for called in one.computations:
                 before = found.get(called, 0)
-                # The condition of a loop runs once more than its body, and has nothing in it that
-                # is counted.
+                # The condition of a loop runs once more than its body, but contains nothing that is
+                # counted.
                 if times is None or each is None or before is None:
                     found[called] = None
                 else:
@@ -463,12 +466,12 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
 
 
 def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
-    """The number of iterations of a `while`; None if it depends on data, or is not understood.
+    """Count the iterations of a `while`; None if they depend on data or cannot be read.
 
-    The compilers for CPUs and GPUs write it into the text. The one for TPUs does not; there it is
-    read from the loop, if its condition compares a counter with a constant, and its body adds a
-    constant to the counter. XLA brings loops to this form: it writes a constant as the second
-    operand, and a subtraction as the addition of a negative number.
+    The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so it
+    is read from the loop: the condition must compare a counter with a constant, and the body must
+    add a constant to the counter. XLA brings loops into this form. The constant is the second
+    operand, and a subtraction is the addition of a negative number.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:
@@ -479,7 +482,7 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
         return None
     counter, end = flow.operands(test)
     counter = flow.source(counter)
-    # The counter is a part of the state of the loop: its start is that part of the operand.
+    # The counter is a part of the loop's state, so it starts as the same part of the operand.
     state = flow.operands(loop)[0]
     start = HloValue(state.instruction, state.part + counter.part)
     following = flow.source(HloValue(roots[loop.called("body")], counter.part)).instruction
@@ -498,9 +501,11 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
 
 
 def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
-    """How often a counter passes a comparison with its end; None if it never stops, or ends by
-    another comparison."""
-    if direction in ("GT", "GE"):  # downwards, which is upwards with other signs
+    """Count how often a counter passes a comparison with its end.
+
+    None if the loop never stops, or uses another comparison.
+    """
+    if direction in ("GT", "GE"):  # counting down is counting up with opposite signs
         start, end, step = -start, -end, -step
     elif direction not in ("LT", "LE"):
         return None
@@ -510,12 +515,12 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
         return 0
     if step <= 0:
         return None
-    # Rounded up, and not by a float, which has fewer digits than a counter of 64 bits.
+    # Rounded up without a float, which has fewer digits than a 64-bit counter.
     return -(-(end - start) // step)
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:
-    """The value of an integer constant."""
+    """Return the value of an integer constant; None if it is anything else."""
     one = flow.source(value).instruction
     if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.argument):
         return None

@@ -1,10 +1,9 @@
-"""What XLA says on the standard error of the process while it compiles ─► its warnings.
+"""XLA's standard error during a compilation is read for warnings.
 
-XLA tells nobody else of an involuntary rematerialization or a slow compilation: it writes a line to
-file descriptor 2. So that descriptor is a pipe while something compiles, and a thread passes on
-what comes through it at once. There is one pipe for the process, however many threads compile: two
-of them would each restore what the other one had set. The compiler for TPUs writes to files
-instead.
+XLA reports an involuntary rematerialization or a slow compilation only as a line on file descriptor
+2. While something compiles, that descriptor is therefore a pipe, and a thread forwards its contents
+at once. There is one pipe per process, even if several threads compile: two pipes would each
+restore the other's descriptor. The TPU compiler writes to files instead.
 """
 
 import os
@@ -19,12 +18,12 @@ from functree.devices.targets import log_folders
 
 
 class CompilerOutput:
-    """What was written to standard error while a context was entered.
+    """The text written to standard error while a context was active.
 
     Attributes:
-        warnings: the warnings of the compiler; None as long as the context is entered, and if the
-            process has no standard error that could be listened to, or `TF_CPP_MIN_LOG_LEVEL`
-            silences them. Of several threads that compile at once each gets all of them.
+        warnings: the compiler's warnings. None while the context is active, if the process has no
+            standard error to redirect, or if `TF_CPP_MIN_LOG_LEVEL` silences warnings. If several
+            threads compile at once, each gets all warnings.
     """
 
     def __init__(self) -> None:
@@ -34,7 +33,7 @@ class CompilerOutput:
 
 @contextmanager
 def listening() -> Iterator[CompilerOutput]:
-    """Listen to the compiler; what others write to standard error is passed on too."""
+    """Collect the compiler's warnings. All text written to standard error is still forwarded."""
     output = CompilerOutput()
     sizes = {file: file.stat().st_size for file in _log_files()}
     reader = _STANDARD_ERROR.enter(output)
@@ -44,8 +43,7 @@ def listening() -> Iterator[CompilerOutput]:
         if reader is not None:
             _STANDARD_ERROR.leave(output, reader)
         if reader is not None and not _SILENCED:
-            # Of a log only what was written meanwhile: the compiler appends to one file for all
-            # programs of a process.
+            # Only the text written meanwhile: the compiler appends to one log file per process.
             for file in _log_files():
                 output.chunks.append(file.read_bytes()[sizes.get(file, 0) :])
             text = b"".join(output.chunks).decode(errors="replace")
@@ -53,7 +51,7 @@ def listening() -> Iterator[CompilerOutput]:
 
 
 def _log_files() -> list[Path]:
-    """The logs of this process with warnings."""
+    """Find the warning logs of this process."""
     files: list[Path] = []
     for folder in log_folders:
         files += folder.glob(f"*.log.WARNING.*.{os.getpid()}")
@@ -61,14 +59,14 @@ def _log_files() -> list[Path]:
 
 
 class _StandardError:
-    """Standard error as a pipe, for as long as somebody listens."""
+    """Standard error, redirected to a pipe while there are listeners."""
 
     def __init__(self) -> None:
         self._changing = threading.Lock()
         self._reader: _Reader | None = None
 
     def enter(self, output: CompilerOutput) -> "_Reader | None":
-        """Begin to listen; None if that is not possible."""
+        """Begin to listen; None if that is impossible."""
         with self._changing:
             if self._reader is None:
                 self._reader = self._redirect()
@@ -78,16 +76,16 @@ class _StandardError:
             return self._reader
 
     def leave(self, output: CompilerOutput, reader: "_Reader") -> None:
-        """Stop listening, when all that was written before has been read.
+        """Stop listening once all earlier text has been read.
 
-        The last one restores standard error.
+        The last listener restores standard error.
         """
         with self._changing, reader.reading:
             reader.read_on()
             if len(reader.listeners) == 1:
-                # The pipe is read right before and right after: another thread must write twice in
-                # between for its second line to overtake the first. No system call can exclude
-                # that, and nothing is lost by it.
+                # The pipe is read immediately before and after this call. If another thread writes
+                # twice in between, its second line overtakes the first. No system call can prevent
+                # that, and no line is lost.
                 os.dup2(reader.original, 2)
                 reader.read_on()
                 reader.close()
@@ -95,16 +93,16 @@ class _StandardError:
             reader.listeners.remove(output)
 
     def forget(self) -> None:
-        """Restore standard error in a process that was forked while somebody listened."""
-        # A forked process has no thread that would read from the pipe. And the lock may be one that
-        # another thread held, which is not there to release it.
+        """Restore standard error in a process that was forked while there were listeners."""
+        # A forked process has no thread that reads the pipe, and no other thread that could release
+        # the lock.
         self._changing = threading.Lock()
         if self._reader is not None:
             os.dup2(self._reader.original, 2)
         self._reader = None
 
     def _redirect(self) -> "_Reader | None":
-        if not hasattr(select, "poll"):  # on Windows a pipe cannot be asked whether it is empty
+        if not hasattr(select, "poll"):  # Windows cannot tell whether a pipe is empty
             return None
         try:
             original = os.dup(2)
@@ -116,22 +114,22 @@ class _StandardError:
         return reader
 
 
-_CAPACITY = 65536  # of a pipe of Linux
-# The level is read when JAX is imported: at 2 XLA writes errors only. The default of JAX is 1.
+_CAPACITY = 65536  # of a pipe on Linux
+# JAX reads the level when it is imported, and defaults to 1. At level 2, XLA writes only errors.
 _SILENCED = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") not in ("", "0", "1")
 
 
 class _Reader(threading.Thread):
-    """A thread that passes on what comes through a pipe.
+    """A thread that forwards the contents of a pipe.
 
-    It lives until every writer has closed the pipe: a process that was started meanwhile has it as
-    its standard error.
+    It lives until every writer has closed the pipe. A process that was started meanwhile has the
+    pipe as its standard error.
 
     Attributes:
-        original: the file descriptor that standard error was before.
-        reading: held while something is read and passed on, so that who holds it knows that
-            everything is either still in the pipe or passed on.
-        listeners: who gets what is read.
+        original: the file descriptor of the original standard error.
+        reading: held while text is read and forwarded. Whoever holds it knows that all text is
+            either still in the pipe or forwarded.
+        listeners: the outputs that collect the text.
     """
 
     def __init__(self, read: int, write: int, original: int):
@@ -151,14 +149,14 @@ class _Reader(threading.Thread):
         os.close(self.original)
 
     def read_on(self) -> None:
-        """Read what has been written; only while `reading` is held."""
-        # Of a pipe that is never empty, because others write on, as much is read as it can hold.
+        """Read the text written so far. The caller holds `reading`."""
+        # Other threads may keep writing, so at most one full pipe is read.
         rest = _CAPACITY
         while rest > 0 and self._written(0):
             rest -= self._take()
 
     def _take(self) -> int:
-        """Read, tell the listeners, pass it on; the number of bytes, 0 at the end of the pipe."""
+        """Read, collect and forward text; return the number of bytes, 0 at the end of the pipe."""
         data = os.read(self._read, _CAPACITY)
         for output in self.listeners:
             output.chunks.append(data)
@@ -171,21 +169,21 @@ class _Reader(threading.Thread):
             while rest:
                 rest = rest[os.write(self.original, rest) :]
         except OSError:
-            # The original is closed, for example a pipe that nobody reads: without us this would be
-            # lost too.
+            # The original is closed, such as a pipe without a reader. The text would be lost
+            # without us, too.
             pass
 
     def close(self) -> None:
-        """Close the pipe from this side."""
+        """Close this side of the pipe."""
         os.close(self._write)
 
     def _written(self, milliseconds: int | None) -> bool:
-        """Whether something in the pipe has not been read.
+        """Return whether the pipe contains unread text.
 
         Args:
-            milliseconds: how long to wait until something is; None for ever.
+            milliseconds: how long to wait for text; None waits without a limit.
         """
-        poll = select.poll()  # `select.select` takes no descriptor above 1023
+        poll = select.poll()  # `select.select` rejects descriptors above 1023
         poll.register(self._read, select.POLLIN)
         return bool(poll.poll(milliseconds))
 
@@ -195,8 +193,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows
     os.register_at_fork(after_in_child=_STANDARD_ERROR.forget)
 
 _HEAD = re.compile(r"^[IWEF]\d{4} [\d:.]+ +\d+ [\w.]+:\d+\] ?(.*)$")
-# What is worth telling: the others are about the compiler itself, and a user can do nothing about
-# them.
+# The warnings worth reporting. The others concern the compiler, and users cannot act on them.
 _TOLD = re.compile(
     r"involuntary full rematerialization"
     r"|very slow compile"
@@ -204,15 +201,15 @@ _TOLD = re.compile(
     r"|can't reduce memory use",
     re.IGNORECASE,
 )
-# What the user cannot change; `Ledger` says what it costs.
+# The user cannot change this, and `Ledger` shows what it costs.
 _TAIL = re.compile(r"\. As the last resort, SPMD will replicate.*")
 
 
 def warnings_in(text: str) -> Sequence[str]:
-    """The warnings of the compiler, each once, without their time and place.
+    """Return the compiler's warnings without repeats, times and places.
 
     Args:
-        text: what was written to standard error.
+        text: the text written to standard error.
     """
     found: dict[str, None] = {}  # a set that keeps their order
     lines = text.splitlines()
@@ -229,7 +226,8 @@ def warnings_in(text: str) -> Sequence[str]:
 
 
 def _first_text(lines: Sequence[str]) -> str:
-    """The first line that is neither empty nor of stars, with which a compiler frames a message."""
+    """Return the first line with text, skipping the stars with which a compiler frames a message.
+    """
     for line in lines:
         text = line.strip()
         if text.strip("*"):

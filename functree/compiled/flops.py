@@ -1,10 +1,9 @@
-"""The text of a compiled program ─► the flops of its products on one device, loops multiplied out.
+"""`count_flops` counts the flops of a compiled program on one device, with loops multiplied out.
 
-The compilers' own count leaves out loops and kernels: the body of a loop counts once, and what a
-custom kernel computes counts nothing. So products, convolutions and the kernels that are known are
-counted here by their shapes. Everything else, such as a sum, is small beside them, and is left out.
-What a kernel computes is not in the text, but its name and its shapes are: there is a closed form
-for each kind. A kernel that is not known here is never guessed.
+The compilers' own count covers each loop body once and no custom kernels. Here, products,
+convolutions and known kernels are counted from their shapes. All other operations, such as sums,
+are comparatively small and left out. The text does not contain what a kernel computes, but its name
+and its shapes, and each kind has a closed form. An unknown kernel is never guessed.
 """
 
 import functools
@@ -23,22 +22,22 @@ class Flops(NamedTuple):
     """The flops of a compiled program on one device.
 
     Attributes:
-        total: their number; a product and a sum of two numbers are two. Each branch of a
-            conditional counts as if it were taken, and a loop of unknown length counts once.
-        not_understood: what is not a part of the number, or may be too small in it, a sentence for
-            each.
+        total: the number of flops. A product and a sum of two numbers count as two. Each branch of
+            a conditional counts as if it were taken, and a loop of unknown length counts once.
+        not_understood: one sentence for each part that is missing from the total or may be
+            undercounted.
     """
 
     total: int
     not_understood: tuple[str, ...]
 
 
-# What multiplies matrices inside, by algorithms that the text does not tell.
+# These multiply matrices, with algorithms that the text does not show.
 _UNKNOWN = ("cholesky", "fft", "ragged-dot", "triangular-solve")
 
 
 def count_flops(text: str) -> Flops:
-    """The flops of a program.
+    """Count the flops of a program.
 
     Args:
         text: the text of the compiled program.
@@ -67,7 +66,8 @@ def count_flops(text: str) -> Flops:
 
 
 def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
-    """The instructions that multiply, with the flops of one run; None if these are not known."""
+    """Yield the instructions that multiply, with the flops of one run; None if these are unknown.
+    """
     for opcode in ("dot", "scaled-dot"):
         for one in hlo.by_opcode.get(opcode, ()):
             yield one, _dot_flops(hlo, one)
@@ -85,27 +85,27 @@ def _dot_flops(hlo: Hlo, one: Instruction) -> int:
     left = hlo.instructions[one.operands[0]].arrays[0]
     summed = 1
     for dimension in (one.attribute("lhs_contracting_dims") or "{}").strip("{}").split(","):
-        # The text of a product without a sum is empty.
+        # A product without a sum has an empty text.
         if dimension:
             summed *= left.shape[int(dimension)]
     return 2 * math.prod(one.arrays[0].shape) * summed
 
 
-# What multiplies nothing: marks of the compilers, buffers, callbacks, sorts, random bits.
+# These multiply nothing: compiler annotations, buffers, callbacks, sorts, random bits.
 _NO_PRODUCTS = re.compile(
     r"AllocateBuffer|\w*Bitcast\w*|Assume\w+|Async\w+|ResizeBuffer|PadToStatic|SliceToDynamic|SetBound|Pin|Unpin"
     r"|Sharding|SPMD\w+|X64\w*|MoveTo\w+|annotate_device_placement|TopK|PartialReduce|.*callback.*"
     r"|__cub\$.*|__gpu\$TopK|__topk|cu_threefry.*|.*_threefry.*|LayoutConstraint|inspect_sharding"
     r"|xla\.sdy\..*|ErfInv|GatherScatter\w+|mhlo\.\w+|dynamic_\w+|tanh|Barrier|barrier|nop|StochasticConvert"
 )
-# The products of queries by keys that a kernel computes: (those as wide as a head of the keys,
-# those as wide as a head of the values).
+# The numbers of products of queries and keys that a kernel computes: (as wide as a key's head, as
+# wide as a value's head).
 _SPLASH = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 _SPLASH_NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
-# The backward kernel that computes the gradient of the queries as well.
+# The backward kernel that computes the gradient of the queries, too.
 _FUSED = (3, 2)
 _CUDNN_CONVOLUTIONS = {
-    # Which of (first operand, second operand, result) are (image, kernel, output).
+    # The indices of (image, kernel, output) in (first operand, second operand, result).
     "__cudnn$convForward": (0, 1, 2),
     "__cudnn$convForwardGraph": (0, 1, 2),
     "__cudnn$convBiasActivationForward": (0, 1, 2),
@@ -115,10 +115,10 @@ _CUDNN_CONVOLUTIONS = {
 
 
 def kernel_name(one: Instruction) -> str:
-    """What an instruction is called in messages.
+    """Return the name of an instruction in messages.
 
-    Of a custom call it is the target, or, if that only tells which compiler made the kernel, the
-    name.
+    For a custom call, this is its target. If the target names only the compiler that made the
+    kernel, it is the instruction's name.
     """
     if one.opcode != "custom-call":
         return one.opcode
@@ -129,7 +129,7 @@ def kernel_name(one: Instruction) -> str:
 
 
 def kernel_flops(hlo: Hlo, one: Instruction) -> int | None:
-    """The flops of one run of a custom call; None if they are not known."""
+    """Count the flops of one run of a custom call; None if they are unknown."""
     target = _target(one)
     if _NO_PRODUCTS.fullmatch(target):
         return 0
@@ -146,7 +146,7 @@ def kernel_flops(hlo: Hlo, one: Instruction) -> int | None:
         return _cudnn_attention_flops(hlo, one, target)
     if target in ("__onednn$matmul", "__onednn$matmul_reorder"):
         return _onednn_flops(hlo, one)
-    # What the author of a Pallas kernel has said of it.
+    # The cost estimate of a Pallas kernel's author.
     said = re.search(
         r'"cost_estimate":\{[^}]*"flops":"?(\d+)', one.attribute("backend_config") or ""
     )
@@ -164,12 +164,12 @@ def _operands(hlo: Hlo, one: Instruction) -> list[ArrayType]:
 
 
 def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
-    """The flops of a splash kernel, of attention on a TPU.
+    """Count the flops of a splash kernel, which computes attention on TPUs.
 
-    Its operands are the mask by blocks, if it has one, queries, keys, values; each array has heads,
-    the sequence, and the size of a head last. The text does not tell which blocks the mask leaves
-    out; it is taken as causal, as that of nearly all of them. A block on the diagonal is computed
-    as a whole.
+    Its operands are the mask by blocks, if any, the queries, the keys and the values. The last
+    dimensions of each array are heads, sequence and head size. The text does not show which blocks
+    the mask excludes. It is assumed to be causal, as nearly all masks are. Blocks on the diagonal
+    are computed in full.
     """
     arrays = [type_ for type_ in _operands(hlo, one) if len(type_.shape) >= 3]
     blocks = [type_.shape for type_ in arrays if type_.dtype == "s8"]
@@ -185,7 +185,7 @@ def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
     if not blocks:
         return whole
     rows, columns = blocks[-1][-2:]
-    # A mask of a window has fewer columns than there are blocks of keys. Blocks are square then.
+    # A window's mask has fewer columns than there are blocks of keys. Its blocks are square.
     across = columns
     if rows * key[-2] > columns * query[-2]:
         across = max(columns, rows * key[-2] // query[-2])
@@ -194,19 +194,19 @@ def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
 
 
 def _cublas_flops(hlo: Hlo, one: Instruction) -> int | None:
-    """The flops of a product by cuBLAS, which tells its dimensions in its configuration."""
+    """Count the flops of a cuBLAS product, whose configuration names its dimensions."""
     config = one.attribute("backend_config") or ""
     named = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
     if named is None:
         return None
     left = _operands(hlo, one)[0].shape
     summed = math.prod(left[int(dimension)] for dimension in re.findall(r"\d+", named[1]))
-    # The first of its results: the others are for its own use.
+    # Only the first result is the product; the others are workspace.
     return 2 * math.prod(one.arrays[0].shape) * summed
 
 
 def _cudnn_attention_flops(hlo: Hlo, one: Instruction, target: str) -> int | None:
-    """The flops of attention by cuDNN, which tells the shape of queries by keys."""
+    """Count the flops of cuDNN attention, whose configuration has the shape of queries by keys."""
     config = one.attribute("backend_config") or ""
     named = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', config)
     if named is None:
@@ -222,10 +222,10 @@ def _cudnn_attention_flops(hlo: Hlo, one: Instruction, target: str) -> int | Non
 
 
 def _onednn_flops(hlo: Hlo, one: Instruction) -> int:
-    """The flops of a product by oneDNN, which may have transposed its operands."""
+    """Count the flops of a oneDNN product, whose operands may be transposed."""
     left, right = (type_.shape for type_ in _operands(hlo, one)[:2])
     output = one.arrays[0].shape
-    # [B, M, K] by [B, K, N] is [B, M, N], whichever order the last two dimensions have.
+    # [B, M, K] times [B, K, N] is [B, M, N], for any order of the last two dimensions.
     batch = math.prod(output[:-2])
     ratio = math.prod(left) * math.prod(right) // (math.prod(output) * batch)
     return 2 * math.prod(output) * math.isqrt(ratio)
@@ -236,10 +236,10 @@ class _Window(NamedTuple):
 
     Attributes:
         size: the size of the kernel.
-        stride: how far the kernel moves from one element of the output to the next.
-        low: the zeros in front of the image; fewer than none if some of it is cut off.
-        image_dilation: the distance of two elements of the image, with zeros in between.
-        kernel_dilation: the distance of two elements of the kernel.
+        stride: the step of the kernel between neighbouring output elements.
+        low: the zeros before the image; negative if the image is cropped.
+        image_dilation: the distance between neighbouring image elements, with zeros in between.
+        kernel_dilation: the distance between neighbouring kernel elements.
     """
 
     size: int
@@ -252,20 +252,20 @@ class _Window(NamedTuple):
 def convolution_flops(
     one: Instruction, image: ArrayType, kernel: ArrayType, output: ArrayType
 ) -> int:
-    """The flops of one run of a convolution.
+    """Count the flops of one run of a convolution.
 
     Args:
-        one: the convolution, which tells its window and which dimension is which.
-        image: the type of what is convolved.
-        kernel: the type of what it is convolved with.
+        one: the convolution, which has the window and the order of the dimensions.
+        image: the type of the convolved array.
+        kernel: the type of the kernel.
         output: the type of the result.
     """
     labels = re.fullmatch(r"(\w+)_(\w+)->(\w+)", one.attribute("dim_labels") or "")
     if labels is None:
-        return 0  # no convolution is written without
+        return 0  # every convolution has labels
     of_image, of_kernel, of_output = labels.groups()
-    # `b`: batch, `f`: features, `i` and `o`: those of the kernel. Features of a group meet the
-    # kernel of that group only, and `i` is their number.
+    # `b`: batch, `f`: features, `i` and `o`: the kernel's input and output features. The features
+    # of a group meet only that group's kernel, and `i` is their number.
     flops = 2 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")]
     flops *= kernel.shape[of_kernel.index("i")]
     for dimension, window in enumerate(_windows(one)):
@@ -276,7 +276,7 @@ def convolution_flops(
 
 
 def _windows(one: Instruction) -> list[_Window]:
-    """The window of each spatial dimension."""
+    """Return the window of each spatial dimension."""
     text = one.attribute("window") or ""
     given: dict[str, list[str]] = {}
     for name, values in re.findall(r"(\w+)=(\S+)", text.strip("{}")):
@@ -300,7 +300,7 @@ def _windows(one: Instruction) -> list[_Window]:
 
 @functools.lru_cache(maxsize=4096)
 def _meetings(window: _Window, image: int, output: int) -> int:
-    """How often an element of the kernel meets one of the image along a dimension.
+    """Count how often kernel elements meet image elements along one dimension.
 
     Args:
         window: the window.
@@ -309,12 +309,12 @@ def _meetings(window: _Window, image: int, output: int) -> int:
     """
     end = (image - 1) * window.image_dilation
     common = math.gcd(window.stride, window.image_dilation)
-    # Elements of the image that are met by one element of the kernel, for outputs so far apart.
+    # A kernel element meets an image element at every `apart`-th output.
     apart = window.image_dilation // common
     total = 0
     for index in range(window.size):
-        # Where this element is for output 0, in the dilated image. For output i it is at
-        # `start + i * stride`, which meets an element if it is a multiple of the dilation.
+        # The kernel element's position in the dilated image, for output 0. For output i, it is at
+        # `start + i * stride`, and meets an element if that is a multiple of the dilation.
         start = index * window.kernel_dilation - window.low
         if start % common:
             continue
