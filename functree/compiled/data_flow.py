@@ -147,7 +147,7 @@ class DataFlow:
         return found
 
     def source(self, value: HloValue) -> HloValue:
-        """Return the value that was computed, before copies, tuples, fusions and calls of loops."""
+        """Trace a value back through copies, tuples and fusions, without leaving its loop."""
         while True:
             before = self._inside(value)
             if before is None:
@@ -172,8 +172,9 @@ class DataFlow:
         *,
         conditions: bool = False,
     ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
-        """Return the origins of some values, and all values in their histories, themselves
-        included.
+        """Return the origins of some values, and all values in their histories.
+
+        A history includes the value itself.
 
         Args:
             values: the values.

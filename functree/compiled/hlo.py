@@ -1,8 +1,8 @@
-"""The text of a compiled program ─► `Hlo`: its instructions, indexed in one pass.
+"""`Hlo` indexes the instructions in the text of a compiled program, in one pass.
 
-What is in an instruction is read when it is asked for: most of them are never asked. The text is
-that of `compiled.as_text()`, in the language of XLA's compilers for CPUs, GPUs and TPUs. In such a
-text the names of instructions are unique.
+An instruction's details are parsed on first use, since most are never used. The text is the result
+of `compiled.as_text()` for CPUs, GPUs and TPUs. In such a text, the names of instructions are
+unique.
 """
 
 import math
@@ -14,10 +14,10 @@ from functools import cache
 from sys import intern
 from typing import NamedTuple
 
-# An instruction, or the head of a computation. A tuple type has commas, spaces and comments
-# (`/*index=5*/`) in it, and layouts with parentheses, but nothing like `) word(`. Both are one
-# expression, since to search the whole text at once takes a third less than line by line; what is
-# repeated gives nothing back, and letters are those of ASCII, which is a third less again.
+# An instruction, or the head of a computation. A tuple type contains commas, spaces, comments
+# (`/*index=5*/`) and layouts with parentheses, but nothing like `) word(`. Both are one expression,
+# since one search of the text takes a third less time than a search of each line. Possessive
+# repeats and ASCII letters save another third.
 _LINE = re.compile(
     r"^(?: ++(ROOT )?+%?+([\w.\-]++) = (\(.*?\)|\S++) ([a-z][\w\-]*+)\((.*+)"
     r"|(ENTRY )?+%?+([\w.\-]++) \(.*\) -> .* \{)$",
@@ -29,7 +29,7 @@ _COMPUTATIONS = re.compile(
     r"(?:calls|to_apply|body|condition|true_computation|false_computation"
     r"|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.\-]+)"
 )
-# The name of an operation in it may look like attributes.
+# An operation's name in the metadata may look like attributes.
 _METADATA = re.compile(r', metadata=\{((?:[^"{}]++|"(?:[^"\\]++|\\.)*+")*+)\}')
 
 
@@ -41,7 +41,7 @@ class ArrayType(NamedTuple):
     """The type of an array on one device.
 
     Attributes:
-        dtype: as XLA writes it: `f32`, `bf16`, `pred`.
+        dtype: the dtype in XLA's words: `f32`, `bf16`, `pred`.
         shape: the shape.
     """
 
@@ -50,7 +50,7 @@ class ArrayType(NamedTuple):
 
     @property
     def is_token(self) -> bool:
-        """Whether it is no array, but what orders effects."""
+        """Whether it is a token, which orders effects, and not an array."""
         return self.dtype == "token"
 
     @property
@@ -60,7 +60,7 @@ class ArrayType(NamedTuple):
 
 
 def _bits(dtype: str) -> int:
-    """The bits of one element. Tokens and the like have none."""
+    """Return the bits of one element; 0 for types without elements, such as tokens."""
     number = re.search(r"\d+", dtype)  # the first: `f8e4m3fn` has 8 bits
     if number is not None:
         return int(number[0])
@@ -69,13 +69,13 @@ def _bits(dtype: str) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Instruction:
-    """One instruction.
+    """An instruction.
 
     Attributes:
         name: its name.
-        opcode: what it does: `all-gather`, `fusion`, `while`.
-        computation: the name of the computation that it is in.
-        type: the text of the type of its result.
+        opcode: its operation: `all-gather`, `fusion`, `while`.
+        computation: the name of the computation that contains it.
+        type: the text of its result's type.
     """
 
     name: str
@@ -83,19 +83,18 @@ class Instruction:
     computation: str
     type: str
     _rest: str
-    # What is read of `_rest` when it is first asked for is None before: walks ask again, and most
-    # are never asked.
+    # Parsed from `_rest` on first use, and None before: walks read some again, and most never.
     _arrays: list[ArrayType] | None = field(default=None, init=False)
     _computations: list[str] | None = field(default=None, init=False)
     _operands: list[str] | None = field(default=None, init=False)
 
     @property
     def arrays(self) -> list[ArrayType]:
-        """The arrays of its result, those of nested tuples in order."""
+        """The arrays of its result; nested tuples are flattened in order."""
         if self._arrays is None:
             self._arrays = []
             for dtype, sizes in _ARRAY.findall(self.type):
-                # Without the empty text that a scalar, `f32[]`, has in the place of its sizes.
+                # A scalar, `f32[]`, has an empty text instead of sizes.
                 shape = tuple(map(int, filter(None, sizes.split(","))))
                 self._arrays.append(ArrayType(dtype, shape))
         return self._arrays
@@ -114,19 +113,20 @@ class Instruction:
 
     @property
     def computations(self) -> list[str]:
-        """The names of the computations that it calls: of a fusion, or the branches of a choice."""
+        """The names of the computations that it calls, such as a fusion's or the branches of a
+        conditional."""
         if self._computations is None:
             self._computations = []
             for text in _COMPUTATIONS.findall(_METADATA.sub("", self._rest)):
-                self._computations += re.findall(r"[\w.\-]+", text)  # of one, or of `{%a, %b}`
+                self._computations += re.findall(r"[\w.\-]+", text)  # `%a` or `{%a, %b}`
         return self._computations
 
     def attribute(self, name: str) -> str | None:
-        """The text of an attribute, such as `dimensions`; None if it does not have it."""
+        """Return the text of an attribute, such as `dimensions`; None if there is none."""
         text, wanted = self._rest, f", {name}="
         start, metadata = text.find(wanted), text.find(", metadata={")
-        # The name of an operation in the metadata may have what looks like the attribute. It is
-        # removed only if it is in front, since that takes twice as long as all else here.
+        # An operation's name in the metadata may look like the attribute. The metadata is removed
+        # only if it comes first, since that triples the time.
         if 0 <= metadata < start:
             text = _METADATA.sub("", text)
             start = text.find(wanted)
@@ -136,24 +136,26 @@ class Instruction:
         return text[start : _end_of_value(text, start)]
 
     def mentions(self, text: str) -> bool:
-        """Whether a text is anywhere in its operands, attributes and metadata.
+        """Return whether a text occurs in its operands, attributes or metadata.
 
-        This is faster than to read them.
+        This is faster than parsing them.
         """
         return text in self._rest
 
     @property
     def is_differentiated(self) -> bool:
-        """Whether it is differentiated, or a part of a gradient: JAX names these `jvp(...)` and
-        `transpose(jvp(...))`."""
+        """Whether it is differentiated, or a part of a gradient.
+
+        JAX names these `jvp(...)` and `transpose(jvp(...))`.
+        """
         return "jvp(" in self._rest
 
     def called(self, name: str) -> str:
-        """The name of a computation that it calls: `body` or `condition` of a `while`."""
+        """Return the name of a computation that it calls: `body` or `condition` of a `while`."""
         return (self.attribute(name) or "").removeprefix("%")
 
     def metadata(self, name: str) -> str | None:
-        """The text of an entry of its metadata, such as `op_name`; None if it does not have it."""
+        """Return the text of an entry of its metadata, such as `op_name`; None if there is none."""
         metadata = _METADATA.search(self._rest)
         if metadata is None:
             return None
@@ -171,12 +173,13 @@ class Instruction:
 
 @cache
 def _entry(name: str) -> re.Pattern[str]:
-    """What an entry of the metadata looks like."""
+    """Return the pattern of an entry of the metadata."""
     return re.compile(rf'(?:^|\s){name}=(?:"((?:[^"\\]|\\.)*)"|(\S+))')
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Where the value of an attribute ends: before the next one, or at the end of the text."""
+    """Find where an attribute's value ends: before the next attribute, or at the end of the text.
+    """
     depth, quoted = 0, False
     for end in range(start, len(text)):
         letter = text[end]
@@ -200,8 +203,8 @@ class Hlo:
         text: the text of the program.
 
     Attributes:
-        instructions: by name.
-        computations: the instructions of each computation, in order, by its name.
+        instructions: the instructions by name.
+        computations: the instructions of each computation in order, by its name.
         by_opcode: the instructions of each opcode.
         roots: the instruction that is the result of each computation.
         entry: the name of the computation of the whole program.
@@ -229,10 +232,10 @@ class Hlo:
 
     @property
     def parameters(self) -> list[Instruction]:
-        """The parameters of the whole program in their order, without tokens."""
+        """The parameters of the program in order, without tokens."""
         found: list[Instruction] = []
         for one in self.computations[self.entry]:
-            # Tokens are the parameters of ordered effects, and no arguments of the function.
+            # Tokens belong to ordered effects, and are not arguments of the function.
             if one.opcode == "parameter" and not one.arrays[0].is_token:
                 found.append(one)
         return sorted(found, key=lambda one: int(one.argument))

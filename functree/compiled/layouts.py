@@ -1,4 +1,4 @@
-"""A lowered program ─► how each of its operations will be laid out, and who has decided so."""
+"""`Layouts` shows how each operation of a lowered program will be sharded, and what decided it."""
 
 import html
 import zlib
@@ -23,14 +23,14 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, repr=False)
 class Layouts:
-    """How each operation of a program will be laid out; made by `lowered.layouts()` and
+    """How each operation of a program will be sharded; made by `lowered.layouts()` and
     `ft.layouts`.
 
-    Nothing is compiled: these are the layouts that Shardy finds, from which the compiler starts.
-    What is inside of `shard_map` is not part of it.
+    Nothing is compiled. These are the layouts that Shardy derives, from which the compiler starts.
+    The inside of `shard_map` is left out.
 
     Attributes:
-        rows: the arrays of the program: the arguments, and then what its operations make.
+        rows: the arrays of the program: first the arguments, then the results of its operations.
         sizes: the sizes of the mesh axes.
 
     Examples:
@@ -77,16 +77,18 @@ class Layouts:
         return f"<Layouts of {count(len(self.rows), 'array')}>"
 
     def _by_source(self) -> Iterator[tuple[str, list[LaidOut]]]:
-        """The rows of each line of source, in the program's order; those without one are of
-        arguments, and of what JAX adds."""
+        """Yield the rows of each source line, in the program's order.
+
+        Rows without a line are arguments, and operations that JAX adds.
+        """
         for source, rows in groupby(self.rows, lambda row: row.source):
             yield source or "no line", list(rows)
 
     def diff(self, other: "Layouts") -> Diff:
-        """What is laid out otherwise in another program of the same lines.
+        """Compare with the layouts of another program, made from the same code or an edit of it.
 
         Raises:
-            FunctreeError: the other value is no such layouts.
+            FunctreeError: if `other` is not a `Layouts`.
         """
         if not isinstance(other, Layouts):
             raise FunctreeTypeError(f"layouts are compared with layouts, not with {shown(other)}")
@@ -100,27 +102,27 @@ class Layouts:
         return Diff(tuple(found))
 
     def to_json(self) -> str:
-        """The layouts as JSON."""
+        """Return the layouts as JSON."""
         return json_of("layouts", self)
 
     @classmethod
     def from_json(cls, text: str) -> "Layouts":
-        """The layouts of a JSON, equal to those that it was made from.
+        """Read layouts from JSON; they equal the layouts that were written.
 
         Raises:
-            FunctreeError: the text is not the JSON of layouts.
+            FunctreeError: if the text is not the JSON of layouts.
         """
         return read_json(text, "layouts", cls)
 
     def html(self) -> str:
-        """The program by line of source, with a picture of each array as it is cut."""
+        """Render the layouts as HTML, by source line, with a picture of each sharded array."""
         return self._html(page=True)
 
     def _repr_html_(self) -> str:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        # Several may be in one notebook, so the names of the pictures are told apart.
+        # A notebook may show several, so the names of the pictures must differ.
         pictures = Pictures(self.sizes, f"laid{zlib.crc32(repr(self.rows).encode()):x}-")
         content = ""
         for source, rows in self._by_source():
@@ -141,13 +143,15 @@ class Layouts:
 
 
 def _told(row: LaidOut) -> tuple[str, ...]:
-    """What is told of a row."""
+    """Return what the table shows of a row."""
     return row.expression, row.op, row.array, row.decided
 
 
 def _by_place(rows: Sequence[LaidOut]) -> dict[tuple[str, str, int], LaidOut]:
-    """The rows by expression and operation, numbered where several have the same. Not by line: an
-    edit moves lines."""
+    """Index the rows by expression and operation, with numbers for repeats.
+
+    Lines are not part of the key, because an edit moves them.
+    """
     times = Counter[tuple[str, str]]()
     found: dict[tuple[str, str, int], LaidOut] = {}
     for row in rows:
@@ -158,26 +162,26 @@ def _by_place(rows: Sequence[LaidOut]) -> dict[tuple[str, str, int], LaidOut]:
 
 
 def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layouts:
-    """The layouts of a lowered function.
+    """Return the layouts of a lowered function.
 
     Args:
         lowered: JAX's lowered function.
-        results: the paths of its results, if they are not those that JAX knows.
+        results: the paths of its results; None uses the names in the lowered function.
 
     Raises:
-        FunctreeError: this version of JAX does not have Shardy's passes.
+        FunctreeError: if this version of JAX does not have Shardy's passes.
     """
     names = None if results is None else list(map(result_name, results))
     return Layouts(*laid_out(lowered, names))
 
 
 def result_name(path: Path) -> str:
-    """What a result is called among origins: `result.loss`."""
+    """Return the name of a result among origins: `result.loss`."""
     return f"result.{path}" if path else "result"
 
 
 def named(layouts: Layouts, parameters: Sequence[Path]) -> Layouts | None:
-    """Layouts with these paths of the arguments; None if there are more or fewer of them."""
+    """Rename the arguments to these paths; None if the number of arguments differs."""
     old = [row.name for row in layouts.rows if row.op == ARGUMENT]
     if len(old) != len(parameters):
         return None

@@ -1,6 +1,8 @@
-"""`Ledger`: what a compiled program moves between devices, and what it keeps in their memory; what
-differs between two of them, and its page: what is moved by mesh axis, phase and parameter, and the
-memory by part."""
+"""A `Ledger` shows what a compiled program moves between devices, and its memory.
+
+`diff` compares two ledgers. `html` renders the moved bytes by mesh axis, phase and parameter, and
+the memory by part.
+"""
 
 import html
 import math
@@ -51,24 +53,24 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, repr=False)
 class Ledger:
-    """What a compiled program moves between devices, and what it keeps in their memory.
+    """What a compiled program moves between devices, and its memory.
 
-    It is made by `compiled.ledger()`, or by `ft.ledger`.
+    `compiled.ledger()` and `ft.ledger` return it.
 
     Attributes:
         collectives: each array that is moved, in the order of the program's text.
-        memory: the bytes on one device.
-        backend: what it was compiled for: `cpu`, `tpu v5e`, `cuda h100`.
-        sizes: the sizes of the mesh axes; empty if the mesh is not known.
-        warnings: what the compiler has said, for example of an involuntary rematerialization.
-        warnings_known: whether the compiler was listened to. False if JAX had the program in a
-            cache, so that nothing was compiled.
-        not_understood: what the ledger could not read, one sentence for each.
-        idle: the mesh axes of more than one device over which nothing is moved, and none of the
-            arguments and results is sharded: their devices all do the same. Empty if that is not
-            known.
-        data: the arguments that are data, and no part of a model, as verdicts take it; empty if
-            there are no verdicts.
+        memory: the memory on one device.
+        backend: the target: `cpu`, `tpu v5e`, `cuda h100`.
+        sizes: the sizes of the mesh axes; empty if the mesh is unknown.
+        warnings: the compiler's warnings, for example of an involuntary rematerialization.
+        warnings_known: whether warnings could be collected. False if JAX had cached the program, so
+            nothing was compiled.
+        not_understood: one sentence for each part of the program that could not be parsed.
+        idle: the mesh axes with several devices over which nothing is moved and no argument or
+            result is sharded. Devices along such an axis do the same work. Empty if this is
+            unknown.
+        data: the arguments that verdicts treat as data and not as part of a model; empty if there
+            are no verdicts.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -99,10 +101,9 @@ class Ledger:
     data: tuple[str, ...] = ()
 
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
-        """The bytes of all runs by kind and mesh axes, the largest first.
+        """Return the bytes of all runs by kind and mesh axes, the largest first.
 
-        A collective in a loop of unknown length counts once, so that its total is the least that it
-        may be.
+        A collective in a loop of unknown length counts once, so its total is a lower bound.
         """
         return _bytes_by(self.collectives, lambda one: (one.kind, one.mesh_axes))
 
@@ -115,7 +116,7 @@ class Ledger:
         return sum(one.total for one in self.collectives if one.paths) / total
 
     def summary(self) -> str:
-        """The totals by kind and mesh axes, and the memory, in a few lines."""
+        """Return the totals by kind and mesh axes, and the memory, in a few lines."""
         return summary_text(self.totals(), self.memory, self.attributed, _where(self), self.idle)
 
     def __str__(self) -> str:
@@ -126,12 +127,12 @@ class Ledger:
         return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
 
     def diff(self, other: "Ledger") -> Diff:
-        """What differs in another ledger.
+        """Compare with another ledger.
 
-        It compares what is moved, by parameter, kind, mesh axes and phase, and the memory.
+        It compares the memory, and what is moved by parameter, kind, mesh axes and phase.
 
         Raises:
-            FunctreeError: the other value is not a ledger.
+            FunctreeError: if `other` is not a ledger.
         """
         if not isinstance(other, Ledger):
             raise FunctreeTypeError(f"a ledger is compared with a ledger, not with {shown(other)}")
@@ -148,28 +149,30 @@ class Ledger:
         return Diff(by_bytes(rows), (moved_total(self.collectives, other.collectives),))
 
     def to_json(self) -> str:
-        """The ledger as JSON."""
+        """Return the ledger as JSON."""
         return json_of("ledger", self)
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
-        """The ledger of a JSON, equal to the one that it was made from.
+        """Read a ledger from JSON; it equals the ledger that was written.
 
         Raises:
-            FunctreeError: the text is not the JSON of a ledger.
+            FunctreeError: if the text is not the JSON of a ledger.
         """
         return read_json(text, "ledger", cls)
 
     def html(self, plan: Plan | None = None) -> str:
-        """The ledger as a HTML page: what is moved by mesh axis, kind, phase and parameter, and the
-        memory by part. The page is one file, and asks for nothing from a network.
+        """Render the ledger as an HTML page.
+
+        It shows the moved bytes by mesh axis, kind, phase and parameter, and the memory by part.
+        The page is one file that loads nothing from the network.
 
         Args:
-            plan: the plan of one of the arguments. Its page is then a part of this one, in which
-                each array also has the bytes that are moved for it.
+            plan: the plan of one of the arguments. The page then includes the plan, and shows the
+                bytes moved for each of its arrays.
 
         Raises:
-            FunctreeError: `plan` is not a plan.
+            FunctreeError: if `plan` is not a plan.
 
         Examples:
             >>> mesh = ft.make_mesh(data=2, model=4)
@@ -203,7 +206,7 @@ _Kind = TypeVar("_Kind", bound=Hashable)
 def _bytes_by(
     collectives: Sequence[Collective], key: Callable[[Collective], _Kind]
 ) -> dict[_Kind, int]:
-    """The bytes of all runs by a property, the largest first."""
+    """Sum the bytes of all runs by a property, the largest first."""
     found: dict[_Kind, int] = {}
     for one in collectives:
         found[key(one)] = found.get(key(one), 0) + one.total
@@ -211,14 +214,14 @@ def _bytes_by(
 
 
 def _where(ledger: Ledger) -> str:
-    """What it is compiled for: the backend, and the mesh if it is known."""
+    """Return the target and, if it is known, the mesh."""
     if not ledger.sizes:
         return ledger.backend
     return f"{ledger.backend}, mesh {MeshView(ledger.sizes)}"
 
 
 def _notes(ledger: Ledger) -> list[str]:
-    """What a reader of the figures must know."""
+    """Return the notes that a reader of the figures needs."""
     notes = [f"not understood: {what}" for what in ledger.not_understood]
     if not ledger.warnings_known:
         notes.append(_UNHEARD)
@@ -231,7 +234,7 @@ _UNHEARD = (
     "it is not known what the compiler warns of: JAX had the program in a cache (make the ledger "
     "before the first call), or `TF_CPP_MIN_LOG_LEVEL` silences it"
 )
-# The compiler for CPUs has no reduce-scatter, and moves bfloat16 as float32.
+# The CPU compiler has no reduce-scatter, and moves bfloat16 as float32.
 _CPU = (
     "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves "
     "bfloat16 as it is (`ft.make_mesh(..., target=)`)"
@@ -239,16 +242,16 @@ _CPU = (
 
 
 class _Total(NamedTuple):
-    """What collectives of one kind, mesh axes and phase move for one parameter."""
+    """What collectives with the same kind, mesh axes and phase move for one parameter."""
 
     runs: int
     bytes: int
 
 
 def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[Change]:
-    """What differs in what two programs move.
+    """Compare what two programs move.
 
-    Names of instructions and lines of source are not compared: both change when nothing else does.
+    Instruction names and source lines are ignored, since both change without any other change.
     """
     return changes(
         _by_parameter(before),
@@ -260,13 +263,13 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
 
 
 def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
-    """The bytes that two programs move to each device, all together."""
+    """Compare the total bytes that two programs move to each device."""
     old, new = (Bytes(sum(one.total for one in moved)) for moved in (before, after))
     return Change(Path(), "moved to each device", old, new)
 
 
 def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
-    """What differs in the memory of two programs."""
+    """Compare the memory of two programs."""
     for name in ("outputs", "aliases", "temporaries", "peak"):
         old, new = getattr(before, name), getattr(after, name)
         if old != new:
@@ -281,7 +284,7 @@ def memory_changes(before: Memory, after: Memory) -> Iterator[Change]:
 
 
 _Key = tuple[tuple[Path, ...], str, tuple[str, ...] | None, str | None]
-"""The parameters, the kind, the mesh axes and the phase of some collectives."""
+"""The parameters, kind, mesh axes and phase of some collectives."""
 
 
 def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
@@ -290,7 +293,7 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
         key = (tuple(full_paths(one)), one.kind, one.mesh_axes, one.phase)
         runs, size = found.get(key, (0, 0))
         if one.count is None:
-            runs += 1  # as in `Ledger.totals`, a loop of unknown length counts once
+            runs += 1  # a loop of unknown length counts once, as in `Ledger.totals`
         else:
             runs += one.count
         found[key] = _Total(runs, size + one.total)
@@ -298,7 +301,7 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
 
 
 def _path(key: _Key) -> Path:
-    """The parameter that is served, if it is only one; of several, `_what` tells the paths."""
+    """Return the parameter if there is only one; `_what` lists several."""
     paths, *_ = key
     if len(paths) != 1:
         return Path()
@@ -318,17 +321,17 @@ def _what(key: _Key, of: str = "") -> str:
 
 
 MOST_ROWS = 200
-"""The number of lines of a ledger in a notebook; a page has all."""
+"""The most lines of a ledger in a notebook; a page shows all."""
 
 
 class _Page(NamedTuple):
-    """The page of a ledger, with that of the plan of an argument."""
+    """The page of a ledger, including the plan of an argument."""
 
     ledger: Ledger
     plan: PlanPage | None = None
 
     def html(self, page: bool) -> str:
-        """The whole page, or a fragment for a notebook."""
+        """Render the page, or a fragment for a notebook."""
         notes = _notes(self.ledger)
         if self.ledger.idle:
             notes.insert(0, idle_text(self.ledger.idle))
@@ -348,7 +351,7 @@ class _Page(NamedTuple):
         return [
             Card(bytes_text(total), "moved to each device in a run"),
             Card(bytes_text(self.ledger.memory.peak), "of memory at the peak"),
-            # Rounded down: 100 % is all.
+            # Rounded down: 100 % means all.
             Card(
                 f"{math.floor(1000 * self.ledger.attributed) / 10:g} %",
                 "of it serves known parameters",
@@ -413,7 +416,7 @@ class _Page(NamedTuple):
         if memory.aliases:
             texts.append(f"{bytes_text(memory.aliases)} of the results are in donated arguments")
         tree = ""
-        # With a plan, its tree has the arrays of the arguments.
+        # A plan's tree already shows the arguments.
         if memory.arguments and self.plan is None:
             tree = tree_html(self._arguments(), "all arguments", "array", opened=False)
         return section_html(
@@ -425,7 +428,7 @@ class _Page(NamedTuple):
         )
 
     def _arguments(self) -> list[TreeLeaf]:
-        """The arrays of the arguments; those of equal layers are one line."""
+        """Return a line for each array of the arguments; identical layers share a line."""
         leaves: list[TreeLeaf] = []
         sizes = self.ledger.memory.arguments
         for paths in grouped(sizes, lambda path: (pattern_of(path), sizes[path])):
@@ -437,22 +440,21 @@ class _Page(NamedTuple):
 
 
 def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
-    """The name of the argument that a plan is of; None if none has its arrays, or several have."""
+    """Find the argument that a plan describes; None unless exactly one has its arrays."""
     by_argument: dict[str, dict[Path, int]] = {}
     for (name, *path), size in memory.arguments.items():
         by_argument.setdefault(str(name), {})[Path(path)] = size
     own = {row.path: row.bytes_per_device for row in plan.rows}
     found: list[str] = []
     for name, sizes in by_argument.items():
-        # An array that the program does not use is not among its arguments.
+        # The memory leaves out arrays that the program does not use.
         if all(own.get(path) == size for path, size in sizes.items()):
             found.append(name)
     return found[0] if len(found) == 1 else None
 
 
 def _moved_for(argument: str, collectives: Sequence[Collective]) -> dict[Path, int]:
-    """The bytes that are moved for each array of an argument. What is moved for several together
-    counts for none."""
+    """Sum the bytes moved for each array of an argument, without collectives that serve several."""
     found: dict[Path, int] = {}
     for one in collectives:
         if one.path is not None and one.arguments == (argument,):

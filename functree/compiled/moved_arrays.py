@@ -1,10 +1,9 @@
-"""A compiled program ─► each array that a collective moves, by which instruction, how often, and
-over which mesh axes.
+"""`moved_arrays` lists each array that a collective of a compiled program moves.
 
-The compilers write the replica groups of a collective in several spellings, side by side in one
-text. All of them list positions in the mesh that the program was compiled for, and not the ids of
-devices. The mesh that a spelling names may have other axes than the user's, with names that the
-compiler made up, so the groups are always written out and compared with the user's mesh.
+An array comes with its instruction, the number of runs, and the replica groups as written.
+Compilers spell replica groups in several ways, even within one program. All spellings list
+positions in the compiled program's mesh, not device ids. The mesh in a spelling may have axes that
+the compiler invented. Groups are therefore always expanded and compared with the user's mesh.
 """
 
 import math
@@ -17,7 +16,7 @@ import numpy as np
 from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue, is_in_pieces, runs
 from functree.compiled.hlo import ArrayType, Instruction
 
-# Collectives that JAX can make, or a user by a flag, and that are not understood.
+# Collectives that JAX, or a user's flag, can produce, and that the ledger does not understand.
 _OTHERS = ("collective-broadcast", "recv", "send")
 
 
@@ -29,11 +28,11 @@ class MovedArray:
         kind: one of `KINDS`.
         instruction: the collective.
         index: the index of the array among those that the collective moves.
-        arrays: the number of arrays that it moves.
-        operand: what is moved.
+        arrays: the number of arrays that the collective moves.
+        operand: the value that is moved.
         type: the type of its result on one device.
-        count: how often it runs; None if a loop around it has an unknown length.
-        groups: the text of its replica groups, or of its pairs of sources and targets.
+        count: the number of runs; None if a loop around it has unknown length.
+        groups: the text of the replica groups, or of the pairs of sources and targets.
     """
 
     kind: str
@@ -47,25 +46,24 @@ class MovedArray:
 
     @property
     def results(self) -> list[HloValue]:
-        """What has the array among the results of the collective: all of these, and its part."""
+        """The values that contain the array: the collective's result, and its part."""
         one = self.instruction
         parts = range(len(one.arrays)) if is_in_pieces(one) else (self.index,)
         return [HloValue(one), *(HloValue(one, (part,)) for part in parts)]
 
 
 def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
-    """The arrays that the collectives of a program move, in the order of its text."""
+    """Yield the arrays that a program's collectives move, in the order of its text."""
     times = runs(flow)
     ends = _ends(flow)
     for one in flow.hlo.instructions.values():
         if one.opcode not in COLLECTIVES or _is_repeated(flow, one):
             continue
         kind = COLLECTIVES[one.opcode]
-        # A start returns its operands too, and what it needs to go on; its end returns the result
-        # only.
+        # A start returns its operands and its context, too; its end returns only the result.
         types = ends.get(one.name, one).arrays
-        # The compiler for TPUs writes a reduce-scatter as a computation of this name, which sums,
-        # and takes a part of the sum.
+        # The TPU compiler writes a reduce-scatter as a computation with this name, which sums and
+        # slices.
         if kind == "all-reduce" and one.computation.startswith("all-reduce-scatter"):
             kind, types = "reduce-scatter", flow.hlo.roots[one.computation].arrays
         operands, types = _each(flow, one, types)
@@ -76,22 +74,22 @@ def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
 
 
 def unknown_collectives(flow: DataFlow) -> list[Instruction]:
-    """The collectives of a program of kinds that are not understood."""
+    """Find a program's collectives of kinds that the ledger does not understand."""
     found: list[Instruction] = []
     for name in _OTHERS:
         found += flow.hlo.by_opcode.get(name, ())
         found += flow.hlo.by_opcode.get(f"{name}-start", ())
-    # What a callback or a print exchanges with the host moves nothing between devices.
+    # A callback's exchange with the host moves nothing between devices.
     return [one for one in found if not one.mentions("is_host_transfer=true")]
 
 
 def _each(
     flow: DataFlow, one: Instruction, types: Sequence[ArrayType]
 ) -> tuple[list[HloValue], Sequence[ArrayType]]:
-    """The operand of each array, and the type of its result.
+    """Return the operand of each array, and the type of its result.
 
     Args:
-        flow: where the values of the program come from.
+        flow: the flow of values in the program.
         one: a collective.
         types: the types of its results.
     """
@@ -109,7 +107,7 @@ def _each(
 
 
 def _ends(flow: DataFlow) -> dict[str, Instruction]:
-    """The end of each asynchronous collective, by the name of its start."""
+    """Index the ends of asynchronous collectives by the names of their starts."""
     found: dict[str, Instruction] = {}
     for kind in KINDS:
         for one in flow.hlo.by_opcode.get(f"{kind}-done", ()):
@@ -121,10 +119,10 @@ _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
 def _is_repeated(flow: DataFlow, one: Instruction) -> bool:
-    """Whether this is a later part of an asynchronous collective of a TPU.
+    """Return whether this is a later part of an asynchronous collective on a TPU.
 
-    Such a collective is in several fusions, which start it, go on with it beside other work, and
-    end it. All of them have it as an instruction; it counts in the first.
+    Several fusions contain such a collective. They start it, continue it during other work, and end
+    it. Only the first counts.
     """
     if _CHAIN.search(one.attribute("frontend_attributes") or "") is None:
         return False
@@ -148,9 +146,9 @@ _LIST = re.compile(r"\{([\d,]*)\}")
 
 
 def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
-    """The groups of `replica_groups=`, or the pairs of `source_target_pairs=`.
+    """Parse the groups of `replica_groups=`, or the pairs of `source_target_pairs=`.
 
-    None for a spelling that is not known.
+    None for an unknown spelling.
 
     Args:
         text: the value of the attribute.
@@ -174,10 +172,9 @@ def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
 
 
 def mesh_axes_of(groups: Iterable[Group], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """The mesh axes that vary within a group, in the order of the mesh.
+    """Return the mesh axes that vary within a group, in the order of the mesh.
 
-    None if there are positions that the mesh does not have. A group may be a part of an axis only;
-    the axis varies nevertheless.
+    None if a position is outside the mesh. An axis counts even if a group covers only a part of it.
 
     Args:
         groups: the groups.
@@ -206,9 +203,9 @@ def _rows(ids: np.ndarray) -> tuple[Group, ...]:
 
 
 def _iota(shape: str, order: str, transposed: str | None) -> np.ndarray:
-    """The numbers of `[4,2]<=[2,4]T(1,0)`.
+    """Expand `[4,2]<=[2,4]T(1,0)`.
 
-    They count from 0 in the shape (2, 4), are transposed by (1, 0), and have the shape (4, 2) then.
+    These are numbers from 0 in the shape (2, 4), transposed by (1, 0) and reshaped to (4, 2).
     """
     ids = np.arange(math.prod(_numbers(order))).reshape(_numbers(order))
     if transposed is not None:
@@ -220,20 +217,19 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | None:
-    """`mesh['x'=4,'y'=2] {'x'}`: positions that differ along x only; `{'x':(2)2}` is the minor half
-    of x.
+    """Expand `mesh['x'=4,'y'=2] {'x'}`: positions that differ only along x.
 
-    The part of an axis behind its name is (the product of the sizes of the parts before it) and its
-    own size.
+    `{'x':(2)2}` is the minor half of x. The numbers after an axis are the product of the sizes of
+    the parts before this part, and its own size.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
     ids = _device_ids(math.prod(sizes.values()), order)
     if ids is None:
         return None
-    # Each axis is a dimension of `ids`; one of which a part is chosen is three dimensions: what is
-    # before that part, the part itself, what is behind it.
+    # Each axis is a dimension of `ids`. An axis with a chosen part is three dimensions: before the
+    # part, the part, and after it.
     parts = {name: [size] for name, size in sizes.items()}
-    moved: list[tuple[str, int]] = []  # the dimensions along which a group goes
+    moved: list[tuple[str, int]] = []  # the dimensions that vary within a group
     for name, before, size in _AXIS.findall(chosen):
         if name not in sizes:
             return None
@@ -241,7 +237,7 @@ def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | N
             moved.append((name, 0))
             continue
         if len(parts[name]) > 1:
-            return None  # two parts of one axis, which no compiler has been seen to write
+            return None  # two parts of one axis: no known compiler writes this
         parts[name] = [int(before), int(size), sizes[name] // (int(before) * int(size))]
         moved.append((name, 1))
     shape: list[int] = []
@@ -249,7 +245,7 @@ def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | N
     for name, dimensions in parts.items():
         starts[name] = len(shape)
         shape += dimensions
-    # The dimensions of a group last, in the order in which the text names them.
+    # A group's dimensions come last, in the order of the text.
     last = [starts[name] + part for name, part in moved]
     others = [i for i in range(len(shape)) if i not in last]
     group = math.prod(shape[i] for i in last)
@@ -257,7 +253,7 @@ def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | N
 
 
 def _device_ids(number: int, order: str | None) -> np.ndarray | None:
-    """The positions of the devices of a mesh in its row-major order; None if they are others.
+    """Return the positions of a mesh's devices in row-major order; None if their number differs.
 
     Args:
         number: the number of devices.
