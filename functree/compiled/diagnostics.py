@@ -226,8 +226,7 @@ def warnings_in(text: str) -> Sequence[str]:
 
 
 def _first_text(lines: Sequence[str]) -> str:
-    """Return the first line with text, skipping the stars with which a compiler frames a message.
-    """
+    """Return the first line with text. Compilers frame some messages with stars."""
     for line in lines:
         text = line.strip()
         if text.strip("*"):

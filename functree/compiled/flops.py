@@ -66,8 +66,7 @@ def count_flops(text: str) -> Flops:
 
 
 def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
-    """Yield the instructions that multiply, with the flops of one run; None if these are unknown.
-    """
+    """Yield the instructions that multiply, with the flops of one run; None if unknown."""
     for opcode in ("dot", "scaled-dot"):
         for one in hlo.by_opcode.get(opcode, ()):
             yield one, _dot_flops(hlo, one)

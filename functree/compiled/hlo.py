@@ -113,8 +113,7 @@ class Instruction:
 
     @property
     def computations(self) -> list[str]:
-        """The names of the computations that it calls, such as a fusion's or the branches of a
-        conditional."""
+        """The names of the computations that it calls, such as a conditional's branches."""
         if self._computations is None:
             self._computations = []
             for text in _COMPUTATIONS.findall(_METADATA.sub("", self._rest)):
@@ -178,8 +177,7 @@ def _entry(name: str) -> re.Pattern[str]:
 
 
 def _end_of_value(text: str, start: int) -> int:
-    """Find where an attribute's value ends: before the next attribute, or at the end of the text.
-    """
+    """Find the end of an attribute's value: the next attribute, or the end of the text."""
     depth, quoted = 0, False
     for end in range(start, len(text)):
         letter = text[end]

@@ -1,11 +1,10 @@
-"""An array that a collective moves ─► what it serves: the parameters, what it is of them, and the
-phase of the training step.
+"""`Provenance` finds the parameters that a moved array serves, and the phase of the training step.
 
-Parameters are found by what is made of what in the program, never by their shapes, which several
-may have, nor by the names of operations, which after a hit of the persistent cache are those of
-another program. Paths only tell which output is the new value, or the gradient, of which parameter.
-The phase is read from the name of an operation, which has the transformations in it that JAX has
-made it by: `jit(step)/transpose(jvp())/mul`.
+Parameters are found by following values through the program. Shapes would not suffice, since
+several parameters may have one shape. Operation names would not, either: after a compilation-cache
+hit, they may come from a different program. Paths only match outputs with parameters, as new values
+or gradients. The phase is read from an operation's name, which contains JAX's transformations:
+`jit(step)/transpose(jvp())/mul`.
 """
 
 import math
@@ -21,17 +20,17 @@ from functree.tree.paths import Path
 
 _FORWARD = ("forward", "recompute")
 _Keys = tuple[object, ...]
-"""The beginning, or the end, of a path."""
+"""The beginning or the end of a path."""
 
 Shape = tuple[int, ...]
 
 
 class Shapes(NamedTuple):
-    """The shapes of the arrays that go into a program and come out of it.
+    """The shapes of a program's inputs and outputs.
 
     Attributes:
-        parameters: that of each parameter.
-        outputs: that of each output.
+        parameters: the shape of each parameter.
+        outputs: the shape of each output.
     """
 
     parameters: Sequence[Shape]
@@ -43,9 +42,9 @@ class Served(NamedTuple):
 
     Attributes:
         parameters: the indices of the parameters, in order.
-        moves: what is moved for them, as `Collective.moves` says it.
-        phase: `forward`, `backward`, `recompute` (what the backward pass computes again), `update`
-            (the optimizer); None if it is not known.
+        moves: what is moved for them, as in `Collective.moves`.
+        phase: `forward`, `backward`, `recompute` (recomputed in the backward pass), or `update`
+            (the optimizer); None if it is unknown.
     """
 
     parameters: list[int]
@@ -54,14 +53,14 @@ class Served(NamedTuple):
 
 
 class Provenance:
-    """What the collectives of a program serve; parameters and outputs are indices.
+    """What the collectives of a program serve. Parameters and outputs are indices.
 
     Args:
-        flow: where the values of the program come from.
+        flow: the flow of values in the program.
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output of the program.
-        shapes: their shapes.
+        shapes: the shapes of the parameters and outputs.
     """
 
     def __init__(
@@ -78,8 +77,8 @@ class Provenance:
         self._shapes = shapes
 
     def of(self, moved: MovedArray) -> Served:
-        """What an array serves. It is made of parameters, is their gradient, or is multiplied by
-        them."""
+        """Return what an array serves: its sources, the parameters of a gradient, or its factors.
+        """
         phase = self.phases.phase(moved, self._new_values)
         for moves, found in self._ways(moved, phase):
             if found:
@@ -87,29 +86,29 @@ class Provenance:
         return Served([], None, phase)
 
     def _ways(self, moved: MovedArray, phase: str | None) -> Iterator[tuple[str, Collection[int]]]:
-        """What an array may be of parameters, the surest first, with those that are found so."""
+        """Yield each way in which an array may serve parameters, with these; the surest way first.
+        """
         yield "itself", self._uses.weights(moved)
         if phase == "update":
             yield "update", self._updated_by(moved)
-            # Matrices of several parameters that are moved at once.
+            # Matrices of several parameters may be moved together.
             yield "update", self._gradient_of(moved)
-        elif phase not in _FORWARD:  # what the forward pass adds to an argument is no gradient
+        elif phase not in _FORWARD:  # a value that the forward pass adds to an argument is not one
             yield "gradient", self._gradient_of(moved)
         if phase == "backward":
-            # A gradient of which nobody can tell the parameter. What it was multiplied by are
-            # activations.
+            # A gradient whose parameter is ambiguous. Its factors are activations.
             if self._uses.outputs(moved):
                 return
-            # One that an optimizer multiplies with others.
+            # A gradient that an optimizer multiplies with others.
             yield "gradient", self._updated_by(moved)
         yield self._product_of(moved, phase), self._multiplied_by(moved, phase)
-        # A weight that was computed, and is gathered then.
+        # A weight that was computed and then gathered.
         if phase in _FORWARD and moved.kind == "all-gather":
             yield "itself", self._uses.computed_of(moved.operand)
 
     def _product_of(self, moved: MovedArray, phase: str | None) -> str:
-        """What an array is that was made by products, or is multiplied: mostly an activation."""
-        if phase == "update":  # an optimizer may multiply matrices too
+        """Return what a product or a factor of one is: mostly an activation."""
+        if phase == "update":  # an optimizer may multiply matrices, too
             return "update"
         if phase in _FORWARD and moved.kind == "all-gather":
             trained = self.trained
@@ -117,38 +116,40 @@ class Provenance:
                 len(one.parameters) > 1 and not one.computed and one.parameters <= trained
                 for one in self._uses.made_by(moved)
             ]
-            if weights and all(weights):  # a weight made of two, such as those of an adapter
+            if weights and all(weights):  # a weight made of two others, as in an adapter
                 return "itself"
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """The parameters that a moved array is multiplied by, or else was made of by products."""
-        # An activation is gathered for what it is multiplied by, and not for the sum of all layers
-        # that it may be.
+        """Find the parameters that a moved array is multiplied by, or that it is a product of."""
+        # An activation is gathered for its next product. It may also be the sum of all layers
+        # before, but is not gathered for these.
         factors = self._uses.factors(moved)
         found = {one for one in factors if self._is_weight(one, [moved.operand], phase)}
         if found:
             return found
         for product in self._uses.made_by(moved):
             found |= self._weights_of(product, phase)
-        # What is added to a product that was computed, and is gathered then.
+        # A bias is added to a product before the sum is gathered.
         if found and phase in _FORWARD and moved.kind == "all-gather":
             found |= self._uses.summands(moved)
         return found
 
     def _weights_of(self, product: Product, phase: str | None) -> set[int]:
-        """The weights that a product was made of."""
+        """Return the weights among a product's factors."""
         known = {one for one in product.parameters if self._is_weight(one, product.computed, phase)}
         if known or phase not in _FORWARD:
             return known
-        # A weight that was computed, and data: both.
+        # If a computed weight meets data, both count.
         for value in product.computed:
             known |= self._uses.computed_of(value)
         return known | product.parameters if known else known
 
     def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
-        """Whether a parameter that is multiplied by others is a weight, and not the data that a
-        computed weight is multiplied by, or a gradient is made of."""
+        """Return whether a parameter with these co-factors is a weight.
+
+        Otherwise it is data that meets a computed weight, or a factor of a gradient.
+        """
         trained = self.trained
         if parameter in trained:
             return True
@@ -157,18 +158,19 @@ class Provenance:
         return not others or self._is_of_its_argument(parameter, others)
 
     def _is_of_its_argument(self, parameter: int, values: Sequence[HloValue]) -> bool:
-        """Whether some values are made of the argument of a parameter, as an activation is made of
-        other layers of the model. Computed weights are not made of the data."""
+        """Return whether some values depend on the argument of a parameter.
+
+        An activation depends on other layers of the model. Computed weights do not depend on data.
+        """
         name = self._parameters[parameter][0]
         own = {i for i, path in enumerate(self._parameters) if path[0] == name}
         return self._uses.are_made_of(values, own)
 
     def _gradient_of(self, moved: MovedArray) -> Collection[int]:
-        """The parameters whose gradients, or parts of them, the moved array is."""
+        """Find the parameters whose gradients, or parts of gradients, the moved array is."""
         outputs = self._uses.outputs(moved)
         families = self._families(outputs)
-        # A single number that many parameters are updated by is no gradient, but the norm of all
-        # gradients.
+        # A scalar that updates many parameters is not a gradient, but a global norm.
         if len(families) > 1 and math.prod(moved.type.shape) == 1:
             return ()
         found: set[int] = set()
@@ -180,25 +182,25 @@ class Provenance:
         return found
 
     def _parameter_of(self, family: set[int], outputs: Collection[int]) -> int | None:
-        """The one of a family that is the parameter itself, and not its state; None if unknown.
+        """Find the family's parameter, as opposed to its state; None if it is unknown.
 
         Args:
             family: a parameter, and its moments and averages.
-            outputs: the outputs that are made of its gradient.
+            outputs: the outputs that depend on its gradient.
         """
-        # A model computes with its parameters, and not with their moments and averages. Its weights
-        # tell most of it; what else it computes with is found by a longer walk.
+        # A model computes with its parameters, not with their moments and averages. Weights mostly
+        # suffice; the other parameters take a longer walk.
         found = self._in_model(family, self._uses.multiplied, self._weight_trees)
         if len(found) != 1:
             found = self._in_model(family, self._uses.in_model, self._model_trees)
             found = found or family & self._uses.in_products
         if not found:
-            # An accumulator, of whose parameter the gradient is.
+            # An accumulator: the gradient belongs to its parameter.
             named = {self._named_like(one, self._uses.in_model) for one in family}
             return named.pop() if len(named) == 1 else None
         if len(found) == 1:
             return min(found)
-        # A network that follows another one is made of it, and the other is not made of it.
+        # A target network depends on the network that it follows, and not the reverse.
         made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in found]
         common = found.intersection(*made)
         return min(common) if len(common) == 1 else None
@@ -206,10 +208,10 @@ class Provenance:
     def _in_model(
         self, family: set[int], known: Collection[int], trees: Collection[_Keys]
     ) -> set[int]:
-        """Those of a family that are parts of a model.
+        """Return the members of a family that are parts of a model.
 
-        A model may not compute with each of its parts: no gradient is made of the last bias. So it
-        counts if it computes with another part of the same tree.
+        A model need not compute with each of its parts: no gradient depends on the last bias. A
+        part therefore counts if the model computes with another part of the same tree.
 
         Args:
             family: a parameter, and its moments and averages.
@@ -233,7 +235,7 @@ class Provenance:
         return self._beginnings(self._uses.in_model)
 
     def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
-        """The beginnings of the paths of some parameters."""
+        """Collect the beginnings of the paths of some parameters."""
         found: set[_Keys] = set()
         for one in parameters:
             path = self._parameters[one]
@@ -241,25 +243,25 @@ class Provenance:
         return frozenset(found)
 
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
-        """The parameters that an optimizer computes the new values of with the moved array.
+        """Find the parameter whose new value an optimizer computes from the moved array.
 
-        Empty if there are several: the norm of one gradient may be a part of that of all gradients.
+        Empty if there are several: the norm of one gradient may be a part of a global norm.
         """
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        # By sets: all parts of the norm of all gradients ask for this.
+        # Set operations, since this is asked for every part of a global norm.
         weights = replaced.keys() & self._uses.multiplied
         if len(weights) != 1:
             return ()
         (weight,) = weights
-        # The others are its state, such as statistics by which gradients are preconditioned.
+        # The others are its state, such as statistics for preconditioning.
         state = replaced.keys() - weights
         return weights if self._uses.is_updated_with(replaced[weight], state) else ()
 
     def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
-        """Of some outputs the parameters of which they are new values, each with its output."""
-        # All parts of the norm of all gradients reach the same outputs: these are looked at once.
+        """Map the parameters that some outputs replace to these outputs."""
+        # All parts of a global norm reach the same outputs, so the answer is cached.
         known = self._replaced_by_outputs.get(outputs)
         if known is None:
             known = self._replaced_by_outputs[outputs] = {}
@@ -270,21 +272,20 @@ class Provenance:
         return known
 
     def _new_values(self, moved: MovedArray) -> list[HloValue]:
-        """The new values of parameters that an optimizer makes of the moved array.
+        """Return the new values of parameters that an optimizer computes from the moved array.
 
-        Empty if anything else is made of it.
+        Empty if anything else depends on the array.
         """
         outputs = self._uses.updates(moved)
         if any(self._replaced[output] is None for output in outputs):
             return []
-        results = self._flow.results  # which are looked up each time
+        results = self._flow.results
         return [results[output][0] for output in outputs]
 
     def _families(self, outputs: Collection[int]) -> list[set[int]]:
-        """The parameters that outputs belong to, each with its state: moments and averages.
+        """Group the parameters of some outputs into families: each with its moments and averages.
 
-        The new value of a parameter is made of its moments; that of an average is made of the
-        parameter.
+        A parameter's new value depends on its moments; an average's depends on the parameter.
         """
         families: list[set[int]] = []
         replaced = {self._replaced[output] for output in outputs}
@@ -292,8 +293,8 @@ class Provenance:
             own = self._replaced[output]
             if own is None:
                 continue
-            # Of what an output is made of, only what is updated too: a mask, which several
-            # parameters may be multiplied by, would join them to one family.
+            # Only parameters that are updated count. A mask, by which several parameters may be
+            # multiplied, would join their families.
             family = {own} | (self._uses.made_of(output) & replaced)
             separate: list[set[int]] = []
             for other in families:
@@ -306,14 +307,14 @@ class Provenance:
 
     @cached_property
     def _replaced(self) -> list[int | None]:
-        """For each output the parameter of which it is the new value, or the gradient.
+        """The parameter that each output is the new value, or the gradient, of.
 
-        None if it is of none, or if it cannot be told of which.
+        None if there is none, or if it is ambiguous.
         """
         left = [set(found) for found in self._candidates]
         known: dict[int, int] = {}
-        # A parameter has one new value. That of a weight is made of its moment too, which has a
-        # new value of its own.
+        # A parameter has one new value. A weight's new value also depends on its moment, which has
+        # its own.
         while True:
             single = {i: min(one) for i, one in enumerate(left) if len(one) == 1 and i not in known}
             if not single:
@@ -331,27 +332,27 @@ class Provenance:
 
     @cached_property
     def _candidates(self) -> list[Collection[int]]:
-        """For each output the parameters that it may belong to."""
+        """The parameters that each output may belong to."""
         return list(map(self._fitting, range(len(self._outputs))))
 
     def _is_like(self, parameter: int, output: int) -> bool:
-        """Whether a parameter and an output have the same shape, as far as it is known."""
+        """Return whether a parameter and an output have the same shape."""
         return self._shapes.parameters[parameter] == self._shapes.outputs[output]
 
     def _fitting(self, output: int) -> Collection[int]:
-        """The parameters that an output may belong to."""
+        """Find the parameters that an output may belong to."""
         made = self._uses.made_of(output)
         found = self._with_end(self._outputs[output], lambda one: self._is_like(one, output))
         if found:
             return self._chosen(found, made)
-        # No name tells, as in a function that returns a bare array.
+        # No name helps, for example if a function returns a bare array.
         return [i for i in made if self._is_like(i, output)]
 
     def _with_end(self, path: _Keys, fits: Callable[[int], bool]) -> list[int]:
-        """Of the parameters that fit, those with the longest end in common with a path."""
+        """Find the fitting parameters with the longest path end in common with a path."""
         for start in range(len(path)):
             end = path[start:]
-            # An index alone, as of the second of two results, names nothing.
+            # An index alone, such as a result's position in a tuple, is not a name.
             if not any(isinstance(key, str) for key in end):
                 break
             found = list(filter(fits, self._by_end.get(end, ())))
@@ -360,23 +361,30 @@ class Provenance:
         return []
 
     def _chosen(self, found: Sequence[int], made: Collection[int]) -> Collection[int]:
-        """Of parameters that are named alike, those that an output is made of, or that a model
-        computes with: the gradient of a weight is named as its moments are."""
+        """Choose among parameters with similar names: first an output's sources, then a model's
+        parts.
+
+        A weight's gradient has the same name as its moments.
+        """
         if len(found) == 1:
             return found
         of_output = [i for i in found if i in made]
         return of_output or [i for i in found if i in self._uses.in_model] or found
 
     def _named_like(self, parameter: int, among: Collection[int]) -> int | None:
-        """Of some parameters the only one whose path has the longest end in common with that of a
-        parameter; None if there are several."""
+        """Find the parameter whose path has the longest end in common with another parameter's.
+
+        None if there are several.
+        """
         found = self._with_end(self._parameters[parameter][1:], lambda one: one in among)
         return found[0] if len(found) == 1 else None
 
     @cached_property
     def _by_end(self) -> Mapping[_Keys, list[int]]:
-        """The parameters by each end of their paths. A result may have the name of an argument too,
-        as a dict of them."""
+        """The parameters by each end of their paths.
+
+        An argument's name counts, too: a result may be a dict of arguments.
+        """
         by_end: dict[_Keys, list[int]] = {}
         for index, path in enumerate(self._parameters):
             for start in range(len(path)):
@@ -385,7 +393,7 @@ class Provenance:
 
 
 def _common_end(paths: Sequence[Path]) -> int:
-    """The number of keys that all paths end with, without the names of arguments."""
+    """Count the keys that all paths end with, without the names of arguments."""
     if len(paths) < 2:
         return 0
     length = 0
@@ -397,36 +405,36 @@ def _common_end(paths: Sequence[Path]) -> int:
 
 
 NewValues = Callable[[MovedArray], Sequence[HloValue]]
-"""A moved array ─► the new values of parameters that are made of it."""
+"""A moved array ─► the new values of parameters that depend on it."""
 
 
 class Phases:
-    """The phases of the collectives of a program.
+    """The phases of a program's collectives.
 
     Args:
-        flow: where the values of the program come from.
+        flow: the flow of values in the program.
     """
 
     def __init__(self, flow: DataFlow):
         self._flow = flow
-        # Those of a collective, once for all arrays that the compiler has combined in it.
+        # Parsed once per collective, for all arrays combined in it.
         self._names: dict[Instruction, list[str]] = {}
-        # What earlier walks have found to be made of nothing of the backward pass: each value is
-        # met once.
+        # Values that earlier walks found independent of the backward pass: each is visited once.
         self._independent: set[HloValue] = set()
-        # Those that were found to be made of something of it.
+        # Values that depend on it.
         self._dependent: set[HloValue] = set()
 
     def phase(self, moved: MovedArray, new_values: NewValues) -> str | None:
-        """The phase of a moved array, as `Served.phase` says it.
+        """Return the phase of a moved array, as in `Served.phase`.
 
         Args:
             moved: the array.
-            new_values: the new values of parameters that are made of it; none if it serves anything
-                else. Not an attribute: a method of what has this one would be a reference cycle.
+            new_values: returns the new values of parameters that depend on an array; none if it
+                serves anything else. It is not an attribute, since a method of this object's owner
+                would be a reference cycle.
 
         Returns:
-            None if the compiler has combined operations of several phases, or lost their names.
+            None if the compiler combined operations of several phases, or lost their names.
         """
         one = moved.instruction
         if one not in self._names:
@@ -434,7 +442,7 @@ class Phases:
         own = self._names[one]
         if len(own) == moved.arrays and own != [""]:
             return self._of(own[moved.index], moved, new_values)  # one name for each array
-        # Of combined arrays some compilers name only the first. Then what is moved says more.
+        # Some compilers name only the first of combined arrays. The moved value's name is better.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
             phase = _phase(source.metadata("op_name") or "")
@@ -444,15 +452,15 @@ class Phases:
             name = described.metadata("op_name")
             if name:
                 phases = {self._of(part, moved, new_values) for part in split(name)}
-                # Of several it is not known which one is that of this array.
+                # If there are several, the one for this array is unknown.
                 return phases.pop() if len(phases) == 1 else None
         return None
 
     def described(self, moved: MovedArray) -> Iterator[Instruction]:
-        """The instructions that describe a collective, the nearest first.
+        """Yield the instructions that describe a collective, the nearest first.
 
-        Some compilers leave a collective without metadata that they have made of others. Then what
-        it moves says where it comes from, and else what it is a part of.
+        Some compilers drop the metadata of collectives that they combine. The moved value then
+        shows the origin, or otherwise the instruction that contains the collective.
         """
         yield moved.instruction
         yield self._flow.source(moved.operand).instruction
@@ -462,26 +470,26 @@ class Phases:
             computation = callers[0].computation
 
     def _of(self, name: str, moved: MovedArray, new_values: NewValues) -> str:
-        """The phase of an operation of this name."""
+        """Return the phase of the operation with this name."""
         phase = _phase(name)
         if phase is not None:
             return phase
-        # What is neither differentiated nor a derivative is before the gradients, or made of them.
+        # All other operations are before the gradients, or depend on them.
         if self._depends_on_backward(moved.operand):
             return "update"
-        # An optimizer may need a parameter alone, such as its norm.
+        # An optimizer may use a parameter without its gradient, such as its norm.
         if self._are_updates(new_values(moved)):
             return "update"
         return "forward"
 
     def _are_updates(self, values: Sequence[HloValue]) -> bool:
-        """Whether there are values, and each is made of something of the backward pass."""
-        # Each part of the norm of all gradients asks for all new values.
+        """Return whether there are values, and all depend on the backward pass."""
+        # Each part of a global norm asks about all new values.
         known = self._dependent.issuperset(values)
         return bool(values) and (known or all(map(self._depends_on_backward, values)))
 
     def _depends_on_backward(self, value: HloValue) -> bool:
-        """Whether a value is made of something of the backward pass."""
+        """Return whether a value depends on the backward pass."""
         if value in self._dependent:
             return True
         seen = {value}
@@ -495,28 +503,28 @@ class Phases:
                 if before not in seen and before not in self._independent:
                     waiting.append(before)
                     seen.add(before)
-        # None of them depends on it: the walk has come to the end of each.
+        # The walk is complete, so none of them depends on it.
         self._independent |= seen
         return False
 
 
 def _is_backward(one: Instruction) -> bool:
-    """Whether an instruction is of the backward pass alone."""
-    # Compilers join equal constants: one may serve the forward pass too, whatever its name says.
+    """Return whether an instruction belongs only to the backward pass."""
+    # Compilers merge equal constants, so one may also serve the forward pass, despite its name.
     if one.opcode == "constant":
         return False
-    # The name is read last, for it takes longest, and this is asked of each value of the program.
+    # Parsing the name takes longest, so it comes last: this runs for each value of the program.
     if not one.mentions("transpose(") or is_combined(one):
         return False
     return _phase(one.metadata("op_name") or "") == "backward"
 
 
 def _phase(name: str) -> str | None:
-    """The phase that the name of an operation says.
+    """Read the phase from the name of an operation.
 
-    None if it was neither differentiated nor is a derivative.
+    None if the operation is neither differentiated nor a derivative.
     """
-    # What is recomputed is a part of the backward pass, and may be named by both.
+    # A recomputed operation is in the backward pass, so its name may contain both.
     if "rematted_computation" in name:
         return "recompute"
     if "transpose(" in name:
@@ -527,7 +535,7 @@ def _phase(name: str) -> str | None:
 
 
 def split(name: str) -> list[str]:
-    """The names of the operations that a compiler has combined.
+    """Split the name of a combined operation into the names of its parts.
 
     >>> split("jit(f)/transpose(jvp())/(reduce_sum:while/dot_general)")
     ['jit(f)/transpose(jvp())/reduce_sum',
@@ -545,7 +553,7 @@ def split(name: str) -> list[str]:
 
 
 def _distributed(name: str, start: int) -> list[str]:
-    """`a(b:c)d` ─► `abd` and `acd`, where `start` is the index of the parenthesis."""
+    """Expand `a(b:c)d` into `abd` and `acd`; `start` is the index of the parenthesis."""
     parts, depth, end = [""], 0, start
     for end in range(start + 1, len(name)):
         letter = name[end]

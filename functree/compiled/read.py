@@ -1,4 +1,5 @@
-"""A compiled program, with the paths of its arguments and results ─► its `Ledger`."""
+"""`read_ledger` reads a `Ledger` from a compiled program and the paths of its arguments and
+results."""
 
 import gc
 import math
@@ -27,23 +28,22 @@ from functree.tree.paths import Path
 
 
 class CompiledProgram(NamedTuple):
-    """A program as its compiler describes it.
+    """A compiled program, with the names of its arrays.
 
     Attributes:
         text: the text of the program.
-        memory: returns the statistics of its memory, as `compiled.memory_analysis` does; None if
-            the compiler gives none. It is called last.
-        parameters: the path of each parameter of the program; it begins with the name of an
+        memory: returns its memory statistics, as `compiled.memory_analysis` does; None if the
+            compiler has none. It is called last.
+        parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output.
-        sizes: the sizes of the mesh axes; empty if the mesh is not known.
-        backend: the name of what it is compiled for.
-        warnings: what the compiler has said; None if it was not listened to.
-        sharded: the mesh axes that shard one of its parameters or outputs; None if that is not
-            known.
-        shapes: makes the shapes of its parameters and outputs on all devices together of those on
-            one device; None if these are equal, or not known.
-        layouts: makes the layouts of the program before it was compiled; None if it is not there.
+        sizes: the sizes of the mesh axes; empty if the mesh is unknown.
+        backend: the name of the target.
+        warnings: the compiler's warnings; None if they were not collected.
+        sharded: the mesh axes that shard a parameter or an output; None if this is unknown.
+        shapes: converts shapes on one device to shapes across devices; None if these are equal or
+            unknown.
+        layouts: derives the program's layouts before compilation; None if they are unavailable.
     """
 
     text: str
@@ -59,11 +59,11 @@ class CompiledProgram(NamedTuple):
 
 
 def read_ledger(program: CompiledProgram) -> Ledger:
-    """The ledger of a program.
+    """Read the ledger of a program.
 
     Raises:
-        FunctreeError: the program has other parameters than the arrays of the function, so that no
-            path is known.
+        FunctreeError: if the program's parameters do not match the arrays of the function, so paths
+            are unknown.
     """
     with _without_collector():
         return _read(program)
@@ -71,10 +71,10 @@ def read_ledger(program: CompiledProgram) -> Ledger:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Let Python's garbage collector rest meanwhile.
+    """Pause Python's garbage collector.
 
-    It would look at all objects of a large program again and again: an instruction is an object,
-    and none of them is in a reference cycle. This halves the time for 50,000 instructions.
+    It would scan all objects of a large program repeatedly: each instruction is an object, and none
+    is in a reference cycle. This halves the time for 50,000 instructions.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -89,7 +89,7 @@ def _read(program: CompiledProgram) -> Ledger:
     reader = _Reader(program)
     moved = list(moved_arrays(reader.flow))
     if moved and program.layouts is not None:
-        # Without the passes of Shardy the ledger is as it is without verdicts.
+        # Without Shardy's passes, the ledger has no verdicts.
         with suppress(FunctreeError):
             reader.judge_by(program.layouts())
     collectives = tuple(map(reader.collective, moved))
@@ -107,11 +107,11 @@ def _read(program: CompiledProgram) -> Ledger:
 
 
 _Groups = tuple[tuple[str, ...] | None, int | None]
-"""The mesh axes over which a collective moves arrays, and the number of devices in a group."""
+"""The mesh axes of a collective, and the number of devices in a group."""
 
 
 class _Reader:
-    """All that is asked about the collectives of one program."""
+    """The reader of a program's collectives."""
 
     def __init__(self, program: CompiledProgram):
         self.flow: DataFlow = DataFlow(Hlo(program.text))
@@ -132,14 +132,13 @@ class _Reader:
             shapes = program.shapes(*shapes)
         self._provenance = Provenance(self.flow, program.parameters, program.outputs, shapes)
         self._sources = Sources(program.text)
-        # By their text: a program has thousands of collectives, over a few combinations of mesh
-        # axes.
+        # Cached by text: a program has thousands of collectives, but few combinations of mesh axes.
         self._groups: dict[str, _Groups] = {}
         self._verdicts: Verdicts | None = None
         self.data: tuple[str, ...] = ()
 
     def judge_by(self, layouts: Layouts) -> None:
-        """Tell by layouts whether somebody has asked for a collective."""
+        """Derive verdicts from layouts."""
         own = named(layouts, self._parameters)
         if own is not None:
             shapes = [row.shape for row in own.rows[: len(self._parameters)]]
@@ -148,7 +147,7 @@ class _Reader:
             self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
 
     def collective(self, moved: MovedArray) -> Collective:
-        """What the ledger says about an array that is moved."""
+        """Return a moved array as a row of the ledger."""
         axes, size = self._groups_of(moved.groups)
         paths: list[Path] = []
         arguments: list[str] = []
@@ -177,7 +176,7 @@ class _Reader:
         return self._verdicts.judged(found, name, served.parameters)
 
     def _groups_of(self, text: str) -> _Groups:
-        """The mesh axes and the size of replica groups."""
+        """Return the mesh axes and the group size of replica groups."""
         if text not in self._groups:
             groups = groups_of(text, math.prod(self._sizes.values())) or ()
             axes = mesh_axes_of(groups, self._sizes) if groups and self._sizes else None
@@ -185,11 +184,11 @@ class _Reader:
         return self._groups[text]
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
-        """Where the nearest instruction that has lines of source comes from: its `source`, its
-        `called_from`, and the name that JAX gives it."""
+        """Return `source`, `called_from` and JAX's name of the nearest instruction with source
+        lines."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
-            # The line of a combined collective is that of its first array: what is moved says more.
+            # A combined collective has the line of its first array. The moved value has its own.
             nearest[:2] = reversed(nearest[:2])
         for one in nearest:
             lines = self._sources.of(one)
@@ -198,7 +197,7 @@ class _Reader:
         return None, None, ""
 
     def with_line(self, warning: str) -> str:
-        """A warning of the compiler, with the line of source that it is about."""
+        """Add the source line to a compiler warning."""
         frame = re.search(r"stack_frame_id=(\d+)", warning)
         if frame is None:
             return warning
@@ -208,11 +207,11 @@ class _Reader:
         return f"{warning} at {lines.source}"
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
-        """A sentence for each thing in the program that could not be read."""
+        """Yield a sentence for each part of the program that could not be parsed."""
         for one in unknown_collectives(self.flow):
             why = "the ledger does not know this kind of collective, and leaves it out"
             yield f"{one.opcode} ({one.name}): {why}"
-        # Without repeats: a combined collective is one instruction of several arrays.
+        # Without repeats: a combined collective is one instruction with several arrays.
         unknown = dict.fromkeys(one.op for one in collectives if one.mesh_axes is None)
         if unknown and self._sizes:
             why = "they are not on the mesh, or spelled in a new way"
@@ -228,11 +227,11 @@ class _Reader:
     def idle(
         self, collectives: Sequence[Collective], sharded: frozenset[str] | None
     ) -> tuple[str, ...]:
-        """The mesh axes over which nothing is moved and nothing is sharded.
+        """Return the mesh axes over which nothing is moved and nothing is sharded.
 
         Args:
-            collectives: what is moved.
-            sharded: the mesh axes that shard an argument or a result; None if that is not known.
+            collectives: the collectives of the program.
+            sharded: the mesh axes that shard an argument or a result; None if this is unknown.
         """
         used = set(sharded or ())
         for one in collectives:
@@ -244,9 +243,9 @@ class _Reader:
 
 
 def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
-    """The memory of a program.
+    """Return the memory of a program.
 
-    If the compiler does not say it, it is that of the program's parameters and results.
+    If the compiler does not report it, only parameters and results count.
     """
     sizes: dict[Path, int] = {}
     for path, one in zip(program.parameters, flow.hlo.parameters, strict=True):
@@ -255,7 +254,7 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     if known is None:
         outputs = sum(type_.bytes for _, type_ in flow.results)
         return Memory(BytesByPath(sizes), outputs, 0, 0, sum(sizes.values()) + outputs)
-    # The compiler counts what is in host memory apart, and a `Memory` does not.
+    # The compiler reports host memory separately; a `Memory` includes it.
     on_host = known.host_argument_size_in_bytes + known.host_output_size_in_bytes
     on_host += known.host_temp_size_in_bytes - known.host_alias_size_in_bytes
     given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
@@ -264,10 +263,10 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     temporaries = known.temp_size_in_bytes + known.host_temp_size_in_bytes
     peak = known.peak_memory_in_bytes
     allocated = given + outputs - aliases + temporaries
-    if program.backend == "cpu":  # whose compiler leaves out temporaries
+    if program.backend == "cpu":  # its compiler's peak leaves out temporaries
         peak = allocated
     elif program.backend.startswith("tpu"):
-        # Its compiler's peak is of all memories together: the host's, and the small fast one of a
-        # core. What it allocates in the main memory is said apart.
+        # Its compiler's peak includes host memory and the core's fast memory. Allocations in the
+        # main memory are reported separately.
         peak = min(peak, allocated - on_host)
     return Memory(BytesByPath(sizes), outputs, aliases, temporaries, peak)
