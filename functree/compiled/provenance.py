@@ -77,8 +77,7 @@ class Provenance:
         self._shapes = shapes
 
     def of(self, moved: MovedArray) -> Served:
-        """Return what an array serves: its sources, the parameters of a gradient, or its factors.
-        """
+        """Return the parameters that an array serves, in what way, and in which phase."""
         phase = self.phases.phase(moved, self._new_values)
         for moves, found in self._ways(moved, phase):
             if found:
@@ -86,8 +85,7 @@ class Provenance:
         return Served([], None, phase)
 
     def _ways(self, moved: MovedArray, phase: str | None) -> Iterator[tuple[str, Collection[int]]]:
-        """Yield each way in which an array may serve parameters, with these; the surest way first.
-        """
+        """Yield each way in which an array may serve parameters, the most certain first."""
         yield "itself", self._uses.weights(moved)
         if phase == "update":
             yield "update", self._updated_by(moved)
@@ -361,8 +359,7 @@ class Provenance:
         return []
 
     def _chosen(self, found: Sequence[int], made: Collection[int]) -> Collection[int]:
-        """Choose among parameters with similar names: first an output's sources, then a model's
-        parts.
+        """Choose among parameters with similar names: an output's sources, or else a model's parts.
 
         A weight's gradient has the same name as its moments.
         """

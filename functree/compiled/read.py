@@ -1,5 +1,4 @@
-"""`read_ledger` reads a `Ledger` from a compiled program and the paths of its arguments and
-results."""
+"""`read_ledger` reads a `Ledger` from a compiled program and the paths of its arrays."""
 
 import gc
 import math
@@ -184,8 +183,7 @@ class _Reader:
         return self._groups[text]
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
-        """Return `source`, `called_from` and JAX's name of the nearest instruction with source
-        lines."""
+        """Return the source, the caller and JAX's name of the nearest instruction with lines."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
             # A combined collective has the line of its first array. The moved value has its own.

@@ -1,11 +1,11 @@
-"""A lowered program ─► its values with their layouts, by Shardy's own propagation.
+"""`laid_out` derives the sharding of each value of a lowered program, with Shardy's propagation.
 
-In a lowered program, only arguments, results and constraints have layouts. The compiler runs Shardy
-on it, which finds those of all other values. Its passes run here on a copy of the program: that
-takes a tenth of a second where the compiler takes many.
+In a lowered program, only arguments, results and constraints have shardings. The compiler runs
+Shardy to derive the others. Here, Shardy's passes run on a copy of the program, in a tenth of a
+second instead of the many seconds of a compilation.
 
-Passes and their options are texts and no API: another version may have other ones. Then there are
-no layouts, and nothing else needs them.
+Passes and their options are texts, not an API, and may change with jaxlib. If they do, there are no
+layouts, and only features that need them fail.
 """
 
 import linecache
@@ -24,12 +24,12 @@ from functree.compiled.sources import lines_of, source_end
 from functree.devices.specs import entry, mesh_axes, named_axes, of_rank
 from functree.errors import FunctreeError
 
-# The last pass brings the layouts of what loops carry from the edges of the data flow to the loops.
+# The last pass moves the layouts of loop carries from data-flow edges to the loops.
 _PASSES = (
     "symbol-dce, sdy-import-pipeline, sdy-user-priority-propagate{debug-sharding-origins=true}, "
     "sdy-close-shardings, func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=true})"
 )
-# After these, what moves arrays is operations too.
+# These make the movement of arrays explicit, as operations.
 _COLLECTIVES = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives)"
 )
@@ -37,8 +37,8 @@ _MOVING = (
     "sdy.all_gather", "sdy.all_reduce", "sdy.all_to_all", "sdy.collective_permute",
     "sdy.reduce_scatter",
 )  # fmt: skip
-# The operations with other values of the program inside. Inside of a reduction are single elements,
-# and inside of `shard_map` the parts of one device.
+# The operations whose regions contain arrays of the program. A reduction's region contains single
+# elements, and a `shard_map`'s contains the shards of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
 ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
@@ -47,8 +47,7 @@ _ORIGIN_NAME = "sdy.sharding_origin_name"
 
 
 class Frame(NamedTuple):
-    """A place in a file: from a line and a column on to others. Lines count from 1, columns from
-    0."""
+    """A range in a file. Lines count from 1, columns from 0."""
 
     file: str
     line: int
@@ -58,22 +57,22 @@ class Frame(NamedTuple):
 
 
 class LaidOut(NamedTuple):
-    """An array in a program: an argument, what an operation makes, or a result.
+    """An array in a program: an argument, the result of an operation, or a result of the program.
 
     Attributes:
-        op: the operation, as StableHLO calls it: `dot_general`; `argument` for an argument, and
-            `result` for a result.
+        op: the operation in StableHLO's words, such as `dot_general`; `argument` and `result` for
+            the program's arguments and results.
         source: the line of a model that it comes from, `file:line`, as in a ledger; None if it is
-            not known.
-        expression: what stands there; the path of an argument or a result.
+            unknown.
+        expression: the code at that place; the path of an argument or a result.
         shape: the shape on all devices.
-        dtype: the dtype, as StableHLO calls it: `f32`, `i1`.
-        spec: how it is sharded. Where the compiler shards by a part of a mesh axis, the entry says
-            so: `"data:(1)2"`.
-        origins: who has decided it, by mesh axis: the path of an argument or of a result
+        dtype: the dtype in StableHLO's words: `f32`, `i1`.
+        spec: how it is sharded. If the compiler uses a part of a mesh axis, the entry has this
+            form: `"data:(1)2"`.
+        origins: what decided it, by mesh axis: the path of an argument or of a result
             (`result.loss`), or the line of a constraint or of a `shard_map`.
-        name: the name that JAX gives the operation: `jit(step)/jvp()/dot_general`.
-        operands: the indices of the rows that it is made of.
+        name: JAX's name of the operation: `jit(step)/jvp()/dot_general`.
+        operands: the indices of the rows of its operands.
     """
 
     op: str
@@ -88,14 +87,14 @@ class LaidOut(NamedTuple):
 
     @property
     def array(self) -> str:
-        """The array, each size with the mesh axes that divide it: `f32[64/data, 32]`."""
+        """The array, each size with the mesh axes that shard it: `f32[64/data, 32]`."""
         sizes: list[str] = []
         for size, one in zip(self.shape, self.spec.partitions, strict=True):
             sizes.append("/".join([str(size), *mesh_axes(one)]))
         return f"{self.dtype}[{', '.join(sizes)}]"
 
     def bytes_of(self, sizes: Mapping[str, int]) -> int:
-        """Its bytes on one device.
+        """Return its bytes on one device.
 
         Args:
             sizes: the sizes of the mesh axes.
@@ -105,7 +104,7 @@ class LaidOut(NamedTuple):
 
     @property
     def decided(self) -> str:
-        """Who else has decided how it is sharded: `data by x, model by model.up`."""
+        """What decided its sharding, other than itself: `data by x, model by model.up`."""
         others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
         return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
@@ -113,25 +112,25 @@ class LaidOut(NamedTuple):
 def laid_out(
     lowered: Lowered, results: Sequence[str] | None = None
 ) -> tuple[tuple[LaidOut, ...], dict[str, int]]:
-    """The arrays of a program as the compiler will lay them out, and the sizes of the mesh axes.
+    """Return a program's arrays as the compiler will shard them, and the sizes of the mesh axes.
 
     Args:
         lowered: JAX's lowered function.
-        results: the names of its results; None for those that JAX gives them.
+        results: the names of its results; None uses JAX's names.
 
     Raises:
-        FunctreeError: this version of JAX does not have the passes.
+        FunctreeError: if this version of JAX does not have the passes.
     """
     with _propagated(lowered, _PASSES) as (main, sizes, given):
         return _Reader().rows_of(main, results, given), sizes
 
 
 def moved_bytes(lowered: Lowered) -> int:
-    """About how many bytes a program will move on each device: what ranks programs before they are
-    compiled.
+    """Estimate the bytes that a program will move on each device, to rank programs before
+    compilation.
 
     Raises:
-        FunctreeError: this version of JAX does not have the passes.
+        FunctreeError: if this version of JAX does not have the passes.
     """
     with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes, _):
         return sum(times * _bytes(one, sizes) for one, times in _collectives(main, 1))
@@ -141,8 +140,11 @@ def moved_bytes(lowered: Lowered) -> int:
 def _propagated(
     lowered: Lowered, passes: str
 ) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
-    """A copy of a program after passes: its function without calls, the sizes of the mesh axes, and
-    the arguments whose layout was given."""
+    """Run passes on a copy of a program.
+
+    Yields its function without calls, the sizes of the mesh axes, and the arguments whose sharding
+    was given.
+    """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         program = module.operation.clone().operation
@@ -166,7 +168,7 @@ def _propagated(
 
 
 def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
-    """The collectives inside of an operation, and how often each runs."""
+    """Yield the collectives inside an operation, with the number of runs."""
     for one in _inside(outer):
         if one.name in _MOVING:
             yield one, times
@@ -177,8 +179,7 @@ def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
 
 
 def _iterations(loop: Any) -> int:
-    """How often a loop runs: the constant that its counter is compared with; once, if there is
-    none."""
+    """Return the constant that a loop's counter is compared with; 1 if there is none."""
     for one in _inside(loop):
         if one.name == "stablehlo.compare":
             limit = one.operands[1].owner
@@ -189,7 +190,7 @@ def _iterations(loop: Any) -> int:
 
 
 def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
-    """The bytes of what a collective makes on one device."""
+    """Return the bytes of a collective's result on one device."""
     made = collective.results[0].type
     [spec] = _SPEC.findall(_text(collective.attributes["out_sharding"]))
     devices = math.prod(sizes[axis] for axis, part in _AXIS.findall(spec) if not part)
@@ -206,7 +207,7 @@ def _bytes_of(shape: Sequence[int], dtype: str) -> int:
 
 @contextmanager
 def _known_passes() -> Iterator[None]:
-    """Say what it means if the passes are others."""
+    """Raise a helpful error if this jaxlib's passes differ."""
     try:
         yield
     except (ValueError, ir.MLIRError) as error:
@@ -218,7 +219,7 @@ def _known_passes() -> Iterator[None]:
 
 
 def _inside(outer: Any) -> Iterator[Any]:
-    """The operations directly inside of one, which may be replaced meanwhile."""
+    """Yield the operations directly inside an operation. The caller may replace them meanwhile."""
     for region in outer.regions:
         for block in region.blocks:
             for one in list(block.operations):
@@ -226,16 +227,16 @@ def _inside(outer: Any) -> Iterator[Any]:
 
 
 def _all_inside(outer: Any) -> Iterator[Any]:
-    """The operations inside of one, and those inside of these."""
+    """Yield the operations inside an operation, at all depths."""
     for one in _inside(outer):
         yield one
         yield from _all_inside(one)
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
-    """Put what functions do in the place of their calls.
+    """Replace calls with the functions' operations.
 
-    MLIR's own pass leaves those that are inside of loops.
+    MLIR's own pass does not inline calls inside loops.
     """
     for one in _inside(outer):
         if one.name != "func.call":
@@ -258,7 +259,7 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
 
 
 def _given_shardings(main: Any) -> dict[Any, Any]:
-    """The shardings of the arguments that have one."""
+    """Return the shardings of the arguments that have one."""
     found: dict[Any, Any] = {}
     for argument, own in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
         for one in own:
@@ -268,10 +269,10 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
 
 
 def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
-    """Replace the groups that `jax.experimental.shard_alike` makes, and so `ft.grad`.
+    """Replace the groups made by `jax.experimental.shard_alike`, which `ft.grad` uses.
 
-    Propagation with origins ends the process if a program has such a group. The members of a group
-    with an argument are constrained to the argument's layout. Other groups are dropped.
+    Propagation with origins crashes the process if a program has such a group. The members of a
+    group with an argument are constrained to the argument's sharding. Other groups are dropped.
     """
     groups: dict[int, list[Any]] = {}
     for one in list(_all_inside(main)):
@@ -283,7 +284,7 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
         for value in values:
             if argument is None or value in shardings:
                 continue
-            if isinstance(value.owner, ir.Block):  # an argument, or what a loop carries
+            if isinstance(value.owner, ir.Block):  # an argument, or a loop carry
                 place = ir.InsertionPoint.at_block_begin(value.owner)
             else:
                 place = ir.InsertionPoint.after(value.owner)
@@ -299,12 +300,12 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether a value is an array, and no token, by which effects are in order."""
+    """Return whether a value is an array, and not a token, which orders effects."""
     return isinstance(value.type, ir.RankedTensorType)
 
 
 def _arguments(operation: Any) -> Sequence[Any]:
-    """The arguments of what is inside of an operation."""
+    """Return the arguments of an operation's region."""
     return operation.regions[0].blocks[0].arguments
 
 
@@ -317,28 +318,30 @@ def _replace_operands(outer: Any, known: dict[Any, Any]) -> None:
 
 
 class _Reader:
-    """The rows of a program, as far as they were read."""
+    """The reader of a program's rows."""
 
     def __init__(self) -> None:
         self._rows: list[LaidOut] = []
-        # What Shardy's names for origins stand for, and of each value the index of its row.
+        # Our names for Shardy's origins, and the index of each value's row.
         self._origins: dict[str, str] = {}
         self._indices: dict[Any, int] = {}
-        # The rows whose types are constraints, by Shardy's names for these.
+        # The rows whose types are constraints, by Shardy's names for the constraints.
         self._by_type: dict[str, int] = {}
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
     def rows_of(
         self, function: Any, results: Sequence[str] | None, given: Collection[Any]
     ) -> tuple[LaidOut, ...]:
-        """The rows of a function: its arguments, of which the layout of some was given, what its
-        operations make, and its results."""
+        """Return a function's rows: arguments, results of its operations, and its results.
+
+        `given` are the arguments whose sharding was given.
+        """
         arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
         for i, (value, attributes) in enumerate(arguments):
             if not _is_array(value):
                 continue
             spec, origins = _layout(attributes)
-            # Shardy may name a constraint that follows the argument instead.
+            # Shardy may instead name a constraint that copies the argument.
             if value in given:
                 origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
@@ -358,18 +361,20 @@ class _Reader:
         for (i, value), name, index in zip(arrays, names, indices, strict=True):
             spec, origins = _layout(attributes[i])
             if spec and index is not None:
-                # Its own location is where the program was lowered.
+                # The value's own location is where the program was lowered.
                 self._add(value, RESULT, ir.Location.unknown(), spec, origins, (index,))
                 self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
             self._origins[f"output: {i}"] = name
 
     def _named(self, row: LaidOut) -> dict[str, str]:
-        """The origins of a row by name."""
+        """Name the origins of a row."""
         return {axis: self._origin(row, axis, ()) for axis in row.origins}
 
     def _origin(self, row: LaidOut, axis: str, seen: tuple[str, ...]) -> str:
-        """What has decided about an axis: Shardy says `input: 2`, `constraint_1`, `mc_0_input: 1`,
-        or `self`."""
+        """Name what decided about an axis.
+
+        Shardy says `input: 2`, `constraint_1`, `mc_0_input: 1`, or `self`.
+        """
         by = row.origins[axis]
         first, _, _ = by.partition(": ")
         shard_map = first.removesuffix("_input").removesuffix("_output")
@@ -378,7 +383,7 @@ class _Reader:
             return known or row.name
         if row.op == CONSTRAINT:
             return row.source or row.name
-        # On Explicit axes the type of an operation is its layout. It follows from the operands.
+        # On Explicit axes, an operation's type is its sharding, which follows from its operands.
         made = self._rows[self._by_type[by]] if by in self._by_type else row
         for operand in (self._rows[i] for i in made.operands):
             if axis in operand.origins and operand.name not in seen:
@@ -397,8 +402,7 @@ class _Reader:
                 self._read(one)
 
     def _is_type(self, constraint: Any) -> bool:
-        """Whether a constraint is the type of what it constrains, as JAX adds it on Explicit
-        axes."""
+        """Return whether a constraint is a value's own type, which JAX adds on Explicit axes."""
         known = self._indices.get(constraint.operands[0])
         if known is None or self._rows[known].op == CONSTRAINT:
             return False
@@ -410,12 +414,12 @@ class _Reader:
         return True
 
     def _read(self, one: Any) -> None:
-        """Read what an operation makes, and the operations inside of it."""
+        """Read the results of an operation, and the operations inside it."""
         attributes, is_loop = one.attributes, one.name in _ENTERED
         operands = [self._indices[x] for x in one.operands if x in self._indices]
         specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
         kept = _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
-        # Of what a loop carries and nothing shards, jaxlib 0.10 keeps no origins.
+        # jaxlib 0.10 keeps no origins for unsharded loop carries.
         are_left_out = is_loop and len(kept) < len(one.results)
         origins = iter(kept)
         for i, value in enumerate(one.results):
@@ -423,13 +427,13 @@ class _Reader:
             own = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
             if not _is_array(value):
                 continue
-            # What a loop carries is made of what it begins with.
+            # A loop carry depends on its initial value.
             many = len(one.operands) == len(one.results) > 1
             taken = [self._indices.get(one.operands[i], -1)] if is_loop and many else operands
             made_of = tuple(x for x in taken if x >= 0)
             self._add(value, one.name, one.location, spec, dict(_ORIGIN.findall(own)), made_of)
         if is_loop:
-            # What a loop carries is laid out as its results are.
+            # A loop carry is sharded like the loop's result.
             for region in one.regions:
                 for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
                     if outer in self._indices:
@@ -452,7 +456,7 @@ class _Reader:
         if lines is not None:
             source, expression = lines.source, _expression(frames, lines.source)
         shape = tuple(value.type.shape)
-        # Shardy keeps origins of axes that the final layout does not have.
+        # Shardy keeps origins for axes that the final sharding does not use.
         cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
         origins = {axis: by for axis, by in origins.items() if axis.partition(":")[0] in cuts}
         self._rows.append(
@@ -470,8 +474,8 @@ class _Reader:
         )
 
     def _frames_of(self, location: Any) -> tuple[Frame, ...]:
-        """The places of a location, the innermost first."""
-        # Most operations share what is around them. Of equal locations the attributes are one.
+        """Return the places of a location, the innermost first."""
+        # Most operations share their outer frames, and equal locations share one attribute.
         known = self._frames.get(location.attr)
         if known is None:
             known = self._frames[location.attr] = self._read_frames(location)
@@ -487,7 +491,7 @@ class _Reader:
                 Frame(
                     location.filename,
                     location.start_line,
-                    # MLIR counts columns from 1, and JAX hands it those of Python.
+                    # MLIR counts columns from 1, but JAX passes Python's columns.
                     location.start_col,
                     location.end_line,
                     location.end_col,
@@ -497,7 +501,7 @@ class _Reader:
 
 
 _SIZE = re.compile(r'"([^"]+)"=(\d+)')
-# `<@mesh, [{"data"}, {}]>`, of which only the dimensions count
+# The dimensions of `<@mesh, [{"data"}, {}]>`
 _SPEC = re.compile(r"<(?:@|mesh<).*?, \[((?:\{[^{}]*\},? ?)*)\]")
 _DIMENSION = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
@@ -506,7 +510,7 @@ _ORIGINS = re.compile(r"\{([^{}]*)\}")
 _ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
 
 
-# MLIR writes what is not ASCII in the name of a mesh axis as `\C3\A4`; in a key, twice.
+# MLIR escapes non-ASCII letters in the name of a mesh axis as `\C3\A4`; twice in a key.
 _ESCAPED = re.compile(r"(?:\\+[89A-F][0-9A-F])+")
 
 
@@ -519,14 +523,14 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
-    """The spec and the origins of an argument or a result; empty if it has none."""
+    """Return the spec and the origins of an argument or a result; empty if it has none."""
     own = {one.name: _text(one.attr) for one in attributes}
     origins = _ORIGIN.findall(own.get("sdy.sharding_origins", ""))
     return own.get("sdy.sharding", ""), dict(origins)
 
 
 def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
-    """The texts for each result, of the first of these attributes that there is."""
+    """Return the text for each result, from the first of these attributes that exists."""
     for name in names:
         if name in attributes:
             return each.findall(_text(attributes[name]))
@@ -535,7 +539,7 @@ def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
 
 @cache
 def _spec(text: str, ndim: int) -> PartitionSpec:
-    """The spec of a text; the shortest may be of a scalar or of what has no layout."""
+    """Parse a spec. A short text, of a scalar or a value without a sharding, is padded."""
     entries = [
         entry([name + part for name, part in _AXIS.findall(dimension)])
         for dimension in _DIMENSION.findall(text)
@@ -544,19 +548,19 @@ def _spec(text: str, ndim: int) -> PartitionSpec:
 
 
 def _name(location: Any) -> str:
-    """The name that JAX gives an operation."""
-    # What was called has the place of the call around it.
+    """Return JAX's name of an operation."""
+    # An inlined operation's location contains the location of its call.
     while isinstance(location, ir.CallSiteLoc):
         location = location.callee
     return location.name_str if isinstance(location, ir.NameLoc) else ""
 
 
 def _expression(frames: Sequence[Frame], source: str) -> str:
-    """What stands at a line of source, where the frame in it begins."""
+    """Return the code at a source line, from where its frame begins."""
     frame = next(one for one in frames if f"{one.file}:{one.line}" == source)
     texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
     if not texts:
-        return ""  # the file is not there, or is that of an interactive session
+        return ""  # the file is missing, or belongs to an interactive session
     # Columns count bytes.
     texts[-1] = texts[-1].encode()[: frame.end_column].decode(errors="replace")
     texts[0] = texts[0].encode()[frame.column :].decode(errors="replace")

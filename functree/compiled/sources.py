@@ -1,8 +1,8 @@
-"""A compiled program ─► the line of the source that an instruction comes from.
+"""`Sources` finds the source line that an instruction of a compiled program comes from.
 
-The text of a program begins with four tables: names of files, names of functions, places in files,
-and stack frames, which refer to each other by number. The metadata of an instruction has the number
-of its innermost frame.
+A program's text begins with four tables that refer to each other by number: files, functions,
+places in files, and stack frames. An instruction's metadata contains the number of its innermost
+frame.
 """
 
 import re
@@ -20,31 +20,31 @@ _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
 
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
-# Installed packages whose code is no part of a model, but for the folders of Equinox' layers.
+# Installed packages whose code is not part of a model, except Equinox' layers.
 _NO_MODELS = ("equinox", "jax", "jaxlib", "optax")
 _EQUINOX_LAYERS = ("equinox", "nn")
 _layer_files: set[str] = set()
 
 
 def name_lines_of(*layers: Callable[..., object]) -> None:
-    """Name the lines of some layers' modules, though they are in functree.
+    """Treat lines in some layers' modules as lines of a model, although functree contains them.
 
-    `functree.nn`, which is above this floor, calls it once with its public layers. They are parts
-    of a user's model, and a line in one says more than the line that calls the whole model.
+    `functree.nn`, a later floor, calls this once with its public layers. They are parts of a user's
+    model, and a line inside one says more than the line that calls the whole model.
 
     Args:
         layers: classes and functions.
     """
     for layer in layers:
-        # Not by `inspect.getfile`, which takes a decorated function to be where its decorator is.
+        # `inspect.getfile` would return the file of a decorator.
         _layer_files.add(str(sys.modules[layer.__module__].__file__))
 
 
 class Lines(NamedTuple):
-    """The lines of source that an instruction comes from, each `file:line`.
+    """The source lines that an instruction comes from, each `file:line`.
 
     Attributes:
-        source: the innermost line that is code of a model; if there is none, the innermost line.
+        source: the innermost line of a model; if there is none, the innermost line.
         called_from: the innermost line of the user's own code, if `source` is in a package.
     """
 
@@ -53,7 +53,7 @@ class Lines(NamedTuple):
 
 
 class Sources:
-    """The lines of source that the instructions of a program come from.
+    """The source lines of a program's instructions.
 
     Args:
         text: the text of the program.
@@ -64,39 +64,39 @@ class Sources:
         self._known: dict[int, Lines | None] = {}
 
     def of(self, one: Instruction) -> Lines | None:
-        """The lines of an instruction; None if it has no stack frame."""
+        """Return the lines of an instruction; None if it has no stack frame."""
         frame = one.metadata("stack_frame_id")
         if frame is None:
             return None
         return self.of_frame(int(frame))
 
     def of_frame(self, frame: int) -> Lines | None:
-        """The lines of a stack frame; None if the text does not have it."""
+        """Return the lines of a stack frame; None if the text does not contain it."""
         if frame not in self._known:
             self._known[frame] = lines_of(self._outwards(frame))
         return self._known[frame]
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
-        """File and line of a frame, and of those around it."""
+        """Yield the file and line of a frame and of the frames around it."""
         while frame in self._frames:
             file, line, frame = self._frames[frame]
             yield file, line
 
     @cached_property
     def _frames(self) -> dict[int, tuple[str, int, int]]:
-        """Of each frame the file, the line, and the number of the frame around it."""
+        """The file, the line and the parent of each frame."""
         files: dict[str, str] = dict(_FILE.findall(self._table("FileNames")))
         places: dict[str, tuple[str, int]] = {}
         for place, file, line in _LOCATION.findall(self._table("FileLocations")):
             places[place] = (files[file], int(line))
         frames: dict[int, tuple[str, int, int]] = {}
         for frame, place, parent in _FRAME.findall(self._table("StackFrames")):
-            # It is printed one too high, so that the outermost frame seems to be its own parent.
+            # The printed parent is one too high: the outermost frame seems to be its own parent.
             frames[int(frame)] = (*places[place], int(parent or 0) - 1)
         return frames
 
     def _table(self, title: str) -> str:
-        """The lines of a table in the head of the text; empty if it has no such table."""
+        """Return the lines of a table at the beginning of the text; empty if there is none."""
         start = self._text.find(f"\n{title}\n")
         if start < 0:
             return ""
@@ -104,8 +104,7 @@ class Sources:
 
 
 def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
-    """The lines of source that files and lines, from the innermost outwards, come from; None if
-    there are none."""
+    """Choose the source lines among places, the innermost first; None if there are none."""
     innermost = source = called_from = None
     for file, number in frames:
         line = f"{file}:{number}"
@@ -123,13 +122,15 @@ def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
 
 
 def source_end(source: str) -> str:
-    """The end of a path of a file, which is enough to recognise it."""
+    """Return the end of a file's path, which suffices to recognise it."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
 def is_model_file(file: str) -> bool:
-    """Whether a file is code of a model: the user's, a layer of functree or Equinox, or of another
-    installed package."""
+    """Return whether a file may contain a model.
+
+    These are the user's files, the layers of functree and Equinox, and other installed packages.
+    """
     if is_own_file(file):
         return is_layer(file)
     package = _in_package(file)
@@ -137,26 +138,26 @@ def is_model_file(file: str) -> bool:
 
 
 def is_users_file(file: str) -> bool:
-    """Whether a file is the user's own, and not of functree or of another installed package."""
+    """Return whether a file belongs neither to functree nor to another installed package."""
     return not is_own_file(file) and not _in_package(file)
 
 
 @cache
 def is_own_file(file: str) -> bool:
-    """Whether a file is one of functree."""
+    """Return whether a file belongs to functree."""
     return Path(file).is_relative_to(_PACKAGE)
 
 
 def is_layer(file: str) -> bool:
-    """Whether a file is that of a layer of functree."""
+    """Return whether a file contains a layer of functree."""
     return file in _layer_files
 
 
 @cache
 def _in_package(file: str) -> tuple[str, ...]:
-    """The parts of a path below the folder of installed packages; empty if it is not in one."""
+    """Return a path's parts below the folder of installed packages; empty if there is none."""
     parts = Path(file).parts
-    # The last such folder: a virtual environment may be inside of another one's packages.
+    # The last such folder: a virtual environment may be inside another one's packages.
     for i in range(len(parts) - 1, -1, -1):
         if parts[i] in _INSTALLED:
             return parts[i + 1 :]
