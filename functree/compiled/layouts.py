@@ -23,7 +23,7 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, repr=False)
 class Layouts:
-    """How each operation of a program will be sharded, from `lowered.layouts()` or `ft.layouts`.
+    """The sharding of each operation of a program, from `lowered.layouts()` or `ft.layouts`.
 
     Nothing is compiled. These are the layouts that Shardy derives, from which the compiler starts.
     The inside of `shard_map` is left out.

@@ -53,7 +53,7 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, repr=False)
 class Ledger:
-    """What a compiled program moves between devices, and its memory.
+    """The arrays that a compiled program moves between devices, and its memory.
 
     `compiled.ledger()` and `ft.ledger` return it.
 
@@ -242,7 +242,7 @@ _CPU = (
 
 
 class _Total(NamedTuple):
-    """What collectives with the same kind, mesh axes and phase move for one parameter."""
+    """The total of collectives with the same parameter, kind, mesh axes and phase."""
 
     runs: int
     bytes: int

@@ -38,7 +38,7 @@ class Shapes(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What a moved array serves.
+    """The parameters that a moved array serves, and the phase.
 
     Attributes:
         parameters: the indices of the parameters, in order.
@@ -53,7 +53,7 @@ class Served(NamedTuple):
 
 
 class Provenance:
-    """What the collectives of a program serve. Parameters and outputs are indices.
+    """The purpose of a program's collectives. Parameters and outputs are indices.
 
     Args:
         flow: the flow of values in the program.

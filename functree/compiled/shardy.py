@@ -104,7 +104,7 @@ class LaidOut(NamedTuple):
 
     @property
     def decided(self) -> str:
-        """What decided its sharding, other than itself: `data by x, model by model.up`."""
+        """The origins of its sharding, except itself: `data by x, model by model.up`."""
         others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
         return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
@@ -126,8 +126,7 @@ def laid_out(
 
 
 def moved_bytes(lowered: Lowered) -> int:
-    """Estimate the bytes that a program will move on each device, to rank programs before
-    compilation.
+    """Estimate the bytes that a program will move on each device, before it is compiled.
 
     Raises:
         FunctreeError: if this version of JAX does not have the passes.

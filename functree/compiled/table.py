@@ -1,7 +1,7 @@
-"""What a ledger knows ─► a table as text.
+"""`ledger_text` and `summary_text` render a ledger as text.
 
-Collectives of equal layers, and of parameters of one module, are one row; equal warnings of the
-compiler are one line.
+Collectives of identical layers, and of parameters of one module, share a row. Identical compiler
+warnings share a line.
 """
 
 import math
@@ -30,34 +30,34 @@ from functree.tree.paths import Path
 
 
 class TableRow(NamedTuple):
-    """One or more collectives of one kind over the same mesh axes, for like parameters."""
+    """Collectives of one kind over the same mesh axes, for similar parameters."""
 
     title: str  # the parameters
     kind: str
     axes: str
     runs: str
-    total: int  # bytes on one device, of all runs together
+    total: int  # bytes on one device, over all runs
     where: str  # lines of source, bytes of each run
     collectives: tuple[Collective, ...]
-    paths: tuple[Path, ...]  # the path of each; empty if they serve no parameter, or several
+    paths: tuple[Path, ...]  # one for each; empty if each serves no parameter, or several
 
     @property
     def details(self) -> str:
-        """The phase, what is moved, and what else is told below a row."""
+        """The line below a row: the phase, what is moved, the verdict, and the source."""
         one = self.collectives[0]
         told = (one.phase, moves_text(one), VERDICTS.get(one.verdict or ""), self.where)
         return ", ".join(filter(None, told))
 
     @property
     def cause(self) -> str:
-        """Where the compiler's choice comes from; empty if somebody has asked for it."""
+        """The cause of a collective that the compiler chose; empty for others."""
         one = self.collectives[0]
         return "" if one.verdict != "compiler" or one.cause is None else str(one.cause)
 
 
 NO_PARAMETER = "no parameter"
 VERDICTS = {"asked": "asked for", "compiler": "the compiler's choice"}
-"""What verdicts are called."""
+"""The text of each verdict."""
 _MOVES = {
     "itself": "the array itself",
     "gradient": "its gradient",
@@ -67,17 +67,20 @@ _MOVES = {
 
 
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
-    """A row for all collectives that do the same for equal layers, or for the parameters of one
-    module, such as query, key and value; the largest first."""
+    """Group collectives into rows, the largest first.
+
+    A row holds collectives that do the same for identical layers, or for parameters of one module,
+    such as query, key and value.
+    """
     groups = _by_layer(collectives)
-    # Then `attn.{query,key}`, and `attn.{query,key}.weight` for layers with a module for each.
+    # First `attn.{query,key}`, then `attn.{query,key}.weight`, where each is a module.
     for from_end in (1, 2):
         groups = _joined(groups, from_end)
     return _rows(groups)
 
 
 def rows_of_parameters(collectives: Sequence[Collective]) -> list[TableRow]:
-    """The same with a row for each parameter, which only equal layers share."""
+    """Group collectives into rows that only identical layers share, the largest first."""
     return _rows(_by_layer(collectives))
 
 
@@ -93,20 +96,20 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 
 def _does(one: Collective) -> tuple[Hashable, ...]:
-    """What one collective does: those of a row do the same."""
+    """Return what a collective does: all collectives of a row do the same."""
     return one.kind, one.mesh_axes, one.phase, one.moves, one.verdict
 
 
 def _but_for_indices(one: Collective) -> Hashable:
     own: Hashable = None
     if len(one.paths) != 1:
-        # What serves no parameter, or several, is only folded where nothing else differs.
+        # Collectives that serve no parameter, or several, share a row only if nothing else differs.
         own = one.bytes, one.count, one.source, one.called_from
     return _does(one), one.arguments, tuple(map(pattern_of, one.paths)), own
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
-    """One group if the title is exact: if each combination of its indices is there."""
+    """Return one group if its title is exact: if all combinations of its indices exist."""
     if len(alike[0].paths) != 1:
         return [list(alike)]
     paths = set(map(_path, alike))
@@ -121,10 +124,10 @@ def _path(one: Collective) -> Path:
 
 
 def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Collective]]:
-    """The groups, with those in one that differ in the key at this position from the end only."""
+    """Join groups that differ only in the key at this position from the end."""
 
     def key(group: Sequence[Collective]) -> Hashable:
-        # Counted without the argument, which is no key of a module.
+        # The argument does not count, since it is not a key of a module.
         if len(group[0].paths) != 1 or len(group[0].paths[0]) < from_end:
             return id(group)
         common = but_for_key(list(map(_path, group)), from_end)
@@ -138,12 +141,13 @@ def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Coll
 
 
 SMALLER = 16
-"""What moves so many times less than another parameter has a line of its own: one line would hide
-which of the two it is that moves so much."""
+"""A parameter that moves this many times less than another gets its own line.
+
+One line for both would hide which of them moves more."""
 
 
 def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collective]]]:
-    """The groups, divided into those that move about as much."""
+    """Divide groups into those that move about the same amount."""
     totals = [sum(one.total for one in group) for group in groups]
     divided: list[list[list[Collective]]] = []
     left = list(range(len(groups)))
@@ -157,7 +161,7 @@ def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collectiv
 
 def _row(alike: Sequence[Collective]) -> TableRow:
     one = alike[0]
-    # For each of the parameters that every one of them serves, the paths in all of them.
+    # The paths of each parameter that all of them serve.
     each = zip(*map(full_paths, alike), strict=True)
     details = list(filter(None, [sources_text(alike)]))
     times = [other.count for other in alike if other.count is not None]
@@ -177,17 +181,17 @@ def _row(alike: Sequence[Collective]) -> TableRow:
 
 
 def full_paths(one: Collective) -> list[Path]:
-    """The paths of what a collective serves, each beginning with the name of its argument."""
+    """Return the paths that a collective serves, each beginning with the name of its argument."""
     return [Path((name, *path)) for name, path in zip(one.arguments, one.paths, strict=True)]
 
 
 def moves_text(one: Collective) -> str:
-    """What is moved for a parameter; empty if there is none."""
+    """Describe what is moved for a parameter; empty if there is none."""
     return _MOVES.get(one.moves or "", "")
 
 
 def axes_text(axes: tuple[str, ...] | None) -> str:
-    """The text of the mesh axes of a collective: `data, model`."""
+    """Return the text of a collective's mesh axes: `data, model`."""
     if axes is None:
         return "?"
     return ", ".join(axes)
@@ -197,14 +201,14 @@ MOST_SOURCES = 3
 
 
 def sources_text(collectives: Sequence[Collective]) -> str:
-    """The lines that collectives come from: `eqx/linear.py:85,86, called from train.py:12`."""
+    """Return the lines of collectives: `eqx/linear.py:85,86, called from train.py:12`."""
     text = _lines_text(one.source for one in collectives)
     called_from = _lines_text(one.called_from for one in collectives)
     return f"{text}, called from {called_from}" if called_from else text
 
 
 def _lines_text(sources: Iterable[str | None]) -> str:
-    """Lines of source without repeats: `nn/mlp.py:85,86`."""
+    """Join source lines without repeats: `nn/mlp.py:85,86`."""
     lines: dict[str, set[str]] = {}
     for source in sources:
         if source is not None:
@@ -222,18 +226,18 @@ def _in_order(line: str) -> tuple[int, str]:
     return len(line), line
 
 
-COLUMNS = (52, 18, 16, 5)  # of parameter, kind, mesh axes and runs
+COLUMNS = (52, 18, 16, 5)  # the widths of parameter, kind, mesh axes and runs
 ROWS = 40
-"""The number of rows of the table; what is moved in the others is told in one line."""
+"""The most rows of the table; one line gives the total of the others."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
-    """The table, at most 110 columns wide.
+    """Render the table, at most 110 columns wide.
 
     Args:
-        collectives: what is moved.
+        collectives: the collectives of the program.
         summary: the text below the table.
-        notes: the lines below that.
+        notes: the lines below the summary.
     """
     lines: list[str] = []
     rows = table_rows(collectives)
@@ -261,7 +265,7 @@ def summary_text(
     where: str,
     idle: Sequence[str],
 ) -> str:
-    """The totals and the memory, in a few lines.
+    """Render the totals and the memory, in a few lines.
 
     Args:
         totals: the moved bytes by kind and mesh axes.
@@ -281,21 +285,21 @@ def summary_text(
 
 
 def idle_text(idle: Sequence[str]) -> str:
-    """What is said of mesh axes that do nothing."""
+    """Describe mesh axes that do nothing."""
     return f"over {' and '.join(idle)} nothing is moved and nothing is sharded"
 
 
 def unattributed_text(attributed: float) -> str:
-    """What is said of the bytes without a path."""
+    """Describe the bytes without a path."""
     lost = 1 - attributed
     share = f"{100 * lost:.1f} %"
-    if 0 < lost < 0.0005:  # "0.0 %" would say that there are none
+    if 0 < lost < 0.0005:  # "0.0 %" would mean none
         share = "less than 0.1 %"
     return f"{share} of these bytes serve no parameter that could be found"
 
 
 def memory_text(memory: Memory) -> str:
-    """The memory in one line."""
+    """Describe the memory in one line."""
     given = sum(memory.arguments.values())
     parts = [f"arguments {bytes_text(given)}", f"outputs {bytes_text(memory.outputs)}"]
     if memory.aliases:
@@ -305,7 +309,7 @@ def memory_text(memory: Memory) -> str:
 
 
 def peak_notes(memory: Memory) -> list[str]:
-    """Why the peak is less than a part of the memory; empty if it is not."""
+    """Explain a peak that is less than a part of the memory; empty otherwise."""
     if memory.peak >= max(sum(memory.arguments.values()), memory.outputs, memory.temporaries):
         return []
     return [
@@ -315,7 +319,7 @@ def peak_notes(memory: Memory) -> list[str]:
 
 
 MOST = 4
-"""The number of lines; the others are counted."""
+"""The most lines of warnings; the others are counted."""
 LONGEST = 80
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}
@@ -327,7 +331,7 @@ _LINE = re.compile(r" at (\S+:\d+)$")
 
 
 def warning_lines(warnings: Sequence[str]) -> list[str]:
-    """The warnings in short; none if there are none."""
+    """Shorten the warnings; empty if there are none."""
     if not warnings:
         return []
     short: dict[str, int] = {}
@@ -343,7 +347,7 @@ def warning_lines(warnings: Sequence[str]) -> list[str]:
 
 
 def short_warning(warning: str) -> str:
-    """What a warning says, and of which array and line."""
+    """Shorten a warning to its kind, its array and its line."""
     kind = _REMATERIALIZED.match(warning)
     if kind is None:
         text = warning.removeprefix("[SPMD] ")
@@ -355,6 +359,6 @@ def short_warning(warning: str) -> str:
     if line is not None:
         return f"{text}, {source_end(line[1])}"
     if name is not None:
-        # The last part of a name such as `jit(step)/jvp(model)/dot_general` says most.
+        # The last part of a name such as `jit(step)/jvp(model)/dot_general` is the operation.
         text += f", {name[1].rpartition('/')[2]}"
     return text

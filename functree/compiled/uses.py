@@ -1,7 +1,7 @@
-"""An array that a collective moves ─► the parameters and outputs that it has to do with.
+"""`ParameterUses` relates the arrays that collectives move to parameters and outputs.
 
-They are found by what is made of what in the program: what the array consists of, what it is
-multiplied by, and which outputs are made of it.
+It follows values through the program: the parameters that an array consists of, those that it is
+multiplied by, and the outputs that depend on it.
 """
 
 from collections import defaultdict
@@ -23,26 +23,26 @@ from functree.compiled.data_flow import (
 from functree.compiled.hlo import Instruction
 from functree.compiled.moved_arrays import MovedArray
 
-# The collectives that move elements and do not sum them.
+# The collectives that move elements without summing them.
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
-# Where elements at different places are combined, or begin. Elsewhere each element of a result is
-# made of the elements of the operands at the same place, as in the update of an optimizer.
+# These combine elements at different indices, or have no operands. In all others, an element of the
+# result depends on the operands' elements at the same index, as in an optimizer's update.
 _NOT_ELEMENTWISE = frozenset({
     "cholesky", "constant", "convolution", "dot", "fft", "gather", "iota", "parameter", "reduce",
     "reduce-window", "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort",
     "triangular-solve",
 })  # fmt: skip
-# What multiplies two arrays, or looks up in one. Custom calls may be products of a library, such as
+# These multiply two arrays, or look up in one. Custom calls may be products of a library, such as
 # cuBLAS.
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
-_READS = frozenset({"dynamic-slice", "gather", "slice"})  # what takes numbers out of an array
-# Custom calls of TPUs that compute nothing: what is started, and goes on beside other work; what is
-# fetched in several pieces; the memory in which results are put.
+_READS = frozenset({"dynamic-slice", "gather", "slice"})  # these read numbers from an array
+# Custom calls on TPUs that compute nothing: they run transfers during other work, join fetched
+# pieces, or allocate memory for results.
 _MOVING_CALLS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"', '"ConcatBitcast"')
 _EMPTY = ('"AllocateBuffer"',)
 
 
-# Of these, either operand may be the weight.
+# Either operand of these may be the weight.
 _SYMMETRIC = frozenset({"convolution", "custom-call", "dot"})
 
 
@@ -50,7 +50,7 @@ class Product(NamedTuple):
     """A product.
 
     Attributes:
-        parameters: the parameters that are multiplied as they are.
+        parameters: the parameters among its operands.
         computed: the operands that were computed.
     """
 
@@ -59,12 +59,12 @@ class Product(NamedTuple):
 
 
 class ParameterUses:
-    """How the parameters and outputs of a program are related to the arrays that it moves.
+    """The relations of a program's parameters and outputs to the arrays that it moves.
 
-    Parameters and outputs are indices, in the order of the program.
+    Parameters and outputs are indices, in the program's order.
 
     Args:
-        flow: where the values of the program come from.
+        flow: the flow of values in the program.
     """
 
     def __init__(self, flow: DataFlow):
@@ -72,23 +72,23 @@ class ParameterUses:
         self._parameters = {one: i for i, one in enumerate(flow.hlo.parameters)}
 
     def weights(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters that the moved array consists of; empty if it was computed."""
+        """Return the parameters that the moved array consists of; empty if it was computed."""
         return self._parameters_of(moved.operand)
 
     def made_by(self, moved: MovedArray) -> list[Product]:
-        """The products that the moved array was made by, and lookups."""
+        """Return the products and lookups that produced the moved array."""
         found: list[Product] = []
         for value in self._flow.origins(moved.operand, self._is_local):
             found += map(self._product, self._products_of(value))
         return found
 
     def summands(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters that a moved array is made of beside products."""
+        """Return the parameters that were added to the moved array, other than through products."""
         origins = self._flow.origins(moved.operand, self._is_local)
         return self._parameters_among(origins)
 
     def _product(self, value: HloValue) -> Product:
-        """What a product was made of."""
+        """Return a product's parameters and computed operands."""
         parameters: set[int] = set()
         computed: list[HloValue] = []
         for operand in self._multiplied(value.instruction):
@@ -96,13 +96,13 @@ class ParameterUses:
             parameters |= own
             if not own:
                 computed.append(operand)
-        # Of a lookup, the places say nothing of what is looked up in.
+        # The indices of a lookup say nothing about its table.
         if value.instruction.opcode not in _SYMMETRIC:
             computed = []
         return Product(frozenset(parameters), computed)
 
     def _multiplied(self, product: Instruction) -> list[HloValue]:
-        """The operands of a product; of a lookup without the places."""
+        """Return the operands of a product, or of a lookup without its indices."""
         operands = self._flow.operands(product)
         if product.opcode in _SYMMETRIC:
             return operands
@@ -111,23 +111,23 @@ class ParameterUses:
         return self._flow.inputs(HloValue(product))
 
     def _products_of(self, value: HloValue) -> list[HloValue]:
-        """The products that a value is: itself, or those whose parts it is the sum of."""
+        """Return the products that a value is: itself, or those whose parts it sums."""
         one = value.instruction
         if self._is_product(one):
             return [value]
         if one.opcode != "reduce":
             return []
-        # GPUs split a long product, and add its parts up afterwards: each part is one of a batch.
+        # GPUs split a long product into a batch of parts, and sum these afterwards.
         if self._flow.hlo.roots[one.called("to_apply")].opcode != "add":
             return []
         parts = self._flow.origins(self._flow.operands(one)[0], self._is_moved)
         return [part for part in parts if part.instruction.attribute("lhs_batch_dims")]
 
     def computed_of(self, value: HloValue) -> frozenset[int]:
-        """The parameters that a value is computed of without products, such as a quantized weight
-        of its scale; empty if it is made of anything else.
+        """Return the parameters that a value is computed from without products.
 
-        A single number, such as a norm of the whole, is not followed.
+        An example is a quantized weight, computed from its integers and its scale. Empty if it
+        depends on anything else. Scalars, such as a norm, are not followed.
         """
         return self._only_parameters(self._flow.origins(value, self._is_without_products))
 
@@ -135,7 +135,7 @@ class ParameterUses:
         return one.opcode == "reduce" or self._is_elementwise(one)
 
     def are_made_of(self, values: Sequence[HloValue], parameters: Collection[int]) -> bool:
-        """Whether some values are made of one of some parameters, in whatever way."""
+        """Return whether some values depend on any of some parameters, in any way."""
         wanted = {one for one, i in self._parameters.items() if i in parameters}
         waiting = list(values)
         seen = set(waiting)
@@ -162,34 +162,34 @@ class ParameterUses:
 
     @cached_property
     def _lookups(self) -> frozenset[Instruction]:
-        """The slices at places that were read from an array.
+        """The slices whose indices were read from an array.
 
-        So compilers write a gather, or a scatter, as a loop. The places of other slices are counted
-        by a loop, or known for each device.
+        Compilers write a gather or a scatter as a loop of these. The indices of other slices are
+        loop counters, or constants of each device.
         """
         places: dict[Instruction, list[HloValue]] = {}
-        # They are the operands behind the array, and behind what is written into it.
+        # Indices are the operands after the array and, if there is one, after the update.
         for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
             for one in self._flow.hlo.by_opcode.get(opcode, ()):
                 places[one] = self._flow.operands(one)[first:]
-        # Most programs have no lookup: one walk tells that.
+        # Most programs have no lookup, which one walk shows.
         if not self._is_made_of_data(chain.from_iterable(places.values())):
             return frozenset()
         return frozenset(one for one, own in places.items() if self._is_made_of_data(own))
 
     def _is_made_of_data(self, places: Iterable[HloValue]) -> bool:
-        """Whether one of some places is computed with what is read from an array."""
+        """Return whether any of some indices depends on numbers read from an array."""
         _, passed = self._flow.history(places, self._is_computed)
         return any(map(self._is_read_from_data, passed))
 
     def _is_computed(self, one: Instruction) -> bool:
-        """Whether an instruction computes with numbers, as it is done with the places of slices."""
+        """Return whether an instruction does arithmetic, as for the indices of slices."""
         return one.opcode not in _NOT_ELEMENTWISE
 
     def _is_read_from_data(self, value: HloValue) -> bool:
-        """Whether a value is read from an array, and not from a table of constants.
+        """Return whether a value is read from an array, and not from a table of constants.
 
-        From such a table each device reads which part of an array is its own.
+        Each device reads from such a table which part of an array it keeps.
         """
         if value.instruction.opcode not in _READS:
             return False
@@ -198,15 +198,14 @@ class ParameterUses:
 
     @cached_property
     def multiplied(self) -> frozenset[int]:
-        """The weights of a model: the parameters that are multiplied as they are in what is
-        differentiated."""
+        """A model's weights: the parameters that are factors of differentiated products."""
         return self._made_into(self._differentiated_products, self._is_moved)
 
     @cached_property
     def in_products(self) -> frozenset[int]:
-        """The parameters that the products of a model are made of element by element.
+        """The parameters that a model's products depend on element by element.
 
-        Where no product is known to be differentiated, they are those of all products.
+        If no product is known to be differentiated, all products count.
         """
         products = self._differentiated_products or self._products
         return self._made_into(products, self._is_elementwise)
@@ -218,7 +217,7 @@ class ParameterUses:
     def _made_into(
         self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
     ) -> frozenset[int]:
-        """The parameters that products are made of, through what passes values on."""
+        """Return the parameters that products depend on, through the accepted instructions."""
         operands: list[HloValue] = []
         for one in products:
             operands += self._flow.operands(one)
@@ -227,43 +226,44 @@ class ParameterUses:
 
     @cached_property
     def in_model(self) -> frozenset[int]:
-        """The parameters that what is differentiated is computed with, as they are.
+        """The parameters that are operands of differentiated instructions.
 
-        Biases too, which may be added to the last product. Empty if nothing is differentiated.
+        These include biases, which may be added to the last product. Empty if nothing is
+        differentiated.
         """
         instructions = self._flow.hlo.instructions
         names: set[str] = set()
         for one in self._flow.differentiated:
             names.update(one.operands)
-        # Most operands are computed right there, and no walk is needed to see that.
+        # Most operands are computed and need no walk.
         moved = [instructions[name] for name in names]
         values = [HloValue(one) for one in moved if one.opcode in PASSES_ON or self._is_moved(one)]
         origins, _ = self._flow.history(values, self._is_moved)
         return self._parameters_among(origins)
 
     def outputs(self, moved: MovedArray) -> frozenset[int]:
-        """The outputs that are made of the moved array element by element.
+        """Return the outputs that depend on the moved array element by element.
 
-        A gradient's are those of its parameter.
+        A gradient has the outputs of its parameter.
         """
         return _outputs_of(self._reached, moved)
 
     def made_of(self, output: int) -> frozenset[int]:
-        """The parameters that an output is made of element by element.
+        """Return the parameters that an output depends on element by element.
 
-        Among them is the old value of what it is the new value of.
+        They include the old value of the parameter that the output replaces.
         """
         return frozenset(self._made[output])
 
     @cached_property
     def _reached(self) -> Mapping[HloValue, int]:
-        """The outputs that are made of each value element by element, as bits."""
+        """The outputs that depend on each value element by element, as bits."""
         results = [result for result, _ in self._flow.results]
         return self._flow.reached(results, self._is_elementwise)
 
     @cached_property
     def _made(self) -> Mapping[int, set[int]]:
-        """For each output the parameters that it is made of element by element."""
+        """The parameters that each output depends on element by element."""
         made = defaultdict[int, set[int]](set)
         for one, i in self._parameters.items():
             for output in bits_of(self._reached.get(HloValue(one), 0)):
@@ -271,44 +271,43 @@ class ParameterUses:
         return made
 
     def updates(self, moved: MovedArray) -> frozenset[int]:
-        """The outputs that an optimizer makes of the moved array.
+        """Return the outputs that an optimizer computes from the moved array.
 
-        An optimizer is what is computed between gradients and new values, by whatever operations:
-        it may multiply matrices. What is differentiated and what is a gradient has a name that says
-        so: JAX names both `jvp(...)`. So an optimizer is found by what is made of what, back from
-        the outputs, as far as the names do not say that.
+        An optimizer is everything between gradients and new values. It may use any operation,
+        including products of matrices. JAX names differentiated operations and gradients
+        `jvp(...)`. So the walk goes back from the outputs until it meets such a name.
         """
         return _outputs_of(self._updated, moved)
 
     def is_updated_with(self, output: int, parameters: Iterable[int]) -> bool:
-        """Whether an optimizer makes an output of each of some parameters."""
+        """Return whether an optimizer computes an output from each of some parameters."""
         values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
         return all(self._updated.get(value, 0) & 1 << output for value in values)
 
     @cached_property
     def _updated(self) -> Mapping[HloValue, int]:
-        """The outputs that an optimizer makes of each value, as bits."""
+        """The outputs that an optimizer computes from each value, as bits."""
         results = [result for result, _ in self._flow.results]
-        # An optimizer may ask whether a norm is zero, by a norm that is computed for that alone.
+        # An optimizer may compute a norm only for a condition, such as whether it is zero.
         return self._flow.reached(results, _is_outside_of_gradients, conditions=True)
 
     def factors(self, moved: MovedArray) -> frozenset[int]:
-        """The parameters that the moved array is multiplied by, or looked up in, afterwards.
+        """Return the parameters that the moved array is multiplied by, or looked up in.
 
-        The array itself, and not what is computed of it before.
+        Values computed from the array first do not count.
         """
-        # What a collective sums is made of products, which say more.
+        # A sum's operands are products, which are more informative.
         if moved.kind not in _GATHERS:
             return frozenset()
         return frozenset().union(*(self._factors[value] for value in moved.results))
 
     @cached_property
     def _factors(self) -> defaultdict[HloValue, set[int]]:
-        """For each result of a collective, the parameters that it is multiplied by."""
+        """The parameters that each collective's result is multiplied by."""
         found = defaultdict[HloValue, set[int]](set)
         for product in self._products:
             parameters: set[int] = set()
-            factors: list[frozenset[HloValue]] = []  # what is passed on as the other operands
+            factors: list[frozenset[HloValue]] = []  # the histories of the other operands
             multiplied = self._multiplied(product)
             for value in self._flow.operands(product):
                 origins, passed = self._flow.history([value], self._is_moved)
@@ -324,11 +323,11 @@ class ParameterUses:
         return found
 
     def _parameters_of(self, value: HloValue) -> frozenset[int]:
-        """The parameters that a value consists of; empty if it was computed."""
+        """Return the parameters that a value consists of; empty if it was computed."""
         return self._only_parameters(self._flow.origins(value, self._is_moved))
 
     def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
-        """The parameters that these values are; empty if one of them was computed."""
+        """Return the parameters that these values are; empty if one of them was computed."""
         found: set[int] = set()
         for origin in origins:
             one = origin.instruction
@@ -339,16 +338,17 @@ class ParameterUses:
         return frozenset(found)
 
     def _parameters_among(self, origins: Iterable[HloValue]) -> frozenset[int]:
-        """The parameters among these values."""
+        """Return the parameters among these values."""
         known = self._parameters
         return frozenset(known[one.instruction] for one in origins if one.instruction in known)
 
     def _is_moved(self, one: Instruction) -> bool:
-        """Whether an instruction moves elements and computes nothing."""
+        """Return whether an instruction moves elements without computing."""
         if one.opcode == "custom-call":
             return one.attribute("custom_call_target") in _MOVING_CALLS
         if one.opcode == "maximum":
-            # TPUs join arrays so: each is padded by the least value to the shape of the whole.
+            # TPUs concatenate this way: each array is padded to the full shape with the least
+            # value.
             return all(map(self._is_padded, self._flow.operands(one)))
         return one.opcode in MOVES or COLLECTIVES.get(one.opcode) in _GATHERS
 
@@ -357,26 +357,26 @@ class ParameterUses:
         return all(origin.instruction.opcode == "pad" for origin in origins)
 
     def _is_local(self, one: Instruction) -> bool:
-        """Whether an instruction combines only elements at the same place of one device."""
+        """Return whether an instruction combines only elements at the same index on one device."""
         return one.opcode not in COLLECTIVES and self._is_elementwise(one)
 
     def _is_elementwise(self, one: Instruction) -> bool:
-        """Whether an instruction combines only elements at one place, of one device or several."""
+        """Return whether an instruction combines only elements at the same index."""
         if one.opcode == "custom-call":
             return one.attribute("custom_call_target") in _MOVING_CALLS
         if one.opcode == "broadcast" or one.opcode in RESHAPES:
-            # A single number is at no place. The norm of all gradients, by which each of them is
-            # divided, is such a number: it is made of everything.
+            # A scalar has no index. A global norm, which divides every gradient, is a scalar that
+            # depends on everything.
             return _is_number(one) or not _is_number(self._flow.hlo.instructions[one.operands[0]])
         return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
 
 
 def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
-    """The outputs that the result of a collective is in the history of.
+    """Return the outputs whose history contains the result of a collective.
 
     Args:
         reached: the outputs of each value, as bits.
-        moved: what is moved.
+        moved: the array that is moved.
     """
     bits = 0
     for value in moved.results:
@@ -386,32 +386,31 @@ def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset
 
 @lru_cache(maxsize=256)
 def _indices(bits: int) -> frozenset[int]:
-    """The indices of bits that are set. All parts of one norm reach the same outputs."""
+    """Return the indices of bits that are set. All parts of a norm have the same bits."""
     return frozenset(bits_of(bits))
 
 
 def _changes_only_form(one: Instruction) -> bool:
-    """Whether an instruction changes only the dtype or the shape."""
+    """Return whether an instruction changes only the dtype or the shape."""
     return one.opcode == "convert" or one.opcode in RESHAPES
 
 
 def _is_number(one: Instruction) -> bool:
-    """Whether a result that is one array has no dimensions."""
-    # By the text: this is asked too often to read the type.
+    """Return whether a result that is one array is a scalar."""
+    # From the text: this runs too often to parse the type.
     return "[]" in one.type
 
 
 def _is_filling(one: Instruction) -> bool:
-    """Whether an instruction only fills an array, for example what is padded with."""
-    # A broadcast is where a walk ends at a single number, such as a norm.
+    """Return whether an instruction only fills an array, for example with padding."""
+    # Walks end at the broadcast of a scalar, such as a norm.
     if one.opcode in ("broadcast", "constant", "iota"):
         return True
     return one.attribute("custom_call_target") in _EMPTY
 
 
 def _is_outside_of_gradients(one: Instruction) -> bool:
-    """Whether an instruction computes something outside of what is differentiated and of
-    gradients."""
+    """Return whether an instruction is neither differentiated nor a part of a gradient."""
     if is_combined(one):
         return True
     return one.opcode != "parameter" and not one.is_differentiated

@@ -1,8 +1,7 @@
-"""A collective, and how the program is laid out ─► whether somebody has asked for it, and why it is
-there.
+"""`Verdicts` decides whether a collective was asked for, and finds its cause.
 
-Shardy's layouts are those from which the compiler starts. So the operation that a collective comes
-from shows both: how its operands lie, and how its result has to.
+The compiler starts from Shardy's layouts. So the operation that a collective comes from shows the
+sharding of its operands, and the sharding that its result needs.
 """
 
 import math
@@ -18,13 +17,13 @@ from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
 from functree.devices.specs import mesh_axes, named_axes
 from functree.tree.paths import Path
 
-# So many operations before a constraint its arrays may be moved.
+# A constraint may move arrays this many operations earlier.
 _FARTHEST = 8
-# What makes an array of the same shape with other dimensions.
+# These may return a different dimension with the same size.
 _TURNS = ("dot_general", "transpose")
 ASKED, COMPILER = "asked", "compiler"
 
-# What a user writes, by the names of JAX's primitives.
+# JAX's primitives that users write explicitly.
 _WRITTEN = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pgather", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
@@ -32,14 +31,14 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
-# What sums over a dimension, or looks up in one.
+# These sum over a dimension, or look up in one.
 _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
 _OPAQUE = "it is written: inside of `shard_map`, or as a collective"
 _APART = "keep the parts in arrays of their own, or give them a dimension that is not sharded"
-# What to do about operations that lose their layouts in any case, by StableHLO's names.
+# Advice for operations that always lose their sharding, by StableHLO's names.
 _HINTS = {
     "concatenate": f"arrays are joined along a sharded dimension: {_APART}",
     "dynamic_slice": f"a part of a sharded dimension is taken: {_APART}",
@@ -53,7 +52,7 @@ _HINTS = {
     "sort": "sorting needs its whole dimension: sort each part in `shard_map`, and join the best",
     "top_k": "the largest of a sharded dimension: take those of each part in `shard_map` first",
 }
-# What needs the neighbouring part: its edge, which is asked for by what is computed.
+# These need the edges of neighbouring shards, so the collective is implied.
 _SHIFTS = (
     "concatenate", "conv", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window", "rev",
     "roll", "select_and", "slice",
@@ -61,11 +60,11 @@ _SHIFTS = (
 
 
 class Verdicts:
-    """The verdicts on the collectives of one program.
+    """The verdicts on a program's collectives.
 
     Args:
-        layouts: how it is laid out. Its first rows are the parameters of the program.
-        data: the indices of the parameters that are data, and no part of a model.
+        layouts: the program's layouts. Its first rows are the parameters of the program.
+        data: the indices of the parameters that are data, and not part of a model.
     """
 
     def __init__(self, layouts: Layouts, data: Collection[int]):
@@ -82,11 +81,11 @@ class Verdicts:
                 self._users[operand].append(i)
 
     def judged(self, one: Collective, name: str, parameters: Sequence[int]) -> Collective:
-        """A collective with its verdict and its cause.
+        """Return a collective with its verdict and its cause.
 
         Args:
             one: the collective.
-            name: the name that JAX gives its operation: `jit(step)/jvp()/dot_general`.
+            name: JAX's name of its operation: `jit(step)/jvp()/dot_general`.
             parameters: the indices of the parameters that it serves.
         """
         if one.mesh_axes is None:
@@ -104,7 +103,7 @@ class Verdicts:
     def _reason(
         self, one: Collective, name: str, parameters: Sequence[int], found: int | None
     ) -> str:
-        """Why somebody has asked for a collective; empty if nobody has."""
+        """Return the request that leads to a collective; empty if there is none."""
         primitive, is_sum = _primitive(name), one.kind in _SUMS
         axes = set(one.mesh_axes or ())
         if "shard_map" in name:
@@ -123,21 +122,21 @@ class Verdicts:
         if is_sum and one.moves != "itself" and primitive.startswith(_REDUCTIONS):
             return "it sums over a sharded dimension, or looks up in one"
         if is_sum and primitive in _PRODUCTS and (found is None or self._sums(found, axes)):
-            # Of an activation and a weight, parts are only summed over an axis of the batch where
-            # the batch was given up.
+            # A product of an activation and a weight is summed over the batch's axis only if the
+            # batch lost that axis, which is the compiler's choice.
             if one.moves != "activation" or not self._batch & axes:
                 return "a product sums over a sharded dimension"
         return ""
 
     def _is_fsdp(self, parameters: Sequence[int]) -> bool:
-        """Whether parameters are weights that are sharded as the batch is, as by FSDP."""
+        """Return whether parameters are weights sharded over the batch's mesh axes."""
         for i in parameters:
             if i in self._data or not self._batch & named_axes(self._rows[i].spec):
                 return False
         return True
 
     def _operation(self, one: Collective, name: str, parameters: Sequence[int]) -> int | None:
-        """The operation that a collective comes from; None if it is not found."""
+        """Find the operation that a collective comes from; None if there is none."""
         axes = set(one.mesh_axes or ())
 
         def takes(i: int) -> bool:
@@ -150,24 +149,24 @@ class Verdicts:
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
             return row.name == name, serves, self._relays(i, axes), bool(row.operands)
 
-        # By name alone where a program from a compilation cache has the lines of another run.
+        # By name alone if a compilation cache returned a program with different lines.
         places = self._by_place[one.source, _primitive(name)] or self._by_name[name]
         if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
             alike = [self._by_name[f"{scope}/{part}"] for part in parts[:-1].split(":")]
             places = [i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == one.bytes]
         elif not name:
-            # The compiler moves arguments and results where no operation is.
+            # Without an operation, the compiler moves arguments or results.
             places = self._results
         ranked = sorted(places, key=fit, reverse=True)
         if one.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
-            # What it is moved for is some operations behind it.
+            # The operation that needs it comes later.
             return self._reached(min(parameters), axes, named=False)
         if not ranked:
             return None
         if one.kind in _SUMS:
             return ranked[0]
-        # Of operations of one name it is the one whose result is needed in another layout.
+        # Among operations with one name, choose one whose result is needed in a different sharding.
         for i in ranked:
             if fit(i)[:2] == fit(ranked[0])[:2]:
                 reached = self._reached(i, axes, named=bool(name))
@@ -176,19 +175,21 @@ class Verdicts:
         return ranked[0]
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
-        """The operation that needs what another makes in another layout; the one itself, or what
-        uses it first if it has no name, if there is none."""
+        """Find the operation that needs another's result in a different sharding.
+
+        If there is none, return the operation itself or, if it has no name, its first user.
+        """
         row = self._rows[i]
         if named and self._relays(i, axes):
             return i
-        # What loses its layout in any case is moved for itself, unless a constraint asks for it.
-        passed = {"reduce"}  # a sum has no need of the whole
+        # An operation that always loses its sharding is the cause, unless a constraint follows.
+        passed = {"reduce"}  # a sum does not need the unsharded array
         if not named:
             passed.add("dot_general")
         reached = i
         for _ in range(_FARTHEST):
             users = self._users[reached]
-            # A constraint asks, and is told rather than what else takes the same.
+            # A constraint takes precedence over other users of the same value.
             for user in sorted(users, key=lambda j: self._rows[j].op not in (CONSTRAINT, RESULT)):
                 op = self._rows[user].op
                 if named and row.op in _HINTS and op not in (CONSTRAINT, RESULT):
@@ -201,14 +202,13 @@ class Verdicts:
         return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:
-        """The row of what a loop carries, before the loop."""
+        """Return the row of a loop carry's initial value."""
         while self._rows[i].op == "while" and self._rows[i].operands:
             i = self._rows[i].operands[0]
         return i
 
     def _relays(self, i: int, axes: set[str]) -> bool:
-        """Whether an operand is sharded by one of these mesh axes, and the result is not, or in
-        another dimension."""
+        """Return whether these mesh axes shard a dimension of an operand, but not of the result."""
         row = self._rows[i]
         for operand in (self._rows[j] for j in row.operands):
             if axes & named_axes(operand.spec) - named_axes(row.spec):
@@ -219,7 +219,7 @@ class Verdicts:
                 zip(operand.shape, operand.spec.partitions, strict=True)
             ):
                 after = {dim}
-                if row.op in _TURNS:  # known by its size
+                if row.op in _TURNS:  # the dimension is identified by its size
                     after = {j for j, other in enumerate(row.shape) if other == size}
                 kept = set[str]().union(*(mesh_axes(row.spec.partitions[j]) for j in after))
                 if axes & set(mesh_axes(before)) - kept:
@@ -227,8 +227,10 @@ class Verdicts:
         return False
 
     def _sums(self, i: int, axes: set[str]) -> bool:
-        """Whether a product sums over a dimension that is sharded by one of these mesh axes: both
-        operands are, or the result is not."""
+        """Return whether a product sums over a dimension that these mesh axes shard.
+
+        They shard both operands, or an operand and not the result.
+        """
         row = self._rows[i]
         given = [named_axes(self._rows[j].spec) & axes for j in row.operands]
         return all(given) or any(one - named_axes(row.spec) for one in given)
@@ -250,8 +252,7 @@ class Verdicts:
         )
 
     def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
-        """What other code is needed for an operation that loses its layout; empty if no hint is
-        known."""
+        """Suggest code for an operation that always loses its sharding; empty if none is known."""
         if row.op == "reshape" and operands:
             kept = set(zip(row.shape, row.spec.partitions, strict=True))
             for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
@@ -263,13 +264,15 @@ class Verdicts:
 
 
 def _primitive(name: str) -> str:
-    """The name of JAX's primitive at the end of that of an operation."""
+    """Return the JAX primitive at the end of an operation's name."""
     return name.rpartition("/")[2]
 
 
 def _is_combined(name: str) -> bool:
-    """Whether a name is of several operations:
-    `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`."""
+    """Return whether a name covers several operations.
+
+    An example is `jit(f)/(jvp()/reduce_sum:transpose(jvp())/dot_general)`.
+    """
     return "/(" in name and name.endswith(")")
 
 
@@ -280,16 +283,17 @@ def _laid_out(row: LaidOut) -> str:
 def data_of(
     parameters: Sequence[Path], shapes: Sequence[Shape], trained: Collection[int]
 ) -> set[int]:
-    """The parameters that are data, and no part of a model.
+    """Find the parameters that are data, and not part of a model.
 
-    An argument is a model if one of its arrays is trained. It is one too if it has several arrays:
-    more than those that are trained, or such that have no leading dimension in common, as those of
-    a batch have. If none is a model, all are data.
+    An argument is a model if one of its arrays is trained. It is also a model in two other cases:
+    it has more arrays than any trained argument, or its arrays share no leading dimension, unlike a
+    batch. If no argument is a model, all are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.
-        shapes: their shapes.
-        trained: those that have a counterpart among the results: a new value, a gradient.
+        shapes: the shape of each parameter.
+        trained: the parameters that have a counterpart among the results: a new value or a
+            gradient.
     """
     by_argument = defaultdict[Hashable, list[int]](list)
     for i, path in enumerate(parameters):
