@@ -1,4 +1,4 @@
-"""What differs between two plans, or two ledgers ─► `Diff`: rows, and a table."""
+"""A `Diff` lists what differs between two plans or two ledgers, as rows and as a table."""
 
 import html
 import math
@@ -25,12 +25,12 @@ _V = TypeVar("_V")
 
 
 class Change(NamedTuple):
-    """One thing that differs.
+    """A difference.
 
     Attributes:
-        path: the path of the leaf; empty for what is not about a single leaf.
+        path: the path of the leaf; empty if it is not about one leaf.
         what: the property: `spec`, `bytes on each device`, `all-gather over data`.
-        before: its value in the first of the two; None if the first does not have it.
+        before: its value in the first plan or ledger; None if it is missing there.
         after: its value in the second.
     """
 
@@ -41,20 +41,20 @@ class Change(NamedTuple):
 
 
 class SharedWhat(str):
-    """The property of a change that is about several leaves: a text that ends in their paths.
+    """The property of a change about several leaves: a text that ends in their paths.
 
     Attributes:
         beginning: the text before the paths.
         paths: the paths of the leaves.
     """
 
-    # A text, so that a `Change` is what it is for those who read it.
+    # A string, so that readers of a `Change` need not know this class.
     beginning: str
     paths: tuple[Path, ...]
 
     @classmethod
     def of(cls, beginning: str, paths: Sequence[Path]) -> Self:
-        """The text that begins so, with the paths behind it."""
+        """Build the text from its beginning and the paths."""
         own = cls(beginning + ", ".join(map(str, paths)))
         own.beginning, own.paths = beginning, tuple(paths)
         return own
@@ -62,12 +62,12 @@ class SharedWhat(str):
 
 @dataclass(frozen=True)
 class Diff:
-    """What differs between two plans or two ledgers. It is false if nothing does.
+    """The differences between two plans or two ledgers. It is false if there are none.
 
     Attributes:
-        rows: one for each thing that differs; of ledgers, those with the most bytes first.
-        totals: sums over both, also if they are equal: of plans the bytes on each device, of
-            ledgers the bytes that are moved to each device.
+        rows: the differences. For ledgers, those with the most bytes come first.
+        totals: totals of both, even if they are equal: for plans the bytes on each device, for
+            ledgers the bytes moved to each device.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
@@ -102,7 +102,7 @@ class Diff:
             yield f"{path}{line.what} {line.before} → {line.after}{times}"
 
     def total_lines(self) -> Iterator[str]:
-        """A line for each total."""
+        """Yield a line for each total."""
         for _, what, before, after in self.totals:
             if before == after:
                 yield f"{what}: {before} in both"
@@ -110,22 +110,23 @@ class Diff:
                 yield f"{what}: {before} → {after}{_percent(before, after)}"
 
     def folded(self) -> Iterator["Folded"]:
-        """One line for equal changes of all layers, and of all parameters of one module. Bytes are
-        in one unit, so that they can be compared at a glance, but for those that are far smaller.
+        """Yield a line for equal changes, across layers and across the parameters of one module.
+
+        Bytes share a unit, for comparison at a glance, unless they are far smaller.
         """
-        # That of the largest change: of the sizes, one may be far larger than what has changed.
+        # The unit of the largest change. A size may be far larger than all changes.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in _alike(self.rows):
             path, _, before, after = rows[0]
             name = common_path([row.path for row in rows]) if path else ""
             sizes = [value for value in (before, after) if isinstance(value, Bytes)]
-            # In the unit of the largest, 40 B would be `3.81e-05 MiB`.
+            # In a common unit, 40 B could be `3.81e-05 MiB`.
             own = None if sizes and min(sizes) * 100 < 1024**unit else unit
             texts = _text(before, own), _text(after, own)
             yield Folded(name, _common_what(rows), *texts, len(rows), _grown(rows))
 
     def html(self) -> str:
-        """What differs as a HTML page, with a bar for each change of bytes."""
+        """Render the differences as an HTML page, with a bar for each change of bytes."""
         return diff_html(self, page=True)
 
     def _repr_html_(self) -> str:
@@ -140,12 +141,12 @@ class Folded(NamedTuple):
     """The text of changes that differ only in their paths.
 
     Attributes:
-        path: their path; empty for what is not about a single leaf.
+        path: their path; empty if they are not about one leaf.
         what: the property.
         before: its value before.
         after: its value after.
         rows: the number of changes.
-        grown: the bytes that all of them together are more; None if they are not of bytes.
+        grown: the increase in bytes, summed over the changes; None if they are not bytes.
     """
 
     path: str
@@ -157,16 +158,16 @@ class Folded(NamedTuple):
 
 
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
-    """The changes that are one line: equal ones of all layers, and of parameters of one module."""
+    """Group changes that share a line: equal ones, across layers and a module's parameters."""
     groups = grouped(rows, _but_for_indices)
-    # Then `mlp.{gate,up}`, and `mlp.{gate,up}.weight` for layers with a module for each.
+    # First `mlp.{gate,up}`, then `mlp.{gate,up}.weight`, where each is a module.
     for from_end in (1, 2):
         groups = _joined(groups, from_end)
     return groups
 
 
 def _joined(groups: Iterable[list[Change]], from_end: int) -> list[list[Change]]:
-    """The groups, with those in one that differ in the key at this position from the end only."""
+    """Join groups that differ only in the key at this position from the end."""
 
     def key(group: Sequence[Change]) -> Hashable:
         common = but_for_key([row.path for row in group], from_end)
@@ -183,16 +184,16 @@ def _change(row: Change) -> tuple[Hashable, ...]:
     what = row.what
     if isinstance(what, SharedWhat):
         what = what.beginning, *map(pattern_of, what.paths)
-    # Values by their texts: a dict of mesh axes has no hash.
+    # Values are compared as text, because a dict of mesh axes has no hash.
     return what, *map(_exact, row[2:])
 
 
 def _common_what(rows: Sequence[Change]) -> str:
-    """The property of changes that are one line: `... for b.{0-3}.q, b.{0-3}.k`."""
+    """Return the property of changes that share a line: `... for b.{0-3}.q, b.{0-3}.k`."""
     what = rows[0].what
     if not isinstance(what, SharedWhat):
         return what
-    # As many paths in each, since these differ only in their indices.
+    # They have equally many paths, since they differ only in indices.
     shared = [row.what.paths for row in rows if isinstance(row.what, SharedWhat)]
     return what.beginning + ", ".join(map(common_path, zip(*shared, strict=True)))
 
@@ -202,7 +203,7 @@ def _exact(value: object) -> str:
 
 
 def _grown(rows: Sequence[Change]) -> int | None:
-    """The bytes that equal changes are more, all together; None if they are not of bytes."""
+    """Sum the increase in bytes over equal changes; None if they are not bytes."""
     _, _, before, after = rows[0]
     if not isinstance(before, Bytes) and not isinstance(after, Bytes):
         return None
@@ -210,11 +211,11 @@ def _grown(rows: Sequence[Change]) -> int | None:
 
 
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
-    """The changes with the most bytes first; those of one line count together.
+    """Sort changes by their bytes, the largest first; changes that share a line count together.
 
-    Numbers of something else, such as the runs of a collective, stay behind the change before them
-    if both are of one leaf, or of none, and are last otherwise. The rest is first, such as the
-    mesh.
+    Other numbers, such as a collective's runs, follow the previous change if both concern the same
+    leaf, or none. Otherwise they come last. All other changes, such as a different mesh, come
+    first.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in _alike(rows):
@@ -233,7 +234,7 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
 
 
 def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:
-    """The weight of the last change, if it is of bytes and of this leaf; otherwise none."""
+    """Return the weight of the last change if it counts bytes of this leaf, and 0 otherwise."""
     if not weighed:
         return 0
     weight, last = weighed[-1]
@@ -243,7 +244,7 @@ def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float
 
 
 def _percent(before: int, after: int) -> str:
-    """By how much a sum has changed: ` (−50 %)`; of nothing there is no part."""
+    """Return the change of a total in percent, ` (−50 %)`; empty if it was 0."""
     if not before:
         return ""
     percent = 100 * abs(after - before) / before
@@ -252,7 +253,7 @@ def _percent(before: int, after: int) -> str:
 
 
 def _text(value: object, unit: int | None) -> str:
-    """The text of a value; that of bytes in a unit, or in their own."""
+    """Return the text of a value. Bytes use the given unit, or their own."""
     if value is None:
         return "nothing"
     if isinstance(value, Bytes) and unit is not None:
@@ -261,7 +262,7 @@ def _text(value: object, unit: int | None) -> str:
 
 
 def diff_html(diff: Diff, page: bool) -> str:
-    """What differs, as HTML; `page` is whether to return a whole page."""
+    """Render differences as HTML; `page` selects a full page."""
     lines = list(diff.folded())
     most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
     content = "".join(_line_html(line, most) for line in lines)
@@ -272,7 +273,7 @@ def diff_html(diff: Diff, page: bool) -> str:
 
 
 def _line_html(line: Folded, most: int) -> str:
-    # With a space, at which the line may be broken where it is narrow.
+    # Narrow lines may break at the space.
     text = code(line.path, "name") + " " if line.path else ""
     text += html.escape(line.what)
     if line.rows > 1:
@@ -280,7 +281,7 @@ def _line_html(line: Folded, most: int) -> str:
     text += f'<div class="why">{html.escape(line.before)} → {html.escape(line.after)}</div>'
     if line.grown is None:
         return leaf_html(line.path, text, "")
-    # What has become more is in another colour than what has become less.
+    # Increases and decreases differ in colour.
     sign, kind = ("+", "p3") if line.grown > 0 else ("−", "p2")
     size = abs(line.grown)
     bar = bar_html([Segment(line.what, size, kind)], most)
@@ -294,16 +295,16 @@ def changes(
     properties: Callable[[_K, _V], Mapping[str, object]],
     whole: Callable[[_K, _V], tuple[str, object]],
 ) -> Iterator[Change]:
-    """What differs between two mappings: entries of only one of them, and unequal properties.
+    """Yield the differences between two mappings: missing entries and unequal properties.
 
     Args:
-        before: the first.
-        after: the second.
-        path: a key ─► the path of its leaf.
-        properties: a key and its value ─► what is compared, by name.
-        whole: a key and its value ─► the name and the value of an entry that only one of them has.
+        before: the first mapping.
+        after: the second mapping.
+        path: returns the path of a key's leaf.
+        properties: returns the properties to compare, by name, for a key and its value.
+        whole: returns a name and a value for an entry that only one mapping has.
     """
-    # In the order of the first, and then what is only in the second.
+    # The order of the first mapping, then entries of only the second.
     for key in dict.fromkeys([*before, *after]):
         if key not in after:
             what, text = whole(key, before[key])
@@ -312,7 +313,7 @@ def changes(
             what, text = whole(key, after[key])
             yield Change(path(key), what, None, text)
         else:
-            # Both have the same properties, since both have the same key.
+            # Equal keys have the same properties.
             old, new = properties(key, before[key]), properties(key, after[key])
             for name in old:
                 if old[name] != new[name]:

@@ -1,4 +1,4 @@
-"""A named tuple or dataclass ─► JSON, and back, by the types of its fields."""
+"""Named tuples and dataclasses are written as JSON, and read back by the types of their fields."""
 
 import inspect
 import json
@@ -21,22 +21,23 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 
 FORMAT = 1
-"""Raised when older versions could not read what this one writes, so that they say so."""
+"""The version of the JSON. It increases when older versions can no longer read the JSON."""
 
 MOST_LEVELS = 100
-"""How many lists and objects may be in one another.
+"""The most levels of nested lists and objects.
 
-Python reads JSON with one call inside another, and what was read is written and shown likewise.
-This is far from what Python allows, and far more than anybody writes.
+Reading, writing and printing JSON recurses. This is far below Python's recursion limit, and far
+more than any plan or ledger needs.
 """
 
 
 def parsed(text: str | bytes) -> Any:
-    """What a text says that is JSON.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is not JSON; its values are in one another more than `MOST_LEVELS` times; an
-            object has a name twice, so that readers differ in which of the values they take.
+        ValueError: if the text is not JSON.
+        ValueError: if it is nested more than `MOST_LEVELS` levels deep.
+        ValueError: if an object repeats a name, since readers differ in which value they take.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -55,7 +56,7 @@ def _too_deep() -> ValueError:
 
 
 def _containers(value: Any) -> list[Any]:
-    """The lists and objects in a value."""
+    """Return the lists and objects in a value."""
     if isinstance(value, dict):
         value = value.values()
     elif not isinstance(value, list):
@@ -72,7 +73,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """A value of JSON in messages: what is longer than a line or two is cut."""
+    """Return a JSON value for a message, truncated after a line or two."""
     text = json.dumps(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
@@ -81,17 +82,17 @@ _MOST_SHOWN = 200
 
 
 def json_of(kind: str, value: Any) -> str:
-    """The JSON of a named tuple or dataclass: an object with its fields.
+    """Write a named tuple or dataclass as JSON: an object with its fields.
 
     Args:
-        kind: what it is of: `plan`, `ledger`.
+        kind: the kind of value: `plan`, `ledger`.
         value: the value.
     """
     return json.dumps({"functree": kind, "format": FORMAT, **written(value)}, indent=1)
 
 
 def written(value: Any) -> Any:
-    """A value as JSON has it. Fields that are None by default are left out if they are."""
+    """Convert a value to JSON types. Fields with the default None are left out if they are None."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -117,16 +118,17 @@ def written(value: Any) -> Any:
 
 
 def read_json(text: str, kind: str, cls: type[T]) -> T:
-    """The value of a class that JSON of functree says.
+    """Read a value of a class from functree's JSON.
 
     Args:
         text: the JSON.
-        kind: what it is of: `plan`, `ledger`.
-        cls: a named tuple or a dataclass. The types of its fields say what the JSON must have.
+        kind: the kind of value: `plan`, `ledger`.
+        cls: a named tuple or a dataclass. The types of its fields define the expected JSON.
 
     Raises:
-        FunctreeError: it is not JSON; it is of something else; it is of a newer format; a value is
-            missing, or of another type.
+        FunctreeError: if the text is not JSON.
+        FunctreeError: if it is of a different kind, or has a newer format.
+        FunctreeError: if a value is missing, or has the wrong type.
     """
     if not isinstance(text, str | bytes):
         raise FunctreeTypeError(f"a {kind} is read from the text of its JSON, not from {text!r}")
@@ -138,8 +140,8 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 
 
 def read_value(data: Any, kind: str, cls: type[T]) -> T:
-    """The same, of JSON that was parsed."""
-    # Plans, ledgers and checkpoints name themselves, so that one is not taken for the other.
+    """Read a value of a class from parsed JSON, as `read_json` does."""
+    # Plans, ledgers and checkpoints state their kind, so they are not confused.
     found = None
     if isinstance(data, dict):
         found = data.get("functree")
@@ -159,16 +161,16 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
 
 
 class _MisfitError(Exception):
-    """A value of the JSON is missing, or is not of the type that it must have."""
+    """A value of the JSON that is missing or has the wrong type."""
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:
-    """A value of a type, from the JSON at a place such as `rows.3.path`."""
+    """Read a value of a type from JSON at a place such as `rows.3.path`."""
     if hint is Any:
         return value
     if hint == DType:
         return _dtype(_plain(value, str, where))
-    if hint in (Path, tuple[object, ...]):  # a problem has the path as a tuple
+    if hint in (Path, tuple[object, ...]):  # a problem's path is a tuple
         return Path(_plain(value, str, where))
     if hint is Axes:
         return Axes(*_read(value, tuple[str | None, ...], where))
@@ -191,8 +193,7 @@ def _read(value: Any, hint: Any, where: str) -> Any:
         return _plain(value, hint, where)
     _plain(value, dict, where)
     fields: dict[str, Any] = {}
-    # Other names than these are passed over, so that a later functree can add one without a new
-    # format.
+    # Unknown names are ignored, so that later versions can add fields without a new format.
     for name, default in defaults.items():
         if name in value:
             fields[name] = _read(value[name], _hints(hint)[name], _at(where, name))
@@ -205,7 +206,7 @@ def _read(value: Any, hint: Any, where: str) -> Any:
 
 
 def _read_one_of(value: Any, hints: Sequence[Any], where: str) -> Any:
-    """A value of one of several types."""
+    """Read a value of one of several types."""
     if value is None and type(None) in hints:
         return None
     first, *others = [hint for hint in hints if hint is not type(None)]
@@ -216,11 +217,11 @@ def _read_one_of(value: Any, hints: Sequence[Any], where: str) -> Any:
 
 
 def _plain(value: Any, kind: type, where: str) -> Any:
-    """A value that has to be of a plain type. A number is one of elements, bytes or devices."""
-    # Not by `isinstance`: to Python, true is a number.
+    """Check that a value has a plain type. Integers count elements, bytes or devices."""
+    # `isinstance` would accept booleans as integers.
     if type(value) is not kind:
         raise _MisfitError(f"`{where}` is {value_text(value)}, and not {_NAMES[kind]}")
-    # More than all of an array can have in any case, and a float has it.
+    # The bound exceeds the size of any array, and a float can still represent it.
     if kind is int and not 0 <= value < 2**100:
         raise _MisfitError(f"`{where}` is {value_text(value)}, and not a size")
     return value
@@ -246,7 +247,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _defaults(cls: Any) -> dict[str, Any] | None:
-    """The fields of a named tuple or dataclass with their defaults; None for another type."""
+    """Return the fields of a named tuple or dataclass with their defaults; None for other types."""
     if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
         return None
     parameters = inspect.signature(cls).parameters
@@ -254,7 +255,7 @@ def _defaults(cls: Any) -> dict[str, Any] | None:
 
 
 def _dtype(text: str) -> Any:
-    """The dtype with this text, including the dtypes of random keys: `key<fry>`."""
+    """Return the dtype with this text. The dtypes of random keys are included: `key<fry>`."""
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:
@@ -262,14 +263,13 @@ def _dtype(text: str) -> Any:
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         return jnp.dtype(text)
-    # numpy reads more than names, such as `(3,)f4`, and raises errors of several classes.
+    # NumPy parses more than names, such as `(3,)f4`, and raises several classes of errors.
     except (TypeError, ValueError, SyntaxError) as error:
         raise _MisfitError(f"there is no dtype {text!r}") from error
 
 
 def key_implementation(dtype: Any) -> str | None:
-    """The name of the implementation of random keys with a dtype, or with its text `key<fry>`; None
-    if unknown."""
+    """Return the implementation of a random key's dtype or of its text; None if unknown."""
     return _IMPLEMENTATIONS.get(str(dtype).removeprefix("key<").removesuffix(">"))
 
 

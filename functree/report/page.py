@@ -1,7 +1,7 @@
-"""What a report says ─► HTML, for a notebook or as a page for a browser.
+"""Reports are rendered as HTML, for notebooks and for browsers.
 
-A page is one file: it has its style and its script in it, and asks for nothing. Without the script,
-and in a notebook, all can be read and folded; the script searches.
+A page is one file that includes its style and script, and loads nothing. Without the script, as in
+a notebook, it can still be read and folded. The script adds search.
 """
 
 import html
@@ -26,15 +26,15 @@ def _file(name: str) -> str:
 
 
 def report_html(title: str, head: str, content: str, page: bool) -> str:
-    """A report in its style.
+    """Render a report with its style.
 
     Args:
         title: the title of the page.
         head: the HTML above the search.
-        content: the HTML below it.
-        page: whether to return a whole page, and not a fragment for a notebook.
+        content: the HTML below the search.
+        page: whether to return a full page, not a fragment for a notebook.
     """
-    # The style is in the fragment, and bound to a class: a notebook has styles of its own.
+    # A fragment includes the style, bound to a class, since a notebook has its own styles.
     style = f"<style>{_file('page.css')}</style>"
     if not page:
         return f'{style}<div class="functree">{head}{content}</div>'
@@ -42,7 +42,7 @@ def report_html(title: str, head: str, content: str, page: bool) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        # Of an own icon, or a browser asks for one.
+        # Without an icon, a browser would request one.
         f'<link rel="icon" href="data:,"><title>{name}</title>{style}</head>'
         f'<body><div class="functree"><h1>{name}</h1>{head}{_TOOLS}{content}'
         f"<script>{_file('page.js')}</script></div></body></html>"
@@ -55,7 +55,7 @@ _TOOLS = (
     '<button type="button" class="unfold">Unfold all</button>'
     '<button type="button" class="fold">Fold all</button><output aria-live="polite"></output></div>'
 )
-# The script shows it.
+# Hidden until the script runs.
 
 
 class Card(NamedTuple):
@@ -66,7 +66,7 @@ class Card(NamedTuple):
 
 
 def cards_html(cards: Iterable[Card]) -> str:
-    """The figures at the head."""
+    """Render the figures at the head."""
     content = ""
     for card in cards:
         value, label = html.escape(card.value), html.escape(card.label)
@@ -75,14 +75,14 @@ def cards_html(cards: Iterable[Card]) -> str:
 
 
 def section_html(title: str, *content: str) -> str:
-    """A part of a report with a title; nothing if there is no content."""
+    """Render a section with a title; empty if there is no content."""
     if not any(content):
         return ""
     return f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>"
 
 
 def notes_html(problems: Iterable[str], notes: Iterable[str]) -> str:
-    """A paragraph for each problem, in red, and for each note."""
+    """Render a paragraph for each problem, in red, and for each note."""
     content = ""
     for text in problems:
         content += f'<p class="problem">{_with_code(text)}</p>'
@@ -92,23 +92,23 @@ def notes_html(problems: Iterable[str], notes: Iterable[str]) -> str:
 
 
 def _with_code(text: str) -> str:
-    """A text in which what is between backticks is code."""
+    """Escape a text, with code between backticks."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 
 def code(text: str, kind: str = "") -> str:
-    """A text as code, of a class of the style."""
+    """Render a text as code, with a class of the style."""
     of_class = f' class="{kind}"' if kind else ""
     return f"<code{of_class}>{html.escape(text)}</code>"
 
 
 def colour(index: int) -> int:
-    """The number of the colour of the n-th mesh axis or part; the last one is for all others."""
+    """Return the colour number of the n-th mesh axis or part; the last one covers all others."""
     return min(index, 5)
 
 
 def mesh_axes_html(axes: Sequence[str] | None, sizes: Mapping[str, int]) -> str:
-    """The names of mesh axes, each in its colour."""
+    """Render the names of mesh axes, each in its colour."""
     if axes is None:
         return "?"
     colours = {name: colour(index) for index, name in enumerate(sizes)}
@@ -119,10 +119,10 @@ class Segment(NamedTuple):
     """A part of a bar.
 
     Attributes:
-        name: what it is of.
-        size: its bytes, or what else the bar is of.
-        kind: the class that colours it.
-        text: the text of the size, if that is not of bytes.
+        name: the name of the part.
+        size: its bytes, or its size in the bar's unit.
+        kind: the CSS class that colours it.
+        text: the text of the size, if it is not in bytes.
     """
 
     name: str
@@ -132,11 +132,11 @@ class Segment(NamedTuple):
 
 
 def bar_html(segments: Iterable[Segment], most: int) -> str:
-    """A bar; `most` is the number of bytes of one of full length."""
+    """Render a bar; one of `most` bytes has the full length."""
     content = ""
     for one in segments:
         if one.size:
-            # In a table of arrays without elements, the longest has none.
+            # If no array has elements, `most` is 0.
             width = 100 * one.size / max(most, 1)
             name = html.escape(f"{one.name}: {one.text or bytes_text(one.size)}")
             content += f'<i class="{one.kind}" style="width:{width:.3g}%" title="{name}"></i>'
@@ -144,7 +144,7 @@ def bar_html(segments: Iterable[Segment], most: int) -> str:
 
 
 def key_html(segments: Iterable[Segment]) -> str:
-    """What the colours of a bar are, with the bytes of each."""
+    """Render the key to the colours of a bar, with the bytes of each part."""
     content = ""
     for one in segments:
         size = f'<span class="num muted">{bytes_text(one.size)}</span>'
@@ -154,11 +154,11 @@ def key_html(segments: Iterable[Segment]) -> str:
 
 
 def list_html(title: str, sizes: Mapping[str, int]) -> str:
-    """A list of bars.
+    """Render a list of bars.
 
     Args:
-        title: its title.
-        sizes: the bytes of each entry, whose key is HTML.
+        title: the title of the list.
+        sizes: the bytes of each entry; its key is HTML.
     """
     most = max(sizes.values(), default=0)
     items = ""
@@ -170,7 +170,7 @@ def list_html(title: str, sizes: Mapping[str, int]) -> str:
 
 
 def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; the cells of its rows are HTML."""
+    """Render a table whose cells are HTML."""
     head = f"<th>{'</th><th>'.join(map(html.escape, titles))}</th>"
     body = ""
     for cells in rows:
@@ -179,19 +179,19 @@ def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 OPEN_LINES = 48
-"""The number of lines that a tree shows at first, if that is possible by whole levels."""
+"""The most lines that an opened tree shows at first. Levels open completely or not at all."""
 
 
 class TreeLeaf(NamedTuple):
-    """One line of a tree.
+    """A line of a tree.
 
     Attributes:
         parts: the texts of the keys of its path.
         size: its bytes, as a bar.
-        content: the HTML of what it says.
+        content: the HTML of its text.
         number: the number of things that it stands for.
-        picture: the HTML of a picture at its left; may be empty.
-        copies: the bytes among `size` that other devices have too.
+        picture: the HTML of a picture on its left; may be empty.
+        copies: the bytes among `size` that other devices also hold.
     """
 
     parts: tuple[str, ...]
@@ -207,10 +207,10 @@ class _Node:
     """A subtree.
 
     Attributes:
-        name: the text of its keys, from those of the subtree that it is in.
+        name: the text of its keys, relative to the parent.
         depth: the number of keys of its path.
-        leaves: all lines in it.
-        inside: the lines and subtrees that are directly in it, in their order.
+        leaves: all its lines.
+        inside: its direct lines and subtrees, in order.
     """
 
     name: str
@@ -219,18 +219,18 @@ class _Node:
     inside: "Sequence[_Node | TreeLeaf]"
 
     def subtrees(self) -> list["_Node"]:
-        """The subtrees that are directly in it."""
+        """Return its direct subtrees."""
         return [one for one in self.inside if isinstance(one, _Node)]
 
 
 class _Look(NamedTuple):
-    """What the lines of a tree depend on.
+    """The settings for a tree's lines.
 
     Attributes:
-        whole: the bytes of the whole.
-        most: the bytes of the longest bar of a leaf.
+        whole: the bytes of the whole tree.
+        most: the bytes of a leaf's longest bar.
         noun: what a leaf stands for.
-        levels: the number of levels that are open.
+        levels: the number of open levels.
     """
 
     whole: int
@@ -247,13 +247,13 @@ def tree_html(
     named: bool = True,
     opened: bool = True,
 ) -> str:
-    """A tree to fold; nothing if it has no leaves.
+    """Render a collapsible tree; empty if it has no leaves.
 
     Args:
         leaves: the leaves.
-        title: the name of the whole.
+        title: the name of the root.
         noun: what a leaf stands for.
-        named: whether a leaf is named by the last key of its path; if not, the path is that of a
+        named: whether the last key of a leaf's path names it. Otherwise the path belongs to a
             subtree, which may have several leaves.
         opened: whether some levels are open.
     """
@@ -267,21 +267,21 @@ def tree_html(
 
 
 def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
-    """The subtree of some leaves, whose paths have the same keys up to a depth.
+    """Build the subtree of some leaves whose paths have the same keys up to a depth.
 
-    A subtree with only one line is this line, and one that is all of another is one with it.
+    A subtree with one line becomes that line. A subtree with only one subtree merges with it.
 
     Args:
         name: the name of the subtree.
         leaves: the leaves.
         depth: the depth.
-        own: the number of keys of a path that are not those of a subtree.
+        own: the number of keys at the end of a path that belong to the leaf.
     """
 
     def subtree(leaf: TreeLeaf) -> object:
         if depth < len(leaf.parts) - own:
             return leaf.parts[depth]
-        return object()  # a line is in no subtree
+        return object()  # a leaf without a subtree
 
     inside: list[_Node | TreeLeaf] = []
     for group in grouped(leaves, subtree):
@@ -296,7 +296,7 @@ def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
 
 
 def _levels(root: _Node) -> int:
-    """The number of levels that can be open without too many lines."""
+    """Count the levels that can be open without too many lines."""
     shown, levels, level = 0, 0, [root]
     while level:
         shown += sum(len(node.inside) for node in level)
@@ -338,13 +338,13 @@ def _leaf_html(leaf: TreeLeaf, depth: int, look: _Look) -> str:
 
 
 def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
-    """One line, which the search finds by its path and by what it says.
+    """Render a line, which the search finds by its path and its text.
 
     Args:
         path: the path.
-        content: the HTML of what it says.
-        size: the HTML of its bytes, at the right.
-        picture: the HTML of a picture at the left; may be empty.
+        content: the HTML of its text.
+        size: the HTML of its bytes, on the right.
+        picture: the HTML of a picture on the left; may be empty.
     """
     kind = "leaf drawn" if picture else "leaf"
     return (
@@ -354,34 +354,33 @@ def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
 
 
 MOST = 8
-"""The number of blocks along a dimension, and of devices in a block, that are drawn."""
+"""The most blocks drawn along a dimension, and the most devices drawn in a block."""
 WIDE, HIGH = 76, 48
-_AREA = 72.0, 44.0  # of an array with two dimensions
+_AREA = 72.0, 44.0  # for two dimensions
 
 
 class Pictures:
-    """Pictures of arrays on one mesh. Arrays that are cut alike share a picture.
+    """Pictures of arrays on one mesh. Arrays that are sharded alike share a picture.
 
-    A block has the colour of the device that has it, and diagonal stripes of all devices that have
-    a copy.
+    A block has the colour of its device, or diagonal stripes for all devices with a copy.
 
     Args:
         sizes: the sizes of the mesh axes.
-        prefix: the beginning of the names of the pictures in the page, which has no other ones.
+        prefix: the beginning of the pictures' names, unique in the page.
     """
 
     def __init__(self, sizes: Mapping[str, int], prefix: str):
         self._sizes: dict[str, int] = dict(sizes)
         self._prefix: str = prefix
-        self._symbols: dict[str, str] = {}  # their names, by what is drawn
-        self._stripes: dict[tuple[int, ...], str] = {}  # their names, by the devices
+        self._symbols: dict[str, str] = {}  # names by drawing
+        self._stripes: dict[tuple[int, ...], str] = {}  # names by devices
 
     def of(self, shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> str:
-        """The picture of an array.
+        """Draw the picture of an array.
 
         Args:
             shape: its shape.
-            cuts: for each dimension, the mesh axes that cut it.
+            cuts: the mesh axes that shard each dimension.
         """
         rows, columns = _drawn(shape, cuts)
         blocks = self._blocks([cuts[dim] for dim in rows], [cuts[dim] for dim in columns])
@@ -397,19 +396,19 @@ class Pictures:
         return self._shared(content)
 
     def unknown(self, shape: Sequence[int]) -> str:
-        """The picture of an array of which it is not known how it is cut."""
+        """Draw the picture of an array whose sharding is unknown."""
         width, height = _extent([size for size in shape if size > 1][-2:])
         at = _rect((WIDE - width) / 2, (HIGH - height) / 2, width, height)
         look = 'fill="none" stroke="currentColor" stroke-dasharray="3 3" opacity=".5"'
         return self._shared(f"<rect {at} {look}/>")
 
     def definitions(self) -> str:
-        """The pictures themselves, which must be in the page once."""
+        """Render the definitions of the pictures, which the page must include once."""
         content = ""
         for devices, name in self._stripes.items():
             stops = ""
             for i, device in enumerate(devices):
-                # Each colour from one point to another, without a transition.
+                # Two stops for each colour, so there is no transition.
                 for end in (i, i + 1):
                     stops += (
                         f'<stop offset="{end / len(devices):.3g}" '
@@ -418,15 +417,15 @@ class Pictures:
             content += f'<linearGradient id="{name}" y2="1">{stops}</linearGradient>'
         for drawn, name in self._symbols.items():
             content += f'<symbol id="{name}" viewBox="0 0 {WIDE} {HIGH}">{drawn}</symbol>'
-        # Not by `hidden`: what is not displayed cannot be used elsewhere either.
+        # Not `hidden`: a symbol that is not displayed cannot be used elsewhere.
         return f'<svg class="symbols" aria-hidden="true">{content}</svg>'
 
     def _blocks(
         self, rows: Sequence[Sequence[str]], columns: Sequence[Sequence[str]]
     ) -> np.ndarray:
-        """The devices that have each block, by its row and column."""
+        """Return the devices of each block, by row and column."""
         names = list(self._sizes)
-        # Along a dimension, the last of its mesh axes varies fastest.
+        # Along a dimension, its last mesh axis varies fastest.
         down = [axis for axis in chain.from_iterable(rows) if axis in names]
         across = [axis for axis in chain.from_iterable(columns) if axis in names]
         copies = [axis for axis in names if axis not in (*down, *across)]
@@ -449,8 +448,10 @@ class Pictures:
 
 
 def device_colour(device: int, sizes: Mapping[str, int]) -> str:
-    """The colour of a device: a hue for its position along all mesh axes but the first, and darker
-    along the first."""
+    """Return the colour of a device.
+
+    The hue shows its position along all mesh axes but the first; the lightness, along the first.
+    """
     first, *others = [size for size in sizes.values() if size > 1] or [1]
     inner = math.prod(others)
     if not others:
@@ -461,8 +462,10 @@ def device_colour(device: int, sizes: Mapping[str, int]) -> str:
 
 
 def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[int], list[int]]:
-    """The dimensions that are rows and columns of the picture: those that are cut, and then the
-    largest. Cut dimensions beyond two are drawn along the columns too."""
+    """Choose the dimensions for the picture's rows and columns: sharded ones, then the largest.
+
+    Sharded dimensions beyond two are drawn along the columns, too.
+    """
     chosen = [dim for dim in range(len(shape)) if cuts[dim]]
     others = [dim for dim in range(len(shape)) if not cuts[dim] and shape[dim] > 1]
     others.sort(key=lambda dim: shape[dim], reverse=True)
@@ -474,8 +477,7 @@ def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[
 
 
 def _extent(sizes: Sequence[int]) -> tuple[float, float]:
-    """The width and the height of the picture of an array: longer where it has more elements, as
-    far as that can be drawn."""
+    """Return the width and height of an array's picture, longer where it has more elements."""
     wide, high = _AREA
     if not sizes:
         return 14, 14
@@ -483,7 +485,7 @@ def _extent(sizes: Sequence[int]) -> tuple[float, float]:
         return wide, 14
     down, across = sizes
     ratio = math.log2(max(across, 1) / max(down, 1))
-    # A factor of 16 is drawn as one of 2.
+    # A ratio of 16 is drawn as a ratio of 2.
     squeeze = 2 ** min(abs(ratio) / 4, 1)
     return (wide, high / squeeze) if ratio > 0 else (wide / squeeze, high)
 
@@ -493,7 +495,7 @@ def _parts(axes: Sequence[str], sizes: Mapping[str, int]) -> int:
 
 
 def _rect(x: float, y: float, width: float, height: float) -> str:
-    """Where a rectangle is."""
+    """Return the attributes of a rectangle."""
     return f'x="{x:.4g}" y="{y:.4g}" width="{width:.4g}" height="{height:.4g}"'
 
 

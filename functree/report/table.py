@@ -1,7 +1,7 @@
-"""Cells of text ─► the lines of a table of fixed width; and the texts of paths and bytes in it.
+"""Cells of text become the lines of a table; paths and bytes become texts.
 
-The lines are put together here: a table of rich takes 0.3 ms for each row, which is ten seconds for
-a large model.
+rich's tables take 0.3 ms for each row, which is ten seconds for a large model. The lines are
+therefore built here.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -15,18 +15,18 @@ INDENT = "    "
 
 
 def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details: str) -> list[str]:
-    """The lines of one row of a table, as `columns`, and below them what has no column.
+    """Return the lines of a table's row: its columns, and details below.
 
     Args:
-        cells: as of `columns`. The first one is the name of the row.
-        widths: the widths of their columns.
+        cells: the texts, as in `columns`. The first is the row's name.
+        widths: the widths of the columns.
         number: the text of the last column.
-        details: what is told below; may be empty.
+        details: the text below; may be empty.
     """
     lines: list[str] = []
     name, *others = cells
     if width(name) > widths[0]:
-        # On lines of its own, in one piece where it fits: so that a long path can be searched for.
+        # A long name gets its own lines, and is broken only if necessary, so it can be searched.
         lines += wrapped(name, WIDTH)
         name = ""
     lines += columns((name, *others), widths, number)
@@ -37,11 +37,11 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
 
 
 def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[str]:
-    """One line of a table; several if a cell is too long for its column.
+    """Return the lines of a table's row; several if a cell is too long for its column.
 
     Args:
-        cells: the texts of a line, without the last one.
-        widths: the widths of their columns.
+        cells: the texts, without the last column.
+        widths: the widths of the columns.
         number: the text of the last column, which is aligned to the right.
     """
     parts = [wrapped(cell, wide) for cell, wide in zip(cells, widths, strict=True)]
@@ -49,14 +49,14 @@ def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[st
     for *texts, last in zip_longest(*parts, [number.rjust(10)], fillvalue=""):
         line = ""
         for text, wide in zip(texts, widths, strict=True):
-            # Not by `ljust`, which counts characters: some take two columns of a terminal.
+            # `ljust` counts characters, but some take two columns on a terminal.
             line += text + " " * (wide - width(text)) + "  "
         lines.append(line + last)
     return lines
 
 
 def paragraphs(texts: Iterable[str]) -> list[str]:
-    """Texts as lines that are no wider than a table."""
+    """Wrap texts to the width of a table."""
     lines: list[str] = []
     for text in texts:
         lines += wrapped(text, WIDTH)
@@ -64,7 +64,7 @@ def paragraphs(texts: Iterable[str]) -> list[str]:
 
 
 def numbered(number: int, text: str) -> list[str]:
-    """The lines of an item of a numbered list."""
+    """Return the lines of an item in a numbered list."""
     lines: list[str] = []
     for part in wrapped(text, WIDTH - len(INDENT)):
         head = "" if lines else str(number)
@@ -73,22 +73,22 @@ def numbered(number: int, text: str) -> list[str]:
 
 
 def lines_text(lines: Iterable[str]) -> str:
-    """Lines as one text, without the spaces at their ends."""
+    """Join lines without trailing spaces."""
     return "\n".join(map(str.rstrip, lines))
 
 
 def width(text: str) -> int:
-    """The number of columns of a text on a terminal: some characters take two, and some none."""
+    """Count a text's columns on a terminal, where some characters take two and some none."""
     if text.isascii():
         return len(text)
-    from rich.cells import cell_len  # rich takes long to import, and most tables do not need it
+    from rich.cells import cell_len  # rich imports slowly, and most tables do not need it
 
     return cell_len(text)
 
 
 def wrapped(text: str, most: int) -> list[str]:
-    """A text in lines of at most so many columns. Words that are too long for a line are cut."""
-    # Most texts are short enough, and need no rich.
+    """Wrap a text to this many columns. Words that are too long for a line are split."""
+    # Most texts are short enough and do not need rich.
     if width(text) <= most:
         return [text]
     from rich.console import Console
@@ -102,7 +102,7 @@ _T = TypeVar("_T")
 
 
 def grouped(values: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T]]:
-    """The values with equal keys, in the order in which the keys come first."""
+    """Group values with equal keys, in the order in which keys first occur."""
     groups: dict[Hashable, list[_T]] = {}
     for value in values:
         groups.setdefault(key(value), []).append(value)
@@ -110,14 +110,16 @@ def grouped(values: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T
 
 
 def pattern_of(path: Path) -> tuple[object, ...]:
-    """A path without its indices. An int that is the key of a dict counts as an index too."""
+    """Replace the indices in a path. Integer keys of dicts count as indices."""
     return tuple("*" if isinstance(key, int) else key for key in path)
 
 
 def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
-    """What paths of one length have in common, but for the key at this position from the end: it is
-    equal for `attn.query` and `attn.key`. None if they have no such key, or it is an index: those
-    of layers are joined by `common_path`, as far as that is exact."""
+    """Return what paths of one length have in common, apart from one key, counted from the end.
+
+    The result is equal for `attn.query` and `attn.key`. It is None if there is no such key, or if
+    the key is an index. `common_path` joins the indices of layers where that is exact.
+    """
     if len(paths[0]) < from_end:
         return None
     keys = [frozenset(keys) for keys in zip(*paths, strict=True)]
@@ -127,19 +129,19 @@ def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
 
 
 def common_path(paths: Sequence[Path]) -> str:
-    """`blocks.{0-10,12}.w` for the paths `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
+    """Return `blocks.{0-10,12}.w` for `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
     return ".".join(common_parts(paths)) or "(the array)"
 
 
 def common_parts(paths: Sequence[Path]) -> list[str]:
-    """The parts of such a text: `blocks`, `{0-10,12}`, `w`."""
-    # Where several keys differ, `{0-1}.{0-1}` is exact only if the paths are all combinations. The
-    # caller knows whether they are.
+    """Return the parts of a common path: `blocks`, `{0-10,12}`, `w`."""
+    # If several keys differ, `{0-1}.{0-1}` is exact only if the paths are all combinations. The
+    # caller must ensure that.
     return [alternatives(keys) for keys in zip(*paths, strict=True)]
 
 
 def alternatives(keys: Sequence[object]) -> str:
-    """The text of a key that may be one of several: `{0-3}`, `{query,key}`."""
+    """Return the text of a key with several values: `{0-3}`, `{query,key}`."""
     different = list(dict.fromkeys(keys))
     if len(different) == 1:
         return part_text(different[0])
@@ -150,7 +152,7 @@ def alternatives(keys: Sequence[object]) -> str:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """The text of sorted indices: `0-3,5` for 0, 1, 2, 3 and 5."""
+    """Return the text of sorted indices: `0-3,5` for 0, 1, 2, 3 and 5."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -167,14 +169,14 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Bytes(int):
-    """A number of bytes, where others may be numbers of something else."""
+    """A number of bytes, to tell it apart from other numbers."""
 
     def __str__(self) -> str:
         return bytes_text(self)
 
 
 def common_unit(sizes: Iterable[int]) -> int:
-    """The index in `UNITS` of the unit of the largest of some sizes."""
+    """Return the index in `UNITS` of the unit for the largest of some sizes."""
     largest, unit = max(map(abs, sizes), default=0), 0
     while largest >= 1024 and unit < len(UNITS) - 1:
         largest /= 1024
@@ -183,7 +185,7 @@ def common_unit(sizes: Iterable[int]) -> int:
 
 
 def text_in_unit(size: int, unit: int) -> str:
-    """A number of bytes in a unit, with at least three digits: `0.00391 MiB`.
+    """Return the text of a number of bytes in a unit, with at least three digits: `0.00391 MiB`.
 
     >>> (
     ...     text_in_unit(4096, 2),
@@ -200,7 +202,7 @@ def text_in_unit(size: int, unit: int) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """A number of bytes as text: `1.5 MiB`, and `2 MiB` if it is exactly that.
+    """Return the text of a number of bytes: `1.5 MiB`, or `2 MiB` if it is exact.
 
     >>> bytes_text(1023), bytes_text(1536), bytes_text(2**21)
     ('1023 B', '1.5 KiB', '2 MiB')
