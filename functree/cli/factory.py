@@ -1,5 +1,7 @@
-"""The text `module:factory` ─► what the function returns, with abstract arrays, on the devices of
-the options."""
+"""`made` runs a factory, named as `module:factory`, with abstract arrays.
+
+`prepare` and `check_devices` handle the devices of the command line's options.
+"""
 
 import importlib
 import inspect
@@ -29,10 +31,11 @@ _FORMS = {
 
 
 def made(text: str) -> Tree:
-    """What a factory returns. It is run abstractly, so that no array is allocated.
+    """Run a factory abstractly, without allocating arrays, and return its value.
 
     Raises:
-        Failure: there is no such function, or it raises, or returns no arrays.
+        Failure: if there is no such function.
+        Failure: if it raises, or returns no arrays.
     """
     factory = _found(text)
     with UsersCode(f"{text} raised"):
@@ -48,16 +51,16 @@ def made(text: str) -> Tree:
 
 
 def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
-    """The function and the arguments that a factory returns.
+    """Return the function and the arguments that a factory returns.
 
     Raises:
-        Failure: it returns something else.
+        Failure: if it returns anything else.
     """
     value = made(text)
     if is_call(value):
         step, args = value
         for path, one in held(closed_over(inspect.unwrap(step))):
-            # It is of the trace of the factory, which is over.
+            # A tracer from the factory's trace, which has ended.
             if isinstance(one, Tracer):
                 raise Failure(
                     f"{text}: the function closes over `{path}`, an array that the factory makes, "
@@ -71,7 +74,7 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
 
 
 def is_call(value: object) -> bool:
-    """Whether a value is a function with its arguments."""
+    """Return whether a value is a function with its arguments."""
     if not isinstance(value, tuple) or len(value) != 2:
         return False
     step, args = value
@@ -87,18 +90,18 @@ def _kind(value: object) -> str:
 
 
 def named(text: str, what: str) -> Any:
-    """The value that a text names: `module:name`.
+    """Return the value that a text names: `module:name`.
 
     Args:
         text: the text.
-        what: what it should be, "factory" or "layout", for messages.
+        what: the expected kind, "factory" or "layout", for messages.
 
     Raises:
-        Failure: there is no such value.
+        Failure: if there is no such value.
     """
     module_name, _, name = text.partition(":")
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    # A file of another folder begins with a dot now.
+    # A file in a parent folder now begins with a dot.
     if not all(plain.split(".")) or not all(name.split(".")):
         raise Failure(f"{text!r} is no {what}: {_FORMS[what]}")
     if plain != module_name:
@@ -114,7 +117,7 @@ def named(text: str, what: str) -> Any:
 
 
 def _found(text: str) -> Callable[[], Any]:
-    """The factory that a text names."""
+    """Find the factory that a text names."""
     value = named(text, "factory")
     if not callable(value):
         raise Failure(
@@ -123,7 +126,7 @@ def _found(text: str) -> Callable[[], Any]:
         )
     try:
         inspect.signature(value).bind()
-    except ValueError:  # in C, without a signature
+    except ValueError:  # a function in C without a signature
         pass
     except TypeError as error:
         raise Failure(
@@ -137,7 +140,7 @@ def _imported(name: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # Else it is the module that imports something that is not there.
+            # Otherwise the module exists, but an import inside it failed.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             here = [path.stem for path in Path.cwd().glob("*.py")]
@@ -145,13 +148,13 @@ def _imported(name: str) -> Any:
 
 
 def _abstractly(factory: Callable[[], Tree]) -> Tree:
-    """What a function returns, of which nothing is computed."""
+    """Return a function's result without computing anything."""
     found: list[tuple[Skeleton, list[AnyArray]]] = []
 
     def run() -> list[Any]:
         skeleton, arrays = Skeleton.apart(factory())
         found.append((skeleton, arrays))
-        # What is abstract already is no value of a trace.
+        # A trace cannot return abstract arrays.
         return [None if isinstance(array, jax.ShapeDtypeStruct) else array for array in arrays]
 
     computed = jax.eval_shape(run)
@@ -166,18 +169,17 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def prepare(devices: int | None, *, only_compile: bool) -> None:
-    """Ask JAX for simulated devices, or for none but the CPU.
+    """Configure JAX's devices: simulated ones, or only the CPU.
 
     Args:
-        devices: the number of simulated devices; None if they were not asked for.
-        only_compile: whether no device of this machine is needed, so that accelerators are left to
-            others.
+        devices: the number of simulated devices; None for none.
+        only_compile: whether the command needs no devices, so accelerators stay free for others.
 
     Raises:
-        Failure: JAX has its devices already, and they are fewer.
+        Failure: if JAX already has fewer devices.
     """
     if devices is not None:
-        # JAX reads it when it makes its devices, and not when it is imported.
+        # JAX reads the flag when it creates its devices, not when it is imported.
         others = re.sub(rf"{_FLAG}=\S+", "", os.environ.get("XLA_FLAGS", ""))
         os.environ["XLA_FLAGS"] = f"{others} {_FLAG}={devices}".strip()
         jax.config.update("jax_platforms", "cpu")
@@ -193,8 +195,7 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
 def check_devices(
     mesh: Mapping[str, int] | int, target: Target | None, devices: int | None
 ) -> None:
-    """Raise Failure for the sizes of a mesh, or a number of devices, that are not as many as those
-    of the target, or more than there are."""
+    """Raise Failure unless the target has exactly, or this machine at least, the mesh's devices."""
     if isinstance(mesh, Mapping):
         needed = math.prod(mesh.values())
         asked = f"--mesh {mesh_text(mesh)} is {count(needed, 'device')}"

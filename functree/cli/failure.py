@@ -1,4 +1,4 @@
-"""`Failure`: why a command cannot be carried out, in one line; and errors that become one."""
+"""A `Failure` says in one line why a command cannot be carried out."""
 
 import sys
 import sysconfig
@@ -11,27 +11,27 @@ from typing import Any
 from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-"""The exit codes: all is well; the layout has problems; the command could not be carried out; an
-interrupt ended it, as shells have it."""
+"""The exit codes: success, problems of the layout, an invalid command, and an interrupt.
+
+Shells use 130 for an interrupt, too."""
 
 
 class Failure(Exception):
-    """Why a command cannot be carried out.
+    """The reason why a command cannot be carried out.
 
     Args:
-        text: one line.
+        text: the reason, in one line.
     """
 
     def __init__(self, text: str):
         line = " ".join(text.split())
-        # What a terminal would obey, in the message of someone's error, is shown instead.
+        # A user's error may contain control characters, which a terminal must not execute.
         super().__init__("".join(one if one.isprintable() else repr(one)[1:-1] for one in line))
 
 
 @contextmanager
 def refusing(what: str = "") -> Iterator[None]:
-    """A context in which what functree does not take becomes a `Failure`, in the words of the
-    command line; `what` is said before them."""
+    """Turn functree's errors into `Failure`s in the command line's words, after the text `what`."""
     try:
         yield
     except (FunctreeTypeError, RuleError, ShardingError) as error:
@@ -40,13 +40,14 @@ def refusing(what: str = "") -> Iterator[None]:
 
 
 class UsersCode(AbstractContextManager[Any]):
-    """A context in which the user's own modules and functions are imported and run: what they raise
-    becomes a `Failure`, whatever its class is, and so does the end of Python that they ask for. An
-    interrupt passes.
+    """A context in which the user's modules and functions are imported and run.
+
+    Any error that they raise becomes a `Failure`, and so does `SystemExit`. A keyboard interrupt
+    propagates.
 
     Args:
-        what: what is said of them: `demo:train raised`.
-        passes: the classes of errors that are not theirs.
+        what: the beginning of the message: `demo:train raised`.
+        passes: the classes of errors that propagate.
     """
 
     def __init__(self, what: str, *passes: type[Exception]):
@@ -58,13 +59,13 @@ class UsersCode(AbstractContextManager[Any]):
 
 
 def say(text: str) -> None:
-    """Write a line to the standard error, if there is one."""
+    """Write a line to standard error, if it is open."""
     if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # closed by a shell
         sys.stderr.write(f"{text}\n")
 
 
 def users_error(what: str, error: BaseException) -> Failure:
-    """The failure of the user's own code, with the line of it that raised."""
+    """Describe an error of the user's code, with the line of theirs that raised it."""
     place = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_installed(frame.filename):
@@ -74,7 +75,7 @@ def users_error(what: str, error: BaseException) -> Failure:
 
 
 def _is_installed(file: str) -> bool:
-    """Whether a file is one of functree, of another library or of Python."""
+    """Return whether a file belongs to functree, another library or Python."""
     folders = [Path(__file__).parents[1], *map(Path, sysconfig.get_paths().values())]
-    # Code that was made of a text has no file.
+    # Code compiled from a string has no file.
     return file.startswith("<") or any(Path(file).is_relative_to(folder) for folder in folders)

@@ -68,17 +68,17 @@ from functree.explorer.why import Why, why
 from functree.layout.plan.make_plan import plan_tree
 from functree.layout.plan.plan import Plan
 
-# About the layout, or of the compiler.
+# Errors about layouts, and the compiler's errors.
 _OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
 
 
 class Outcome(NamedTuple):
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        report: what is shown.
+        report: the report to print.
         code: the exit code.
-        note: what is said beside it, on the standard error.
+        note: a note for standard error.
     """
 
     report: Plan | Ledger | Ranking | Why
@@ -140,13 +140,13 @@ def explained(options: Namespace) -> Outcome:
 
 
 def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
-    """The function of a command, and its options of `ft.jit`."""
+    """Return a command's function and its options of `ft.jit`."""
     layout = given_layout(options)
     if not options.mesh and (layout is not None or options.target is not None):
         raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
     given: dict[str, Any] = {}
     for sizes in options.mesh:
-        with refusing():  # about the names of its axes, or the target's compiler
+        with refusing():  # invalid names of mesh axes, or a missing compiler
             given["mesh"] = make_mesh(target=options.target, **sizes)
     call = made_call(options.factory)
     with refusing(f"{options.factory}: "):
@@ -182,11 +182,12 @@ COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explaine
 
 
 def _prepare(options: Namespace) -> None:
-    """Read the meshes of a command in place of their texts, and have the devices for them.
+    """Parse the meshes of a command, and configure the devices for them.
 
     Raises:
-        Failure: a text cannot be read, a command that takes one is given several, or there are too
-            few devices.
+        Failure: if a text cannot be parsed.
+        Failure: if an option is given several times to a command that accepts one.
+        Failure: if there are too few devices.
     """
     is_plan, read = options.command == "plan", mesh_or_devices
     if options.command != "explore":
@@ -203,15 +204,15 @@ def _prepare(options: Namespace) -> None:
     options.mesh = list(map(read, options.mesh or []))
     prepare(options.devices, only_compile=is_plan or target is not None)
     for one in options.mesh:
-        if target is not None or not is_plan:  # for a plan the sizes are enough
+        if target is not None or not is_plan:  # a plan needs only sizes
             check_devices(one, target, options.devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command, and return its exit code.
+    """Run a command and return its exit code.
 
     Args:
-        arguments: the arguments; None for those of the process.
+        arguments: the arguments; None for the process's own.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parsed(given, __doc__, _version(), COMMANDS)
@@ -220,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.html is not None:
             _check_page(options.html)
-        # What the user's own functions print is not what was asked for.
+        # Keep the output of the user's functions out of standard output.
         with _short_warnings(command), redirect_stdout(sys.stderr):
             _prepare(options)
             outcome = COMMANDS[options.command](options)
@@ -232,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, Failure):
             say(f"{command}: error: {error}")
             return UNUSABLE
-        # It lists what is wrong with the layout, a paragraph for each kind.
+        # The error lists the layout's problems in paragraphs.
         say(f"{command}: {error}")
         return PROBLEMS
     except KeyboardInterrupt:
@@ -248,7 +249,7 @@ def _version() -> str:
 
 
 def _check_page(page: str) -> None:
-    """Raise Failure if a page cannot be written: a program may take minutes to compile."""
+    """Raise Failure if a page cannot be written, before a compilation that may take minutes."""
     if not page or Path(page).is_dir():
         raise Failure(f"--html {page!r} is no file to write to")
     folder = Path(page).parent
@@ -263,7 +264,7 @@ def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
         say(f"functree: {outcome.note}")
     report = outcome.report
     _print(report.to_json() if as_json else str(report))
-    # Last, so that what was found out is seen wherever the page cannot be written.
+    # Last, so that the report is printed even if the page cannot be written.
     if page is not None:
         try:
             Path(page).write_text(report.html(), encoding="utf-8")
@@ -275,16 +276,16 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        # Python would complain again when it closes the output.
+        # Prevents a second error when Python closes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        # As `| head` ends it.
+        # `| head` closes the pipe early.
         if not isinstance(error, BrokenPipeError):
             raise Failure(f"the output cannot be written: {error.strerror}") from error
 
 
 @contextmanager
 def _short_warnings(command: str) -> Iterator[None]:
-    """A context in which our warnings are one line each, without the line of code."""
+    """Show functree's warnings in one line each, without a line of code."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", FunctreeWarning)
 

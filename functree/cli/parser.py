@@ -1,4 +1,4 @@
-"""The options of the command line, what their help says, and the meshes and layouts in them."""
+"""The command line's options are parsed here, including meshes and layouts."""
 
 import argparse
 import inspect
@@ -43,14 +43,14 @@ fit; 2 the command could not be carried out; 130 it was interrupted.
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line, with the nearest of what is known."""
+    """A parser whose errors are one line and suggest a similar name."""
 
     def __init__(self, **options: Any):
         form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(**options, allow_abbrev=False, formatter_class=form)
 
     def check(self, options: Iterable[str]) -> None:
-        """End with an error for the first option that is not known."""
+        """End the process with an error for the first unknown option."""
         known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
         for option in options:
             name = option.partition("=")[0]
@@ -68,13 +68,13 @@ def parsed(
     version: str,
     commands: Mapping[str, Callable[..., Any]],
 ) -> Namespace:
-    """The options of a command line. Wrong ones, and `--help`, end the process.
+    """Parse a command line. Invalid options, and `--help`, end the process.
 
     Args:
         arguments: the arguments.
         description: the beginning of the help.
         version: the version of functree.
-        commands: the functions of the commands, by name. The docstring of each is its help.
+        commands: the functions of the commands, by name. Their docstrings are their help.
     """
     main = Parser(
         prog="functree",
@@ -102,7 +102,7 @@ def parsed(
 
 
 def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> Namespace:
-    # What is not known is told first: argparse tells of a misspelled option as a missing one.
+    # Unknown names are reported first: argparse reports a misspelled option as a missing one.
     before = list(takewhile(lambda one: one.startswith("-"), arguments))
     main.check(before)
     if arguments and not before and arguments[0] not in commands:
@@ -161,10 +161,10 @@ _SIZES = "write sizes by name, such as `--mesh data=8,model=4`"
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """`data=8,model=4` ─► `{"data": 8, "model": 4}`.
+    """Parse `data=8,model=4` into `{"data": 8, "model": 4}`.
 
     Raises:
-        Failure: the text has another form.
+        Failure: if the text has a different form.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -178,7 +178,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def mesh_or_devices(text: str) -> dict[str, int] | int:
-    """The sizes of a mesh, or a number of devices."""
+    """Parse the sizes of a mesh, or a number of devices."""
     if re.fullmatch(r"[1-9][0-9]{0,8}", text):
         return int(text)
     return mesh_sizes(text)
@@ -190,10 +190,13 @@ _RULES = "write rules such as `--rules batch=data,hidden=model,...=none`"
 
 
 def given_layout(options: Namespace) -> LayoutTree:
-    """The layout of `plan`, `ledger` and `why`: `--layout`, or `--rules` and `--fsdp`; or None.
+    """Return the layout of `plan`, `ledger` or `why`, or None.
+
+    It comes from `--layout`, or from `--rules` and `--fsdp`.
 
     Raises:
-        Failure: there are several, or it cannot be read.
+        Failure: if there are several layouts.
+        Failure: if a layout cannot be read.
     """
     short = _short_layout(options.rules, options.fsdp)
     if options.layout is None:
@@ -204,10 +207,12 @@ def given_layout(options: Namespace) -> LayoutTree:
 
 
 def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
-    """The layouts of `explore` by their names.
+    """Return the layouts of `explore` by their names.
 
     Raises:
-        Failure: there is none, two have one name, or one cannot be read.
+        Failure: if there is none.
+        Failure: if two have one name.
+        Failure: if a layout cannot be read.
     """
     layouts: dict[str, LayoutTree] = {}
 
@@ -218,7 +223,7 @@ def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
 
     for text in options.layout or []:
         value: Any = named(text, "layout")
-        # A dict is one of candidates.
+        # A dict holds candidates.
         if not isinstance(value, dict):
             value = {text.partition(":")[2]: value}
         for name, layout in value.items():
@@ -235,10 +240,10 @@ NO_LAYOUT = "give a layout: `--layout module:name`, or `--rules batch=data,...=n
 
 
 def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
-    """The layout of `--rules batch=data,hidden=model,...=none` and `--fsdp data`.
+    """Parse `--rules batch=data,hidden=model,...=none` and `--fsdp data`.
 
     Raises:
-        Failure: a text has another form.
+        Failure: if a text has a different form.
     """
     parts: list[Layout] = []
     if rules is not None:
@@ -253,7 +258,7 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
 
 
 def _rule(text: str) -> tuple[Any, Any]:
-    """One rule: an axis, and a mesh axis, several of them joined by `+`, or `none`."""
+    """Parse a rule: an axis with a mesh axis, several joined by `+`, or `none`."""
     found = _RULE.fullmatch(text)
     if found is None:
         raise RuleError(f"{text!r} is no rule: {_RULES}")

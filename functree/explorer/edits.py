@@ -1,4 +1,4 @@
-"""A call and its ledger ─► `Edit`: what a user might change, and the program that it gives."""
+"""`Edits` proposes changes to a function's layouts and constraints, each with its program."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,11 @@ class Edit(NamedTuple):
     """A change to a program.
 
     Attributes:
-        change: what to write, or to remove.
-        source: the line that it is about; None if it is about a layout.
-        place: what it is about; the edits of one place are alternatives.
-        lower: lowers the changed program. It raises what the trace of a function may raise.
-        is_blamed: whether it is about a cause of what nobody asked for.
+        change: what to write or to remove.
+        source: the line that it concerns; None if it concerns a layout.
+        place: what it concerns; edits of one place are alternatives.
+        lower: lowers the changed program. It may raise any error that tracing may raise.
+        is_blamed: whether it concerns a cause of a collective that was not asked for.
     """
 
     change: str
@@ -45,12 +45,12 @@ class Edit(NamedTuple):
 
 
 class Edits:
-    """The edits that may remove what a program moves.
+    """The edits that may avoid a program's collectives.
 
     Args:
         call: the call.
         args: its positional arguments.
-        kwargs: the others.
+        kwargs: its keyword arguments.
         layouts: the layouts of its program.
         ledger: the ledger of its program.
     """
@@ -67,7 +67,7 @@ class Edits:
         self._ledger = ledger
         self._variant = Variant.of(call.of_arrays, call.arrays, call.mesh)
         self._data = [i for i, path in enumerate(call.parameters) if str(path[0]) in ledger.data]
-        # Those on Explicit axes are none of the trace: they are types.
+        # Constraints on Explicit axes are types, not operations in the trace.
         there = set[str]() if self._variant is None else set(self._variant.constraints())
         self._constraints = {
             row.source: row.expression
@@ -82,7 +82,8 @@ class Edits:
                 is_blamed = one.verdict == COMPILER or one.cause.op == CONSTRAINT
                 (others, blamed)[is_blamed].update(dict.fromkeys(one.cause.origins))
         if self._variant is not None:
-            # What is laid out otherwise than the parameter that it replaces need not be named.
+            # A result that is sharded differently from the parameter that it replaces may be no
+            # origin, but is tried, too.
             for i, path in enumerate(self._call.results):
                 if self._replaced(i, self._variant) is not None:
                     others[result_name(path)] = None
@@ -94,7 +95,7 @@ class Edits:
 
     def _of_origin(self, origin: str, variant: Variant) -> Iterator[Edit]:
         if origin in self._constraints:
-            expression = self._constraints[origin]  # which is not known of code without a file
+            expression = self._constraints[origin]  # empty for code without a file
             change = f"remove `{expression}`" if expression else "remove the constraint"
             changed = variant.without_constraint(origin)
             yield Edit(change, origin, origin, changed.lower)
@@ -106,10 +107,12 @@ class Edits:
                 yield from self._of_result(i, variant)
 
     def _of_parameter(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Other specs for a parameter, with those of equal layers and what follows them, such as an
-        optimizer's moments and the new values."""
+        """Yield specs for a parameter, applied to all layers and to what follows them.
+
+        An optimizer's moments and the new values follow a parameter.
+        """
         array, sharding = variant.inputs[i], variant.inputs[i].sharding
-        # On Explicit axes the types of the trace would be others.
+        # On Explicit axes, the types in the trace would change.
         if not isinstance(sharding, NamedSharding) or AxisType.Explicit in sharding.mesh.axis_types:
             return
         paths, same = self._call.parameters, self._laid_as(i, variant)
@@ -131,7 +134,7 @@ class Edits:
             yield Edit(text, None, what, changed.lower)
 
     def _laid_as(self, i: int, variant: Variant) -> list[int]:
-        """The parameters with the shape and the layout of one; none of them is data."""
+        """Return the parameters with this one's shape and sharding, without data."""
         same = (variant.inputs[i].shape, variant.inputs[i].sharding)
         return [
             j
@@ -142,8 +145,10 @@ class Edits:
     def _specs(
         self, spec: PartitionSpec, shape: Sequence[int], sharding: NamedSharding
     ) -> Iterator[PartitionSpec]:
-        """Specs with another entry for one dimension: none, a mesh axis in its place, or one more;
-        a mesh axis of another dimension leaves that. One that no parameter uses stays unused."""
+        """Yield specs that change one dimension: no mesh axis, a different one, or one more.
+
+        A mesh axis moves from its previous dimension. Mesh axes that no parameter uses stay unused.
+        """
         sizes, used = sharding.mesh.shape, sorted(self._used())
         found: dict[PartitionSpec, None] = {}
         for dim, size in enumerate(shape):
@@ -158,7 +163,7 @@ class Edits:
         yield from (one for one in found if one != spec)
 
     def _used(self) -> set[str]:
-        """The mesh axes that shard something."""
+        """Return the mesh axes that shard something."""
         used: set[str] = set()
         for one in self._call.arrays:
             sharding = getattr(one, "sharding", None)
@@ -167,7 +172,7 @@ class Edits:
         return used
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """A result as the parameter that it replaces, and as it comes."""
+        """Yield a result sharded like the parameter that it replaces, and without a sharding."""
         result, old = self._call.results[i], variant.outputs[i]
         if old is None:
             return
@@ -188,7 +193,7 @@ class Edits:
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
-        """The parameter that a result replaces, if the result has a layout, and another one."""
+        """Return the parameter that a result replaces, if it is sharded differently."""
         own = variant.outputs[i]
         for path, one in zip(self._call.parameters, variant.inputs, strict=True):
             replaces = _ends_with(self._call.results[i], {_inside(path)})
@@ -197,7 +202,7 @@ class Edits:
         return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
-        """Other mesh axes for the axes in the tables of a function of functree."""
+        """Yield different mesh axes for the axes in a function's tables of rules."""
         fn = self._call.fn
         if not isinstance(fn, Jit):
             return
@@ -240,7 +245,7 @@ class Edits:
         return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", lower)
 
     def _axes(self) -> Iterator[str]:
-        """The names of the axes of all arguments."""
+        """Yield the names of the axes of all arguments."""
         for one in (*self._args, *self._kwargs.values()):
             for leaf in read(one, None).leaves:
                 for name in leaf.axes or ():
@@ -257,7 +262,7 @@ def _layouts_in(option: LayoutTree) -> Iterator[Any]:
 
 
 def _inside(path: Path) -> tuple[Any, ...]:
-    """A path inside of its argument, and of the model of a training state."""
+    """Return a path inside its argument and, for a training state, inside its model."""
     inner = tuple(path[1:])
     return inner[1:] if inner[:1] == ("model",) else inner
 

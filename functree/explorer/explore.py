@@ -1,4 +1,4 @@
-"""A function, meshes and layouts ─► the layouts ranked by their programs: `explore`."""
+"""`explore` ranks layouts of a function on several meshes by their compiled programs."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -43,37 +43,39 @@ def explore(
     out_shardings: LayoutTree = None,
     progress: bool = True,
 ) -> Ranking:
-    """Compile a function on several meshes with several layouts, and rank these. Nothing is run.
+    """Compile a function on several meshes with several layouts, and rank them. Nothing is run.
 
-    What cannot fit in memory is dropped on paper, by the plan of the arguments. The rest is
-    compiled, by the compiler of the target. The score is flops / (peak × efficiency) plus, for each
-    mesh axis, bytes sent / bandwidth; see `Candidate`. It is good enough to tell layouts apart that
-    differ by more than 15 %, and is no forecast: it knows of no overlap and no latency.
+    Candidates whose arguments cannot fit in memory are dropped based on their plan. The others are
+    compiled with the target's compiler. The score is flops / (peak × efficiency) plus, for each
+    mesh axis, bytes sent / bandwidth; see `Candidate`. It can separate layouts that differ by more
+    than 15 %. It does not forecast times, since it ignores overlap and latency.
 
-    An interrupt (Ctrl-C) ends the exploration with what is compiled until then.
+    An interrupt (Ctrl-C) ends the exploration and returns what has been compiled.
 
     Args:
-        step: the function. If it is one of `ft.jit`, its options are kept, such as what it donates,
-            but for its layouts and its mesh; its `rules` stay where a layout has none.
+        step: the function. If it comes from `ft.jit`, its options are kept, such as donation, but
+            its layouts and mesh are replaced. Its `rules` apply to layouts without rules.
         args: its arguments, which may be abstract.
-        meshes: dicts of sizes, such as `{"data": 8, "model": 4}`, or a number of devices: all ways
-            to divide it among the mesh axes that the layouts name. One, or a list.
-        layouts: a dict from a name to what `in_shardings` of `ft.jit` takes. The first of these
-            layouts that has rules is also the `rules` of the function.
-        target: what the programs are compiled for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without
-            it, they are compiled for the devices of this machine.
-        hardware: what the score is computed with. By default that of the target; without a target
-            that of a TPU v5e, as the head of the ranking says: a peak above its memory is then a
-            note, and no reason to refuse.
-        out_shardings: the layout of the result, as in `ft.jit`; or a dict that has one for each
-            name in `layouts`. Donated arguments keep their shardings without it.
-        progress: whether to show on the standard error how far it is: on a terminal in a line that
-            changes, in a log with a line for each candidate, if it takes long.
+        meshes: one or a list of: a dict of sizes, such as `{"data": 8, "model": 4}`, or a number of
+            devices. A number stands for all ways to divide it among the mesh axes that the layouts
+            name.
+        layouts: a dict from names to layouts as in `ft.jit(in_shardings=...)`. The first part of a
+            layout with rules also becomes the function's `rules`.
+        target: the target of the programs, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without it, they
+            are compiled for the devices of this machine.
+        hardware: the figures for the score. The default is the target's hardware or, without a
+            target, a TPU v5e, as the head of the ranking says. Without a target, a peak above the
+            v5e's memory is only a note.
+        out_shardings: the layout of the result, as in `ft.jit`, or a dict with one for each name in
+            `layouts`. Without it, donated arguments keep their shardings.
+        progress: whether to show progress on standard error: in one line on a terminal, or, if it
+            takes long, with a line for each candidate in a log.
 
     Raises:
-        FunctreeError: an argument is not one of these.
-        ShardingError: a mesh has other devices than the target, or more than there are; the
-            compiler of the target is not installed.
+        FunctreeError: if an argument is invalid.
+        ShardingError: if a mesh does not have the target's number of devices, or has more than
+            there are.
+        ShardingError: if the target's compiler is not installed.
 
     Examples:
         >>> def step(w, x: Float[Array, "batch embed"]):
@@ -116,7 +118,7 @@ def explore(
 
 
 class _Exploration:
-    """All that is the same for each candidate."""
+    """The settings that all candidates share."""
 
     def __init__(
         self,
@@ -138,16 +140,16 @@ class _Exploration:
 
     @property
     def _is_assumed(self) -> bool:
-        """Whether nobody has said what the program is for."""
+        """Whether neither a target nor hardware was given."""
         return self._target is None and not self._is_given
 
     @property
     def called(self) -> str:
-        """What the hardware is called in the ranking."""
+        """The name of the hardware in the ranking."""
         return GIVEN if self._is_given else self._kind.name
 
     def notes(self) -> list[str]:
-        """What a reader must know before the figures."""
+        """Return the notes above the figures."""
         if self._target is not None:
             return []
         platform = jax.devices()[0].platform.upper()
@@ -157,11 +159,11 @@ class _Exploration:
         ]
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
-        """The candidates, those that may fit compiled."""
+        """Return the candidates; those that may fit are compiled."""
         found = list(map(self._on_paper, wanted))
         waiting = [i for i, one in enumerate(found) if not one.problems]
         if waiting and self._target is not None:
-            target_devices(self._target)  # which says what is missing, once for all candidates
+            target_devices(self._target)  # raises once, for all candidates, if anything is missing
         errors: list[BaseException] = []
         with shown_progress("explore: {} compiled", len(waiting), progress) as show:
             for done, i in enumerate(waiting):
@@ -179,7 +181,7 @@ class _Exploration:
         return found
 
     def _on_paper(self, trial: Trial) -> Candidate:
-        """A candidate with what the plan of the arguments says."""
+        """Return a candidate with the results of the plan."""
         layouts = self._layouts[trial.name]
         one = Candidate(trial.sizes, trial.name, layout=layouts)
         try:
@@ -194,7 +196,7 @@ class _Exploration:
         )
 
     def _compiled(self, one: Candidate) -> Candidate:
-        """A candidate with what the compiler says."""
+        """Compile a candidate."""
         target = None if self._target is None else self._target.text
         sizes: dict[str, Any] = dict(one.mesh)
         mesh = make_mesh(target=target, **sizes)
@@ -204,7 +206,7 @@ class _Exploration:
         return self._scored(one, compiled, mesh)
 
     def _scored(self, one: Candidate, compiled: Compiled, mesh: Mesh) -> Candidate:
-        """A candidate with the figures of its program."""
+        """Return a candidate with the figures of its program."""
         ledger, flops = compiled.ledger(), count_flops(compiled.as_text() or "")
         sent, unknown = wire_bytes(ledger)
         notes = list(flops.not_understood)
@@ -214,7 +216,7 @@ class _Exploration:
         wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
         problems: tuple[Problem, ...] = ()
         if ledger.memory.peak > self.hardware.memory:
-            # The compiler of a target has refused what does not fit in its memory.
+            # A target's compiler refuses programs that exceed its memory.
             if self._is_given:
                 problems = (_too_high(ledger.memory, self.hardware.memory),)
             elif self._is_assumed:
@@ -227,7 +229,7 @@ class _Exploration:
             wire_bytes=sent,
             compute_seconds=compute,
             wire_seconds=wire,
-            # What does not fit has no place among those that run.
+            # A program that does not fit is not ranked.
             score=None if problems else compute + wire,
             notes=tuple(f"{name_of(one)}: {note}" for note in notes),
             ledger=ledger,
@@ -242,8 +244,7 @@ NOT_COMPILED = Problem(None, None, "", "it was not compiled: the exploration was
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
-    """Raise the error of a user's function if it is the same for all candidates: it is not about
-    layouts then."""
+    """Raise a user's error if all candidates have it, since it does not depend on layouts."""
     if not errors or len(errors) < compiled:
         return
     first = errors[0]
@@ -260,12 +261,12 @@ LARGEST = 3
 
 
 def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
-    """The problems of arguments that take more than the memory; empty if they may fit.
+    """Return the problems of arguments that exceed the memory; empty if they may fit.
 
-    An array without a spec is left out: the compiler may shard it.
+    Arrays without a spec are left out, since the compiler may shard them.
 
     Args:
-        plan: their plan.
+        plan: the plan of the arguments.
         memory: the bytes of memory.
         there: the words before the memory: `there are`, `a TPU v5e has`.
     """
@@ -285,8 +286,10 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
 
 
 def _may_not_fit(program: Memory, kind: Kind) -> str:
-    """That a program for this machine has a higher peak than the memory of an accelerator. It is no
-    problem, since the accelerator's own program has another peak."""
+    """Describe a peak on this machine that exceeds an accelerator's memory.
+
+    It is not a problem, since the accelerator's own program has a different peak.
+    """
     peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
     return (
         f"may not fit: this machine's program needs {peak} of memory, and a {kind.name} has "
@@ -295,7 +298,7 @@ def _may_not_fit(program: Memory, kind: Kind) -> str:
 
 
 def _too_high(program: Memory, memory: float) -> Problem:
-    """The problem of a program whose peak is more than the memory."""
+    """Return the problem of a program whose peak exceeds the memory."""
     arguments = sum(program.arguments.values())
     why = (
         f"the program needs {bytes_text(program.peak)} of memory, and there are "
@@ -305,7 +308,7 @@ def _too_high(program: Memory, memory: float) -> Problem:
 
 
 def _problems_of(error: BaseException) -> tuple[Problem, ...]:
-    """The problems of an error: its first lines, and what it lists."""
+    """Return an error's headline and the problems that it lists."""
     if not isinstance(error, FunctreeError):
         return (Problem(None, None, "", error_text(error)),)
     headline = re.split(r"\n\s*\n", str(error).strip(), maxsplit=1)[0]

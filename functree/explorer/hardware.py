@@ -1,5 +1,4 @@
-"""`Hardware`: what of an accelerator the score of a layout depends on; and a table of those that
-programs are compiled for."""
+"""`Hardware` describes an accelerator for the score of layouts; `KINDS` has known accelerators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,7 +8,7 @@ from functree.argument_checks import FRACTION, POSITIVE, Takes, check
 from functree.devices.targets import GPUS, Target
 
 MeshAxes = str | tuple[str, ...]
-"""A mesh axis; or several, over which one collective communicates."""
+"""A mesh axis, or several over which one collective communicates."""
 
 
 def _is_links(value: Any) -> bool:
@@ -30,20 +29,20 @@ _EFFICIENCY = FRACTION._replace(
 
 @dataclass(frozen=True)
 class Hardware:
-    """What of an accelerator the score of a layout depends on, for one device.
+    """The figures of one device of an accelerator, for the score of layouts.
 
     Attributes:
-        flops: the products and sums in a second, at most, in the dtype of the computation.
+        flops: the peak number of products and sums per second, in the dtype of the computation.
         memory: the bytes of memory that a program may use.
-        links: the bytes that a link carries in a second, in one direction. `ft.explore` counts the
-            links along each mesh axis by the shape of the target; of a GPU this is the sum of its
-            NVLinks. Or a dict of what a device sends along each mesh axis; over several of them a
-            collective goes at the pace of the slowest, unless their tuple is a key too.
-        efficiency: the share of `flops` that programs reach. It belongs to one kind of accelerator,
-            and is measured with programs of the same kind.
+        links: the bytes per second of a link, in one direction. `ft.explore` derives the links
+            along each mesh axis from the target's shape. For a GPU, this is the sum of its NVLinks.
+            Or a dict of the bytes per second that a device sends along each mesh axis. Over several
+            mesh axes, the slowest counts, unless the dict has their tuple as a key.
+        efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
+            similar programs.
 
     Raises:
-        FunctreeError: (when created) a value is not a positive number.
+        FunctreeError: (when created) if a value is not a positive number.
 
     Examples:
         >>> ft.Hardware(
@@ -80,12 +79,12 @@ class Kind(NamedTuple):
     """A kind of accelerator.
 
     Attributes:
-        name: what it is called: `TPU v5e`.
+        name: its name: `TPU v5e`.
         hardware: the figures of one device.
-        network: the bytes that a device sends in a second to devices of other hosts, if these have
-            no links to one another.
-        ring: the length from which on a dimension of a slice is a ring, or of which it has to be a
-            multiple for that; None if there are no rings.
+        network: the bytes per second that a device sends to other hosts, if hosts have no direct
+            links.
+        ring: the length from which a dimension of a slice is a ring, or whose multiples are rings.
+            None if there are no rings.
     """
 
     name: str
@@ -99,15 +98,15 @@ class Kind(NamedTuple):
 #     flops in bfloat16 and ICI links of v4, v5e, v5p and v6e, and which slices are rings
 # [2] Google Cloud, "TPU7x (Ironwood)": 2,307 TFLOPs and 1,200 GB/s of ICI for a chip, as for v5p.
 #     A chip is two devices, which share its links.
-# [3] the compilers for TPUs, libtpu of jax 0.12: the memory that they let a program have
+# [3] the compilers for TPUs, libtpu of jax 0.12: the memory that they let a program use
 # [4] data sheets of NVIDIA: A100 312, H100 and H200 989, HGX B200 2,250 TFLOPS (bfloat16, dense);
 #     NVLink and memory as in `functree.devices.targets`
 # [5] NVIDIA DGX BasePOD, core components: eight ports of 400 Gb/s for the eight GPUs of a DGX H100,
 #     H200 or B200. DGX A100 data sheet: 200 Gb/s for each.
 # [6] step times of recipes, all FSDP with recomputation, in github.com/AI-Hypercomputer/tpu-recipes
-#     (at c8cfe2f): with 0.59 the scores of those for v6e are within 11 % of the published times
-#     (benchmarks/explore.md). The one for v5p says 0.91, of the flops alone. Of the other
-#     kinds nothing was published that could be compiled again, so they have the share of v6e.
+#     (at c8cfe2f): with 0.59, the scores for v6e are within 11 % of the published times
+#     (benchmarks/explore.md). The recipe for v5p gives 0.91, from the flops alone. No published
+#     recipe for the other kinds could be compiled, so they use the share of v6e.
 _MEASURED_V6E = 0.59
 _GIB = 2**30
 
@@ -136,9 +135,9 @@ KINDS: dict[str, Kind] = {
 """The accelerators that programs can be compiled for."""
 
 ASSUMED = "v5e"
-"""The kind that layouts are ranked for, if no target is given."""
+"""The kind for which layouts are ranked without a target."""
 
 
 def kind_of(target: Target | None) -> Kind:
-    """The kind of accelerator of a target; without a target, one that is assumed."""
+    """Return a target's kind of accelerator, or the assumed kind without a target."""
     return KINDS[ASSUMED if target is None else target.kind]

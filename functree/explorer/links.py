@@ -1,5 +1,8 @@
-"""The links between devices: a ledger ─► the bytes that a device sends along each mesh axis, and a
-mesh axis ─► those that it can send in a second."""
+"""The traffic and the bandwidth of links between devices, along each mesh axis.
+
+`wire_bytes` counts the bytes that a device sends, and `bandwidth` the bytes that it can send per
+second.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -17,14 +20,14 @@ from functree.explorer.hardware import Hardware, Kind, MeshAxes
 def bandwidth(
     axes: tuple[str, ...], mesh: Mesh, target: Target | None, hardware: Hardware, kind: Kind
 ) -> float:
-    """The bytes that a device sends in a second in a collective over some mesh axes.
+    """Return the bytes per second that a device sends in a collective over some mesh axes.
 
     Args:
         axes: the mesh axes.
         mesh: the mesh.
-        target: the target that the mesh is of; None for simulated devices, along each of whose mesh
-            axes there is one link.
-        hardware: what the links carry.
+        target: the mesh's target; None for simulated devices, which have one link along each mesh
+            axis.
+        hardware: the bandwidth of links.
         kind: the kind of accelerator.
     """
     if isinstance(hardware.links, Mapping):
@@ -39,7 +42,7 @@ def bandwidth(
 
 
 def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
-    """Raise FunctreeError if the hardware has links by mesh axis, and none for one of a mesh."""
+    """Raise FunctreeError if the hardware's dict of links lacks one of the mesh axes."""
     links = hardware.links
     if not isinstance(links, Mapping):
         return
@@ -52,14 +55,16 @@ def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
 
 
 def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
-    """The devices of the first group that communicates along some mesh axes."""
+    """Return the devices of the first group along some mesh axes."""
     place = tuple(slice(None) if name in axes else 0 for name in mesh.axis_names)
     return list(np.ravel(mesh.devices[place]))
 
 
 def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
-    """GPUs: by NVLink in a host; to other hosts by the ports of all GPUs of a host that take
-    part."""
+    """Return the bandwidth of a group of GPUs.
+
+    Within a host, they use NVLink. Between hosts, they use the ports of all GPUs in the group.
+    """
     hosts = [device.process_index for device in group]
     if len(set(hosts)) == 1 or kind.network is None:
         return nvlink
@@ -67,9 +72,9 @@ def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
 
 
 def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
-    """How many links of a TPU are used along a mesh axis.
+    """Count the links of a TPU along a mesh axis.
 
-    Two along a dimension of the torus that is a ring, one along a part of it or along a line.
+    For each dimension of the torus, a ring has two links; a part of a ring, or a line, has one.
     """
     coordinates = np.asarray([device.coords for device in group])
     links = 0
@@ -78,25 +83,25 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
         if used == 1:
             continue
         links += 2 if used == length and _is_ring(length, dimension, target, kind) else 1
-    # The devices of one chip, whose connection is faster than a link of the chip to others.
+    # Devices on one chip have a faster connection than the links between chips.
     return max(1, links)
 
 
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if kind.ring is None:
         return False
-    # In two dimensions only the full torus is closed; in three each multiple of a cube is.
+    # In two dimensions, only the full torus has rings; in three, each multiple of a cube has.
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
 
 
-# A ledger has the bytes of the result on one device. Of a group of n devices, each sends so many
-# times as much, by the algorithms on rings:
+# A ledger has the bytes of the result on one device. With ring algorithms in a group of n devices,
+# each device sends this many times as much:
 _FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # a reduce-scatter, and then an all-gather
     "all-gather": lambda n: (n - 1) / n,
-    "reduce-scatter": lambda n: n - 1,  # of which the result is one shard
+    "reduce-scatter": lambda n: n - 1,  # its result is one shard
     "all-to-all": lambda n: (n - 1) / n,
     "ragged-all-to-all": lambda n: (n - 1) / n,
     "collective-permute": lambda n: 1,
@@ -104,8 +109,10 @@ _FACTORS = {
 
 
 def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
-    """The bytes by mesh axis, largest first; those of collectives over several are under their
-    tuple. And the bytes of collectives of which the mesh axes are not known."""
+    """Return the bytes sent along each mesh axis, largest first, and the bytes with unknown axes.
+
+    A collective over several mesh axes counts under their tuple.
+    """
     found: dict[MeshAxes, float] = {}
     unknown = 0
     for one in ledger.collectives:

@@ -1,4 +1,4 @@
-"""What a user gives for `meshes`, and the layouts ─► the pairs of a mesh and a layout to try."""
+"""`trials` pairs the meshes and the layouts that an exploration tries."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,12 +42,13 @@ class Trial(NamedTuple):
 
 
 def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None) -> list[Trial]:
-    """Each mesh with each layout, in the order in which they are given.
+    """Pair each mesh with each layout, in the given order.
 
     Raises:
-        ShardingError: something in `meshes` is no mesh, or has another number of devices than the
-            target, or more than there are.
-        RuleError: the mesh axes are not known that a number of devices would be divided among.
+        ShardingError: if an entry of `meshes` is not a mesh.
+        ShardingError: if a mesh does not have the target's number of devices, or has more than
+            there are.
+        RuleError: if the mesh axes among which to divide a number of devices are unknown.
     """
     found: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
     for one in _listed(meshes):
@@ -62,7 +63,7 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
 
 
 def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
-    """Several meshes, or a single one, as a list."""
+    """Return one or several meshes as a list."""
     if isinstance(meshes, Mapping) or SIZE.fits(meshes):
         meshes = [meshes]
     is_list = isinstance(meshes, Iterable) and not isinstance(meshes, str)
@@ -81,9 +82,9 @@ _MESHES = 'give dicts of sizes, `[{"data": 8, "model": 4}]`, or a number of devi
 def _factored(
     devices: int, layouts: Mapping[str, LayoutTree]
 ) -> Iterator[tuple[Mapping[str, int], str]]:
-    """All meshes of a number of devices, each with the layouts that use all of its mesh axes."""
+    """Yield all meshes of a number of devices, with the layouts that use all their mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
-    # A body may name a mesh axis that only another layout uses, so each mesh has all of them.
+    # A function may name a mesh axis that only some layouts use, so each mesh has all of them.
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
@@ -93,13 +94,13 @@ def _factored(
     for sizes in _factorings(devices, len(names)):
         mesh = dict(zip(names, sizes, strict=True))
         for name, axes in used.items():
-            # Along a mesh axis that the layout does not name, all devices would do the same.
+            # Along a mesh axis that the layout does not name, all devices would do the same work.
             if all(size == 1 or axis in axes for axis, size in mesh.items()):
                 yield mesh, name
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a product of so many factors, the first one largest first."""
+    """Yield all products of this many factors, with the largest first factor first."""
     if parts == 1:
         yield (number,)
         return
@@ -110,7 +111,7 @@ def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 
 def named_mesh_axes(layouts: LayoutTree) -> tuple[str, ...]:
-    """The mesh axes that a layout, or a tree of layouts, names, in the order of its text."""
+    """Return the mesh axes that a layout, or a tree of layouts, names, in order of appearance."""
     found: dict[str, None] = {}
     for one in tree_leaves(layouts, is_leaf=is_layout):
         if is_layout(one):
@@ -138,11 +139,11 @@ def _named(layout: Layout) -> Iterator[str]:
         case Plan():
             yield from named_mesh_axes([row.spec for row in layout.rows])
         case FunctionLayout():
-            pass  # it may name any
+            pass  # its mesh axes are unknown
 
 
 def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
-    """Raise ShardingError for a mesh that the target, or this machine, has not the devices of."""
+    """Raise ShardingError unless the target, or this machine, has enough devices for a mesh."""
     needed = math.prod(sizes.values())
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     have = f"explore: the mesh {asked} has {count(needed, 'device')}"

@@ -1,24 +1,25 @@
-"""How far long work is ─► a line on the standard error that changes, or lines in a log."""
+"""`shown_progress` shows the progress of long work on standard error."""
 
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 PATIENCE = 5.0
-"""The seconds after which something is said in a log."""
+"""The seconds before the first line in a log."""
 
 
 @contextmanager
 def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """A context in which the standard error says how far long work is. It gives the function to
-    call before each part, with the number of those before it and its name.
+    """Show the progress of long work: in a line that changes on a terminal, or in lines of a log.
+
+    Yields a function to call before each part, with the number of parts done and the part's name.
 
     Args:
-        what: what is said: `explore: {} compiled`, with the numbers in the place of the braces.
+        what: the text: `explore: {} compiled`; the numbers replace the braces.
         total: the number of parts.
-        wanted: whether anything is said.
+        wanted: whether to show anything.
     """
-    # Rich takes long to import, and only such work needs it.
+    # rich imports slowly, and only long work needs it.
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Column
@@ -39,7 +40,7 @@ def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[in
 
     def show(done: int, name: str) -> None:
         bar.update(task, completed=done, description=name)
-        # In a log a line cannot be overwritten, so it says nothing of what is quick.
+        # A log's lines cannot be overwritten, so quick work logs nothing.
         is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
         if wanted and is_long and not console.is_interactive:
             console.print(bar.get_renderable())

@@ -1,4 +1,4 @@
-"""The candidates of an exploration ─► `Ranking`: best first, as a table, a page and JSON."""
+"""A `Ranking` holds the candidates of an exploration, best first, as a table, a page and JSON."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,38 +30,38 @@ from functree.report.table import (
 )
 
 TIE = 1.15
-"""Scores that are so many times the best one are no worse: the score tells no more than that."""
+"""Scores up to this multiple of the best are ties, since the score is no more precise."""
 
 GIVEN = "the hardware that was given"
-"""What accelerators are called whose figures the caller gives."""
+"""The name of hardware that the caller describes."""
 
 MOST = 3
-"""The number of problems of a candidate that are printed."""
+"""The most problems that are printed for a candidate."""
 
 
 @dataclass(frozen=True, repr=False)
 class Candidate:
-    """A mesh and a layout, and what is known of the program on them: a row of a `Ranking`.
+    """A mesh and a layout with the figures of their program: a row of a `Ranking`.
 
-    All figures are those of one device. What was not found out is None.
+    All figures are for one device. Unknown ones are None.
 
     Attributes:
         mesh: the sizes of the mesh axes.
         layout_name: the name of the layout.
         problems: why it cannot run; empty if it can.
-        bytes_per_device: the bytes of the arguments, by the plan.
-        peak_bytes: the most bytes at one time, as the compiler says.
-        flops: the products and sums of the program, with what is computed again.
-        wire_bytes: the bytes that are sent, by mesh axis, largest first; those of collectives over
-            several mesh axes are under their tuple.
-        compute_seconds: what the flops take.
-        wire_seconds: what the bytes take, one mesh axis after the other.
-        score: the sum of both: a score to compare layouts by, and no forecast.
-        tied: whether it is within 15 % of the best, and another one is too. Between these the score
-            does not tell which is faster.
+        bytes_per_device: the bytes of the arguments, from the plan.
+        peak_bytes: the most bytes in use at one time, as the compiler reports it.
+        flops: the products and sums of the program, including recomputation.
+        wire_bytes: the bytes that are sent, by mesh axis, largest first. A collective over several
+            mesh axes counts under their tuple.
+        compute_seconds: the time for the flops.
+        wire_seconds: the time to send the bytes, one mesh axis after the other.
+        score: the sum of both. It compares layouts and does not forecast times.
+        tied: whether it and at least one other candidate are within 15 % of the best. The score
+            cannot tell which of these is faster.
         is_frontier: whether no other candidate has both a lower score and a lower peak.
-        notes: what is not a part of the figures, a sentence for each thing.
-        ledger: what the program moves, and keeps in memory.
+        notes: one sentence for each thing that the figures leave out.
+        ledger: what the program moves, and its memory.
         layout: the layout as it was given. Its text can be pasted into a program.
     """
 
@@ -87,16 +87,16 @@ class Candidate:
 
 @dataclass(frozen=True, repr=False)
 class Ranking:
-    """The candidates of an exploration, best first; those that cannot run are last.
+    """The candidates of an exploration, best first; those that cannot run come last.
 
-    It is made by `ft.explore`. It can be iterated over, indexed and printed.
+    `ft.explore` returns it. It can be iterated over, indexed and printed.
 
     Attributes:
         rows: the candidates.
-        hardware: what the score was computed with.
-        kind: the kind of accelerator that it is of.
-        target: the target that programs were compiled for; None for the devices of this machine.
-        notes: what a reader must know before the figures.
+        hardware: the figures used for the score.
+        kind: the kind of accelerator with these figures.
+        target: the target of the compilation; None for the devices of this machine.
+        notes: the notes above the figures.
     """
 
     rows: tuple[Candidate, ...]
@@ -107,14 +107,13 @@ class Ranking:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The best candidate, and those that are tied with it; empty if none can run."""
+        """The best candidate and those tied with it; empty if none can run."""
         runs, _ = _divided(self.rows)
         return tuple(row for row in runs if row.tied) or tuple(runs[:1])
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
-        """The candidates to which no other one is better in both score and memory, best score
-        first."""
+        """The candidates that no other beats in both score and memory, best score first."""
         return tuple(row for row in self.rows if row.is_frontier)
 
     def __getitem__(self, index: int) -> Candidate:
@@ -133,14 +132,14 @@ class Ranking:
         return f"<Ranking of {len(self.rows)} candidates for {self.target or self.kind}>"
 
     def html(self) -> str:
-        """The ranking as a HTML page, with a bar for the score of each candidate."""
+        """Render the ranking as an HTML page, with a bar for each candidate's score."""
         return self._page(whole=True)
 
     def _repr_html_(self) -> str:
         return self._page(whole=False)
 
     def to_json(self) -> str:
-        """The ranking as JSON. It has no ledgers, and no layouts."""
+        """Return the ranking as JSON, without ledgers and layouts."""
         data = {
             "functree": "ranking",
             "format": 1,
@@ -159,7 +158,7 @@ class Ranking:
         return report_html("functree explore", notes, content, whole)
 
     def _head(self) -> list[str]:
-        """The lines above the table."""
+        """Return the lines above the table."""
         hardware = self.hardware
         if isinstance(hardware.links, Mapping):
             each = [f"{axes_text(axes, '+')} {_rate(one)}" for axes, one in hardware.links.items()]
@@ -181,12 +180,12 @@ class Ranking:
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
-    """Candidates in the order of their scores, with ties and the frontier marked."""
+    """Sort candidates by score, and mark ties and the frontier."""
     runs, refused = _divided(candidates)
     runs.sort(key=lambda one: (one.score, one.peak_bytes))
     tied = [one for one in runs if (one.score or 0) <= TIE * (runs[0].score or 0)]
     marked: list[Candidate] = []
-    least: int | None = None  # the lowest peak of those with better scores
+    least: int | None = None  # the lowest peak among better scores
     for one in runs:
         peak = one.peak_bytes or 0
         is_frontier = least is None or peak < least
@@ -197,7 +196,7 @@ def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
 
 
 def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate]]:
-    """The candidates that can run, and those that cannot."""
+    """Divide candidates into those that can run and those that cannot."""
     runs: list[Candidate] = []
     refused: list[Candidate] = []
     for row in rows:
@@ -212,7 +211,7 @@ def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate
 
 
 def _data(one: Candidate) -> dict[str, Any]:
-    """A candidate as JSON has it: its fields, but for what has no JSON."""
+    """Convert a candidate to JSON types, without fields that JSON cannot hold."""
     data = dict(vars(one), mesh=dict(one.mesh), wire_bytes=_by_text(one.wire_bytes))
     del data["ledger"], data["layout"]
     data["problems"] = []
@@ -224,7 +223,7 @@ def _data(one: Candidate) -> dict[str, Any]:
 
 
 def _by_text(values: Any) -> Any:
-    """A dict by mesh axes as JSON has it; a single number as it is."""
+    """Convert a dict with mesh axes as keys to JSON types; return a single number unchanged."""
     if not isinstance(values, Mapping):
         return values
     return {axes_text(axes, ","): value for axes, value in values.items()}
@@ -234,17 +233,17 @@ def _by_text(values: Any) -> Any:
 
 
 def mesh_text(sizes: Mapping[str, int]) -> str:
-    """The sizes of a mesh as the command line takes them: `data=8,model=4`."""
+    """Return the sizes of a mesh in the command line's form: `data=8,model=4`."""
     return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def name_of(one: Candidate) -> str:
-    """What a candidate is called in sentences: `fsdp on data=8`."""
+    """Return a candidate's name in sentences: `fsdp on data=8`."""
     return f"{one.layout_name} on {mesh_text(one.mesh)}"
 
 
 def axes_text(axes: MeshAxes, between: str = " and ") -> str:
-    """A mesh axis, or several, as text: `data`, `data and model`."""
+    """Return the text of one or several mesh axes: `data`, `data and model`."""
     if isinstance(axes, str):
         return axes
     return between.join(axes)
@@ -255,7 +254,7 @@ def _rate(bandwidth: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    """A part of a score as text, with two digits.
+    """Return the text of a part of a score, with two digits.
 
     >>> seconds_text(2.345), seconds_text(0.0123), seconds_text(0.0000456)
     ('2.3 s', '12 ms', '46 µs')
@@ -271,13 +270,13 @@ def seconds_text(seconds: float) -> str:
 
 
 def why_worse(one: Candidate, best: Candidate) -> str:
-    """Why a candidate has a worse score than the best one; empty for the best one."""
+    """Explain why a candidate's score is worse than the best; empty for the best candidate."""
     if not one.score or not best.score or one is best:
         return ""
     compute = (one.compute_seconds or 0) - (best.compute_seconds or 0)
     wire = (one.wire_seconds or 0) - (best.wire_seconds or 0)
     parts: list[str] = []
-    # What is less than a hundredth of the score explains nothing.
+    # Parts below a hundredth of the score explain nothing.
     if compute > one.score / 100:
         parts.append(f"{seconds_text(compute)} more to compute")
     if wire > one.score / 100:
@@ -291,7 +290,7 @@ def why_worse(one: Candidate, best: Candidate) -> str:
 
 
 def _tie_text(best: Sequence[Candidate]) -> str:
-    """The sentence about a tie; empty if there is none."""
+    """Describe a tie; empty if there is none."""
     if len(best) < 2:
         return ""
     named = listed(list(map(name_of, best)), 6)
@@ -302,8 +301,7 @@ def _tie_text(best: Sequence[Candidate]) -> str:
 
 
 def problem_lines(one: Candidate) -> Iterator[str]:
-    """Why a candidate cannot run: a line for each problem and all arrays that have it; of many the
-    first few."""
+    """Yield a line for each problem of a candidate with its arrays, but at most a few."""
     groups = problem_groups(one.problems)
     for group in groups[:MOST]:
         text = "; ".join(group.whys)
@@ -317,11 +315,11 @@ def problem_lines(one: Candidate) -> Iterator[str]:
 
 # The table
 
-_COLUMNS = (2, 22, 24, 10, 10, 10)  # of marks, layout, mesh, peak, compute and wire
+_COLUMNS = (2, 22, 24, 10, 10, 10)  # the widths of marks, layout, mesh, peak, compute and wire
 
 
 def _text(rows: Sequence[Candidate], head: Sequence[str], tie: str) -> str:
-    """The ranking as text, at most 100 columns wide."""
+    """Render the ranking as text, at most 100 columns wide."""
     lines = paragraphs(head)
     runs, refused = _divided(rows)
     if runs:
@@ -359,7 +357,7 @@ def _cells(mark: str, layout: str, mesh: str, *numbers: str) -> tuple[str, ...]:
 
 
 def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
-    """The lines below the table."""
+    """Yield the lines below the table."""
     if tie:
         yield f"= {tie}"
     yield "* no other has both a better score and a lower peak of memory"
@@ -376,7 +374,7 @@ def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
 
 
 def _runs_html(runs: Sequence[Candidate]) -> str:
-    """The candidates that can run, with bars for score and memory; nothing if there are none."""
+    """Render the candidates that can run, with bars for score and memory; empty if none can."""
     if not runs:
         return ""
     rows: list[Sequence[str]] = []
@@ -400,13 +398,13 @@ def _names(one: Candidate) -> tuple[str, str]:
 
 
 def _score_html(one: Candidate, longest: float) -> str:
-    """The score, and a bar of its two parts."""
+    """Render the score, with a bar of its two parts."""
     segments: list[Segment] = []
     for name, seconds, kind in (
         ("compute", one.compute_seconds or 0, "p0"),
         ("wire", one.wire_seconds or 0, "p2"),
     ):
-        # In nanoseconds, since bars are drawn of whole numbers.
+        # Nanoseconds, since the sizes of bars are integers.
         text = seconds_text(seconds)
         segments.append(Segment(f"{name} {text}", round(1e9 * seconds), kind, text))
     key = " ".join(one.name for one in segments)

@@ -1,4 +1,4 @@
-"""A function and its arguments ─► `Step`: the function of `ft.jit` for any layouts of these."""
+"""A `Step` is a function with its arguments, to be compiled with different layouts."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class Step:
-    """A function, with its options of `ft.jit` if it has some, and abstract arguments.
+    """A function, with its options if it comes from `ft.jit`, and abstract arguments.
 
     Args:
         fn: the function.
-        args: its arguments, whose arrays may be concrete. Where they are does not matter.
+        args: its arguments, whose arrays may be concrete. Their placement does not matter.
     """
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
@@ -35,7 +35,7 @@ class Step:
         fun, bound, names = Partial.of(fn)
         if isinstance(fun, Jit) and not names:  # such as a method
             fn, arguments = fun, (*bound, *arguments)
-        # Its options are kept, such as what it donates; its layouts are replaced.
+        # Its options are kept, such as donation; its layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__
         self.args: tuple[Tree, ...] = _abstract(arguments)
@@ -45,11 +45,12 @@ class Step:
         self._call: Record = with_static(call, self._jit.static)
 
     def options(self, layouts: LayoutTree) -> dict[str, Any]:
-        """The options of `ft.jit` for a layout of the arguments. The first part of it that has
-        rules is also the `rules`.
+        """Return the options of `ft.jit` for a layout of the arguments.
+
+        The first part of the layout with rules also becomes the `rules`.
 
         Raises:
-            RuleError: it does not have the structure of the arguments.
+            RuleError: if the layout does not have the structure of the arguments.
         """
         options: dict[str, Any] = {"in_shardings": layouts}
         for part in broadcast(self._layouts(layouts).prefix(self._call), self._call):
@@ -59,17 +60,17 @@ class Step:
         return options
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
-        """The plan of the arguments, with its problems. No device is used."""
+        """Return the plan of the arguments, with its problems, without using devices."""
         leaves, parts = self._layouts(layouts).read(self._call)
         view = agreed_mesh(sizes, own_meshes(parts))
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
     def jitted(self, options: Mapping[str, Any]) -> Jit[..., Tree]:
-        """The function, with options of `ft.jit` in place of its own."""
+        """Return the function with these options of `ft.jit`, which replace its own."""
         return self._jit.changed(self._fun, **options)
 
     def compile(self, options: Mapping[str, Any]) -> Compiled:
-        """The compiled program, likewise."""
+        """Compile the function with these options of `ft.jit`, which replace its own."""
         return self.jitted(options).lower(*self.args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
@@ -77,7 +78,7 @@ class Step:
 
 
 def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """A function whose bound arguments are abstract, such as the instance of a method."""
+    """Make a function's bound arguments abstract, such as a method's instance."""
     fun, args, kwargs = Partial.of(fn)
     if not args and not kwargs:
         return fn
@@ -85,6 +86,6 @@ def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
 
 
 def _abstract(tree: T) -> T:
-    """A tree whose arrays are nowhere yet."""
+    """Make a tree abstract, without shardings."""
     skeleton, arrays = Skeleton.apart(tree)
     return skeleton.fill([abstract(jax.typeof(array)) for array in arrays])

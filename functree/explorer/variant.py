@@ -1,5 +1,4 @@
-"""A jitted function and its arguments ─► `Variant`: its traced program, in which a constraint or a
-layout can be changed."""
+"""A `Variant` is a traced program whose constraints and shardings can be changed."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,14 @@ from functree.tree.jaxprs import all_equations
 
 @dataclass(frozen=True)
 class Variant:
-    """A traced program with the layouts of its inputs and outputs.
+    """A traced program with the shardings of its inputs and outputs.
 
     Attributes:
         program: the program, from arrays to arrays.
         inputs: its abstract inputs, with their shardings.
-        outputs: the shardings of its outputs; None where the compiler chooses.
-        donated: the indices of the inputs that are donated.
-        mesh: the mesh to enter around a lowering; None for the current one.
+        outputs: the shardings of its outputs; None if the compiler chooses.
+        donated: the indices of the donated inputs.
+        mesh: the mesh to enter for lowering; None for the current one.
     """
 
     program: Any
@@ -38,12 +37,12 @@ class Variant:
     def of(
         cls, fn: Callable[..., Any], arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None
     ) -> "Variant | None":
-        """The program of a function that does nothing but call a jitted one; None if it does more.
+        """Trace a function that only calls a jitted function; None if it does more.
 
         Args:
             fn: the function, from arrays to arrays.
             arrays: its inputs, which may be abstract.
-            mesh: the mesh to enter around a trace.
+            mesh: the mesh to enter for tracing.
         """
         with around(mesh):
             traced = jax.make_jaxpr(fn)(*arrays)
@@ -51,7 +50,7 @@ class Variant:
             return None
         [call] = traced.eqns
         given: dict[Any, Any] = dict(zip(traced.jaxpr.invars, arrays, strict=True))
-        # The arrays of a module that is the function itself.
+        # If the function is a module, its arrays are constants.
         given |= zip(traced.jaxpr.constvars, traced.consts, strict=True)
         inputs: list[jax.ShapeDtypeStruct] = []
         own = call.params["in_shardings"]
@@ -65,7 +64,7 @@ class Variant:
         return cls(call.params["jaxpr"], tuple(inputs), tuple(outputs), tuple(donated), mesh)
 
     def lower(self) -> Lowered:
-        """The lowered program."""
+        """Lower the program."""
         jitted = jax.jit(
             jaxpr_as_fun(self.program),
             out_shardings=list(self.outputs),
@@ -75,22 +74,22 @@ class Variant:
             return jitted.lower(*self.inputs)
 
     def constraints(self) -> Iterator[str]:
-        """The lines with constraints, each once."""
+        """Yield the lines with constraints, without repeats."""
         yield from dict.fromkeys(filter(None, map(_line, all_equations(self.program))))
 
     def without_constraint(self, line: str) -> "Variant":
-        """The program without the constraints of a line."""
+        """Return the program without the constraints of a line."""
         return replace(self, program=_Without(line).program(self.program))
 
     def with_inputs(self, shardings: Mapping[int, NamedSharding]) -> "Variant":
-        """The program with other shardings of some inputs."""
+        """Return the program with different shardings of some inputs."""
         inputs = list(self.inputs)
         for i, sharding in shardings.items():
             inputs[i] = _laid(inputs[i], sharding)
         return replace(self, inputs=tuple(inputs))
 
     def with_outputs(self, shardings: Mapping[int, NamedSharding | None]) -> "Variant":
-        """The program with other shardings of some outputs."""
+        """Return the program with different shardings of some outputs."""
         outputs = [shardings.get(i, one) for i, one in enumerate(self.outputs)]
         return replace(self, outputs=tuple(outputs))
 
@@ -100,12 +99,12 @@ def _laid(array: Any, sharding: object) -> jax.ShapeDtypeStruct:
 
 
 def _named(sharding: object) -> NamedSharding | None:
-    """A sharding on a mesh; None for one that the compiler chooses, or of a single device."""
+    """Return a sharding on a mesh, and None for all others."""
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
 def _line(equation: JaxprEqn) -> str | None:
-    """The line of a constraint, as a ledger tells it; None of another operation."""
+    """Return a constraint's line, as in a ledger; None for other operations."""
     if equation.primitive.name != "sharding_constraint" or equation.source_info.traceback is None:
         return None
     frames = equation.source_info.traceback.frames
@@ -118,11 +117,11 @@ class _Without:
 
     def __init__(self, line: str):
         self._line = line
-        # A function that is called several times is one program, and stays one.
+        # A function that is called several times must stay one program.
         self._known: dict[int, Any] = {}
 
     def program(self, program: Any) -> Any:
-        """A program, and those inside of it, without these constraints."""
+        """Remove these constraints from a program and the programs inside it."""
         if id(program) not in self._known:
             inner = getattr(program, "jaxpr", program)
             changed = self._jaxpr(inner)
@@ -150,7 +149,7 @@ class _Without:
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr | Jaxpr):
             return self.program(value)
-        # Of `cond` the branches. Others are named tuples, such as the dimensions of a convolution.
+        # The branches of `cond`. Other tuples are named, such as the dimensions of a convolution.
         if type(value) is tuple and value and isinstance(value[0], ClosedJaxpr | Jaxpr):
             return tuple(map(self.program, value))
         return value

@@ -1,4 +1,4 @@
-"""A function and its arguments ─► `Why`: why its program moves arrays, and which edits it needs."""
+"""`why` explains why a function's program moves arrays, and finds edits that avoid it."""
 
 import html
 from collections import Counter
@@ -30,26 +30,26 @@ from functree.tree.arrays import Tree
 
 AVOIDABLE = "avoidable"
 
-# A fix may cost that much more of flops, and of the memory.
+# A fix may increase flops and memory by these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
-# The removal of a constraint comes first, unless another fix moves so much less.
+# Removing a constraint comes first, unless another fix moves less by this factor.
 _CLEARLY = 0.9
-# So many edits of one place are compiled, and so many fixes are printed.
+# The most edits of one place that are compiled, and the most fixes that are printed.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
-# What moves less than that much of what is moved is no fix to speak of.
+# A fix must reduce the moved bytes at least by this factor.
 _WORTH = 0.97
 
 
 class WhyRow(NamedTuple):
-    """A collective, and why it is there.
+    """A collective with its reason.
 
     Attributes:
         collective: the collective.
-        verdict: `asked`, `compiler` or None, as in `Collective.verdict`; or `avoidable`: nobody
-            asked for it, and a program without it or with less of it was compiled that needs no
-            more flops and no more memory.
-        reason: why somebody has asked for it; or that nobody has.
+        verdict: `asked`, `compiler` or None, as in `Collective.verdict`, or `avoidable`. Avoidable
+            means that the compiler chose it, and that a compiled program with less of it needs no
+            more flops and memory.
+        reason: the request that leads to it, or a text that says that there is none.
         cause: the operation that it comes from.
     """
 
@@ -60,15 +60,15 @@ class WhyRow(NamedTuple):
 
 
 class Fix(NamedTuple):
-    """An edit after which a program moves less. The program was compiled.
+    """An edit after which a program moves less. The edited program was compiled.
 
-    Each pair is of one device, before and after the edit.
+    Each pair holds the figures before and after the edit, for one device.
 
     Attributes:
-        change: what to write, or to remove.
-        source: the line that it is about; None if it is about a layout.
-        moved: the bytes that are moved in a run.
-        peak: the most bytes of memory at one time.
+        change: what to write or to remove.
+        source: the line that it concerns; None if it concerns a layout.
+        moved: the bytes moved in a run.
+        peak: the most bytes of memory in use at one time.
         flops: the products and sums.
     """
 
@@ -86,17 +86,17 @@ class Fix(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Why:
-    """Why a program moves arrays, and what removes that; made by `ft.why`.
+    """The reasons why a program moves arrays, and the edits that avoid it; `ft.why` returns it.
 
     Attributes:
         name: the name of the function.
         rows: its collectives, the largest first.
-        fixes: edits that move less for no more flops and memory, best first.
-        trades: edits that move less for more flops or memory, best first.
-        hints: what other code would do where no edit was found.
+        fixes: edits that move less without more flops and memory, best first.
+        trades: edits that move less with more flops or memory, best first.
+        hints: advice for collectives without an edit.
         data: the arguments that count as data. Their layouts are not changed.
-        tried: the number of edits that gave a program and were ranked.
-        compiled: the number of those that were compiled.
+        tried: the number of edits that could be lowered and ranked.
+        compiled: the number of edits that were compiled.
     """
 
     name: str
@@ -143,11 +143,11 @@ class Why:
         return text
 
     def to_json(self) -> str:
-        """All of it as JSON."""
+        """Return everything as JSON."""
         return json_of("why", self)
 
     def html(self) -> str:
-        """A page with the collectives, the fixes and the hints."""
+        """Render the collectives, the fixes and the hints as an HTML page."""
         return self._html(page=True)
 
     def _repr_html_(self) -> str:
@@ -168,7 +168,7 @@ class Why:
 
 
 def _title(alike: Sequence[WhyRow]) -> str:
-    """What rows of one cause are called."""
+    """Return the title of rows with one cause."""
     one = alike[0].collective
     axes, kind = ", ".join(one.mesh_axes or ("?",)), one.kind
     if len(alike) > 1:
@@ -190,7 +190,7 @@ def _at(source: str | None) -> str:
 
 
 def _percent(before: int, after: int) -> str:
-    """What was added or saved: `-12%`."""
+    """Return the change in percent: `-12%`."""
     return f"{(after - before) / max(before, 1):+.0%}"
 
 
@@ -205,27 +205,27 @@ def why(
     progress: bool = True,
     **kwargs: Tree,
 ) -> Why:
-    """Why the program of a function moves arrays, and which edits remove that. Nothing is run.
+    """Explain why a function's program moves arrays, and find edits that avoid it. Nothing is run.
 
-    The edits are: a constraint is removed, the spec of an argument is changed in one dimension, a
-    result is laid out as the argument that it replaces or as it comes, a rule of a layout is
-    changed. They are ranked by the layouts that Shardy finds, and the best are compiled. The layout
-    of data is never changed. On Explicit axes layouts are types, and only rules and results are
-    changed. An interrupt (Ctrl-C) ends the search with what is found until then.
+    An edit removes a constraint, or changes one dimension of an argument's spec. It may also shard
+    a result like the argument that it replaces, drop a result's layout, or change a rule. Edits are
+    ranked by Shardy's layouts, and the best are compiled. The layout of data is never changed. On
+    Explicit axes, layouts are types, so only rules and results are changed. An interrupt (Ctrl-C)
+    ends the search and returns what has been found.
 
     Args:
         fn: a function, as in `ft.ledger`.
         *args: its arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
-            jitted already.
-        out_shardings: the layout of the result, likewise.
-        mesh: the mesh, likewise.
-        compilations: how many edits are compiled at most.
-        progress: whether to show on the standard error how far it is.
-        **kwargs: its arguments by name.
+        in_shardings: the layouts of the arguments, as in `ft.jit`, if the function is not jitted.
+        out_shardings: the layout of the result, if the function is not jitted.
+        mesh: the mesh, if the function is not jitted.
+        compilations: the most edits to compile.
+        progress: whether to show progress on standard error.
+        **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: as in `ft.layouts`; `compilations` is no positive integer.
+        FunctreeError: as in `ft.layouts`.
+        FunctreeError: if `compilations` is not a positive integer.
 
     Examples:
         >>> def loss(w, x):
@@ -249,7 +249,7 @@ def why(
     """
     check("why cannot search so", compilations=(compilations, SIZE), progress=(progress, FLAG))
     call = call_of("why", fn, args, kwargs, in_shardings, out_shardings, mesh)
-    layouts = call.layouts()  # which says if they are not known, before anything is compiled
+    layouts = call.layouts()  # raises, before anything is compiled, if they are unavailable
     ledger, text = call.compiled()
     edits = list(Edits(call, args, kwargs, layouts, ledger))
     ranked = _ranked(edits, progress)
@@ -285,13 +285,13 @@ class _Figures(NamedTuple):
 
 
 class _Measured(NamedTuple):
-    """An edit that was compiled.
+    """A compiled edit.
 
     Attributes:
-        fix: what it gives.
+        fix: the edit with its figures.
         is_less: whether it moves less.
         is_fix: whether it needs no more flops and memory.
-        left: the bytes that are still moved, by what tells the collectives apart.
+        left: the bytes that are still moved, by the collectives' properties.
     """
 
     fix: Fix
@@ -301,14 +301,14 @@ class _Measured(NamedTuple):
 
 
 class _Ranked(NamedTuple):
-    """An edit, and about how many bytes its program moves."""
+    """An edit with an estimate of the bytes that its program moves."""
 
     moved: int
     edit: Edit
 
 
 def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
-    """The edits that give a program, those first that move least as far as layouts tell."""
+    """Rank the edits that can be lowered by the bytes that they move, according to layouts."""
     found: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for done, edit in enumerate(edits):
@@ -318,13 +318,15 @@ def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
             except KeyboardInterrupt:
                 break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
-                continue  # such as a rule that shards an axis by what does not divide it
+                continue  # such as a rule whose mesh axis does not divide a size
     return sorted(found, key=lambda one: one.moved)
 
 
 def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
-    """The edits to compile: the best, and not all of them about one place. Of those about what
-    somebody asked for, only the ones that move less than before."""
+    """Choose the best edits to compile, but only a few of one place.
+
+    An edit to something that was asked for must move less than before.
+    """
     chosen: list[Edit] = []
     places = Counter[str]()
     for moved, edit in ranked:
@@ -339,7 +341,7 @@ def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
 def _compiled(
     chosen: Sequence[Edit], call: LoweredCall, before: _Figures, progress: bool
 ) -> list[_Measured]:
-    """The edits that can be compiled, with what they give."""
+    """Compile edits and measure them; those that cannot be compiled are dropped."""
     found: list[_Measured] = []
     with shown_progress("why: {} compiled", len(chosen), progress) as show:
         for done, edit in enumerate(chosen):
@@ -349,12 +351,12 @@ def _compiled(
             except KeyboardInterrupt:
                 break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
-                continue  # such as a result that does not fit its layout
+                continue  # such as a layout that does not divide a result
     return found
 
 
 def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
-    """An edit, compiled."""
+    """Compile an edit and measure it."""
     compiled = edit.lower().compile()
     ledger = ledger_of(
         compiled, call.name, call.parameters, call.results, None, None, of_program=False
@@ -385,8 +387,10 @@ def _order(one: _Measured) -> tuple[int, ...]:
 
 
 def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
-    """The fixes with the removal of a constraint first, which is the plainest edit, unless another
-    one is clearly better."""
+    """Move the removal of a constraint to the front, unless another fix is clearly better.
+
+    It is the simplest edit.
+    """
     for i, one in enumerate(fixes):
         if one.fix.source is not None and _CLEARLY * one.fix.moved[1] <= fixes[0].fix.moved[1]:
             return [one, *fixes[:i], *fixes[i + 1 :]]
@@ -394,7 +398,7 @@ def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
 
 
 def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
-    """The collectives of a ledger, the largest first, with those that a fix avoids."""
+    """Yield the collectives of a ledger, the largest first; mark those that a fix avoids."""
     before = _by_kind(ledger.collectives)
     for one in sorted(ledger.collectives, key=lambda one: -one.total):
         verdict, cause = one.verdict, one.cause
@@ -408,7 +412,7 @@ def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
 
 
 def _hints(rows: Sequence[WhyRow]) -> list[str]:
-    """A hint for each operation for which no edit was found."""
+    """Return a hint for each operation without an edit."""
     found: dict[str, None] = {}
     for row in rows:
         if row.verdict == COMPILER and row.cause is not None and row.cause.hint:
