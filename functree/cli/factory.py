@@ -25,8 +25,8 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
 _FORMS = {
-    "factory": "write `module:factory`, a function of a module in this folder or an installed one",
-    "layout": "write `module:name`, a layout in a module in this folder or an installed one",
+    "factory": "write `module:factory`, a function in a module of this folder or an installed one",
+    "layout": "write `module:name`, a layout in a module of this folder or an installed one",
 }
 
 
@@ -43,10 +43,10 @@ def made(text: str) -> Tree:
             value = _abstractly(factory)
         except jax.errors.ConcretizationTypeError as error:
             raise users_error(
-                f"{text} needs the value of an array, and it is run without values", error
+                f"{text} needs the value of an array, but factories run without values", error
             ) from error
     if not is_call(value) and not Skeleton.apart(value)[1]:
-        raise Failure(f"{text} returned {_kind(value)}, in which there is no array")
+        raise Failure(f"{text} returned {_kind(value)} without arrays")
     return value
 
 
@@ -63,12 +63,12 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
             # A tracer from the factory's trace, which has ended.
             if isinstance(one, Tracer):
                 raise Failure(
-                    f"{text}: the function closes over `{path}`, an array that the factory makes, "
-                    "and no values are made here: pass it as an argument, or make it inside"
+                    f"{text}: the function closes over `{path}`, an array of the factory, which "
+                    "has no values here: pass it as an argument, or create it in the function"
                 )
         return step, tuple(args)
     raise Failure(
-        f"{text} returned {_kind(value)}, and here a function with its arguments is needed: "
+        f"{text} returned {_kind(value)} instead of a function with its arguments: write "
         "`return step, (state, batch)`"
     )
 
@@ -103,9 +103,9 @@ def named(text: str, what: str) -> Any:
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
     # A file in a parent folder now begins with a dot.
     if not all(plain.split(".")) or not all(name.split(".")):
-        raise Failure(f"{text!r} is no {what}: {_FORMS[what]}")
+        raise Failure(f"{text!r} is not a {what}: {_FORMS[what]}")
     if plain != module_name:
-        raise Failure(f"{text!r}: a module is named without its file: `{plain}:{name}`")
+        raise Failure(f"{text!r} names a file instead of a module: write `{plain}:{name}`")
     module = _imported(module_name)
     value: Any = module
     for part in name.split("."):
@@ -121,8 +121,8 @@ def _found(text: str) -> Callable[[], Any]:
     value = named(text, "factory")
     if not callable(value):
         raise Failure(
-            f"{text} is {shown(value)}, not a function: write one that returns it, so that it can "
-            "be run without values"
+            f"{text} is {shown(value)}, not a function: write a function that returns it, which "
+            "can run without values"
         )
     try:
         inspect.signature(value).bind()
@@ -130,7 +130,7 @@ def _found(text: str) -> Callable[[], Any]:
         pass
     except TypeError as error:
         raise Failure(
-            f"{text}{inspect.signature(value)} takes arguments, and a factory takes none: {error}"
+            f"{text}{inspect.signature(value)} takes arguments, but a factory takes none: {error}"
         ) from error
     return value
 
@@ -144,7 +144,7 @@ def _imported(name: str) -> Any:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             here = [path.stem for path in Path.cwd().glob("*.py")]
-            raise Failure(f"there is no module `{error.name}`{did_you_mean(name, here)}") from error
+            raise Failure(f"no module named `{error.name}`{did_you_mean(name, here)}") from error
 
 
 def _abstractly(factory: Callable[[], Tree]) -> Tree:
@@ -184,10 +184,8 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
         os.environ["XLA_FLAGS"] = f"{others} {_FLAG}={devices}".strip()
         jax.config.update("jax_platforms", "cpu")
         if len(jax.devices()) < devices:
-            raise Failure(
-                f"--devices {devices}: JAX has made its devices already, and there are "
-                f"{len(jax.devices())}"
-            )
+            have = count(len(jax.devices()), "device")
+            raise Failure(f"--devices {devices}: JAX has already created {have}")
     elif only_compile and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 
@@ -203,13 +201,13 @@ def check_devices(
         needed, asked = mesh, f"--mesh {mesh} is {count(mesh, 'device')}"
     if target is not None:
         if needed != target.size:
-            raise Failure(f"{asked}, and --target {target.text} has {target.size}")
+            raise Failure(f"{asked}, but --target {target.text} has {target.size}")
         return
     have = len(jax.devices())
     if needed <= have:
         return
     if devices is not None:
-        raise Failure(f"{asked}, and --devices {devices}: write `--devices {needed}`")
+        raise Failure(f"{asked}, but --devices is {devices}: write `--devices {needed}`")
     there = "there is 1" if have == 1 else f"there are {have}"
     add = f"add `--devices {needed}` to simulate them, or `--target tpu:v5e:2x4`"
-    raise Failure(f"{asked}, and {there}: {add}")
+    raise Failure(f"{asked}, but {there}: {add}")

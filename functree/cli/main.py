@@ -1,13 +1,13 @@
-"""Look at the layout of a model before it runs: no array is allocated, and nothing
-is run.
+"""Inspect the layout of a model before it runs. No array is allocated, and nothing
+runs.
 
-  plan      how each array is laid out on a mesh, why, and its bytes on a device
-  ledger    what the compiled program moves between devices, and keeps in memory
-  explore   compile several meshes and layouts, and rank them
-  why       why a compiled program moves arrays, and which edits remove that
+  plan      show how each array is sharded, why, and its bytes per device.
+  ledger    show what the compiled program moves, and its memory.
+  explore   compile several meshes and layouts, and rank them.
+  why       explain why a compiled program moves arrays, and find edits.
 
 Each takes MODULE:FACTORY, a function without arguments in one of your modules.
-It returns the tree for `plan`, and for the others a function and its arguments:
+For `plan`, it returns a tree; for the others, a function and its arguments:
 
   # demo.py
   import functree as ft, jax, jax.numpy as jnp, optax
@@ -90,7 +90,7 @@ class Outcome(NamedTuple):
 
 
 def plan(options: Namespace) -> Outcome:
-    """How each array is laid out.
+    """Show how each array is sharded.
 
     examples:
       functree plan demo:state --mesh data=8,model=4 --layout demo:layout
@@ -102,7 +102,7 @@ def plan(options: Namespace) -> Outcome:
         raise Failure(NO_LAYOUT)
     tree, note = made(options.factory), ""
     if is_call(tree):
-        tree, note = tree[1][0], "planned is the first argument of the function"
+        tree, note = tree[1][0], "this is the plan of the function's first argument"
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
     with refusing():
@@ -111,7 +111,7 @@ def plan(options: Namespace) -> Outcome:
 
 
 def ledger(options: Namespace) -> Outcome:
-    """What a compiled program moves and keeps.
+    """Show what a compiled program moves, and its memory.
 
     examples:
       functree ledger demo:train --mesh data=2,model=4 --layout demo:layout \\
@@ -127,7 +127,7 @@ def ledger(options: Namespace) -> Outcome:
 
 
 def explained(options: Namespace) -> Outcome:
-    """Why a compiled program moves arrays, and which edits remove that.
+    """Explain why a compiled program moves arrays, and find edits that avoid it.
 
     examples:
       functree why demo:train --mesh data=2,model=4 --layout demo:layout --devices 8
@@ -143,7 +143,7 @@ def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
     """Return a command's function and its options of `ft.jit`."""
     layout = given_layout(options)
     if not options.mesh and (layout is not None or options.target is not None):
-        raise Failure("a layout and --target need a mesh: `--mesh data=8,model=4`")
+        raise Failure("a layout and --target need a mesh: add `--mesh data=8,model=4`")
     given: dict[str, Any] = {}
     for sizes in options.mesh:
         with refusing():  # invalid names of mesh axes, or a missing compiler
@@ -158,7 +158,7 @@ def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
 
 
 def explored(options: Namespace) -> Outcome:
-    """Meshes and layouts, ranked.
+    """Rank meshes and layouts by their compiled programs.
 
     examples:
       functree explore demo:train --layout demo:layouts --target tpu:v6e:4x8
@@ -173,7 +173,7 @@ def explored(options: Namespace) -> Outcome:
     with UsersCode(f"{options.factory}: the function raised", *_OF_LAYOUTS), refusing():
         found = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
     if any(NOT_COMPILED in row.problems for row in found):
-        return Outcome(found, INTERRUPTED, "interrupted: this is what was compiled until then")
+        return Outcome(found, INTERRUPTED, "interrupted: only some candidates were compiled")
     return Outcome(found, FINE if found.best else PROBLEMS)
 
 
@@ -194,9 +194,11 @@ def _prepare(options: Namespace) -> None:
         read = mesh_sizes
         for option, given in (("--mesh", options.mesh), ("--layout", options.layout)):
             if given is not None and len(given) > 1:
-                raise Failure(f"{option} is given {len(given)} times: only `explore` takes several")
+                raise Failure(
+                    f"{option} is given {len(given)} times: only `explore` accepts several"
+                )
     if options.devices is not None and options.target is not None:
-        raise Failure("--devices simulates CPUs, and --target has devices of its own: give one")
+        raise Failure("--devices simulates CPUs, but --target has its own devices: give only one")
     target = None
     if options.target is not None:
         with refusing():
@@ -251,12 +253,12 @@ def _version() -> str:
 def _check_page(page: str) -> None:
     """Raise Failure if a page cannot be written, before a compilation that may take minutes."""
     if not page or Path(page).is_dir():
-        raise Failure(f"--html {page!r} is no file to write to")
+        raise Failure(f"--html {page!r} is not a file")
     folder = Path(page).parent
     if not folder.is_dir():
         raise Failure(f"--html {page}: there is no folder {folder}")
     if not os.access(page if os.path.exists(page) else folder, os.W_OK):
-        raise Failure(f"--html {page}: it may not be written")
+        raise Failure(f"--html {page}: no permission to write it")
 
 
 def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
@@ -280,7 +282,7 @@ def _print(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # `| head` closes the pipe early.
         if not isinstance(error, BrokenPipeError):
-            raise Failure(f"the output cannot be written: {error.strerror}") from error
+            raise Failure(f"cannot write the output: {error.strerror}") from error
 
 
 @contextmanager

@@ -22,23 +22,23 @@ from functree.layout.layout import Layout, LayoutTree
 from functree.layout.rules import AxisRules
 
 _LAYOUTS = """\
-A layout is Python, in one of your modules, a tuple of layouts (one for each
-argument), or for `explore` a dict of candidates:
+A layout is a Python value in one of your modules. It may be a tuple of layouts
+(one for each argument) or, for `explore`, a dict of candidates:
 
   # demo.py
   rules = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
   layout = rules | ft.FSDP("data")
   layouts = {"tensor": (rules, ft.P("data")), "both": (layout, ft.P("data"))}
 
-Short rules can be written in place, tried in their order; `none` leaves an axis
-unsharded, `data+model` is several mesh axes, and --fsdp shards what is left:
+Short rules can be written in place and are tried in order. `none` leaves an
+axis unsharded, `data+model` is two mesh axes, and --fsdp shards the rest:
 
   --rules batch=data,hidden=model,...=none --fsdp data
 """
 
 _CODES = """\
-exit codes: 0 all is well; 1 the layout has problems, or the program does not
-fit; 2 the command could not be carried out; 130 it was interrupted.
+exit codes: 0 success; 1 the layout has problems, or the program does not fit;
+2 the command could not be carried out; 130 it was interrupted.
 """
 
 
@@ -122,13 +122,13 @@ def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[s
 def _add_options(command: Parser, name: str) -> None:
     add, again = command.add_argument, ""
     mesh, layout = "the sizes of the mesh axes", "the layout"
-    target = "what is compiled for, without having it: tpu:v5e:4x8, cuda:h100:8"
+    target = "compile for these devices, without having them: tpu:v5e:4x8, cuda:h100:8"
     example = "demo:train"
     if name in ("ledger", "why"):
-        layout += " of the arguments; by default that which the function has itself"
+        layout += " of the arguments; by default, the function's own"
     elif name == "explore":
         again = "; may be given several times"
-        mesh += ", or a number of devices, for all ways to divide it; by default all of them"
+        mesh += ", or a number of devices, divided in all ways; by default, all devices"
         layout = "a layout, or a dict of them"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
@@ -136,7 +136,7 @@ def _add_options(command: Parser, name: str) -> None:
     add("factory", metavar="MODULE:FACTORY", help=f"such as {example}")
     add("--mesh", metavar="data=8,model=4", action="append", help=f"{mesh}{again}")
     add("--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}")
-    add("--rules", metavar="batch=data,...=none", help="short rules in place of a layout")
+    add("--rules", metavar="batch=data,...=none", help="short rules instead of a layout")
     leftover = "the mesh axis that shards what the rules leave unsharded"
     add("--fsdp", metavar="data", help=leftover)
     add("--target", metavar="tpu:v5e:4x8", help=target)
@@ -144,16 +144,16 @@ def _add_options(command: Parser, name: str) -> None:
     if name != "plan":
         add("--devices", type=_number, metavar="N", help="compile for N simulated CPU devices")
     if name == "why":
-        add("--compilations", type=_number, default=8, metavar="N", help="compile N edits at most")
-    page = add("--html", metavar="out.html", help="write a page, too")
+        add("--compilations", type=_number, default=8, metavar="N", help="compile at most N edits")
+    page = add("--html", metavar="out.html", help="also write an HTML page")
     page.complete = shtab.FILE  # pyright: ignore[reportAttributeAccessIssue]
     add("--json", action="store_true", help="print JSON instead of text")
-    add("--traceback", action="store_true", help="show where an error comes from, for a report")
+    add("--traceback", action="store_true", help="show the traceback of an error")
 
 
 def _number(text: str) -> int:
     if not re.fullmatch(r"[1-9][0-9]{0,5}", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
@@ -172,7 +172,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if found is None or int(found[2]) < 1:
             raise Failure(f"--mesh {text!r}: {part!r} is not the size of a mesh axis: {_SIZES}")
         if found[1] in sizes:
-            raise Failure(f"--mesh {text!r}: it has `{found[1]}` twice")
+            raise Failure(f"--mesh {text!r} has `{found[1]}` twice")
         sizes[found[1]] = int(found[2])
     return sizes
 
@@ -202,7 +202,7 @@ def given_layout(options: Namespace) -> LayoutTree:
     if options.layout is None:
         return short
     if short is not None:
-        raise Failure("--layout is a whole layout, and so are --rules and --fsdp: give one of them")
+        raise Failure("--layout cannot be combined with --rules and --fsdp: give one or the other")
     return named(options.layout[0], "layout")
 
 
@@ -218,7 +218,7 @@ def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
 
     def add(option: str, name: str, layout: LayoutTree) -> None:
         if name in layouts:
-            raise Failure(f"{option}: there is a layout `{name}` already")
+            raise Failure(f"{option}: there is already a layout `{name}`")
         layouts[name] = layout
 
     for text in options.layout or []:
@@ -261,7 +261,7 @@ def _rule(text: str) -> tuple[Any, Any]:
     """Parse a rule: an axis with a mesh axis, several joined by `+`, or `none`."""
     found = _RULE.fullmatch(text)
     if found is None:
-        raise RuleError(f"{text!r} is no rule: {_RULES}")
+        raise RuleError(f"{text!r} is not a rule: {_RULES}")
     name: Any = ... if found[1] == "..." else found[1]
     if found[2] == "none":
         return name, None

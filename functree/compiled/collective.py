@@ -99,12 +99,12 @@ class Collective:
     def __post_init__(self) -> None:
         if len(self.paths) != len(self.arguments):
             raise FunctreeValueError(
-                f"a collective has an argument for each path: {self.op!r} has {len(self.paths)} "
-                f"`paths` and {len(self.arguments)} `arguments`"
+                f"{self.op!r} has {len(self.paths)} `paths` and {len(self.arguments)} `arguments`: "
+                "a collective has one argument for each path"
             )
         if self.moves not in (None, *MOVES):
             raise FunctreeValueError(
-                f"{self.op!r} has `moves` {shown(self.moves)}, which is {', '.join(MOVES)} or None"
+                f"{self.op!r} has `moves` {shown(self.moves)}: use {', '.join(MOVES)} or None"
             )
 
     @property

@@ -58,10 +58,10 @@ def count_flops(text: str) -> Flops:
         total += flops * (often or 0)
     sentences: list[str] = []
     for name, number in unknown.items():
-        sentences.append(f"{name}: the flops of {count(number, 'call')} are not known, left out")
+        sentences.append(f"{name}: the flops of {count(number, 'call')} are unknown and left out")
     if endless:
-        why = "the length of a loop depends on data; they count once"
-        sentences.append(f"how often {', '.join(endless)} run: {why}")
+        why = "a loop's length depends on data, so each counts once"
+        sentences.append(f"the number of runs of {', '.join(endless)}: {why}")
     return Flops(total, tuple(sentences))
 
 

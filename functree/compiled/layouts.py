@@ -81,7 +81,7 @@ class Layouts:
         Rows without a line are arguments, and operations that JAX adds.
         """
         for source, rows in groupby(self.rows, lambda row: row.source):
-            yield source or "no line", list(rows)
+            yield source or "no source line", list(rows)
 
     def diff(self, other: "Layouts") -> Diff:
         """Compare with the layouts of another program, made from the same code or an edit of it.
@@ -90,7 +90,7 @@ class Layouts:
             FunctreeError: if `other` is not a `Layouts`.
         """
         if not isinstance(other, Layouts):
-            raise FunctreeTypeError(f"layouts are compared with layouts, not with {shown(other)}")
+            raise FunctreeTypeError(f"diff: layouts cannot be compared with {shown(other)}")
         found = changes(
             _by_place(self.rows),
             _by_place(other.rows),

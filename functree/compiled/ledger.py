@@ -135,7 +135,7 @@ class Ledger:
             FunctreeError: if `other` is not a ledger.
         """
         if not isinstance(other, Ledger):
-            raise FunctreeTypeError(f"a ledger is compared with a ledger, not with {shown(other)}")
+            raise FunctreeTypeError(f"diff: a ledger cannot be compared with {shown(other)}")
         rows: list[Change] = []
         if self.backend != other.backend:
             rows.append(Change(Path(), "backend", self.backend, other.backend))
@@ -191,7 +191,7 @@ class Ledger:
         if plan is None:
             return _Page(self).html(page=True)
         if not isinstance(plan, Plan):
-            raise FunctreeTypeError(f"the page of a ledger shows a plan, not {shown(plan)}")
+            raise FunctreeTypeError(f"html: `plan` must be a plan, not {shown(plan)}")
         argument = _argument_of(plan.page(), self.memory)
         moved = {} if argument is None else _moved_for(argument, self.collectives)
         return _Page(self, plan.page(moved)).html(page=True)
@@ -231,13 +231,13 @@ def _notes(ledger: Ledger) -> list[str]:
 
 
 _UNHEARD = (
-    "it is not known what the compiler warns of: JAX had the program in a cache (make the ledger "
-    "before the first call), or `TF_CPP_MIN_LOG_LEVEL` silences it"
+    "the compiler's warnings are unknown: JAX had cached the program (make the ledger before the "
+    "first call), or `TF_CPP_MIN_LOG_LEVEL` silences them"
 )
 # The CPU compiler has no reduce-scatter, and moves bfloat16 as float32.
 _CPU = (
-    "compiled for CPUs: for TPUs and GPUs the compiler chooses other collectives, and moves "
-    "bfloat16 as it is (`ft.make_mesh(..., target=)`)"
+    "compiled for CPUs: on TPUs and GPUs, the compiler chooses different collectives, and does not "
+    "move bfloat16 as float32 (compile for a target: `ft.make_mesh(..., target=)`)"
 )
 
 
@@ -350,11 +350,11 @@ class _Page(NamedTuple):
         total = sum(one.total for one in self.ledger.collectives)
         return [
             Card(bytes_text(total), "moved to each device in a run"),
-            Card(bytes_text(self.ledger.memory.peak), "of memory at the peak"),
+            Card(bytes_text(self.ledger.memory.peak), "peak memory"),
             # Rounded down: 100 % means all.
             Card(
                 f"{math.floor(1000 * self.ledger.attributed) / 10:g} %",
-                "of it serves known parameters",
+                "of it attributed to parameters",
             ),
         ]
 
@@ -363,7 +363,7 @@ class _Page(NamedTuple):
             return ""
         axes = _bytes_by(self.ledger.collectives, lambda one: self._axes(one.mesh_axes))
         kinds = _bytes_by(self.ledger.collectives, lambda one: one.kind)
-        phases = _bytes_by(self.ledger.collectives, lambda one: one.phase or "not known")
+        phases = _bytes_by(self.ledger.collectives, lambda one: one.phase or "unknown")
         lists = (
             list_html("By mesh axis", axes)
             + list_html("By kind", kinds)
@@ -372,7 +372,7 @@ class _Page(NamedTuple):
         rows = rows_of_parameters(self.ledger.collectives)
         left_out = ""
         if most is not None and len(rows) > most:
-            more = f"and {len(rows) - most:,} smaller ones, which `ledger.html()` has"
+            more = f"and {len(rows) - most:,} smaller ones (`ledger.html()` shows all)"
             left_out, rows = notes_html([], [more]), rows[:most]
         leaves = list(map(self._leaf, rows))
         tree = tree_html(leaves, "all parameters", "collective", named=False)
@@ -414,7 +414,7 @@ class _Page(NamedTuple):
         total = sum(one.size for one in whole)
         texts = [f"peak {bytes_text(memory.peak)}"]
         if memory.aliases:
-            texts.append(f"{bytes_text(memory.aliases)} of the results are in donated arguments")
+            texts.append(f"{bytes_text(memory.aliases)} of the results reuse donated arguments")
         tree = ""
         # A plan's tree already shows the arguments.
         if memory.arguments and self.plan is None:

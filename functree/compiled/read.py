@@ -116,10 +116,10 @@ class _Reader:
         self.flow: DataFlow = DataFlow(Hlo(program.text))
         have, known = len(self.flow.hlo.parameters), len(program.parameters)
         if have != known:
-            found = f"{count(known, 'array')} of the function were found"
             raise FunctreeError(
-                "the ledger cannot name what it reads: "
-                f"the program has {count(have, 'parameter')}, but {found}"
+                "ledger: cannot match the program's parameters with the function's arrays: the "
+                f"program has {count(have, 'parameter')}, but the function has "
+                f"{count(known, 'array')}"
             )
         self._sizes = program.sizes
         self._parameters = program.parameters
@@ -207,20 +207,19 @@ class _Reader:
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """Yield a sentence for each part of the program that could not be parsed."""
         for one in unknown_collectives(self.flow):
-            why = "the ledger does not know this kind of collective, and leaves it out"
-            yield f"{one.opcode} ({one.name}): {why}"
+            yield f"{one.opcode} ({one.name}): an unknown kind of collective, left out"
         # Without repeats: a combined collective is one instruction with several arrays.
         unknown = dict.fromkeys(one.op for one in collectives if one.mesh_axes is None)
         if unknown and self._sizes:
-            why = "they are not on the mesh, or spelled in a new way"
-            yield f"the groups of devices of {', '.join(unknown)}: {why}"
+            why = "they do not fit the mesh, or have an unknown format"
+            yield f"the device groups of {', '.join(unknown)}: {why}"
         elif unknown:
-            why = "so there are no names for the mesh axes: give it as `mesh=`"
-            yield f"the mesh of the program, {why}"
+            why = "so the mesh axes have no names: pass it as `mesh=`"
+            yield f"the program's mesh, {why}"
         endless = dict.fromkeys(one.op for one in collectives if one.count is None)
         if endless:
-            why = "the length of a loop depends on data; they count once"
-            yield f"how often {', '.join(endless)} run: {why}"
+            why = "a loop's length depends on data, so each counts once"
+            yield f"the number of runs of {', '.join(endless)}: {why}"
 
     def idle(
         self, collectives: Sequence[Collective], sharded: frozenset[str] | None

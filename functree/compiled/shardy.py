@@ -212,8 +212,8 @@ def _known_passes() -> Iterator[None]:
     except (ValueError, ir.MLIRError) as error:
         what = str(error).partition("\n")[0]
         raise FunctreeError(
-            f"layouts are not known: the passes of Shardy in this jaxlib are others ({what}); take "
-            "a jaxlib that functree was tested with. Ledgers work, without verdicts"
+            f"layouts: this jaxlib has different Shardy passes ({what}). Install a jaxlib that "
+            "functree was tested with. Ledgers work, but without verdicts"
         ) from error
 
 

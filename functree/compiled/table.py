@@ -250,8 +250,8 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
     smaller = rows[ROWS:]
     if smaller:
         rest = bytes_text(sum(one.total for one in smaller))
-        more = count(len(smaller), "smaller line")
-        lines.append(f"and {more}, {rest} in all (`ledger.collectives` has each)")
+        more = count(len(smaller), "smaller row")
+        lines.append(f"and {more}, {rest} in total (`ledger.collectives` has each)")
     if lines:
         lines.append("")
     lines += [summary, *paragraphs(notes)]
@@ -286,7 +286,7 @@ def summary_text(
 
 def idle_text(idle: Sequence[str]) -> str:
     """Describe mesh axes that do nothing."""
-    return f"over {' and '.join(idle)} nothing is moved and nothing is sharded"
+    return f"nothing is moved or sharded over {' and '.join(idle)}"
 
 
 def unattributed_text(attributed: float) -> str:
@@ -295,7 +295,7 @@ def unattributed_text(attributed: float) -> str:
     share = f"{100 * lost:.1f} %"
     if 0 < lost < 0.0005:  # "0.0 %" would mean none
         share = "less than 0.1 %"
-    return f"{share} of these bytes serve no parameter that could be found"
+    return f"{share} of these bytes could not be attributed to a parameter"
 
 
 def memory_text(memory: Memory) -> str:
@@ -313,8 +313,8 @@ def peak_notes(memory: Memory) -> list[str]:
     if memory.peak >= max(sum(memory.arguments.values()), memory.outputs, memory.temporaries):
         return []
     return [
-        "the peak is less than one of these: it counts the buffers that are in use at one time in "
-        "the main memory, and the others count what is allocated, in other memories too"
+        "the peak is less than another figure: it counts the buffers in use at one time in the "
+        "main memory, while the others count allocations in all memories"
     ]
 
 
@@ -338,7 +338,7 @@ def warning_lines(warnings: Sequence[str]) -> list[str]:
     for warning in warnings:
         text = short_warning(warning)
         short[text] = short.get(text, 0) + 1
-    lines = [f"the compiler warns {count(len(warnings), 'time')} (see `ledger.warnings`):"]
+    lines = [f"{count(len(warnings), 'compiler warning')} (see `ledger.warnings`):"]
     for text, number in list(short.items())[:MOST]:
         lines.append(f"{text} (×{number})" if number > 1 else text)
     if len(short) > MOST:

@@ -36,21 +36,21 @@ _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
-_OPAQUE = "it is written: inside of `shard_map`, or as a collective"
-_APART = "keep the parts in arrays of their own, or give them a dimension that is not sharded"
+_OPAQUE = "you wrote it, inside `shard_map` or as a collective"
+_APART = "keep the parts in separate arrays, or stack them along an unsharded dimension"
 # Advice for operations that always lose their sharding, by StableHLO's names.
 _HINTS = {
-    "concatenate": f"arrays are joined along a sharded dimension: {_APART}",
-    "dynamic_slice": f"a part of a sharded dimension is taken: {_APART}",
-    "dynamic_update_slice": f"a part of a sharded dimension is replaced: {_APART}",
-    "fft": "a transform needs its whole dimension: shard another one, or write it in `shard_map`",
-    "gather": "a look-up in a sharded dimension: shard another dimension of the table",
-    "reshape": "a reshape joins or splits a sharded dimension: let the sharded part come first",
-    "reverse": "a sharded dimension is turned around: shard another one",
-    "scatter": "values are put into a sharded dimension: shard another dimension",
-    "slice": f"a part of a sharded dimension is taken: {_APART}",
-    "sort": "sorting needs its whole dimension: sort each part in `shard_map`, and join the best",
-    "top_k": "the largest of a sharded dimension: take those of each part in `shard_map` first",
+    "concatenate": f"concatenates along a sharded dimension: {_APART}",
+    "dynamic_slice": f"slices a sharded dimension: {_APART}",
+    "dynamic_update_slice": f"updates a part of a sharded dimension: {_APART}",
+    "fft": "needs its dimension unsharded: shard a different one, or write it in `shard_map`",
+    "gather": "looks up in a sharded dimension: shard a different dimension of the table",
+    "reshape": "merges or splits a sharded dimension: put the sharded part first",
+    "reverse": "reverses a sharded dimension: shard a different one",
+    "scatter": "writes into a sharded dimension: shard a different one",
+    "slice": f"slices a sharded dimension: {_APART}",
+    "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
+    "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
 }
 # These need the edges of neighbouring shards, so the collective is implied.
 _SHIFTS = (
@@ -113,10 +113,10 @@ class Verdicts:
         if primitive in _WRITTEN:
             return _OPAQUE
         if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
-            return "the neighbouring parts have to see each other's edges"
+            return "neighbouring shards need each other's edges"
         is_fsdp = self._is_fsdp(parameters)
         if one.moves == "itself" and is_fsdp:
-            return "its weight is sharded as the batch is"
+            return "its weight is sharded over the batch's mesh axes"
         if one.moves == "gradient" and (is_sum or is_fsdp):
             return "a gradient is summed over the batch"
         if is_sum and one.moves != "itself" and primitive.startswith(_REDUCTIONS):
@@ -259,7 +259,7 @@ class Verdicts:
                 number = math.prod(self._sizes.get(axis, 1) for axis in mesh_axes(before[1]))
                 new = [size for size in row.shape if size not in operands[0].shape]
                 if before not in kept and new and new[0] % number:
-                    return f"{number} does not divide {new[0]}: choose a number that it divides"
+                    return f"{number} does not divide {new[0]}: choose a multiple of {number}"
         return _HINTS.get(row.op, "")
 
 

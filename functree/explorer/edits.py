@@ -130,7 +130,7 @@ class Edits:
             new = NamedSharding(sharding.mesh, spec, memory_kind=sharding.memory_kind)
             changed = variant.with_inputs(dict.fromkeys([*alike, *inputs], new))
             changed = changed.with_outputs(dict.fromkeys(outputs, new))
-            text = f"lay out `{what}` by {spec_text(spec)}, not by {spec_text(old)}"
+            text = f"shard `{what}` with {spec_text(spec)} instead of {spec_text(old)}"
             yield Edit(text, None, what, changed.lower)
 
     def _laid_as(self, i: int, variant: Variant) -> list[int]:
@@ -186,10 +186,10 @@ class Edits:
         if replaced is not None:
             path, sharding = replaced
             changed = variant.with_outputs(dict.fromkeys(alike, sharding))
-            text = f"lay out `{what}` by {spec_text(sharding.spec)}, as `{path}`"
+            text = f"shard `{what}` with {spec_text(sharding.spec)}, like `{path}`"
             yield Edit(text, None, what, changed.lower)
         changed = variant.with_outputs(dict.fromkeys(alike, None))
-        text = f"give `{what}` no layout, not {spec_text(old.spec)}"
+        text = f"remove the layout of `{what}`, {spec_text(old.spec)}"
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
@@ -242,7 +242,8 @@ class Edits:
                     raise FunctreeError("the layout of data stays as it is")
             return traced.lower().jax
 
-        return Edit(f"the rule {axis!r}: {new!r}, not {old!r}", None, f"rule {axis}", lower)
+        text = f"change the rule for `{axis}` from {old!r} to {new!r}"
+        return Edit(text, None, f"rule {axis}", lower)
 
     def _axes(self) -> Iterator[str]:
         """Yield the names of the axes of all arguments."""

@@ -94,7 +94,7 @@ def explore(
         'model': 1}, 4194304)]
     """
     check(
-        "explore cannot compare these",
+        "explore: invalid arguments",
         step=(step, FUNCTION),
         args=(args, _ARGS),
         layouts=(layouts, MAPPING._replace(is_value=bool, text="a dict from names to layouts")),
@@ -154,8 +154,8 @@ class _Exploration:
             return []
         platform = jax.devices()[0].platform.upper()
         return [
-            f"compiled for {platform} devices of this machine, whose programs say little of those "
-            "for other accelerators: give a target"
+            f"compiled for {platform} devices of this machine: programs for other accelerators may "
+            "differ, so give a target"
         ]
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
@@ -188,7 +188,7 @@ class _Exploration:
             plan = self._step.plan(layouts, trial.sizes)
         except FunctreeError as error:
             return replace(one, problems=_problems_of(error))
-        there = f"a {self._kind.name} has" if self._is_assumed else "there are"
+        there = f"a {self._kind.name} has" if self._is_assumed else "each has"
         return replace(
             one,
             problems=plan.problems or _too_large(plan, self.hardware.memory, there),
@@ -211,7 +211,7 @@ class _Exploration:
         sent, unknown = wire_bytes(ledger)
         notes = list(flops.not_understood)
         if unknown:
-            notes.append(f"{bytes_text(unknown)} are moved over mesh axes that are not known")
+            notes.append(f"{bytes_text(unknown)} are moved over unknown mesh axes")
         compute = flops.total / (self.hardware.flops * self.hardware.efficiency)
         wire = sum(size / self._bandwidth(axes, mesh) for axes, size in sent.items())
         problems: tuple[Problem, ...] = ()
@@ -239,7 +239,7 @@ class _Exploration:
         return bandwidth(mesh_axes(axes), mesh, self._target, self.hardware, self._kind)
 
 
-NOT_COMPILED = Problem(None, None, "", "it was not compiled: the exploration was interrupted")
+NOT_COMPILED = Problem(None, None, "", "not compiled: the exploration was interrupted")
 """The problem of a candidate after an interrupt."""
 
 
@@ -268,13 +268,13 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     Args:
         plan: the plan of the arguments.
         memory: the bytes of memory.
-        there: the words before the memory: `there are`, `a TPU v5e has`.
+        there: the words before the memory: `each has`, `a TPU v5e has`.
     """
     rows = [row for row in plan.rows if row.memory_kind is None and row.spec is not None]
     needed = sum(row.bytes_per_device for row in rows)
     if needed <= memory:
         return ()
-    why = f"its arguments are {bytes_text(needed)} on each device, and {there} "
+    why = f"its arguments take {bytes_text(needed)} on each device, but {there} "
     why += bytes_text(round(memory))
     problems = [Problem(None, None, "", why, SMALLER)]
     rows.sort(key=lambda row: -row.bytes_per_device)
@@ -292,8 +292,8 @@ def _may_not_fit(program: Memory, kind: Kind) -> str:
     """
     peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
     return (
-        f"may not fit: this machine's program needs {peak} of memory, and a {kind.name} has "
-        f"{there}; give a target to know"
+        f"may not fit: this machine's program needs {peak} of memory, but a {kind.name} has "
+        f"{there}; give a target to be sure"
     )
 
 
@@ -301,8 +301,8 @@ def _too_high(program: Memory, memory: float) -> Problem:
     """Return the problem of a program whose peak exceeds the memory."""
     arguments = sum(program.arguments.values())
     why = (
-        f"the program needs {bytes_text(program.peak)} of memory, and there are "
-        f"{bytes_text(round(memory))}; its arguments are {bytes_text(arguments)} on each device"
+        f"the program needs {bytes_text(program.peak)} of memory, but each device has "
+        f"{bytes_text(round(memory))}; its arguments take {bytes_text(arguments)} on each device"
     )
     return Problem(None, None, "", why, SMALLER)
 

@@ -18,7 +18,7 @@ def _is_links(value: Any) -> bool:
 
 
 _LINKS = Takes(
-    'a positive number, or a dict of them by mesh axis, `{"data": 4.5e10}`',
+    'a positive number, or a dict of positive numbers by mesh axis, `{"data": 4.5e10}`',
     lambda value: isinstance(value, Mapping) or POSITIVE.is_type(value),
     _is_links,
 )
@@ -54,7 +54,7 @@ class Hardware:
         ... )
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: this is no hardware
+        functree.errors.FunctreeValueError: invalid Hardware
         <BLANKLINE>
           flops=0
               it must be a positive number
@@ -67,7 +67,7 @@ class Hardware:
 
     def __post_init__(self) -> None:
         check(
-            "this is no hardware",
+            "invalid Hardware",
             flops=(self.flops, POSITIVE),
             memory=(self.memory, POSITIVE),
             links=(self.links, _LINKS),

@@ -70,7 +70,7 @@ def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
     ones: list[Any] = list(meshes) if is_list else []
     for one in ones:
         if not isinstance(one, Mapping) and not SIZE.fits(one):
-            raise ShardingError(f"explore: {shown(one)} is no mesh: {_MESHES}")
+            raise ShardingError(f"explore: {shown(one)} is not a mesh: {_MESHES}")
     if not ones:
         raise ShardingError(f"explore: meshes={shown(meshes)}: {_MESHES}")
     return ones
@@ -88,8 +88,9 @@ def _factored(
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
-            f"explore: {count(devices, 'device')} cannot be divided: the layouts name no mesh axes "
-            '(those of a function are not known); give dicts of sizes, `[{"data": 8}]`'
+            f"explore: cannot divide {count(devices, 'device')}: the layouts name no mesh axes (a "
+            "layout that is a function does not show its own); give dicts of sizes, "
+            '`[{"data": 8}]`'
         )
     for sizes in _factorings(devices, len(names)):
         mesh = dict(zip(names, sizes, strict=True))
@@ -148,10 +149,10 @@ def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     have = f"explore: the mesh {asked} has {count(needed, 'device')}"
     if target is not None and needed != target.size:
-        raise ShardingError(f"{have}, and target={target.text!r} has {target.size}")
+        raise ShardingError(f"{have}, but target={target.text!r} has {target.size}")
     if target is None and needed > len(jax.devices()):
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ShardingError(
-            f"{have}, and there are {len(jax.devices())}: give a target, such as "
-            f'`target="tpu:v5e:2x4"`, or set {flag} before jax is imported'
+            f"{have}, but there are {len(jax.devices())}: give a target, such as "
+            f'`target="tpu:v5e:2x4"`, or set {flag} before importing jax'
         )

@@ -32,7 +32,7 @@ from functree.report.table import (
 TIE = 1.15
 """Scores up to this multiple of the best are ties, since the score is no more precise."""
 
-GIVEN = "the hardware that was given"
+GIVEN = "the given hardware"
 """The name of hardware that the caller describes."""
 
 MOST = 3
@@ -164,10 +164,10 @@ class Ranking:
             each = [f"{axes_text(axes, '+')} {_rate(one)}" for axes, one in hardware.links.items()]
             links = ", ".join(each)
         else:
-            links = f"{_rate(hardware.links)} for each link"
+            links = f"{_rate(hardware.links)} per link"
         score = (
             f"score = flops / ({hardware.flops / 1e12:g} TF/s × {hardware.efficiency:g})"
-            f" + bytes sent / ({links}): it compares layouts, and is no forecast of a time"
+            f" + bytes sent / ({links}): it compares layouts and does not forecast times"
         )
         return [self._ranked_for(), *self.notes, score]
 
@@ -175,8 +175,8 @@ class Ranking:
         if self.target is not None:
             return f"ranked for {self.target} ({self.kind})"
         if self.kind == GIVEN:
-            return f"ranked by the figures of {GIVEN}"
-        return f"no target was given: ranked by the figures of a {self.kind}"
+            return f"ranked for {GIVEN}"
+        return f"no target was given: ranked for a {self.kind}"
 
 
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
@@ -294,10 +294,7 @@ def _tie_text(best: Sequence[Candidate]) -> str:
     if len(best) < 2:
         return ""
     named = listed(list(map(name_of, best)), 6)
-    return (
-        f"a tie: {named} are within 15 % of the best score, which does not tell which of them is "
-        "faster: measure these"
-    )
+    return f"a tie: {named} are within 15 % of the best score; measure them to find the fastest"
 
 
 def problem_lines(one: Candidate) -> Iterator[str]:
@@ -360,10 +357,10 @@ def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
     """Yield the lines below the table."""
     if tie:
         yield f"= {tie}"
-    yield "* no other has both a better score and a lower peak of memory"
+    yield "* no other candidate has both a better score and a lower peak"
     sent = [f"{axes_text(axes)} {bytes_text(size)}" for axes, size in runs[0].wire_bytes.items()]
     if sent:
-        yield f"sent by each device for the first, over {', over '.join(sent)}"
+        yield f"for the first candidate, each device sends: {', '.join(sent)}"
     told: dict[str, None] = {}
     for one in runs:
         told |= dict.fromkeys(one.notes)
@@ -416,4 +413,4 @@ def _refused_html(refused: Sequence[Candidate]) -> str:
     if not refused:
         return ""
     rows = [(*_names(one), notes_html(problem_lines(one), [])) for one in refused]
-    return section_html("What cannot run", table_html(("layout", "mesh", "why"), rows))
+    return section_html("Cannot run", table_html(("layout", "mesh", "why"), rows))

@@ -134,7 +134,7 @@ class Why:
         text += f": {bytes_text(sizes[ASKED])} asked for, {bytes_text(sizes[AVOIDABLE])} avoidable"
         text += f", {bytes_text(sizes[COMPILER])} by the compiler's choice"
         if sizes[None]:
-            text += f", {bytes_text(sizes[None])} not known"
+            text += f", {bytes_text(sizes[None])} unknown"
         if not self.fixes:
             text += "; no fix found"
         text += f"; {self.tried} tried, {self.compiled} compiled"
@@ -178,11 +178,11 @@ def _title(alike: Sequence[WhyRow]) -> str:
 
 
 def _verdict_text(row: WhyRow) -> str:
-    return VERDICTS.get(row.verdict or "", row.verdict or "not known")
+    return VERDICTS.get(row.verdict or "", row.verdict or "unknown")
 
 
 def _cause_text(row: WhyRow) -> str:
-    return str(row.cause or "the mesh axes of its groups of devices are not known")
+    return str(row.cause or "the mesh axes of its device groups are unknown")
 
 
 def _at(source: str | None) -> str:
@@ -247,7 +247,7 @@ def why(
         >>> print(why.fixes[0].change)
         remove `ft.constrain(jax.nn.relu(x @ w["up"]), ft.P("model", None))`
     """
-    check("why cannot search so", compilations=(compilations, SIZE), progress=(progress, FLAG))
+    check("why: invalid options", compilations=(compilations, SIZE), progress=(progress, FLAG))
     call = call_of("why", fn, args, kwargs, in_shardings, out_shardings, mesh)
     layouts = call.layouts()  # raises, before anything is compiled, if they are unavailable
     ledger, text = call.compiled()

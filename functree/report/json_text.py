@@ -52,7 +52,7 @@ def parsed(text: str | bytes) -> Any:
 
 
 def _too_deep() -> ValueError:
-    return ValueError(f"it has values in one another, more than {MOST_LEVELS} times")
+    return ValueError(f"it is nested more than {MOST_LEVELS} levels deep")
 
 
 def _containers(value: Any) -> list[Any]:
@@ -68,7 +68,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-        raise ValueError(f"an object has {json.dumps(name)} twice")
+        raise ValueError(f"an object repeats the name {json.dumps(name)}")
     return found
 
 
@@ -131,7 +131,7 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
         FunctreeError: if a value is missing, or has the wrong type.
     """
     if not isinstance(text, str | bytes):
-        raise FunctreeTypeError(f"a {kind} is read from the text of its JSON, not from {text!r}")
+        raise FunctreeTypeError(f"from_json: expected the JSON text of a {kind}, not {text!r}")
     try:
         data = parsed(text)
     except ValueError as error:
@@ -149,15 +149,15 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
         raise FunctreeValueError(f"not the JSON of a {kind}")
     if found != kind:
         name = found if isinstance(found, str) else value_text(found)
-        raise FunctreeValueError(f"the JSON is of a {name}, not of a {kind}")
+        raise FunctreeValueError(f"this is the JSON of a {name}, not of a {kind}")
     given = data.get("format")
     if given not in range(1, FORMAT + 1):
-        readable = f"this functree reads up to {FORMAT}"
-        raise FunctreeValueError(f"the JSON of this {kind} has format {given!r}, and {readable}")
+        readable = f"this version of functree reads up to format {FORMAT}"
+        raise FunctreeValueError(f"the JSON of this {kind} has format {given!r}, but {readable}")
     try:
         return _read(data, cls, "")
     except _MisfitError as error:
-        raise FunctreeValueError(f"the JSON is not of a whole {kind}: {error}") from error
+        raise FunctreeValueError(f"invalid JSON of a {kind}: {error}") from error
 
 
 class _MisfitError(Exception):
@@ -220,16 +220,16 @@ def _plain(value: Any, kind: type, where: str) -> Any:
     """Check that a value has a plain type. Integers count elements, bytes or devices."""
     # `isinstance` would accept booleans as integers.
     if type(value) is not kind:
-        raise _MisfitError(f"`{where}` is {value_text(value)}, and not {_NAMES[kind]}")
+        raise _MisfitError(f"`{where}` is {value_text(value)}, not {_NAMES[kind]}")
     # The bound exceeds the size of any array, and a float can still represent it.
     if kind is int and not 0 <= value < 2**100:
-        raise _MisfitError(f"`{where}` is {value_text(value)}, and not a size")
+        raise _MisfitError(f"`{where}` is {value_text(value)}, not a size")
     return value
 
 
 _NAMES = {
-    int: "a whole number",
-    str: "a text",
+    int: "an integer",
+    str: "a string",
     bool: "true or false",
     list: "a list",
     dict: "an object",
@@ -259,13 +259,13 @@ def _dtype(text: str) -> Any:
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:
-            raise _MisfitError(f"it has random keys of an unknown kind: {text}")
+            raise _MisfitError(f"unknown kind of random key: {text}")
         return jax.eval_shape(lambda: jax.random.key(0, impl=implementation)).dtype
     try:
         return jnp.dtype(text)
     # NumPy parses more than names, such as `(3,)f4`, and raises several classes of errors.
     except (TypeError, ValueError, SyntaxError) as error:
-        raise _MisfitError(f"there is no dtype {text!r}") from error
+        raise _MisfitError(f"unknown dtype {text!r}") from error
 
 
 def key_implementation(dtype: Any) -> str | None:

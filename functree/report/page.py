@@ -52,8 +52,9 @@ def report_html(title: str, head: str, content: str, page: bool) -> str:
 _TOOLS = (
     '<div class="tools" hidden><input type="search" aria-label="search" '
     'placeholder="Search paths, axes, reasons" autocomplete="off" spellcheck="false">'
-    '<button type="button" class="unfold">Unfold all</button>'
-    '<button type="button" class="fold">Fold all</button><output aria-live="polite"></output></div>'
+    '<button type="button" class="unfold">Expand all</button>'
+    '<button type="button" class="fold">Collapse all</button>'
+    '<output aria-live="polite"></output></div>'
 )
 # Hidden until the script runs.
 
