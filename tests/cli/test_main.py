@@ -48,7 +48,7 @@ def test_plan(cli: Cli) -> None:
 def test_plan_of_a_call_is_that_of_its_first_argument(cli: Cli) -> None:
     code, out, err = cli(f"plan demo:call {LAID}")
     assert code == 0 and "2 arrays, 32 KiB in all, 8 KiB on each device" in out
-    assert err == "functree: planned is the first argument of the function\n"
+    assert err == "functree: this is the plan of the function's first argument\n"
 
 
 def test_plan_as_json_and_as_a_page(cli: Cli, folder: Path) -> None:
@@ -161,7 +161,7 @@ def test_explore_several_meshes_as_json(cli: Cli) -> None:
 def test_explore_where_nothing_fits(cli: Cli) -> None:
     code, out, err = cli(f"explore demo:huge {LAID}")
     assert (code, err) == (1, "")
-    assert "its arguments are 2.0 TiB on each device" in out
+    assert "its arguments take 2.0 TiB on each device" in out
 
 
 # Commands, and what the one line says.
@@ -172,55 +172,55 @@ WRONG: dict[str, str] = {
     f"plan demo:tree {LAID} --devices 8": "there is no option --devices",
     "--mesh data=8 plan": "there is no option --mesh",
     # Factories
-    f"plan dmeo:tree {LAID}": "functree plan: error: there is no module `dmeo`; did you mean `demo`?",
-    f"plan demo.sub:tree {LAID}": "no module `demo.sub`",
+    f"plan dmeo:tree {LAID}": "functree plan: error: no module named `dmeo`; did you mean `demo`?",
+    f"plan demo.sub:tree {LAID}": "no module named `demo.sub`",
     f"plan demo:tre {LAID}": "demo has no `tre`; did you mean `tree`?",
-    f"plan demo {LAID}": "'demo' is no factory: write `module:factory`, a function of a module in this",
-    f"plan demo.py:tree {LAID}": "'demo.py:tree': a module is named without its file: `demo:tree`",
+    f"plan demo {LAID}": "'demo' is not a factory: write `module:factory`, a function in a module of this",
+    f"plan demo.py:tree {LAID}": "'demo.py:tree' names a file instead of a module: write `demo:tree`",
     f"plan demo:value {LAID}": "demo:value is 3, not a function",
-    f"plan demo:wants {LAID}": "demo:wants(config) takes arguments, and a factory takes none",
+    f"plan demo:wants {LAID}": "demo:wants(config) takes arguments, but a factory takes none",
     f"plan demo:raising {LAID}": "demo:raising raised: demo.py:44: ValueError: no data (`--traceback` shows all)",
-    f"plan demo:asks {LAID}": "demo:asks needs the value of an array, and it is run without values: demo.py:48:",
+    f"plan demo:asks {LAID}": "demo:asks needs the value of an array, but factories run without values: demo.py:48:",
     f"plan demo:own_error {LAID}": "demo:own_error raised: demo.py:77: Mine: \\x1b[31mred",
-    f"plan demo:no_return {LAID}": "demo:no_return returned None, in which there is no array",
+    f"plan demo:no_return {LAID}": "demo:no_return returned None without arrays",
     f"plan broken:tree {LAID}": "broken cannot be imported: broken.py:1: ModuleNotFoundError: No module named",
     f"plan ends:tree {LAID}": "ends cannot be imported: ends.py:2: SystemExit: 4",
     f"plan wrong:tree {LAID}": "wrong cannot be imported: SyntaxError: '(' was never closed",
     # Functions
-    f"ledger demo:nothing {LAID}": "demo:nothing returned a dict, and here a function with its arguments is needed",
-    f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array that the factory makes",
+    f"ledger demo:nothing {LAID}": "demo:nothing returned a dict instead of a function with its arguments",
+    f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array of the factory, which has no values",
     f"ledger demo:late {LAID}": "raised_inside raised: demo.py:61: KeyError: 'later' (`--traceback` shows all)",
     f"explore demo:late {LAID}": "demo:late: the function raised: demo.py:61: KeyError: 'later'",
     f"ledger demo:fewer {LAID}": "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
-    f"why demo:call {LAID} --compilations 0": "argument --compilations: '0' is no positive number",
+    f"why demo:call {LAID} --compilations 0": "argument --compilations: '0' is not a positive integer",
     # Meshes
     f"plan demo:tree {RULES}": "the following arguments are required: --mesh",
-    f"ledger demo:call {RULES}": "a layout and --target need a mesh: `--mesh data=8,model=4`",
+    f"ledger demo:call {RULES}": "a layout and --target need a mesh: add `--mesh data=8,model=4`",
     f"plan demo:tree --mesh data=2,model {RULES}": "--mesh 'data=2,model': 'model' is not the size of a mesh axis: write sizes by name",
-    f"plan demo:tree --mesh data=2,data=2 {RULES}": "--mesh 'data=2,data=2': it has `data` twice",
-    f"why demo:call {MESH} {LAID}": "--mesh is given 2 times: only `explore` takes several",
+    f"plan demo:tree --mesh data=2,data=2 {RULES}": "--mesh 'data=2,data=2' has `data` twice",
+    f"why demo:call {MESH} {LAID}": "--mesh is given 2 times: only `explore` accepts several",
     # Layouts
     f"plan demo:tree {MESH}": "give a layout: `--layout module:name`, or `--rules",
     f"explore demo:call {MESH}": "give a layout: `--layout module:name`",
-    f"explore demo:call {MESH} --layout demo:layouts --layout demo:data": "--layout demo:data: there is a layout `data` already",
-    f"explore demo:call {LAID} --layout demo:layouts": "--rules and --fsdp: there is a layout `rules` already",
+    f"explore demo:call {MESH} --layout demo:layouts --layout demo:data": "--layout demo:data: there is already a layout `data`",
+    f"explore demo:call {LAID} --layout demo:layouts": "--rules and --fsdp: there is already a layout `rules`",
     f"plan demo:call {MESH} --layout demo:none": "the layouts are a tuple",
-    f"plan demo:tree {MESH} --layout demo:rules --layout demo:data": "--layout is given 2 times: only `explore` takes several",
-    f"ledger demo:call {LAID} --layout demo:rules": "--layout is a whole layout, and so are --rules and --fsdp: give one of them",
+    f"plan demo:tree {MESH} --layout demo:rules --layout demo:data": "--layout is given 2 times: only `explore` accepts several",
+    f"ledger demo:call {LAID} --layout demo:rules": "--layout cannot be combined with --rules and --fsdp: give one or the other",
     f"plan demo:tree {MESH} --layout demo:rulse": "demo has no `rulse`; did you mean `rules`?",
-    f"ledger demo:call {MESH} --layout rules": "'rules' is no layout: write `module:name`, a layout in a module in this folder",
-    f"plan demo:tree {MESH} --rules rules.toml": "--rules 'rules.toml': 'rules.toml' is no rule: write rules such as `--rules batch=data,",
+    f"ledger demo:call {MESH} --layout rules": "'rules' is not a layout: write `module:name`, a layout in a module of this folder",
+    f"plan demo:tree {MESH} --rules rules.toml": "--rules 'rules.toml': 'rules.toml' is not a rule: write rules such as `--rules batch=data,",
     # Devices
     f"ledger demo:call {LAID} --target v5e-8": """--target 'v5e-8' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs""",
-    f"plan demo:tree {LAID} --target tpu:v5e:2x2": "--mesh data=2,model=4 is 8 devices, and --target tpu:v5e:2x2 has 4",
-    f"explore demo:call {RULES} --mesh 16": "--mesh 16 is 16 devices, and there are 8: add `--devices 16` to simulate them, or",
-    f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, and --target has devices of its own: give one",
-    f"ledger demo:call --mesh data=4,model=4 {RULES}": "data=4,model=4 is 16 devices, and there are 8: add `--devices 16` to simulate them, or",
-    f"ledger demo:call {LAID} --devices 16": "--devices 16: JAX has made its devices already, and there are 8",
-    f"ledger demo:call {LAID} --devices eight": "argument --devices: 'eight' is no positive number",
+    f"plan demo:tree {LAID} --target tpu:v5e:2x2": "--mesh data=2,model=4 is 8 devices, but --target tpu:v5e:2x2 has 4",
+    f"explore demo:call {RULES} --mesh 16": "--mesh 16 is 16 devices, but there are 8: add `--devices 16` to simulate them, or",
+    f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, but --target has its own devices: give only one",
+    f"ledger demo:call --mesh data=4,model=4 {RULES}": "data=4,model=4 is 16 devices, but there are 8: add `--devices 16` to simulate them, or",
+    f"ledger demo:call {LAID} --devices 16": "--devices 16: JAX has already created 8 devices",
+    f"ledger demo:call {LAID} --devices eight": "argument --devices: 'eight' is not a positive integer",
     # Pages
     f"plan demo:tree {LAID} --html nowhere/out.html": "--html nowhere/out.html: there is no folder nowhere",
-    f"ledger demo:call {LAID} --html .": "--html '.' is no file to write to",
+    f"ledger demo:call {LAID} --html .": "--html '.' is not a file",
 }
 
 
@@ -289,8 +289,8 @@ def test_an_interrupt_of_an_exploration_keeps_what_is_compiled(
 
     monkeypatch.setattr(Step, "compile", interrupted)
     code, out, err = cli("explore demo:call --layout demo:data --mesh data=2 --mesh data=4")
-    assert code == 130 and "data=2" in out and "it was not compiled: the exploration" in out
-    assert err == "functree: interrupted: this is what was compiled until then\n"
+    assert code == 130 and "data=2" in out and "not compiled: the exploration" in out
+    assert err == "functree: interrupted: only some candidates were compiled\n"
     assert "\x1b" not in out
 
 
@@ -346,5 +346,5 @@ def test_output_that_cannot_be_written(
         code = main(shlex.split(f"plan demo:tree {LAID}"))
         monkeypatch.undo()
     assert code == 2 and capsys.readouterr().err == (
-        "functree plan: error: the output cannot be written: No space left on device\n"
+        "functree plan: error: cannot write the output: No space left on device\n"
     )

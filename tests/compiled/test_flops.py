@@ -177,7 +177,7 @@ UNKNOWN: dict[str, tuple[str, str]] = {
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_what_is_not_known_is_never_guessed(name: str) -> None:
     line, called = UNKNOWN[name]
-    said = f"{called}: the flops of 1 call are not known, left out"
+    said = f"{called}: the flops of 1 call are unknown and left out"
     assert count_flops(program(line, "f32[8]{0}")) == Flops(0, (said,))
 
 
@@ -260,5 +260,5 @@ def test_a_loop_of_unknown_length_counts_once_and_that_is_said() -> None:
     found = count_flops(powers.lower(*arrays).compile().as_text() or "")
     assert found.total == 2 * 8**3
     assert len(found.not_understood) == 1
-    assert found.not_understood[0].startswith("how often ")
-    assert found.not_understood[0].endswith("the length of a loop depends on data; they count once")
+    assert found.not_understood[0].startswith("the number of runs of ")
+    assert found.not_understood[0].endswith("a loop's length depends on data, so each counts once")

@@ -344,7 +344,7 @@ def test_text():
     line = line_of("jax.nn.relu(x @ w")
     assert text.splitlines() == [
         "layouts on the mesh (data=2, model=4)",
-        "no line",
+        "no source line",
         "    w.down   argument f32[32/model, 64]",
         "    w.up   argument f32[64, 32/model]",
         "    x   argument f32[16/data, 64]",
@@ -353,7 +353,7 @@ def test_text():
         '    jax.nn.relu(x @ w["up"])   broadcast_in_dim f32[16/data, 32/model]: data by x, model by w.up',
         '    jax.nn.relu(x @ w["up"])   maximum f32[16/data, 32/model]: data by x, model by w.up',
         '    jax.nn.relu(x @ w["up"]) @ w["down"]   dot_general f32[16/data, 64]: data by x',
-        "no line",
+        "no source line",
         "    result   result f32[16/data, 64]: data by x",
     ]
 
@@ -386,7 +386,7 @@ def test_diff():
 
 def test_without_the_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")
-    message = re.compile("layouts are not known: the passes of Shardy in this jaxlib are others .*")
+    message = re.compile("layouts: this jaxlib has different Shardy passes .*")
     call: Any = (product, W, X)
     options: Any = {"in_shardings": (P("model"), P("data")), "mesh": MESH}
     for fn in (ft.layouts, partial(ft.why, progress=False)):

@@ -105,7 +105,7 @@ def test_a_training_step_in_plain_jax(mesh: Mesh) -> None:
         ledger.memory.arguments["params.Dense_0.bais"]
     sources = {str(one.path): one.source for one in ledger.collectives}
     assert all(source and "test_ledger_of_others.py:" in source for source in sources.values())
-    assert "0.1 % of these bytes serve no parameter" in ledger.summary()
+    assert "0.1 % of these bytes could not be attributed to a parameter" in ledger.summary()
 
 
 def dots(params: Any, x: Any) -> Any:
@@ -139,7 +139,7 @@ def test_gradients_without_names() -> None:
     gradients = jax.value_and_grad(of, argnums=(0, 1))
     ledger = ft.ledger(gradients, SHAPES["up"], SHAPES["down"], BATCH, **layouts)
     assert {one.paths for one in ledger.collectives} == {()} and ledger.attributed == 0
-    assert "100.0 % of these bytes serve no parameter" in ledger.summary()
+    assert "100.0 % of these bytes could not be attributed to a parameter" in ledger.summary()
 
 
 def test_a_mesh_for_a_program_without_one() -> None:
@@ -178,15 +178,15 @@ NOTHING = ONLY_SENT.replace(SENT, "negate(%x)")
 def test_what_is_not_understood_is_said() -> None:
     ledger = ledger_of(TEXT, "x", "0 1")
     assert ledger.not_understood == (
-        "collective-broadcast (sent): the ledger does not know this kind of collective, and leaves it out",
-        "the groups of devices of sum: they are not on the mesh, or spelled in a new way",
+        "collective-broadcast (sent): an unknown kind of collective, left out",
+        "the device groups of sum: they do not fit the mesh, or have an unknown format",
     )
     [one] = ledger.collectives
     assert (one.op, one.mesh_axes, one.group_size) == ("sum", None, None)
     assert all("not understood" in text for text in (str(ledger), ledger.html()))
     assert ledger.memory.peak == 128 + 256
     without_mesh = ledger_of(TEXT, "x", "0 1", sizes={}).not_understood[1]
-    assert "the mesh of the program, so there are no names for the mesh axes" in without_mesh
+    assert "the program's mesh, so the mesh axes have no names" in without_mesh
 
 
 @pytest.mark.parametrize(
@@ -264,7 +264,7 @@ def test_a_program_whose_result_is_no_tuple() -> None:
 
 def test_a_program_with_other_parameters_than_the_function() -> None:
     with raises(
-        "the ledger cannot name what it reads: the program has 1 parameter, but 0 arrays of the function"
+        "ledger: cannot match the program's parameters with the function's arrays: the program has 1 parameter, but the function has 0 arrays"
     ):
         ledger_of(TEXT, "", "0 1")
 

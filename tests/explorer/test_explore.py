@@ -83,7 +83,7 @@ def test_the_figures_are_those_of_closed_forms(ranking: ft.Ranking) -> None:
 def test_it_is_a_sequence(ranking: ft.Ranking) -> None:
     assert len(ranking) == 3 and list(ranking) == [ranking[0], ranking[1], ranking[-1]]
     assert ranking.best == (ranking[0],) and ranking.frontier == (ranking[0],)
-    assert repr(ranking) == "<Ranking of 3 candidates for the hardware that was given>"
+    assert repr(ranking) == "<Ranking of 3 candidates for the given hardware>"
     assert repr(ranking[0]) == "<Candidate tensor on data=2,model=4>"
     assert len({*ranking}) == 3  # hashable
 
@@ -99,16 +99,16 @@ def test_what_cannot_run_says_why(ranking: ft.Ranking) -> None:
 def test_the_text(ranking: ft.Ranking) -> None:
     lines = str(ranking).splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0] == "ranked by the figures of the hardware that was given"
+    assert lines[0] == "ranked for the given hardware"
     text = str(ranking)
-    assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s for each link)" in text
-    assert "no forecast of a time" in text.replace("\n", " ")
+    assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s per link)" in text
+    assert "does not forecast times" in text.replace("\n", " ")
     assert "compiled for CPU devices of this machine" in text
     first = next(line for line in lines if " tensor " in line)
     assert first.startswith("*   tensor                  data=2,model=4")
     assert first.endswith("      262 µs       61 µs      324 µs")
     assert "3.24 × the best: 786 µs more to compute\n" in text
-    assert "sent by each device for the first, over model 6 KiB" in text
+    assert "for the first candidate, each device sends: model 6 KiB" in text
     assert "cannot run:\n    wrong on data=2,model=4\n" in text
     assert 'x f32[64, 32] "batch embed": no rule names `embed`' in text
 
@@ -116,10 +116,10 @@ def test_the_text(ranking: ft.Ranking) -> None:
 def test_pages_and_json(ranking: ft.Ranking) -> None:
     page = ranking.html()
     assert page.startswith("<!doctype html>") and "http" not in page
-    for text in ("tensor", "data=2,model=4", "cannot run", "× the best", "no forecast"):
+    for text in ("tensor", "data=2,model=4", "Cannot run", "× the best", "does not forecast"):
         assert text in page
     fragment = ranking._repr_html_()
-    assert "<html" not in fragment and "What cannot run" in fragment
+    assert "<html" not in fragment and "Cannot run" in fragment
     data = json.loads(ranking.to_json())
     assert data["functree"] == "ranking" and data["hardware"]["links"] == 1e8
     first = data["rows"][0]
@@ -148,7 +148,7 @@ def test_a_tie_is_within_15_percent_of_the_best() -> None:
     assert tied.best == found[:2]
     text = " ".join(str(tied).split())
     assert "= a tie: a on data=8, b on data=8 are within 15 % of" in text
-    assert "measure these" in text and "tied with the best" in tied.html()
+    assert "measure them to find" in text and "tied with the best" in tied.html()
 
 
 def test_the_frontier_is_what_no_other_is_better_than_in_both() -> None:
@@ -166,12 +166,12 @@ def test_what_does_not_fit_is_dropped_on_paper() -> None:
     row = ranking[0]
     assert row.bytes_per_device == 36864 and row.peak_bytes is None
     assert row.problems[0].why == (
-        "its arguments are 36 KiB on each device, and there are 19.5 KiB"
+        "its arguments take 36 KiB on each device, but each has 19.5 KiB"
     )
     assert row.problems[0].remedy.startswith("shard the largest arguments over more mesh axes")
     assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
     assert "16 KiB on each device, P(None, None)" in str(row.problems[1])
-    assert "cannot run:\n    data on data=2,model=4\n        its arguments are 36 KiB" in str(
+    assert "cannot run:\n    data on data=2,model=4\n        its arguments take 36 KiB" in str(
         ranking
     )
 
@@ -182,7 +182,7 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     assert row.score is None and row.peak_bytes is not None and row.peak_bytes > 40_000
     (problem,) = row.problems
     assert problem.why == (
-        "the program needs 56 KiB of memory, and there are 39.1 KiB; its arguments are 36 KiB on "
+        "the program needs 56 KiB of memory, but each device has 39.1 KiB; its arguments take 36 KiB on "
         "each device"
     )
     assert "recompute in the backward pass (`remat=`)" in problem.remedy
@@ -201,12 +201,12 @@ def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
     between, large = explored_with(40_000), explored_with(60_000)
     assert between.score is not None and not between.problems and not large.notes
     assert between.notes == (
-        "data on data=2,model=4: may not fit: this machine's program needs 56 KiB of memory, and "
-        "a TPU v5e has 39.1 KiB; give a target to know",
+        "data on data=2,model=4: may not fit: this machine's program needs 56 KiB of memory, but "
+        "a TPU v5e has 39.1 KiB; give a target to be sure",
     )
     # The bytes of the arguments are the same on every machine.
     why = explored_with(20_000).problems[0].why
-    assert why.endswith("each device, and a TPU v5e has 19.5 KiB")
+    assert why.endswith("each device, but a TPU v5e has 19.5 KiB")
 
 
 def test_of_many_problems_the_first_are_printed() -> None:
@@ -315,9 +315,7 @@ def test_progress_is_said_if_it_takes_long(
 def test_without_hardware_that_of_one_kind_is_named() -> None:
     ranking = explored(hardware=None, layouts={"data": DATA})
     assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
-    first = (
-        "no target was given: ranked by the figures of a TPU v5e\ncompiled for CPU devices of this"
-    )
+    first = "no target was given: ranked for a TPU v5e\ncompiled for CPU devices of this"
     assert str(ranking).startswith(first)
 
 

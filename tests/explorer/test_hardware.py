@@ -24,7 +24,7 @@ def test_it_is_a_value() -> None:
 WRONG = {
     "flops": (-1, "it must be a positive number"),
     "memory": ("16 GiB", "it must be a positive number"),
-    "links": ({"data": 0}, "a positive number, or a dict of them by mesh axis"),
+    "links": ({"data": 0}, "a positive number, or a dict of positive numbers by mesh axis"),
     "efficiency": (56, "it must be a number above 0, at most 1"),
 }
 
@@ -32,7 +32,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_values(name: str) -> None:
     value, message = WRONG[name]
-    with raises("this is no hardware", f"{name}=", message):
+    with raises("invalid Hardware", f"{name}=", message):
         ft.Hardware(**{**GIVEN, name: value})
 
 

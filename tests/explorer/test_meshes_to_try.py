@@ -68,21 +68,21 @@ def test_a_dict_is_tried_with_every_layout_and_once() -> None:
 WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
     "none": ([], {"data": DATA}, None, "explore: meshes=[]: give dicts of sizes"),
     "a text": ("data=8", {"data": DATA}, None, "explore: meshes='data=8': give dicts of sizes"),
-    "a text in a list": (["data=8"], {"data": DATA}, None, "explore: 'data=8' is no mesh"),
+    "a text in a list": (["data=8"], {"data": DATA}, None, "explore: 'data=8' is not a mesh"),
     "no size": (0, {"data": DATA}, None, "explore: meshes=0: give dicts of sizes"),
     "a wrong size": ({"data": 0}, {"data": DATA}, None, "a mesh as a dict has names and positive"),
-    "no mesh axes": (8, {"none": P()}, None, "8 devices cannot be divided: the layouts name no"),
+    "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices: the layouts name no"),
     "other devices than the target": (
         {"data": 4},
         {"data": DATA},
         "tpu:v5e:2x4",
-        "explore: the mesh data=4 has 4 devices, and target='tpu:v5e:2x4' has 8",
+        "explore: the mesh data=4 has 4 devices, but target='tpu:v5e:2x4' has 8",
     ),
     "more devices than there are": (
         {"data": 8, "model": 2},
         {"data": DATA},
         None,
-        "the mesh data=8 × model=2 has 16 devices, and there are 8: give a target, such as",
+        "the mesh data=8 × model=2 has 16 devices, but there are 8: give a target, such as",
     ),
 }
 

@@ -304,7 +304,7 @@ MISTAKES: dict[str, tuple[Any, Any, Any, str, Any]] = {
         mixed,
         (W, X),
         {"in_shardings": (TURNED, P("data", None))},
-        "lay out `w.up` by P(None, 'model'), not by P('model', None)",
+        "shard `w.up` with P(None, 'model') instead of P('model', None)",
         {"in_shardings": SPECS},
     ),
     "a result": (
@@ -314,7 +314,7 @@ MISTAKES: dict[str, tuple[Any, Any, Any, str, Any]] = {
             "in_shardings": ({"up": COLUMNS[0]}, COLUMNS[1]),
             "out_shardings": {"up": P("model", None)},
         },
-        "lay out `result.up` by P(None, 'model'), as `w.up`",
+        "shard `result.up` with P(None, 'model'), like `w.up`",
         {"in_shardings": ({"up": COLUMNS[0]}, COLUMNS[1]), "out_shardings": {"up": COLUMNS[0]}},
     ),
 }
@@ -346,7 +346,7 @@ def test_what_follows_a_parameter():
     ]
     args = train_state(), X
     answer = why(ft.jit(train, mesh=MESH, **given[0]), *args)
-    change = "lay out `state.model.up` by P(None, 'model'), not by P('model', None)"
+    change = "shard `state.model.up` with P(None, 'model') instead of P('model', None)"
     [fix] = [fix for fix in answer.fixes if fix.change == change]
     before, after = (measured(train, args, options) for options in given)
     assert tuple(zip(before, after, strict=True)) == (fix.moved, fix.peak, fix.flops)
@@ -358,7 +358,7 @@ def test_the_layout_of_data_is_never_changed():
     origins = {by for row in ledger.collectives if row.cause for by in row.cause.origins}
     assert ledger.data == ("x",) and "x" in origins
     changes = [edit.change for edit in Edits(one, (W, X), {}, one.layouts(), ledger)]
-    assert any("lay out `w.up`" in change for change in changes)
+    assert any("shard `w.up`" in change for change in changes)
     assert not any("`x`" in change or "``" in change for change in changes)
 
 
@@ -436,8 +436,8 @@ def test_a_hint_where_no_edit_helps():
     # The fix for the constraint leaves what is moved for the sort.
     assert answer.fixes and verdicts["sort"] == "compiler" and "avoidable" in verdicts.values()
     [hint] = answer.hints
-    assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each part" in hint
-    assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each part" in answer.html()
+    assert hint.startswith("`jnp.sort(x @ w, axis=1)` at ") and "sort each shard" in hint
+    assert "\n\nhints:\n    `jnp.sort(" in str(answer) and "sort each shard" in answer.html()
 
 
 def test_a_constraint_whose_source_is_not_known():

@@ -23,7 +23,7 @@ from tests.lib.meshes import MESH
 MODELS = Path(__file__).parents[1] / "fixtures" / "hf"
 CONFIG, INDEX, WEIGHTS = "config.json", "model.safetensors.index.json", "model.safetensors"
 DEEP = "[" * 10**5 + "]" * 10**5
-TOO_DEEP = "it has values in one another, more than 100 times"
+TOO_DEEP = "it is nested more than 100 levels deep"
 
 # How something that is no file comes into the place of one
 NO_FILES: dict[str, Callable[[Path], Any]] = {
@@ -105,7 +105,7 @@ TEXTS: dict[str, tuple[Callable[[str], str], str]] = {
     "not so deep": (lambda text: "[" * 101 + "]" * 101, TOO_DEEP),
     "many digits": (lambda text: text.replace("{", '{"x": ' + "9" * 9999 + ",", 1), "digits"),
     # Behind many, which are looked through once.
-    "a name twice": (lambda text: f'{{{MANY}"x": 1, "x": 2}}', 'an object has "x" twice'),
+    "a name twice": (lambda text: f'{{{MANY}"x": 1, "x": 2}}', 'an object repeats the name "x"'),
     "no text": (lambda text: "\ud800", "'utf-8' codec can't decode"),
 }
 
@@ -257,7 +257,7 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
     "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, and an array of its shape"),
-    "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
+    "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
     "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
     "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),

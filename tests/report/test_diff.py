@@ -101,7 +101,7 @@ def test_a_ledger_as_json() -> None:
     after = ft.Ledger.from_json(before.to_json())
     assert after == before and hash(after) == hash(before)
     assert str(after) == str(before) and not before.diff(after)
-    with raises("a ledger is read from the text of its JSON, not from 3"):
+    with raises("expected the JSON text of a ledger, not 3"):
         ft.Ledger.from_json(3)  # pyright: ignore[reportArgumentType]
 
 
@@ -110,10 +110,10 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
     data = json.loads(before.to_json())
     moved = data["collectives"][0]
     for name, value, why in (
-        ("moves", "everything", "'r' has `moves` 'everything', which is itself, gradient, act"),
-        ("count", 1.5, "`collectives.0.count` is 1.5, and not a whole number"),
+        ("moves", "everything", "'r' has `moves` 'everything': use itself, gradient, act"),
+        ("count", 1.5, "`collectives.0.count` is 1.5, not an integer"),
     ):
-        with raises(f"the JSON is not of a whole ledger: {why}"):
+        with raises(f"invalid JSON of a ledger: {why}"):
             wrong = {**data, "collectives": [{**moved, name: value}]}
             ft.Ledger.from_json(json.dumps(wrong))
     # As an earlier functree wrote it.
@@ -134,7 +134,7 @@ def test_ledgers_differ_by_parameter_and_in_their_memory() -> None:
         "bytes of aliases 0 B → 4 B",
         "x: argument nothing → 4 B",
     ]
-    with raises("a ledger is compared with a ledger, not with"):
+    with raises("a ledger cannot be compared with"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
 
 

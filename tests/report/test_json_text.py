@@ -102,31 +102,40 @@ def test_each_type() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "of something else": ({"functree": "ledger"}, "the JSON is of a ledger, not of a plan"),
+    "of something else": ({"functree": "ledger"}, "this is the JSON of a ledger, not of a plan"),
     "of nothing": ({"functree": ...}, "not the JSON of a plan"),
-    "newer": ({"format": 3}, "the JSON of this plan has format 3, and this functree reads up to 1"),
-    "before the first": ({"format": 0}, "has format 0, and this functree reads up to 1"),
+    "newer": (
+        {"format": 3},
+        "the JSON of this plan has format 3, but this version of functree reads up to format 1",
+    ),
+    "before the first": (
+        {"format": 0},
+        "has format 0, but this version of functree reads up to format 1",
+    ),
     "without a format": ({"format": ...}, "has format None"),
-    "without a name": ({"rows": ...}, "the JSON is not of a whole plan: it has no `rows`"),
-    "without a name, inside": ({"rows": [ROW, {}]}, "not of a whole plan: `rows.1` has no `path`"),
-    "no list": ({"rows": {}}, "`rows` is {}, and not a list"),
-    "no object": ({"sizes": []}, "`sizes` is [], and not an object"),
-    "no text": ({"rows": [ROW | {"path": 3}]}, "`rows.0.path` is 3, and not a text"),
-    "no whole number": ({"sizes": {"a": 1, "b": 2.5}}, "`sizes.b` is 2.5, and not a whole number"),
-    "true for a number": ({"sizes": {"a": True}}, "`sizes.a` is true, and not a whole number"),
+    "without a name": ({"rows": ...}, "invalid JSON of a plan: it has no `rows`"),
+    "without a name, inside": (
+        {"rows": [ROW, {}]},
+        "invalid JSON of a plan: `rows.1` has no `path`",
+    ),
+    "no list": ({"rows": {}}, "`rows` is {}, not a list"),
+    "no object": ({"sizes": []}, "`sizes` is [], not an object"),
+    "no text": ({"rows": [ROW | {"path": 3}]}, "`rows.0.path` is 3, not a string"),
+    "no whole number": ({"sizes": {"a": 1, "b": 2.5}}, "`sizes.b` is 2.5, not an integer"),
+    "true for a number": ({"sizes": {"a": True}}, "`sizes.a` is true, not an integer"),
     "a number for true": (
         {"rows": [ROW | {"whole": 1}]},
-        "`rows.0.whole` is 1, and not true or fa",
+        "`rows.0.whole` is 1, not true or fa",
     ),
-    "none of several": ({"note": 3}, "`note` is 3, and not a text"),
-    "no size": ({"size": -1}, "`size` is -1, and not a size"),
+    "none of several": ({"note": 3}, "`note` is 3, not a string"),
+    "no size": ({"size": -1}, "`size` is -1, not a size"),
     "a size that no float has": ({"size": 10**400}, "`size` is 1000"),
-    "a name twice": ({"more": {}}, 'not the JSON of a plan: an object has "a" twice'),
-    "too deep": ({"more": None}, "it has values in one another, more than 100 times"),
-    "far too deep": ({"more": True}, "it has values in one another, more than 100 times"),
+    "a name twice": ({"more": {}}, 'not the JSON of a plan: an object repeats the name "a"'),
+    "too deep": ({"more": None}, "it is nested more than 100 levels deep"),
+    "far too deep": ({"more": True}, "it is nested more than 100 levels deep"),
     "a wrong element of one of several": (
         {"rows": [ROW | {"spec": [["a", None]]}]},
-        "`rows.0.spec.0.1` is null, and not a text",
+        "`rows.0.spec.0.1` is null, not a string",
     ),
 }
 
@@ -144,7 +153,7 @@ def test_what_is_refused(case: str) -> None:
 @pytest.mark.parametrize("dtype", ["float33", "(3,f4", "key<other>"])
 def test_dtypes_that_there_are_not(dtype: str) -> None:
     every = json.dumps({"functree": "every", "format": 1, "axes": [], "dtype": dtype})
-    with raises("not of a whole every: ", dtype, error=FunctreeValueError):
+    with raises("invalid JSON of a every: ", dtype, error=FunctreeValueError):
         read_json(every, "every", Every)
 
 
@@ -155,6 +164,6 @@ def test_what_is_no_json_of_functree(given: str) -> None:
 
 
 def test_what_is_no_text() -> None:
-    with raises("a plan is read from the text of its JSON, not from 3", error=FunctreeTypeError):
+    with raises("expected the JSON text of a plan, not 3", error=FunctreeTypeError):
         read_json(3, "plan", Report)  # pyright: ignore[reportArgumentType]
     assert issubclass(FunctreeTypeError, FunctreeError)
