@@ -1,5 +1,8 @@
-"""A ledger consists of `Collective`s, the arrays that a program moves between devices, and
-`Memory`, the program's memory on one device."""
+"""A ledger consists of `Collective`s and a `Memory`.
+
+A `Collective` is an array that a program moves between devices. `Memory` is what the program needs
+on one device.
+"""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -69,10 +72,10 @@ class Collective:
             part of a model, and so are the layers of functree, Equinox and any other installed
             package. JAX, optax, and the transforms of functree and Equinox are not.
         op: the name of the instruction in the program's text.
-        moves: what is moved for these parameters. `itself` is the array, or a value computed from
-            it alone. `gradient` is its gradient. `activation` is an activation that it is
-            multiplied by or produces, or the gradient of such an activation. `update` is a part of
-            its update. None if the collective serves no parameter.
+        moves: what is moved for each of these parameters. `itself` is the parameter, or a value
+            computed from it alone. `gradient` is its gradient. `activation` is an activation that
+            the parameter is multiplied by or helps to compute, or the gradient of such an
+            activation. `update` is a part of its update. None if there is no parameter.
         called_from: the innermost line of your own code, if `source` is in an installed package or
             in functree. None otherwise, or if it is unknown: JAX keeps the ten innermost frames
             (`jax_traceback_in_locations_limit`).

@@ -203,11 +203,11 @@ class DataFlow:
         *,
         conditions: bool = False,
     ) -> dict[HloValue, int]:
-        """Return the reverse: for each value in the histories, the values that have it in theirs.
+        """Return, for each value in the histories of some values, which of these depend on it.
 
-        These are bits of an integer, one for each of `values`. All outputs of a program may depend
-        on one number, such as a global norm. A separate walk for each output would take quadratic
-        time.
+        The answer is an integer with one bit for each of `values`. All outputs of a program may
+        depend on one number, such as a global norm. A separate walk for each output would take
+        quadratic time.
 
         Args:
             values: the values.
@@ -271,7 +271,8 @@ class DataFlow:
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """Return the values that a compiler joined to move them at once, with their element counts.
 
-        They are in one flat array. Empty for a collective that moves its operands unchanged.
+        They are in one flat array. The list is empty for a collective that moves its operands
+        unchanged.
         """
         if len(collective.operands) != 1:
             return []
@@ -287,7 +288,7 @@ class DataFlow:
     def _part_of_joined(self, one: Instruction) -> HloValue | None:
         """Return the array that a slice takes out of the joined result of a collective.
 
-        None for all other slices.
+        Return None for all other slices.
         """
         whole = self.source(self._value(one.operands[0]))
         span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
@@ -365,7 +366,7 @@ class DataFlow:
     def _inside(self, value: HloValue) -> HloValue | None:
         """Return the value that the same computation, or a fusion, passes on as this one.
 
-        None if this one is computed.
+        Return None if this one is computed.
         """
         one, part = value
         match one.opcode:  # the most frequent first: walks call this for each value
@@ -504,7 +505,7 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
 def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
     """Count how often a counter passes a comparison with its end.
 
-    None if the loop never stops, or uses another comparison.
+    Return None if the loop never stops, or uses a different comparison.
     """
     if direction in ("GT", "GE"):  # counting down is counting up with opposite signs
         start, end, step = -start, -end, -step

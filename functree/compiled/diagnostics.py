@@ -1,4 +1,4 @@
-"""XLA's standard error during a compilation is read for warnings.
+"""`listening` collects the compiler's warnings from standard error.
 
 XLA reports an involuntary rematerialization or a slow compilation only as a line on file descriptor
 2. While something compiles, that descriptor is therefore a pipe, and a thread forwards its contents

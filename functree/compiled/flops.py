@@ -1,9 +1,9 @@
 """`count_flops` counts the flops of a compiled program on one device, with loops multiplied out.
 
-The compilers' own count covers each loop body once and no custom kernels. Here, products,
+The compilers' own count covers each loop body once, and no custom kernels. Here, products,
 convolutions and known kernels are counted from their shapes. All other operations, such as sums,
-are comparatively small and left out. The text does not contain what a kernel computes, but its name
-and its shapes, and each kind has a closed form. An unknown kernel is never guessed.
+are comparatively small and left out. The text shows a kernel's name and shapes, but not its
+computation, so each known kind of kernel has a closed form. Unknown kernels are never guessed.
 """
 
 import functools
@@ -97,8 +97,8 @@ _NO_PRODUCTS = re.compile(
     r"|__cub\$.*|__gpu\$TopK|__topk|cu_threefry.*|.*_threefry.*|LayoutConstraint|inspect_sharding"
     r"|xla\.sdy\..*|ErfInv|GatherScatter\w+|mhlo\.\w+|dynamic_\w+|tanh|Barrier|barrier|nop|StochasticConvert"
 )
-# The numbers of products of queries and keys that a kernel computes: (as wide as a key's head, as
-# wide as a value's head).
+# The numbers of query-key products that a kernel computes: (with the width of a key's head, with
+# the width of a value's head).
 _SPLASH = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 _SPLASH_NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 # The backward kernel that computes the gradient of the queries, too.
@@ -145,7 +145,7 @@ def kernel_flops(hlo: Hlo, one: Instruction) -> int | None:
         return _cudnn_attention_flops(hlo, one, target)
     if target in ("__onednn$matmul", "__onednn$matmul_reorder"):
         return _onednn_flops(hlo, one)
-    # The cost estimate of a Pallas kernel's author.
+    # The author of a Pallas kernel may have given a cost estimate.
     said = re.search(
         r'"cost_estimate":\{[^}]*"flops":"?(\d+)', one.attribute("backend_config") or ""
     )

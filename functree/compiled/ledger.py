@@ -129,7 +129,8 @@ class Ledger:
     def diff(self, other: "Ledger") -> Diff:
         """Compare with another ledger.
 
-        It compares the memory, and what is moved by parameter, kind, mesh axes and phase.
+        The comparison covers the memory, and the moved bytes by parameter, kind, mesh axes and
+        phase.
 
         Raises:
             FunctreeError: if `other` is not a ledger.

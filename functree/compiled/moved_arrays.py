@@ -148,7 +148,7 @@ _LIST = re.compile(r"\{([\d,]*)\}")
 def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
     """Parse the groups of `replica_groups=`, or the pairs of `source_target_pairs=`.
 
-    None for an unknown spelling.
+    Return None for an unknown spelling.
 
     Args:
         text: the value of the attribute.
@@ -174,7 +174,8 @@ def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
 def mesh_axes_of(groups: Iterable[Group], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Return the mesh axes that vary within a group, in the order of the mesh.
 
-    None if a position is outside the mesh. An axis counts even if a group covers only a part of it.
+    Return None if a position is outside the mesh. An axis counts even if a group covers only a part
+    of it.
 
     Args:
         groups: the groups.
@@ -217,17 +218,17 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 
 
 def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | None:
-    """Expand `mesh['x'=4,'y'=2] {'x'}`: positions that differ only along x.
+    """Expand `mesh['x'=4,'y'=2] {'x'}`: groups of positions that differ only along x.
 
-    `{'x':(2)2}` is the minor half of x. The numbers after an axis are the product of the sizes of
-    the parts before this part, and its own size.
+    `{'x':(2)2}` is the minor half of x. The number in parentheses is the product of the sizes of
+    the earlier parts of the axis, and the other number is the part's own size.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
     ids = _device_ids(math.prod(sizes.values()), order)
     if ids is None:
         return None
-    # Each axis is a dimension of `ids`. An axis with a chosen part is three dimensions: before the
-    # part, the part, and after it.
+    # Each axis is a dimension of `ids`. An axis with a chosen part becomes three dimensions: the
+    # sizes before the part, the part, and the sizes after it.
     parts = {name: [size] for name, size in sizes.items()}
     moved: list[tuple[str, int]] = []  # the dimensions that vary within a group
     for name, before, size in _AXIS.findall(chosen):

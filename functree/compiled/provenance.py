@@ -91,7 +91,7 @@ class Provenance:
             yield "update", self._updated_by(moved)
             # Matrices of several parameters may be moved together.
             yield "update", self._gradient_of(moved)
-        elif phase not in _FORWARD:  # a value that the forward pass adds to an argument is not one
+        elif phase not in _FORWARD:  # a value that a forward pass adds to an argument is not one
             yield "gradient", self._gradient_of(moved)
         if phase == "backward":
             # A gradient whose parameter is ambiguous. Its factors are activations.
@@ -119,7 +119,8 @@ class Provenance:
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """Find the parameters that a moved array is multiplied by, or that it is a product of."""
+        """Find the parameters that a moved array is multiplied by or, failing that, a product of.
+        """
         # An activation is gathered for its next product. It may also be the sum of all layers
         # before, but is not gathered for these.
         factors = self._uses.factors(moved)
@@ -243,7 +244,8 @@ class Provenance:
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """Find the parameter whose new value an optimizer computes from the moved array.
 
-        Empty if there are several: the norm of one gradient may be a part of a global norm.
+        The result is empty if there are several: the norm of one gradient may be a part of a global
+        norm.
         """
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
@@ -272,7 +274,7 @@ class Provenance:
     def _new_values(self, moved: MovedArray) -> list[HloValue]:
         """Return the new values of parameters that an optimizer computes from the moved array.
 
-        Empty if anything else depends on the array.
+        The list is empty if anything else depends on the array.
         """
         outputs = self._uses.updates(moved)
         if any(self._replaced[output] is None for output in outputs):
@@ -305,9 +307,9 @@ class Provenance:
 
     @cached_property
     def _replaced(self) -> list[int | None]:
-        """The parameter that each output is the new value, or the gradient, of.
+        """The parameter of which each output is the new value or the gradient.
 
-        None if there is none, or if it is ambiguous.
+        It is None if there is no such parameter, or if it is ambiguous.
         """
         left = [set(found) for found in self._candidates]
         known: dict[int, int] = {}
@@ -371,7 +373,7 @@ class Provenance:
     def _named_like(self, parameter: int, among: Collection[int]) -> int | None:
         """Find the parameter whose path has the longest end in common with another parameter's.
 
-        None if there are several.
+        Return None if there are several.
         """
         found = self._with_end(self._parameters[parameter][1:], lambda one: one in among)
         return found[0] if len(found) == 1 else None
@@ -431,7 +433,8 @@ class Phases:
                 would be a reference cycle.
 
         Returns:
-            None if the compiler combined operations of several phases, or lost their names.
+            The phase, or None if the compiler combined several phases, or lost the operations'
+                names.
         """
         one = moved.instruction
         if one not in self._names:
@@ -439,7 +442,7 @@ class Phases:
         own = self._names[one]
         if len(own) == moved.arrays and own != [""]:
             return self._of(own[moved.index], moved, new_values)  # one name for each array
-        # Some compilers name only the first of combined arrays. The moved value's name is better.
+        # Some compilers name only the first of combined arrays, so the moved value's name is used.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
             phase = _phase(source.metadata("op_name") or "")
@@ -456,8 +459,8 @@ class Phases:
     def described(self, moved: MovedArray) -> Iterator[Instruction]:
         """Yield the instructions that describe a collective, the nearest first.
 
-        Some compilers drop the metadata of collectives that they combine. The moved value then
-        shows the origin, or otherwise the instruction that contains the collective.
+        Some compilers drop the metadata of collectives that they combine. Then the moved value has
+        the metadata, or otherwise the instruction that contains the collective.
         """
         yield moved.instruction
         yield self._flow.source(moved.operand).instruction
@@ -519,7 +522,7 @@ def _is_backward(one: Instruction) -> bool:
 def _phase(name: str) -> str | None:
     """Read the phase from the name of an operation.
 
-    None if the operation is neither differentiated nor a derivative.
+    Return None if the operation is neither differentiated nor a derivative.
     """
     # A recomputed operation is in the backward pass, so its name may contain both.
     if "rematted_computation" in name:

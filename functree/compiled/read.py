@@ -186,7 +186,7 @@ class _Reader:
         """Return the source, the caller and JAX's name of the nearest instruction with lines."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
-            # A combined collective has the line of its first array. The moved value has its own.
+            # A combined collective has the line of its first array, a moved value its own line.
             nearest[:2] = reversed(nearest[:2])
         for one in nearest:
             lines = self._sources.of(one)

@@ -27,7 +27,7 @@ _layer_files: set[str] = set()
 
 
 def name_lines_of(*layers: Callable[..., object]) -> None:
-    """Treat lines in some layers' modules as lines of a model, although functree contains them.
+    """Count the modules of some layers as code of a model, although they belong to functree.
 
     `functree.nn`, a later floor, calls this once with its public layers. They are parts of a user's
     model, and a line inside one says more than the line that calls the whole model.

@@ -39,7 +39,7 @@ class TableRow(NamedTuple):
     total: int  # bytes on one device, over all runs
     where: str  # lines of source, bytes of each run
     collectives: tuple[Collective, ...]
-    paths: tuple[Path, ...]  # one for each; empty if each serves no parameter, or several
+    paths: tuple[Path, ...]  # one per collective; empty unless each serves one parameter
 
     @property
     def details(self) -> str:
@@ -285,7 +285,7 @@ def summary_text(
 
 
 def idle_text(idle: Sequence[str]) -> str:
-    """Describe mesh axes that do nothing."""
+    """Describe mesh axes over which nothing is moved or sharded."""
     return f"nothing is moved or sharded over {' and '.join(idle)}"
 
 

@@ -83,7 +83,7 @@ class ParameterUses:
         return found
 
     def summands(self, moved: MovedArray) -> frozenset[int]:
-        """Return the parameters that were added to the moved array, other than through products."""
+        """Return the parameters that were added to the moved array outside of products."""
         origins = self._flow.origins(moved.operand, self._is_local)
         return self._parameters_among(origins)
 
@@ -126,8 +126,8 @@ class ParameterUses:
     def computed_of(self, value: HloValue) -> frozenset[int]:
         """Return the parameters that a value is computed from without products.
 
-        An example is a quantized weight, computed from its integers and its scale. Empty if it
-        depends on anything else. Scalars, such as a norm, are not followed.
+        An example is a quantized weight, computed from its integers and its scale. The result is
+        empty if the value depends on anything else. Scalars, such as a norm, are not followed.
         """
         return self._only_parameters(self._flow.origins(value, self._is_without_products))
 
@@ -228,7 +228,7 @@ class ParameterUses:
     def in_model(self) -> frozenset[int]:
         """The parameters that are operands of differentiated instructions.
 
-        These include biases, which may be added to the last product. Empty if nothing is
+        These include biases, which may be added to the last product. The set is empty if nothing is
         differentiated.
         """
         instructions = self._flow.hlo.instructions
@@ -274,8 +274,9 @@ class ParameterUses:
         """Return the outputs that an optimizer computes from the moved array.
 
         An optimizer is everything between gradients and new values. It may use any operation,
-        including products of matrices. JAX names differentiated operations and gradients
-        `jvp(...)`. So the walk goes back from the outputs until it meets such a name.
+        including products of matrices. JAX puts `jvp(...)` into the names of differentiated
+        operations and gradients. The walk therefore goes back from the outputs until it meets such
+        a name.
         """
         return _outputs_of(self._updated, moved)
 
@@ -386,7 +387,7 @@ def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset
 
 @lru_cache(maxsize=256)
 def _indices(bits: int) -> frozenset[int]:
-    """Return the indices of bits that are set. All parts of a norm have the same bits."""
+    """Return the indices of bits that are set; cached, since many arrays share their bits."""
     return frozenset(bits_of(bits))
 
 

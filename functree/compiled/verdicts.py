@@ -1,7 +1,7 @@
 """`Verdicts` decides whether a collective was asked for, and finds its cause.
 
-The compiler starts from Shardy's layouts. So the operation that a collective comes from shows the
-sharding of its operands, and the sharding that its result needs.
+The compiler starts from Shardy's layouts. The operation that a collective comes from therefore
+shows the sharding of its operands and the sharding that its result needs.
 """
 
 import math
@@ -166,7 +166,7 @@ class Verdicts:
             return None
         if one.kind in _SUMS:
             return ranked[0]
-        # Among operations with one name, choose one whose result is needed in a different sharding.
+        # Among operations with the same name, choose one whose result must be resharded.
         for i in ranked:
             if fit(i)[:2] == fit(ranked[0])[:2]:
                 reached = self._reached(i, axes, named=bool(name))
@@ -285,9 +285,9 @@ def data_of(
 ) -> set[int]:
     """Find the parameters that are data, and not part of a model.
 
-    An argument is a model if one of its arrays is trained. It is also a model in two other cases:
-    it has more arrays than any trained argument, or its arrays share no leading dimension, unlike a
-    batch. If no argument is a model, all are data.
+    An argument is a model if one of its arrays is trained. It is also a model if it has more arrays
+    than any trained argument, or if its arrays share no leading dimension, unlike a batch. If no
+    argument is a model, all are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.

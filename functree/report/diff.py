@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 class SharedWhat(str):
-    """The property of a change about several leaves: a text that ends in their paths.
+    """The property of a change that concerns several leaves: a text that ends in their paths.
 
     Attributes:
         beginning: the text before the paths.
@@ -262,7 +262,7 @@ def _text(value: object, unit: int | None) -> str:
 
 
 def diff_html(diff: Diff, page: bool) -> str:
-    """Render differences as HTML; `page` selects a full page."""
+    """Render differences as HTML; `page` selects a full page, not a fragment."""
     lines = list(diff.folded())
     most = max((abs(line.grown) for line in lines if line.grown is not None), default=0)
     content = "".join(_line_html(line, most) for line in lines)

@@ -21,7 +21,7 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 
 FORMAT = 1
-"""The version of the JSON. It increases when older versions can no longer read the JSON."""
+"""The version of the format. It increases when older versions of functree cannot read it."""
 
 MOST_LEVELS = 100
 """The most levels of nested lists and objects.
@@ -141,7 +141,7 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 
 def read_value(data: Any, kind: str, cls: type[T]) -> T:
     """Read a value of a class from parsed JSON, as `read_json` does."""
-    # Plans, ledgers and checkpoints state their kind, so they are not confused.
+    # Plans, ledgers and checkpoints state their kind, so one cannot be mistaken for another.
     found = None
     if isinstance(data, dict):
         found = data.get("functree")

@@ -1,7 +1,7 @@
-"""Cells of text become the lines of a table; paths and bytes become texts.
+"""Tables are built here from cells of text, as lines of fixed width.
 
-rich's tables take 0.3 ms for each row, which is ten seconds for a large model. The lines are
-therefore built here.
+rich's tables take 0.3 ms for each row, which is ten seconds for a large model. The texts of paths
+and bytes in tables are here, too.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -115,7 +115,7 @@ def pattern_of(path: Path) -> tuple[object, ...]:
 
 
 def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
-    """Return what paths of one length have in common, apart from one key, counted from the end.
+    """Return what paths of one length have in common, except one key, counted from the end.
 
     The result is equal for `attn.query` and `attn.key`. It is None if there is no such key, or if
     the key is an index. `common_path` joins the indices of layers where that is exact.
