@@ -193,7 +193,10 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
 def check_devices(
     mesh: Mapping[str, int] | int, target: Target | None, devices: int | None
 ) -> None:
-    """Raise Failure unless the target has exactly, or this machine at least, the mesh's devices."""
+    """Raise Failure if the target or this machine does not have the mesh's devices.
+
+    A target must have exactly as many.
+    """
     if isinstance(mesh, Mapping):
         needed = math.prod(mesh.values())
         asked = f"--mesh {mesh_text(mesh)} is {count(needed, 'device')}"

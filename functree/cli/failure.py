@@ -65,7 +65,7 @@ def say(text: str) -> None:
 
 
 def users_error(what: str, error: BaseException) -> Failure:
-    """Describe an error of the user's code, with the line of theirs that raised it."""
+    """Describe an error of the user's code, with the user's line that raised it."""
     place = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_installed(frame.filename):

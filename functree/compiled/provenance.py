@@ -119,8 +119,7 @@ class Provenance:
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """Find the parameters that a moved array is multiplied by or, failing that, a product of.
-        """
+        """Find the parameters that a moved array is multiplied by, or otherwise a product of."""
         # An activation is gathered for its next product. It may also be the sum of all layers
         # before, but is not gathered for these.
         factors = self._uses.factors(moved)

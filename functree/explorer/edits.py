@@ -107,7 +107,7 @@ class Edits:
                 yield from self._of_result(i, variant)
 
     def _of_parameter(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Yield specs for a parameter, applied to all layers and to what follows them.
+        """Yield edits of a parameter's spec, in all layers and with everything that follows it.
 
         An optimizer's moments and the new values follow a parameter.
         """
@@ -172,7 +172,7 @@ class Edits:
         return used
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Yield a result sharded like the parameter that it replaces, and without a sharding."""
+        """Yield edits that shard a result like the parameter that it replaces, or not at all."""
         result, old = self._call.results[i], variant.outputs[i]
         if old is None:
             return
@@ -202,7 +202,7 @@ class Edits:
         return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
-        """Yield different mesh axes for the axes in a function's tables of rules."""
+        """Yield edits that change a rule in the function's tables."""
         fn = self._call.fn
         if not isinstance(fn, Jit):
             return
@@ -239,7 +239,7 @@ class Edits:
             _, arrays = traced.of_arrays()
             for i in self._data:
                 if arrays[i].sharding != getattr(self._call.arrays[i], "sharding", None):
-                    raise FunctreeError("the layout of data stays as it is")
+                    raise FunctreeError("the layout of data must not change")
             return traced.lower().jax
 
         text = f"change the rule for `{axis}` from {old!r} to {new!r}"

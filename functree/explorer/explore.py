@@ -56,16 +56,16 @@ def explore(
         step: the function. If it comes from `ft.jit`, its options are kept, such as donation, but
             its layouts and mesh are replaced. Its `rules` apply to layouts without rules.
         args: its arguments, which may be abstract.
-        meshes: one or a list of: a dict of sizes, such as `{"data": 8, "model": 4}`, or a number of
-            devices. A number stands for all ways to divide it among the mesh axes that the layouts
+        meshes: a dict of sizes, such as `{"data": 8, "model": 4}`, a number of devices, or a list
+            of these. A number stands for all ways to divide it among the mesh axes that the layouts
             name.
-        layouts: a dict from names to layouts as in `ft.jit(in_shardings=...)`. The first part of a
-            layout with rules also becomes the function's `rules`.
+        layouts: a dict from names to layouts as in `ft.jit(in_shardings=...)`. If parts of a layout
+            have rules, the first such part is also the function's `rules`.
         target: the target of the programs, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without it, they
             are compiled for the devices of this machine.
-        hardware: the figures for the score. The default is the target's hardware or, without a
-            target, a TPU v5e, as the head of the ranking says. Without a target, a peak above the
-            v5e's memory is only a note.
+        hardware: the figures for the score. The default is the target's hardware. Without a target,
+            it is a TPU v5e, as the first line of the ranking says, and a peak above its memory is
+            only a note.
         out_shardings: the layout of the result, as in `ft.jit`, or a dict with one for each name in
             `layouts`. Without it, donated arguments keep their shardings.
         progress: whether to show progress on standard error: in one line on a terminal, or, if it

@@ -35,8 +35,8 @@ class Hardware:
         flops: the peak number of products and sums per second, in the dtype of the computation.
         memory: the bytes of memory that a program may use.
         links: the bytes per second of a link, in one direction. `ft.explore` derives the links
-            along each mesh axis from the target's shape. For a GPU, this is the sum of its NVLinks.
-            Or a dict of the bytes per second that a device sends along each mesh axis. Over several
+            along each mesh axis from the target's shape. For a GPU, give the sum of its NVLinks. A
+            dict gives the bytes per second that a device sends along each mesh axis. Over several
             mesh axes, the slowest counts, unless the dict has their tuple as a key.
         efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
             similar programs.
@@ -83,8 +83,8 @@ class Kind(NamedTuple):
         hardware: the figures of one device.
         network: the bytes per second that a device sends to other hosts, if hosts have no direct
             links.
-        ring: the length from which a dimension of a slice is a ring, or whose multiples are rings.
-            None if there are no rings.
+        ring: the length from which a dimension of a two-dimensional slice is a ring. In three
+            dimensions, all sizes must be multiples of it. None if there are no rings.
     """
 
     name: str

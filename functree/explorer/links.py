@@ -1,6 +1,6 @@
-"""The traffic and the bandwidth of links between devices, along each mesh axis.
+"""`wire_bytes` and `bandwidth` describe the links between devices along each mesh axis.
 
-`wire_bytes` counts the bytes that a device sends, and `bandwidth` the bytes that it can send per
+`wire_bytes` counts the bytes that a device sends. `bandwidth` is the bytes that it can send per
 second.
 """
 
@@ -90,7 +90,7 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if kind.ring is None:
         return False
-    # In two dimensions, only the full torus has rings; in three, each multiple of a cube has.
+    # In two dimensions, only the full torus has rings. In three, each multiple of a cube has them.
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1

@@ -47,7 +47,7 @@ class Step:
     def options(self, layouts: LayoutTree) -> dict[str, Any]:
         """Return the options of `ft.jit` for a layout of the arguments.
 
-        The first part of the layout with rules also becomes the `rules`.
+        If parts of the layout have rules, the first such part is also the `rules`.
 
         Raises:
             RuleError: if the layout does not have the structure of the arguments.

@@ -308,7 +308,7 @@ class _Ranked(NamedTuple):
 
 
 def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
-    """Rank the edits that can be lowered by the bytes that they move, according to layouts."""
+    """Rank edits by the bytes that they move, as estimated from layouts, without invalid edits."""
     found: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for done, edit in enumerate(edits):
