@@ -149,16 +149,16 @@ def _imported(name: str) -> Any:
 
 def _abstractly(factory: Callable[[], Tree]) -> Tree:
     """Return a function's result without computing anything."""
-    found: list[tuple[Skeleton, list[AnyArray]]] = []
+    results: list[tuple[Skeleton, list[AnyArray]]] = []
 
     def run() -> list[Any]:
         skeleton, arrays = Skeleton.apart(factory())
-        found.append((skeleton, arrays))
+        results.append((skeleton, arrays))
         # A trace cannot return abstract arrays.
         return [None if isinstance(array, jax.ShapeDtypeStruct) else array for array in arrays]
 
     computed = jax.eval_shape(run)
-    skeleton, arrays = found[-1]
+    skeleton, arrays = results[-1]
     abstract: list[AnyArray] = []
     for array, traced in zip(arrays, computed, strict=True):
         abstract.append(array if traced is None else traced)

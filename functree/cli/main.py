@@ -106,8 +106,8 @@ def plan(options: Namespace) -> Outcome:
         if isinstance(layout, tuple) and layout:  # one layout for each argument
             layout = layout[0]
     with refusing():
-        found = plan_tree(tree, layout, options.mesh[0], check=False)
-    return Outcome(found, PROBLEMS if found.problems else FINE, note)
+        report = plan_tree(tree, layout, options.mesh[0], check=False)
+    return Outcome(report, PROBLEMS if report.problems else FINE, note)
 
 
 def ledger(options: Namespace) -> Outcome:
@@ -171,10 +171,10 @@ def explored(options: Namespace) -> Outcome:
         meshes = [Target.read(options.target).size]
     step, args = made_call(options.factory)
     with UsersCode(f"{options.factory}: the function raised", *_OF_LAYOUTS), refusing():
-        found = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
-    if any(NOT_COMPILED in row.problems for row in found):
-        return Outcome(found, INTERRUPTED, "interrupted: only some candidates were compiled")
-    return Outcome(found, FINE if found.best else PROBLEMS)
+        ranking = explore(step, args, meshes=meshes, layouts=layouts, target=options.target)
+    if any(NOT_COMPILED in row.problems for row in ranking):
+        return Outcome(ranking, INTERRUPTED, "interrupted: only some candidates were compiled")
+    return Outcome(ranking, FINE if ranking.best else PROBLEMS)
 
 
 COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explained}
@@ -192,10 +192,10 @@ def _prepare(options: Namespace) -> None:
     is_plan, read = options.command == "plan", mesh_or_devices
     if options.command != "explore":
         read = mesh_sizes
-        for option, given in (("--mesh", options.mesh), ("--layout", options.layout)):
-            if given is not None and len(given) > 1:
+        for option, values in (("--mesh", options.mesh), ("--layout", options.layout)):
+            if values is not None and len(values) > 1:
                 raise Failure(
-                    f"{option} is given {len(given)} times: only `explore` accepts several"
+                    f"{option} is given {len(values)} times: only `explore` accepts several"
                 )
     if options.devices is not None and options.target is not None:
         raise Failure("--devices simulates CPUs, but --target has its own devices: give only one")
@@ -205,9 +205,9 @@ def _prepare(options: Namespace) -> None:
             target = Target.read(options.target)
     options.mesh = list(map(read, options.mesh or []))
     prepare(options.devices, only_compile=is_plan or target is not None)
-    for one in options.mesh:
+    for mesh in options.mesh:
         if target is not None or not is_plan:  # a plan needs only sizes
-            check_devices(one, target, options.devices)
+            check_devices(mesh, target, options.devices)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -90,11 +90,11 @@ def parsed(
     parsers = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     by_name: dict[str, Parser] = {}
     for name, function in commands.items():
-        told, _, examples = str(inspect.getdoc(function)).partition("\n\n")
+        summary, _, examples = str(inspect.getdoc(function)).partition("\n\n")
         by_name[name] = parsers.add_parser(
             name,
-            help=told[0].lower() + told[1:].rstrip("."),
-            description=told,
+            help=summary[0].lower() + summary[1:].rstrip("."),
+            description=summary,
             epilog=f"{examples}\n\n{_LAYOUTS}\n{_CODES}",
         )
         _add_options(by_name[name], name)
@@ -168,12 +168,12 @@ def mesh_sizes(text: str) -> dict[str, int]:
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        found = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
-        if found is None or int(found[2]) < 1:
+        match = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
+        if match is None or int(match[2]) < 1:
             raise Failure(f"--mesh {text!r}: {part!r} is not the size of a mesh axis: {_SIZES}")
-        if found[1] in sizes:
-            raise Failure(f"--mesh {text!r} has `{found[1]}` twice")
-        sizes[found[1]] = int(found[2])
+        if match[1] in sizes:
+            raise Failure(f"--mesh {text!r} has `{match[1]}` twice")
+        sizes[match[1]] = int(match[2])
     return sizes
 
 
@@ -259,10 +259,10 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
 
 def _rule(text: str) -> tuple[Any, Any]:
     """Parse a rule: an axis with a mesh axis, several joined by `+`, or `none`."""
-    found = _RULE.fullmatch(text)
-    if found is None:
+    match = _RULE.fullmatch(text)
+    if match is None:
         raise RuleError(f"{text!r} is not a rule: {_RULES}")
-    name: Any = ... if found[1] == "..." else found[1]
-    if found[2] == "none":
+    name: Any = ... if match[1] == "..." else match[1]
+    if match[2] == "none":
         return name, None
-    return name, entry(found[2].split("+"))
+    return name, entry(match[2].split("+"))

@@ -110,12 +110,12 @@ class DataFlow:
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
         """The instructions that call a computation, by its name."""
-        found: defaultdict[str, list[Instruction]] = defaultdict(list)
+        callers: defaultdict[str, list[Instruction]] = defaultdict(list)
         for opcode in CALLS:
-            for one in self.hlo.by_opcode.get(opcode, ()):
-                for name in one.computations:
-                    found[name].append(one)
-        return found
+            for instruction in self.hlo.by_opcode.get(opcode, ()):
+                for name in instruction.computations:
+                    callers[name].append(instruction)
+        return callers
 
     @cached_property
     def differentiated(self) -> list[Instruction]:
@@ -124,11 +124,13 @@ class DataFlow:
         Instructions that only pass values on are left out: a fusion, for example, is named after
         one of its instructions.
         """
-        found: list[Instruction] = []
+        differentiated: list[Instruction] = []
         for opcode, instructions in self.hlo.by_opcode.items():
             if opcode not in PASSES_ON:
-                found += [one for one in instructions if one.is_differentiated]
-        return found
+                differentiated += [
+                    instruction for instruction in instructions if instruction.is_differentiated
+                ]
+        return differentiated
 
     @cached_property
     def results(self) -> list[tuple[HloValue, ArrayType]]:
@@ -140,11 +142,11 @@ class DataFlow:
             values = [HloValue(root, (i,)) for i in range(len(root.arrays))]
         else:
             values = [HloValue(root)]
-        found: list[tuple[HloValue, ArrayType]] = []
+        results: list[tuple[HloValue, ArrayType]] = []
         for value, type_ in zip(values, root.arrays, strict=True):
             if not type_.is_token:
-                found.append((value, type_))
-        return found
+                results.append((value, type_))
+        return results
 
     def source(self, value: HloValue) -> HloValue:
         """Trace a value back through copies, tuples and fusions, without leaving its loop."""
@@ -181,20 +183,20 @@ class DataFlow:
             passes: as in `origins`.
             conditions: whether the condition of a `select` belongs to the history of its result.
         """
-        found: set[HloValue] = set()
+        origins: set[HloValue] = set()
         seen: set[HloValue] = set(map(self._handed_on, values))
         waiting = list(seen)
         while waiting:
-            one = waiting.pop()
-            before = self._made_of(one, passes, conditions)
+            value = waiting.pop()
+            before = self._made_of(value, passes, conditions)
             if not before:
-                found.add(one)
+                origins.add(value)
                 continue
             for new in before:
                 if new not in seen:
                     seen.add(new)
                     waiting.append(new)
-        return frozenset(found), frozenset(seen)
+        return frozenset(origins), frozenset(seen)
 
     def reached(
         self,
@@ -219,28 +221,28 @@ class DataFlow:
         values = list(map(self._handed_on, values))
         waiting = list(values)
         while waiting:
-            one = waiting[-1]
-            if one in before:
+            top = waiting[-1]
+            if top in before:
                 order.setdefault(waiting.pop())
             else:
-                before[one] = self._made_of(one, passes, conditions)
-                waiting += [new for new in before[one] if new not in before]
-        found = dict.fromkeys(order, 0)
+                before[top] = self._made_of(top, passes, conditions)
+                waiting += [new for new in before[top] if new not in before]
+        bits = dict.fromkeys(order, 0)
         for i, value in enumerate(values):
-            found[value] |= 1 << i
-        while _spread(found, before):
+            bits[value] |= 1 << i
+        while _spread(bits, before):
             pass
-        return found
+        return bits
 
     def _made_of(
         self, value: HloValue, passes: Callable[[Instruction], bool], conditions: bool
     ) -> list[HloValue]:
         """Return the values that a value was made of in one step; none where its history ends."""
-        one = value.instruction
-        if one.opcode not in _FROM_ELSEWHERE and not passes(one):
+        instruction = value.instruction
+        if instruction.opcode not in _FROM_ELSEWHERE and not passes(instruction):
             return []
-        if conditions and one.opcode == "select":
-            return self.operands(one)
+        if conditions and instruction.opcode == "select":
+            return self.operands(instruction)
         return self.inputs(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
@@ -285,13 +287,13 @@ class DataFlow:
             parts.append((value, math.prod(value.instruction.arrays[0].shape)))
         return parts
 
-    def _part_of_joined(self, one: Instruction) -> HloValue | None:
+    def _part_of_joined(self, instruction: Instruction) -> HloValue | None:
         """Return the array that a slice takes out of the joined result of a collective.
 
         Return None for all other slices.
         """
-        whole = self.source(self._value(one.operands[0]))
-        span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", one.attribute("slice") or "")
+        whole = self.source(self._value(instruction.operands[0]))
+        span = re.fullmatch(r"\{\[(\d+):(\d+)\]\}", instruction.attribute("slice") or "")
         if span is None or whole.instruction.opcode not in COLLECTIVES:
             return None
         start = 0
@@ -303,14 +305,19 @@ class DataFlow:
 
     def _passed(self, value: HloValue) -> list[HloValue]:
         """Return the operands that an instruction passes on, without indices and conditions."""
-        one, part = value
-        if part and part[0] < len(one.operands) and len(one.arrays) > 1 and not is_in_pieces(one):
+        instruction, part = value
+        if (
+            part
+            and part[0] < len(instruction.operands)
+            and len(instruction.arrays) > 1
+            and not is_in_pieces(instruction)
+        ):
             # A combined collective: one part for each operand.
-            return [self._handed_on(self._value(one.operands[part[0]], part[1:]))]
-        operands = self.operands(one)
-        if one.opcode not in _PASSED:
+            return [self._handed_on(self._value(instruction.operands[part[0]], part[1:]))]
+        operands = self.operands(instruction)
+        if instruction.opcode not in _PASSED:
             return operands
-        first, last = _PASSED[one.opcode]
+        first, last = _PASSED[instruction.opcode]
         return operands[first:last]
 
     def _handed_on(self, value: HloValue) -> HloValue:
@@ -332,61 +339,61 @@ class DataFlow:
         inside = self._inside(value)
         if inside is not None:
             return [inside]
-        one, part = value
-        if one.opcode == "parameter":
-            given: list[HloValue] = []
-            for caller in self.callers.get(one.computation, []):
-                given += self._given(caller, value)
-            return given
-        if one.opcode == "while":
+        instruction, part = value
+        if instruction.opcode == "parameter":
+            values: list[HloValue] = []
+            for caller in self.callers.get(instruction.computation, []):
+                values += self._given(caller, value)
+            return values
+        if instruction.opcode == "while":
             # In its first iteration, and in the later ones.
-            following = self.hlo.roots[one.called("body")]
-            return [self._value(one.operands[0], part), HloValue(following, part)]
-        if one.opcode == "conditional":
-            return [HloValue(self.hlo.roots[name], part) for name in one.computations]
+            following = self.hlo.roots[instruction.called("body")]
+            return [self._value(instruction.operands[0], part), HloValue(following, part)]
+        if instruction.opcode == "conditional":
+            return [HloValue(self.hlo.roots[name], part) for name in instruction.computations]
         return []
 
     def _given(self, caller: Instruction, parameter: HloValue) -> list[HloValue]:
         """Return the values that a caller passes to a part of a parameter of its computation."""
-        one, part = parameter
+        instruction, part = parameter
         match caller.opcode:
             case "while":
                 return self.inputs(HloValue(caller, part))
             case "conditional":
-                given: list[HloValue] = []
+                values: list[HloValue] = []
                 # The first operand selects the branch; each of the others is a branch's parameter.
                 for i, name in enumerate(caller.computations, start=1):
-                    if name == one.computation:
-                        given.append(self._value(caller.operands[i], part))
-                return given
+                    if name == instruction.computation:
+                        values.append(self._value(caller.operands[i], part))
+                return values
             case "custom-call":  # the text does not say how it uses the parameters
                 return []
-        return [self._value(caller.operands[int(one.argument)], part)]
+        return [self._value(caller.operands[int(instruction.argument)], part)]
 
     def _inside(self, value: HloValue) -> HloValue | None:
         """Return the value that the same computation, or a fusion, passes on as this one.
 
         Return None if this one is computed.
         """
-        one, part = value
-        match one.opcode:  # the most frequent first: walks call this for each value
+        instruction, part = value
+        match instruction.opcode:  # the most frequent first: walks call this for each value
             case "parameter":
-                callers = self.callers.get(one.computation, [])
+                callers = self.callers.get(instruction.computation, [])
                 # If a computation has several callers, its parameter has several values.
                 if len(callers) == 1 and callers[0].opcode in _ONCE:
-                    return self._value(callers[0].operands[int(one.argument)], part)
+                    return self._value(callers[0].operands[int(instruction.argument)], part)
                 return None
             case "fusion" | "call":
-                return HloValue(self.hlo.roots[one.computations[0]], part)
+                return HloValue(self.hlo.roots[instruction.computations[0]], part)
             case "get-tuple-element":
-                index = int(one.attribute("index") or 0)
-                return self._value(one.operands[0], (index, *part))
+                index = int(instruction.attribute("index") or 0)
+                return self._value(instruction.operands[0], (index, *part))
             case "slice":
-                return self._part_of_joined(one)
+                return self._part_of_joined(instruction)
             case "tuple" if part:
-                return self._value(one.operands[part[0]], part[1:])
+                return self._value(instruction.operands[part[0]], part[1:])
             case "fusion-done" | "async-done":
-                start = self.hlo.instructions[one.operands[0]]
+                start = self.hlo.instructions[instruction.operands[0]]
                 return HloValue(self.hlo.roots[start.computations[0]], part)
             case (
                 "all-gather-done"
@@ -395,9 +402,9 @@ class DataFlow:
                 | "reduce-scatter-done"
             ):
                 # The start stands for the collective, so this is a part of its result.
-                return self._value(one.operands[0], part)
-        if one.opcode in COPIES:
-            return self._value(one.operands[0], part)
+                return self._value(instruction.operands[0], part)
+        if instruction.opcode in COPIES:
+            return self._value(instruction.operands[0], part)
         return None
 
     def _value(self, name: str, part: tuple[int, ...] = ()) -> HloValue:
@@ -405,21 +412,21 @@ class DataFlow:
         return HloValue(self.hlo.instructions[name], part)
 
 
-def _spread(found: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloValue]]) -> bool:
+def _spread(reached: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloValue]]) -> bool:
     """Give the bits of each value to its inputs. Return whether that must be repeated.
 
     An iteration of a loop depends on the previous one, so one pass may not be enough.
     """
     done: set[HloValue] = set()
     again = False
-    for value in reversed(found):
+    for value in reversed(reached):
         done.add(value)
-        bits = found[value]
-        for one in before[value]:
-            known = found[one]
+        bits = reached[value]
+        for source in before[value]:
+            known = reached[source]
             if known | bits != known:
-                found[one] = known | bits
-                again = again or one in done
+                reached[source] = known | bits
+                again = again or source in done
     return again
 
 
@@ -429,12 +436,12 @@ def bits_of(number: int) -> list[int]:
     >>> bits_of(0b1010)
     [1, 3]
     """
-    found: list[int] = []
+    indices: list[int] = []
     while number:
         lowest = number & -number
-        found.append(lowest.bit_length() - 1)
+        indices.append(lowest.bit_length() - 1)
         number ^= lowest
-    return found
+    return indices
 
 
 _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
@@ -446,25 +453,25 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
     Each branch of a conditional counts as if it were taken.
     """
     hlo = flow.hlo
-    found: dict[str, int | None] = {hlo.entry: 1}
+    counts: dict[str, int | None] = {hlo.entry: 1}
     # In the text, a computation comes before its callers.
     for name in reversed(hlo.computations):
-        times = found.setdefault(name, 0)  # 0: no counted instruction calls it
-        for one in hlo.computations[name]:
-            if one.opcode not in CALLS:
+        times = counts.setdefault(name, 0)  # 0: no counted instruction calls it
+        for instruction in hlo.computations[name]:
+            if instruction.opcode not in CALLS:
                 continue
             each = 1
-            if one.opcode == "while":
-                each = trip_count(flow, one)
-            for called in one.computations:
-                before = found.get(called, 0)
+            if instruction.opcode == "while":
+                each = trip_count(flow, instruction)
+            for called in instruction.computations:
+                before = counts.get(called, 0)
                 # The condition of a loop runs once more than its body, but contains nothing that is
                 # counted.
                 if times is None or each is None or before is None:
-                    found[called] = None
+                    counts[called] = None
                 else:
-                    found[called] = before + times * each
-    return found
+                    counts[called] = before + times * each
+    return counts
 
 
 def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
@@ -523,7 +530,7 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:
     """Return the value of an integer constant; None if it is anything else."""
-    one = flow.source(value).instruction
-    if one.opcode != "constant" or not re.fullmatch(r"-?\d+", one.argument):
+    instruction = flow.source(value).instruction
+    if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.argument):
         return None
-    return int(one.argument)
+    return int(instruction.argument)

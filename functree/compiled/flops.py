@@ -47,13 +47,13 @@ def count_flops(text: str) -> Flops:
     total = 0
     unknown: Counter[str] = Counter()
     endless: dict[str, None] = {}
-    for one, flops in _each(flow.hlo):
-        often = times[one.computation]
+    for instruction, flops in _each(flow.hlo):
+        often = times[instruction.computation]
         if flops is None:
-            unknown[kernel_name(one)] += 1
+            unknown[kernel_name(instruction)] += 1
             continue
         if often is None and flops:
-            endless[one.name] = None
+            endless[instruction.name] = None
             often = 1
         total += flops * (often or 0)
     sentences: list[str] = []
@@ -68,26 +68,26 @@ def count_flops(text: str) -> Flops:
 def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
     """Yield the instructions that multiply, with the flops of one run; None if unknown."""
     for opcode in ("dot", "scaled-dot"):
-        for one in hlo.by_opcode.get(opcode, ()):
-            yield one, _dot_flops(hlo, one)
-    for one in hlo.by_opcode.get("convolution", ()):
-        image, kernel = (hlo.instructions[name].arrays[0] for name in one.operands[:2])
-        yield one, convolution_flops(one, image, kernel, one.arrays[0])
-    for one in hlo.by_opcode.get("custom-call", ()):
-        yield one, kernel_flops(hlo, one)
+        for instruction in hlo.by_opcode.get(opcode, ()):
+            yield instruction, _dot_flops(hlo, instruction)
+    for instruction in hlo.by_opcode.get("convolution", ()):
+        image, kernel = (hlo.instructions[name].arrays[0] for name in instruction.operands[:2])
+        yield instruction, convolution_flops(instruction, image, kernel, instruction.arrays[0])
+    for instruction in hlo.by_opcode.get("custom-call", ()):
+        yield instruction, kernel_flops(hlo, instruction)
     for opcode in _UNKNOWN:
-        for one in hlo.by_opcode.get(opcode, ()):
-            yield one, None
+        for instruction in hlo.by_opcode.get(opcode, ()):
+            yield instruction, None
 
 
-def _dot_flops(hlo: Hlo, one: Instruction) -> int:
-    left = hlo.instructions[one.operands[0]].arrays[0]
+def _dot_flops(hlo: Hlo, dot: Instruction) -> int:
+    left = hlo.instructions[dot.operands[0]].arrays[0]
     summed = 1
-    for dimension in (one.attribute("lhs_contracting_dims") or "{}").strip("{}").split(","):
+    for dimension in (dot.attribute("lhs_contracting_dims") or "{}").strip("{}").split(","):
         # A product without a sum has an empty text.
         if dimension:
             summed *= left.shape[int(dimension)]
-    return 2 * math.prod(one.arrays[0].shape) * summed
+    return 2 * math.prod(dot.arrays[0].shape) * summed
 
 
 # These multiply nothing: compiler annotations, buffers, callbacks, sorts, random bits.
@@ -154,15 +154,15 @@ def kernel_flops(hlo: Hlo, one: Instruction) -> int | None:
     return None
 
 
-def _target(one: Instruction) -> str:
-    return (one.attribute("custom_call_target") or "").strip('"')
+def _target(instruction: Instruction) -> str:
+    return (instruction.attribute("custom_call_target") or "").strip('"')
 
 
-def _operands(hlo: Hlo, one: Instruction) -> list[ArrayType]:
-    return [hlo.instructions[name].arrays[0] for name in one.operands]
+def _operands(hlo: Hlo, instruction: Instruction) -> list[ArrayType]:
+    return [hlo.instructions[name].arrays[0] for name in instruction.operands]
 
 
-def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
+def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
     """Count the flops of a splash kernel, which computes attention on TPUs.
 
     Its operands are the mask by blocks, if any, the queries, the keys and the values. The last
@@ -170,14 +170,14 @@ def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
     the mask excludes. It is assumed to be causal, as nearly all masks are. Blocks on the diagonal
     are computed in full.
     """
-    arrays = [type_ for type_ in _operands(hlo, one) if len(type_.shape) >= 3]
+    arrays = [type_ for type_ in _operands(hlo, kernel) if len(type_.shape) >= 3]
     blocks = [type_.shape for type_ in arrays if type_.dtype == "s8"]
     heads = [type_.shape for type_ in arrays if type_.dtype in ("bf16", "f16", "f32")]
     if len(heads) < 3:
         return None
     query, key, value = heads[:3]
     by_keys, by_values = _SPLASH[part]
-    if part == "dkv" and len(one.arrays) > 2:
+    if part == "dkv" and len(kernel.arrays) > 2:
         by_keys, by_values = _FUSED
     pairs = math.prod(query[:-1]) * key[-2]
     whole = 2 * pairs * (by_keys * query[-1] + by_values * value[-1])
@@ -192,27 +192,27 @@ def _splash_flops(hlo: Hlo, one: Instruction, part: str) -> int | None:
     return whole * computed // (rows * across)
 
 
-def _cublas_flops(hlo: Hlo, one: Instruction) -> int | None:
+def _cublas_flops(hlo: Hlo, product: Instruction) -> int | None:
     """Count the flops of a cuBLAS product, whose configuration names its dimensions."""
-    config = one.attribute("backend_config") or ""
+    config = product.attribute("backend_config") or ""
     named = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
     if named is None:
         return None
-    left = _operands(hlo, one)[0].shape
+    left = _operands(hlo, product)[0].shape
     summed = math.prod(left[int(dimension)] for dimension in re.findall(r"\d+", named[1]))
     # Only the first result is the product; the others are workspace.
-    return 2 * math.prod(one.arrays[0].shape) * summed
+    return 2 * math.prod(product.arrays[0].shape) * summed
 
 
-def _cudnn_attention_flops(hlo: Hlo, one: Instruction, target: str) -> int | None:
+def _cudnn_attention_flops(hlo: Hlo, kernel: Instruction, target: str) -> int | None:
     """Count the flops of cuDNN attention, whose configuration has the shape of queries by keys."""
-    config = one.attribute("backend_config") or ""
+    config = kernel.attribute("backend_config") or ""
     named = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', config)
     if named is None:
         return None
     pairs = math.prod(map(int, re.findall(r"\d+", named[1])))
     batch, heads, queries, _ = map(int, re.findall(r"\d+", named[1]))
-    head_dim = math.prod(_operands(hlo, one)[0].shape) // (batch * heads * queries)
+    head_dim = math.prod(_operands(hlo, kernel)[0].shape) // (batch * heads * queries)
     products = 5 if target.endswith("Backward") else 2
     flops = 2 * pairs * head_dim * products
     if "CAUSAL" in config:
@@ -220,10 +220,10 @@ def _cudnn_attention_flops(hlo: Hlo, one: Instruction, target: str) -> int | Non
     return flops
 
 
-def _onednn_flops(hlo: Hlo, one: Instruction) -> int:
+def _onednn_flops(hlo: Hlo, product: Instruction) -> int:
     """Count the flops of a oneDNN product, whose operands may be transposed."""
-    left, right = (type_.shape for type_ in _operands(hlo, one)[:2])
-    output = one.arrays[0].shape
+    left, right = (type_.shape for type_ in _operands(hlo, product)[:2])
+    output = product.arrays[0].shape
     # [B, M, K] times [B, K, N] is [B, M, N], for any order of the last two dimensions.
     batch = math.prod(output[:-2])
     ratio = math.prod(left) * math.prod(right) // (math.prod(output) * batch)
@@ -274,20 +274,20 @@ def convolution_flops(
     return flops
 
 
-def _windows(one: Instruction) -> list[_Window]:
+def _windows(convolution: Instruction) -> list[_Window]:
     """Return the window of each spatial dimension."""
-    text = one.attribute("window") or ""
-    given: dict[str, list[str]] = {}
+    text = convolution.attribute("window") or ""
+    attributes: dict[str, list[str]] = {}
     for name, values in re.findall(r"(\w+)=(\S+)", text.strip("{}")):
-        given[name] = values.split("x")
-    sizes = given.get("size", [])
+        attributes[name] = values.split("x")
+    sizes = attributes.get("size", [])
     others = ["1"] * len(sizes)
     columns = zip(
         sizes,
-        given.get("stride", others),
-        given.get("pad", ["0_0"] * len(sizes)),
-        given.get("lhs_dilate", others),
-        given.get("rhs_dilate", others),
+        attributes.get("stride", others),
+        attributes.get("pad", ["0_0"] * len(sizes)),
+        attributes.get("lhs_dilate", others),
+        attributes.get("rhs_dilate", others),
         strict=True,
     )
     windows: list[_Window] = []

@@ -158,10 +158,10 @@ class Instruction:
         metadata = _METADATA.search(self._rest)
         if metadata is None:
             return None
-        found = _entry(name).search(metadata[1])
-        if found is None:
+        match = _entry(name).search(metadata[1])
+        if match is None:
             return None
-        quoted, plain = found.groups()
+        quoted, plain = match.groups()
         if quoted is None:
             return plain
         return quoted
@@ -215,25 +215,27 @@ class Hlo:
         self.by_opcode: Mapping[str, list[Instruction]] = by_opcode
         self.roots: dict[str, Instruction] = {}
         self.entry: str = ""
-        current, own = "", list[Instruction]()  # the computation whose lines are read
+        current, instructions = "", list[Instruction]()  # the computation whose lines are read
         for root, name, type_, opcode, rest, entry, computation in _LINE.findall(text):
             if computation:
-                current, own = computation, self.computations.setdefault(computation, [])
+                current, instructions = computation, self.computations.setdefault(computation, [])
                 if entry:
                     self.entry = computation
                 continue
-            one = self.instructions[name] = Instruction(name, intern(opcode), current, type_, rest)
-            own.append(one)
-            by_opcode[opcode].append(one)
+            instruction = self.instructions[name] = Instruction(
+                name, intern(opcode), current, type_, rest
+            )
+            instructions.append(instruction)
+            by_opcode[opcode].append(instruction)
             if root:
-                self.roots[current] = one
+                self.roots[current] = instruction
 
     @property
     def parameters(self) -> list[Instruction]:
         """The parameters of the program in order, without tokens."""
-        found: list[Instruction] = []
-        for one in self.computations[self.entry]:
+        parameters: list[Instruction] = []
+        for instruction in self.computations[self.entry]:
             # Tokens belong to ordered effects, and are not arguments of the function.
-            if one.opcode == "parameter" and not one.arrays[0].is_token:
-                found.append(one)
-        return sorted(found, key=lambda one: int(one.argument))
+            if instruction.opcode == "parameter" and not instruction.arrays[0].is_token:
+                parameters.append(instruction)
+        return sorted(parameters, key=lambda instruction: int(instruction.argument))

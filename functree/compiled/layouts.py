@@ -91,14 +91,14 @@ class Layouts:
         """
         if not isinstance(other, Layouts):
             raise FunctreeTypeError(f"diff: layouts cannot be compared with {shown(other)}")
-        found = changes(
+        differences = changes(
             _by_place(self.rows),
             _by_place(other.rows),
             lambda place: Path(),
             lambda place, row: {" ".join(place[:2]): row.array},
             lambda place, row: (" ".join(place[:2]), row.array),
         )
-        return Diff(tuple(found))
+        return Diff(tuple(differences))
 
     def to_json(self) -> str:
         """Return the layouts as JSON."""
@@ -127,7 +127,7 @@ class Layouts:
         for source, rows in self._by_source():
             lines = ""
             for row, *others in grouped(rows, _told):
-                cuts = [mesh_axes(one) for one in row.spec.partitions]
+                cuts = [mesh_axes(entry) for entry in row.spec.partitions]
                 times = f" ×{1 + len(others)}" if others else ""
                 why = f'<div class="why">{html.escape(row.decided)}</div>' if row.decided else ""
                 lines += leaf_html(
@@ -152,12 +152,12 @@ def _by_place(rows: Sequence[LaidOut]) -> dict[tuple[str, str, int], LaidOut]:
     Lines are not part of the key, because an edit moves them.
     """
     times = Counter[tuple[str, str]]()
-    found: dict[tuple[str, str, int], LaidOut] = {}
+    by_place: dict[tuple[str, str, int], LaidOut] = {}
     for row in rows:
         place = row.expression, row.op
         times[place] += 1
-        found[*place, times[place]] = row
-    return found
+        by_place[*place, times[place]] = row
+    return by_place
 
 
 def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layouts:

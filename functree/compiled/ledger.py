@@ -105,15 +105,17 @@ class Ledger:
 
         A collective in a loop of unknown length counts once, so its total is a lower bound.
         """
-        return _bytes_by(self.collectives, lambda one: (one.kind, one.mesh_axes))
+        return _bytes_by(
+            self.collectives, lambda collective: (collective.kind, collective.mesh_axes)
+        )
 
     @property
     def attributed(self) -> float:
         """The share of the moved bytes that have a path, between 0 and 1; 1 if nothing is moved."""
-        total = sum(one.total for one in self.collectives)
+        total = sum(collective.total for collective in self.collectives)
         if total == 0:
             return 1.0
-        return sum(one.total for one in self.collectives if one.paths) / total
+        return sum(collective.total for collective in self.collectives if collective.paths) / total
 
     def summary(self) -> str:
         """Return the totals by kind and mesh axes, and the memory, in a few lines."""
@@ -208,10 +210,10 @@ def _bytes_by(
     collectives: Sequence[Collective], key: Callable[[Collective], _Kind]
 ) -> dict[_Kind, int]:
     """Sum the bytes of all runs by a property, the largest first."""
-    found: dict[_Kind, int] = {}
-    for one in collectives:
-        found[key(one)] = found.get(key(one), 0) + one.total
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    sizes: dict[_Kind, int] = {}
+    for collective in collectives:
+        sizes[key(collective)] = sizes.get(key(collective), 0) + collective.total
+    return dict(sorted(sizes.items(), key=lambda item: -item[1]))
 
 
 def _where(ledger: Ledger) -> str:
@@ -265,7 +267,7 @@ def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> 
 
 def moved_total(before: Sequence[Collective], after: Sequence[Collective]) -> Change:
     """Compare the total bytes that two programs move to each device."""
-    old, new = (Bytes(sum(one.total for one in moved)) for moved in (before, after))
+    old, new = (Bytes(sum(collective.total for collective in moved)) for moved in (before, after))
     return Change(Path(), "moved to each device", old, new)
 
 
@@ -289,16 +291,21 @@ _Key = tuple[tuple[Path, ...], str, tuple[str, ...] | None, str | None]
 
 
 def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
-    found: dict[_Key, _Total] = {}
-    for one in collectives:
-        key = (tuple(full_paths(one)), one.kind, one.mesh_axes, one.phase)
-        runs, size = found.get(key, (0, 0))
-        if one.count is None:
+    totals: dict[_Key, _Total] = {}
+    for collective in collectives:
+        key = (
+            tuple(full_paths(collective)),
+            collective.kind,
+            collective.mesh_axes,
+            collective.phase,
+        )
+        runs, size = totals.get(key, (0, 0))
+        if collective.count is None:
             runs += 1  # a loop of unknown length counts once, as in `Ledger.totals`
         else:
-            runs += one.count
-        found[key] = _Total(runs, size + one.total)
-    return found
+            runs += collective.count
+        totals[key] = _Total(runs, size + collective.total)
+    return totals
 
 
 def _path(key: _Key) -> Path:
@@ -348,7 +355,7 @@ class _Page(NamedTuple):
         return report_html(f"{what} for {_where(self.ledger)}", head, content, page)
 
     def _cards(self) -> list[Card]:
-        total = sum(one.total for one in self.ledger.collectives)
+        total = sum(collective.total for collective in self.ledger.collectives)
         return [
             Card(bytes_text(total), "moved to each device in a run"),
             Card(bytes_text(self.ledger.memory.peak), "peak memory"),
@@ -362,9 +369,13 @@ class _Page(NamedTuple):
     def _moved(self, most: int | None) -> str:
         if not self.ledger.collectives:
             return ""
-        axes = _bytes_by(self.ledger.collectives, lambda one: self._axes(one.mesh_axes))
-        kinds = _bytes_by(self.ledger.collectives, lambda one: one.kind)
-        phases = _bytes_by(self.ledger.collectives, lambda one: one.phase or "unknown")
+        axes = _bytes_by(
+            self.ledger.collectives, lambda collective: self._axes(collective.mesh_axes)
+        )
+        kinds = _bytes_by(self.ledger.collectives, lambda collective: collective.kind)
+        phases = _bytes_by(
+            self.ledger.collectives, lambda collective: collective.phase or "unknown"
+        )
         lists = (
             list_html("By mesh axis", axes)
             + list_html("By kind", kinds)
@@ -385,19 +396,19 @@ class _Page(NamedTuple):
         return mesh_axes_html(axes, self.ledger.sizes)
 
     def _leaf(self, row: TableRow) -> TreeLeaf:
-        one = row.collectives[0]
+        collective = row.collectives[0]
         parts: tuple[str, ...] = (NO_PARAMETER,)
         if row.paths:
             parts = tuple(common_parts(row.paths))
-        elif one.paths:
+        elif collective.paths:
             parts = ("several parameters",)
-        content = f"{code(row.kind)} over {self._axes(one.mesh_axes)} "
-        verdict = VERDICTS.get(one.verdict or "")
-        for text in filter(None, (one.phase, moves_text(one), verdict)):
+        content = f"{code(row.kind)} over {self._axes(collective.mesh_axes)} "
+        verdict = VERDICTS.get(collective.verdict or "")
+        for text in filter(None, (collective.phase, moves_text(collective), verdict)):
             content += f'<span class="chip">{html.escape(text)}</span>'
         times = {"?": "an unknown number of times", "1": ""}.get(row.runs, f"×{row.runs}")
         content += f'<span class="muted num">{times}</span>'
-        if not row.paths and one.paths:
+        if not row.paths and collective.paths:
             content += f'<div class="why">for {html.escape(row.title)}</div>'
         content += f'<div class="why">{html.escape(row.where)}</div>'
         if row.cause:
@@ -411,8 +422,8 @@ class _Page(NamedTuple):
             Segment("outputs", memory.outputs - memory.aliases, "p5 copied"),
             Segment("temporaries", memory.temporaries, "p5"),
         )
-        whole = [*parts, *(one for one in rest if one.size > 0)]
-        total = sum(one.size for one in whole)
+        whole = [*parts, *(segment for segment in rest if segment.size > 0)]
+        total = sum(segment.size for segment in whole)
         texts = [f"peak {bytes_text(memory.peak)}"]
         if memory.aliases:
             texts.append(f"{bytes_text(memory.aliases)} of the results reuse donated arguments")
@@ -445,19 +456,19 @@ def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
     by_argument: dict[str, dict[Path, int]] = {}
     for (name, *path), size in memory.arguments.items():
         by_argument.setdefault(str(name), {})[Path(path)] = size
-    own = {row.path: row.bytes_per_device for row in plan.rows}
-    found: list[str] = []
+    expected = {row.path: row.bytes_per_device for row in plan.rows}
+    names: list[str] = []
     for name, sizes in by_argument.items():
         # The memory leaves out arrays that the program does not use.
-        if all(own.get(path) == size for path, size in sizes.items()):
-            found.append(name)
-    return found[0] if len(found) == 1 else None
+        if all(expected.get(path) == size for path, size in sizes.items()):
+            names.append(name)
+    return names[0] if len(names) == 1 else None
 
 
 def _moved_for(argument: str, collectives: Sequence[Collective]) -> dict[Path, int]:
     """Sum the bytes moved for each array of an argument, without collectives that serve several."""
-    found: dict[Path, int] = {}
-    for one in collectives:
-        if one.path is not None and one.arguments == (argument,):
-            found[one.path] = found.get(one.path, 0) + one.total
-    return found
+    moved: dict[Path, int] = {}
+    for collective in collectives:
+        if collective.path is not None and collective.arguments == (argument,):
+            moved[collective.path] = moved.get(collective.path, 0) + collective.total
+    return moved

@@ -47,44 +47,50 @@ class MovedArray:
     @property
     def results(self) -> list[HloValue]:
         """The values that contain the array: the collective's result, and its part."""
-        one = self.instruction
-        parts = range(len(one.arrays)) if is_in_pieces(one) else (self.index,)
-        return [HloValue(one), *(HloValue(one, (part,)) for part in parts)]
+        collective = self.instruction
+        parts = range(len(collective.arrays)) if is_in_pieces(collective) else (self.index,)
+        return [HloValue(collective), *(HloValue(collective, (part,)) for part in parts)]
 
 
 def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
     """Yield the arrays that a program's collectives move, in the order of its text."""
     times = runs(flow)
     ends = _ends(flow)
-    for one in flow.hlo.instructions.values():
-        if one.opcode not in COLLECTIVES or _is_repeated(flow, one):
+    for instruction in flow.hlo.instructions.values():
+        if instruction.opcode not in COLLECTIVES or _is_repeated(flow, instruction):
             continue
-        kind = COLLECTIVES[one.opcode]
+        kind = COLLECTIVES[instruction.opcode]
         # A start returns its operands and its context, too; its end returns only the result.
-        types = ends.get(one.name, one).arrays
+        types = ends.get(instruction.name, instruction).arrays
         # The TPU compiler writes a reduce-scatter as a computation with this name, which sums and
         # slices.
-        if kind == "all-reduce" and one.computation.startswith("all-reduce-scatter"):
-            kind, types = "reduce-scatter", flow.hlo.roots[one.computation].arrays
-        operands, types = _each(flow, one, types)
-        count = times[one.computation]
-        groups = one.attribute("replica_groups") or one.attribute("source_target_pairs") or ""
+        if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
+            kind, types = "reduce-scatter", flow.hlo.roots[instruction.computation].arrays
+        operands, types = _each(flow, instruction, types)
+        count = times[instruction.computation]
+        groups = (
+            instruction.attribute("replica_groups")
+            or instruction.attribute("source_target_pairs")
+            or ""
+        )
         for index, (operand, type_) in enumerate(zip(operands, types, strict=True)):
-            yield MovedArray(kind, one, index, len(types), operand, type_, count, groups)
+            yield MovedArray(kind, instruction, index, len(types), operand, type_, count, groups)
 
 
 def unknown_collectives(flow: DataFlow) -> list[Instruction]:
     """Find a program's collectives of kinds that the ledger does not understand."""
-    found: list[Instruction] = []
+    collectives: list[Instruction] = []
     for name in _OTHERS:
-        found += flow.hlo.by_opcode.get(name, ())
-        found += flow.hlo.by_opcode.get(f"{name}-start", ())
+        collectives += flow.hlo.by_opcode.get(name, ())
+        collectives += flow.hlo.by_opcode.get(f"{name}-start", ())
     # A callback's exchange with the host moves nothing between devices.
-    return [one for one in found if not one.mentions("is_host_transfer=true")]
+    return [
+        collective for collective in collectives if not collective.mentions("is_host_transfer=true")
+    ]
 
 
 def _each(
-    flow: DataFlow, one: Instruction, types: Sequence[ArrayType]
+    flow: DataFlow, collective: Instruction, types: Sequence[ArrayType]
 ) -> tuple[list[HloValue], Sequence[ArrayType]]:
     """Return the operand of each array, and the type of its result.
 
@@ -93,14 +99,14 @@ def _each(
         one: a collective.
         types: the types of its results.
     """
-    joined = flow.concatenated(one)
+    joined = flow.concatenated(collective)
     if joined:
         sizes = [ArrayType(types[0].dtype, (size,)) for _, size in joined]
         return [operand for operand, _ in joined], sizes
-    operands = [HloValue(flow.hlo.instructions[name]) for name in one.operands]
-    if one.opcode.startswith("ragged-all-to-all"):
+    operands = [HloValue(flow.hlo.instructions[name]) for name in collective.operands]
+    if collective.opcode.startswith("ragged-all-to-all"):
         return operands[:1], types[:1]
-    if is_in_pieces(one):
+    if is_in_pieces(collective):
         whole = ArrayType(types[0].dtype, (len(types), *types[0].shape))
         return operands[:1], [whole]
     return operands, types
@@ -108,25 +114,25 @@ def _each(
 
 def _ends(flow: DataFlow) -> dict[str, Instruction]:
     """Index the ends of asynchronous collectives by the names of their starts."""
-    found: dict[str, Instruction] = {}
+    ends: dict[str, Instruction] = {}
     for kind in KINDS:
-        for one in flow.hlo.by_opcode.get(f"{kind}-done", ()):
-            found[one.operands[0]] = one
-    return found
+        for end in flow.hlo.by_opcode.get(f"{kind}-done", ()):
+            ends[end.operands[0]] = end
+    return ends
 
 
 _CHAIN = re.compile(r'chain_id="(\d+)"')
 
 
-def _is_repeated(flow: DataFlow, one: Instruction) -> bool:
+def _is_repeated(flow: DataFlow, collective: Instruction) -> bool:
     """Return whether this is a later part of an asynchronous collective on a TPU.
 
     Several fusions contain such a collective. They start it, continue it during other work, and end
     it. Only the first counts.
     """
-    if _CHAIN.search(one.attribute("frontend_attributes") or "") is None:
+    if _CHAIN.search(collective.attribute("frontend_attributes") or "") is None:
         return False
-    for other in flow.hlo.computations[one.computation]:
+    for other in flow.hlo.computations[collective.computation]:
         if other.attribute("custom_call_target") == '"AsyncCollectiveStart"':
             return False
     return True

@@ -79,9 +79,9 @@ class Provenance:
     def of(self, moved: MovedArray) -> Served:
         """Return the parameters that an array serves, in what way, and in which phase."""
         phase = self.phases.phase(moved, self._new_values)
-        for moves, found in self._ways(moved, phase):
-            if found:
-                return Served(sorted(found), moves, phase)
+        for moves, parameters in self._ways(moved, phase):
+            if parameters:
+                return Served(sorted(parameters), moves, phase)
         return Served([], None, phase)
 
     def _ways(self, moved: MovedArray, phase: str | None) -> Iterator[tuple[str, Collection[int]]]:
@@ -111,8 +111,10 @@ class Provenance:
         if phase in _FORWARD and moved.kind == "all-gather":
             trained = self.trained
             weights = [
-                len(one.parameters) > 1 and not one.computed and one.parameters <= trained
-                for one in self._uses.made_by(moved)
+                len(product.parameters) > 1
+                and not product.computed
+                and product.parameters <= trained
+                for product in self._uses.made_by(moved)
             ]
             if weights and all(weights):  # a weight made of two others, as in an adapter
                 return "itself"
@@ -123,19 +125,25 @@ class Provenance:
         # An activation is gathered for its next product. It may also be the sum of all layers
         # before, but is not gathered for these.
         factors = self._uses.factors(moved)
-        found = {one for one in factors if self._is_weight(one, [moved.operand], phase)}
-        if found:
-            return found
+        parameters = {
+            factor for factor in factors if self._is_weight(factor, [moved.operand], phase)
+        }
+        if parameters:
+            return parameters
         for product in self._uses.made_by(moved):
-            found |= self._weights_of(product, phase)
+            parameters |= self._weights_of(product, phase)
         # A bias is added to a product before the sum is gathered.
-        if found and phase in _FORWARD and moved.kind == "all-gather":
-            found |= self._uses.summands(moved)
-        return found
+        if parameters and phase in _FORWARD and moved.kind == "all-gather":
+            parameters |= self._uses.summands(moved)
+        return parameters
 
     def _weights_of(self, product: Product, phase: str | None) -> set[int]:
         """Return the weights among a product's factors."""
-        known = {one for one in product.parameters if self._is_weight(one, product.computed, phase)}
+        known = {
+            factor
+            for factor in product.parameters
+            if self._is_weight(factor, product.computed, phase)
+        }
         if known or phase not in _FORWARD:
             return known
         # If a computed weight meets data, both count.
@@ -161,8 +169,8 @@ class Provenance:
         An activation depends on other layers of the model. Computed weights do not depend on data.
         """
         name = self._parameters[parameter][0]
-        own = {i for i, path in enumerate(self._parameters) if path[0] == name}
-        return self._uses.are_made_of(values, own)
+        siblings = {i for i, path in enumerate(self._parameters) if path[0] == name}
+        return self._uses.are_made_of(values, siblings)
 
     def _gradient_of(self, moved: MovedArray) -> Collection[int]:
         """Find the parameters whose gradients, or parts of gradients, the moved array is."""
@@ -171,13 +179,13 @@ class Provenance:
         # A scalar that updates many parameters is not a gradient, but a global norm.
         if len(families) > 1 and math.prod(moved.type.shape) == 1:
             return ()
-        found: set[int] = set()
+        parameters: set[int] = set()
         for family in families:
-            one = self._parameter_of(family, outputs)
-            if one is None:
+            parameter = self._parameter_of(family, outputs)
+            if parameter is None:
                 return ()
-            found.add(one)
-        return found
+            parameters.add(parameter)
+        return parameters
 
     def _parameter_of(self, family: set[int], outputs: Collection[int]) -> int | None:
         """Find the family's parameter, as opposed to its state; None if it is unknown.
@@ -188,19 +196,19 @@ class Provenance:
         """
         # A model computes with its parameters, not with their moments and averages. Weights mostly
         # suffice; the other parameters take a longer walk.
-        found = self._in_model(family, self._uses.multiplied, self._weight_trees)
-        if len(found) != 1:
-            found = self._in_model(family, self._uses.in_model, self._model_trees)
-            found = found or family & self._uses.in_products
-        if not found:
+        members = self._in_model(family, self._uses.multiplied, self._weight_trees)
+        if len(members) != 1:
+            members = self._in_model(family, self._uses.in_model, self._model_trees)
+            members = members or family & self._uses.in_products
+        if not members:
             # An accumulator: the gradient belongs to its parameter.
-            named = {self._named_like(one, self._uses.in_model) for one in family}
+            named = {self._named_like(member, self._uses.in_model) for member in family}
             return named.pop() if len(named) == 1 else None
-        if len(found) == 1:
-            return min(found)
+        if len(members) == 1:
+            return min(members)
         # A target network depends on the network that it follows, and not the reverse.
-        made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in found]
-        common = found.intersection(*made)
+        made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in members]
+        common = members.intersection(*made)
         return min(common) if len(common) == 1 else None
 
     def _in_model(
@@ -216,13 +224,13 @@ class Provenance:
             known: parameters that a model computes with.
             trees: the beginnings of their paths.
         """
-        paths = {one: self._parameters[one] for one in family}
+        paths = {member: self._parameters[member] for member in family}
         end = _common_end(list(paths.values()))
-        found: set[int] = set()
-        for one, path in paths.items():
-            if one in known or path[: len(path) - end] in trees:
-                found.add(one)
-        return found
+        members: set[int] = set()
+        for member, path in paths.items():
+            if member in known or path[: len(path) - end] in trees:
+                members.add(member)
+        return members
 
     @cached_property
     def _weight_trees(self) -> frozenset[_Keys]:
@@ -234,11 +242,11 @@ class Provenance:
 
     def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
         """Collect the beginnings of the paths of some parameters."""
-        found: set[_Keys] = set()
-        for one in parameters:
-            path = self._parameters[one]
-            found.update(path[:length] for length in range(1, len(path) + 1))
-        return frozenset(found)
+        beginnings: set[_Keys] = set()
+        for parameter in parameters:
+            path = self._parameters[parameter]
+            beginnings.update(path[:length] for length in range(1, len(path) + 1))
+        return frozenset(beginnings)
 
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """Find the parameter whose new value an optimizer computes from the moved array.
@@ -289,12 +297,12 @@ class Provenance:
         families: list[set[int]] = []
         replaced = {self._replaced[output] for output in outputs}
         for output in outputs:
-            own = self._replaced[output]
-            if own is None:
+            parameter = self._replaced[output]
+            if parameter is None:
                 continue
             # Only parameters that are updated count. A mask, by which several parameters may be
             # multiplied, would join their families.
-            family = {own} | (self._uses.made_of(output) & replaced)
+            family = {parameter} | (self._uses.made_of(output) & replaced)
             separate: list[set[int]] = []
             for other in families:
                 if family & other:
@@ -310,18 +318,22 @@ class Provenance:
 
         It is None if there is no such parameter, or if it is ambiguous.
         """
-        left = [set(found) for found in self._candidates]
+        left = [set(candidates) for candidates in self._candidates]
         known: dict[int, int] = {}
         # A parameter has one new value. A weight's new value also depends on its moment, which has
         # its own.
         while True:
-            single = {i: min(one) for i, one in enumerate(left) if len(one) == 1 and i not in known}
+            single = {
+                i: min(remaining)
+                for i, remaining in enumerate(left)
+                if len(remaining) == 1 and i not in known
+            }
             if not single:
                 break
             known |= single
-            for i, one in enumerate(left):
-                if len(one) > 1 and one <= set(self._uses.made_of(i)):
-                    left[i] = one - set(single.values()) or one
+            for i, remaining in enumerate(left):
+                if len(remaining) > 1 and remaining <= set(self._uses.made_of(i)):
+                    left[i] = remaining - set(single.values()) or remaining
         return [known.get(i) for i in range(len(self._outputs))]
 
     @cached_property
@@ -341,9 +353,11 @@ class Provenance:
     def _fitting(self, output: int) -> Collection[int]:
         """Find the parameters that an output may belong to."""
         made = self._uses.made_of(output)
-        found = self._with_end(self._outputs[output], lambda one: self._is_like(one, output))
-        if found:
-            return self._chosen(found, made)
+        named = self._with_end(
+            self._outputs[output], lambda parameter: self._is_like(parameter, output)
+        )
+        if named:
+            return self._chosen(named, made)
         # No name helps, for example if a function returns a bare array.
         return [i for i in made if self._is_like(i, output)]
 
@@ -354,28 +368,30 @@ class Provenance:
             # An index alone, such as a result's position in a tuple, is not a name.
             if not any(isinstance(key, str) for key in end):
                 break
-            found = list(filter(fits, self._by_end.get(end, ())))
-            if found:
-                return found
+            parameters = list(filter(fits, self._by_end.get(end, ())))
+            if parameters:
+                return parameters
         return []
 
-    def _chosen(self, found: Sequence[int], made: Collection[int]) -> Collection[int]:
+    def _chosen(self, parameters: Sequence[int], made: Collection[int]) -> Collection[int]:
         """Choose among parameters with similar names: an output's sources, or else a model's parts.
 
         A weight's gradient has the same name as its moments.
         """
-        if len(found) == 1:
-            return found
-        of_output = [i for i in found if i in made]
-        return of_output or [i for i in found if i in self._uses.in_model] or found
+        if len(parameters) == 1:
+            return parameters
+        of_output = [i for i in parameters if i in made]
+        return of_output or [i for i in parameters if i in self._uses.in_model] or parameters
 
     def _named_like(self, parameter: int, among: Collection[int]) -> int | None:
         """Find the parameter whose path has the longest end in common with another parameter's.
 
         Return None if there are several.
         """
-        found = self._with_end(self._parameters[parameter][1:], lambda one: one in among)
-        return found[0] if len(found) == 1 else None
+        parameters = self._with_end(
+            self._parameters[parameter][1:], lambda candidate: candidate in among
+        )
+        return parameters[0] if len(parameters) == 1 else None
 
     @cached_property
     def _by_end(self) -> Mapping[_Keys, list[int]]:
@@ -435,12 +451,12 @@ class Phases:
             The phase, or None if the compiler combined several phases, or lost the operations'
                 names.
         """
-        one = moved.instruction
-        if one not in self._names:
-            self._names[one] = split(one.metadata("op_name") or "")
-        own = self._names[one]
-        if len(own) == moved.arrays and own != [""]:
-            return self._of(own[moved.index], moved, new_values)  # one name for each array
+        instruction = moved.instruction
+        if instruction not in self._names:
+            self._names[instruction] = split(instruction.metadata("op_name") or "")
+        names = self._names[instruction]
+        if len(names) == moved.arrays and names != [""]:
+            return self._of(names[moved.index], moved, new_values)  # one name for each array
         # Some compilers name only the first of combined arrays, so the moved value's name is used.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
@@ -494,11 +510,11 @@ class Phases:
         seen = {value}
         waiting = [value]
         while waiting:
-            one = waiting.pop()
-            if one in self._dependent or _is_backward(one.instruction):
+            source = waiting.pop()
+            if source in self._dependent or _is_backward(source.instruction):
                 self._dependent.add(value)
                 return True
-            for before in self._flow.inputs(one):
+            for before in self._flow.inputs(source):
                 if before not in seen and before not in self._independent:
                     waiting.append(before)
                     seen.add(before)
@@ -507,15 +523,15 @@ class Phases:
         return False
 
 
-def _is_backward(one: Instruction) -> bool:
+def _is_backward(instruction: Instruction) -> bool:
     """Return whether an instruction belongs only to the backward pass."""
     # Compilers merge equal constants, so one may also serve the forward pass, despite its name.
-    if one.opcode == "constant":
+    if instruction.opcode == "constant":
         return False
     # Parsing the name takes longest, so it comes last: this runs for each value of the program.
-    if not one.mentions("transpose(") or is_combined(one):
+    if not instruction.mentions("transpose(") or is_combined(instruction):
         return False
-    return _phase(one.metadata("op_name") or "") == "backward"
+    return _phase(instruction.metadata("op_name") or "") == "backward"
 
 
 def _phase(name: str) -> str | None:

@@ -124,7 +124,7 @@ class _Reader:
         self._sizes = program.sizes
         self._parameters = program.parameters
         shapes = Shapes(
-            [one.arrays[0].shape for one in self.flow.hlo.parameters],
+            [parameter.arrays[0].shape for parameter in self.flow.hlo.parameters],
             [type_.shape for _, type_ in self.flow.results],
         )
         if program.shapes is not None:
@@ -138,11 +138,11 @@ class _Reader:
 
     def judge_by(self, layouts: Layouts) -> None:
         """Derive verdicts from layouts."""
-        own = named(layouts, self._parameters)
-        if own is not None:
-            shapes = [row.shape for row in own.rows[: len(self._parameters)]]
+        renamed = named(layouts, self._parameters)
+        if renamed is not None:
+            shapes = [row.shape for row in renamed.rows[: len(self._parameters)]]
             data = data_of(self._parameters, shapes, self._provenance.trained)
-            self._verdicts = Verdicts(own, data)
+            self._verdicts = Verdicts(renamed, data)
             self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
 
     def collective(self, moved: MovedArray) -> Collective:
@@ -156,7 +156,7 @@ class _Reader:
             argument, *keys = self._parameters[parameter]
             paths.append(Path(keys))
             arguments.append(str(argument))
-        found = Collective(
+        row = Collective(
             kind=moved.kind,
             mesh_axes=axes,
             group_size=size,
@@ -171,8 +171,8 @@ class _Reader:
             called_from=called_from,
         )
         if self._verdicts is None:
-            return found
-        return self._verdicts.judged(found, name, served.parameters)
+            return row
+        return self._verdicts.judged(row, name, served.parameters)
 
     def _groups_of(self, text: str) -> _Groups:
         """Return the mesh axes and the group size of replica groups."""
@@ -188,10 +188,10 @@ class _Reader:
         if moved.arrays > 1:
             # A combined collective has the line of its first array, a moved value its own line.
             nearest[:2] = reversed(nearest[:2])
-        for one in nearest:
-            lines = self._sources.of(one)
+        for instruction in nearest:
+            lines = self._sources.of(instruction)
             if lines is not None:
-                return lines.source, lines.called_from, one.metadata("op_name") or ""
+                return lines.source, lines.called_from, instruction.metadata("op_name") or ""
         return None, None, ""
 
     def with_line(self, warning: str) -> str:
@@ -206,17 +206,21 @@ class _Reader:
 
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """Yield a sentence for each part of the program that could not be parsed."""
-        for one in unknown_collectives(self.flow):
-            yield f"{one.opcode} ({one.name}): an unknown kind of collective, left out"
+        for other in unknown_collectives(self.flow):
+            yield f"{other.opcode} ({other.name}): an unknown kind of collective, left out"
         # Without repeats: a combined collective is one instruction with several arrays.
-        unknown = dict.fromkeys(one.op for one in collectives if one.mesh_axes is None)
+        unknown = dict.fromkeys(
+            collective.op for collective in collectives if collective.mesh_axes is None
+        )
         if unknown and self._sizes:
             why = "they do not fit the mesh, or have an unknown format"
             yield f"the device groups of {', '.join(unknown)}: {why}"
         elif unknown:
             why = "so the mesh axes have no names: pass it as `mesh=`"
             yield f"the program's mesh, {why}"
-        endless = dict.fromkeys(one.op for one in collectives if one.count is None)
+        endless = dict.fromkeys(
+            collective.op for collective in collectives if collective.count is None
+        )
         if endless:
             why = "a loop's length depends on data, so each counts once"
             yield f"the number of runs of {', '.join(endless)}: {why}"
@@ -231,9 +235,9 @@ class _Reader:
             sharded: the mesh axes that shard an argument or a result; None if this is unknown.
         """
         used = set(sharded or ())
-        for one in collectives:
-            used.update(one.mesh_axes or ())
-        unknown = sharded is None or any(one.mesh_axes is None for one in collectives)
+        for collective in collectives:
+            used.update(collective.mesh_axes or ())
+        unknown = sharded is None or any(collective.mesh_axes is None for collective in collectives)
         if unknown or unknown_collectives(self.flow):
             return ()
         return tuple(axis for axis, size in self._sizes.items() if size > 1 and axis not in used)
@@ -245,8 +249,8 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     If the compiler does not report it, only parameters and results count.
     """
     sizes: dict[Path, int] = {}
-    for path, one in zip(program.parameters, flow.hlo.parameters, strict=True):
-        sizes[path] = one.arrays[0].bytes
+    for path, parameter in zip(program.parameters, flow.hlo.parameters, strict=True):
+        sizes[path] = parameter.arrays[0].bytes
     known = program.memory()
     if known is None:
         outputs = sum(type_.bytes for _, type_ in flow.results)
@@ -254,12 +258,12 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     # The compiler reports host memory separately; a `Memory` includes it.
     on_host = known.host_argument_size_in_bytes + known.host_output_size_in_bytes
     on_host += known.host_temp_size_in_bytes - known.host_alias_size_in_bytes
-    given = known.argument_size_in_bytes + known.host_argument_size_in_bytes
+    arguments = known.argument_size_in_bytes + known.host_argument_size_in_bytes
     outputs = known.output_size_in_bytes + known.host_output_size_in_bytes
     aliases = known.alias_size_in_bytes + known.host_alias_size_in_bytes
     temporaries = known.temp_size_in_bytes + known.host_temp_size_in_bytes
     peak = known.peak_memory_in_bytes
-    allocated = given + outputs - aliases + temporaries
+    allocated = arguments + outputs - aliases + temporaries
     if program.backend == "cpu":  # its compiler's peak leaves out temporaries
         peak = allocated
     elif program.backend.startswith("tpu"):

@@ -89,8 +89,8 @@ class LaidOut(NamedTuple):
     def array(self) -> str:
         """The array, each size with the mesh axes that shard it: `f32[64/data, 32]`."""
         sizes: list[str] = []
-        for size, one in zip(self.shape, self.spec.partitions, strict=True):
-            sizes.append("/".join([str(size), *mesh_axes(one)]))
+        for size, axes in zip(self.shape, self.spec.partitions, strict=True):
+            sizes.append("/".join([str(size), *mesh_axes(axes)]))
         return f"{self.dtype}[{', '.join(sizes)}]"
 
     def bytes_of(self, sizes: Mapping[str, int]) -> int:
@@ -132,7 +132,7 @@ def moved_bytes(lowered: Lowered) -> int:
         FunctreeError: if this version of JAX does not have the passes.
     """
     with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes, _):
-        return sum(times * _bytes(one, sizes) for one, times in _collectives(main, 1))
+        return sum(times * _bytes(collective, sizes) for collective, times in _collectives(main, 1))
 
 
 @contextmanager
@@ -149,11 +149,11 @@ def _propagated(
         program = module.operation.clone().operation
         functions: dict[str, Any] = {}
         sizes: dict[str, int] = {}
-        for one in _inside(program):
-            if one.name == "func.func":
-                functions[one.attributes["sym_name"].value] = one
-            elif one.name == "sdy.mesh":
-                axes = _SIZE.findall(_text(one.attributes["mesh"]))
+        for operation in _inside(program):
+            if operation.name == "func.func":
+                functions[operation.attributes["sym_name"].value] = operation
+            elif operation.name == "sdy.mesh":
+                axes = _SIZE.findall(_text(operation.attributes["mesh"]))
                 sizes |= {name: int(size) for name, size in axes}
         main = functions["main"]
         _inline(main, functions)
@@ -168,23 +168,23 @@ def _propagated(
 
 def _collectives(outer: Any, times: int) -> Iterator[tuple[Any, int]]:
     """Yield the collectives inside an operation, with the number of runs."""
-    for one in _inside(outer):
-        if one.name in _MOVING:
-            yield one, times
-        elif one.name == "stablehlo.while":
-            yield from _collectives(one, times * _iterations(one))
-        elif one.name in _ENTERED:
-            yield from _collectives(one, times)
+    for operation in _inside(outer):
+        if operation.name in _MOVING:
+            yield operation, times
+        elif operation.name == "stablehlo.while":
+            yield from _collectives(operation, times * _iterations(operation))
+        elif operation.name in _ENTERED:
+            yield from _collectives(operation, times)
 
 
 def _iterations(loop: Any) -> int:
     """Return the constant that a loop's counter is compared with; 1 if there is none."""
-    for one in _inside(loop):
-        if one.name == "stablehlo.compare":
-            limit = one.operands[1].owner
-            found = re.match(r"dense<(\d+)>", str(getattr(limit, "attributes", {}).get("value")))
-            if found:
-                return int(found[1])
+    for operation in _inside(loop):
+        if operation.name == "stablehlo.compare":
+            limit = operation.operands[1].owner
+            constant = re.match(r"dense<(\d+)>", str(getattr(limit, "attributes", {}).get("value")))
+            if constant:
+                return int(constant[1])
     return 1
 
 
@@ -197,8 +197,8 @@ def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
 
 
 def _bytes_of(shape: Sequence[int], dtype: str) -> int:
-    found = re.search(r"\d+", dtype)
-    bits = max(int(found[0] if found else 8), 8)
+    digits = re.search(r"\d+", dtype)
+    bits = max(int(digits[0] if digits else 8), 8)
     if dtype.startswith("complex"):  # `complex<f32>`: two of these
         bits *= 2
     return math.prod(shape) * bits // 8
@@ -221,15 +221,15 @@ def _inside(outer: Any) -> Iterator[Any]:
     """Yield the operations directly inside an operation. The caller may replace them meanwhile."""
     for region in outer.regions:
         for block in region.blocks:
-            for one in list(block.operations):
-                yield one.operation
+            for operation in list(block.operations):
+                yield operation.operation
 
 
 def _all_inside(outer: Any) -> Iterator[Any]:
     """Yield the operations inside an operation, at all depths."""
-    for one in _inside(outer):
-        yield one
-        yield from _all_inside(one)
+    for operation in _inside(outer):
+        yield operation
+        yield from _all_inside(operation)
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
@@ -237,34 +237,34 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
 
     MLIR's own pass does not inline calls inside loops.
     """
-    for one in _inside(outer):
-        if one.name != "func.call":
-            _inline(one, functions)
+    for operation in _inside(outer):
+        if operation.name != "func.call":
+            _inline(operation, functions)
             continue
-        function = functions[one.attributes["callee"].value]
+        function = functions[operation.attributes["callee"].value]
         _inline(function, functions)
-        known: dict[Any, Any] = dict(zip(_arguments(function), one.operands, strict=True))
+        known: dict[Any, Any] = dict(zip(_arguments(function), operation.operands, strict=True))
         for inner in _inside(function):
             if inner.name == "func.return":
-                for old, new in zip(one.results, inner.operands, strict=True):
+                for old, new in zip(operation.results, inner.operands, strict=True):
                     old.replace_all_uses_with(known.get(new, new))
                 continue
-            with ir.InsertionPoint(one):
+            with ir.InsertionPoint(operation):
                 copy = inner.clone().operation
             _replace_operands(copy, known)
-            copy.location = ir.Location.callsite(copy.location, [one.location])
+            copy.location = ir.Location.callsite(copy.location, [operation.location])
             known.update(zip(inner.results, copy.results, strict=True))
-        one.erase()
+        operation.erase()
 
 
 def _given_shardings(main: Any) -> dict[Any, Any]:
     """Return the shardings of the arguments that have one."""
-    found: dict[Any, Any] = {}
-    for argument, own in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
-        for one in own:
-            if one.name == "sdy.sharding":
-                found[argument] = one.attr
-    return found
+    shardings: dict[Any, Any] = {}
+    for argument, attributes in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
+        for attribute in attributes:
+            if attribute.name == "sdy.sharding":
+                shardings[argument] = attribute.attr
+    return shardings
 
 
 def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
@@ -274,10 +274,12 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     group with an argument are constrained to the argument's sharding. Other groups are dropped.
     """
     groups: dict[int, list[Any]] = {}
-    for one in list(_all_inside(main)):
-        if one.name == "sdy.sharding_group":
-            groups.setdefault(one.attributes["group_id"].value, []).append(one.operands[0])
-            one.erase()
+    for operation in list(_all_inside(main)):
+        if operation.name == "sdy.sharding_group":
+            groups.setdefault(operation.attributes["group_id"].value, []).append(
+                operation.operands[0]
+            )
+            operation.erase()
     for values in groups.values():
         argument = next((value for value in values if value in shardings), None)
         for value in values:
@@ -312,8 +314,8 @@ def _replace_operands(outer: Any, known: dict[Any, Any]) -> None:
     for i, operand in enumerate(outer.operands):
         if operand in known:
             outer.operands[i] = known[operand]
-    for one in _inside(outer):
-        _replace_operands(one, known)
+    for operation in _inside(outer):
+        _replace_operands(operation, known)
 
 
 class _Reader:
@@ -390,15 +392,15 @@ class _Reader:
         return made.source or made.name
 
     def _read_inside(self, around: Any) -> None:
-        for one in _inside(around):
-            if one.name == f"sdy.{CONSTRAINT}" and self._is_type(one):
+        for operation in _inside(around):
+            if operation.name == f"sdy.{CONSTRAINT}" and self._is_type(operation):
                 continue
-            if _ORIGIN_NAME in one.attributes:
-                lines = lines_of(frame[:2] for frame in self._frames_of(one.location))
-                known = _name(one.location) if lines is None else lines.source
-                self._origins[one.attributes[_ORIGIN_NAME].value] = known
-            if one.results and one.name != "sdy.constant":
-                self._read(one)
+            if _ORIGIN_NAME in operation.attributes:
+                lines = lines_of(frame[:2] for frame in self._frames_of(operation.location))
+                known = _name(operation.location) if lines is None else lines.source
+                self._origins[operation.attributes[_ORIGIN_NAME].value] = known
+            if operation.results and operation.name != "sdy.constant":
+                self._read(operation)
 
     def _is_type(self, constraint: Any) -> bool:
         """Return whether a constraint is a value's own type, which JAX adds on Explicit axes."""
@@ -412,32 +414,41 @@ class _Reader:
             self._by_type[constraint.attributes[_ORIGIN_NAME].value] = known
         return True
 
-    def _read(self, one: Any) -> None:
+    def _read(self, operation: Any) -> None:
         """Read the results of an operation, and the operations inside it."""
-        attributes, is_loop = one.attributes, one.name in _ENTERED
-        operands = [self._indices[x] for x in one.operands if x in self._indices]
+        attributes, is_loop = operation.attributes, operation.name in _ENTERED
+        operands = [self._indices[x] for x in operation.operands if x in self._indices]
         specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
         kept = _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
         # jaxlib 0.10 keeps no origins for unsharded loop carries.
-        are_left_out = is_loop and len(kept) < len(one.results)
+        are_left_out = is_loop and len(kept) < len(operation.results)
         origins = iter(kept)
-        for i, value in enumerate(one.results):
+        for i, value in enumerate(operation.results):
             spec = specs[i] if i < len(specs) else ""
-            own = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
+            text = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
             if not _is_array(value):
                 continue
             # A loop carry depends on its initial value.
-            many = len(one.operands) == len(one.results) > 1
-            taken = [self._indices.get(one.operands[i], -1)] if is_loop and many else operands
+            many = len(operation.operands) == len(operation.results) > 1
+            taken = [self._indices.get(operation.operands[i], -1)] if is_loop and many else operands
             made_of = tuple(x for x in taken if x >= 0)
-            self._add(value, one.name, one.location, spec, dict(_ORIGIN.findall(own)), made_of)
+            self._add(
+                value,
+                operation.name,
+                operation.location,
+                spec,
+                dict(_ORIGIN.findall(text)),
+                made_of,
+            )
         if is_loop:
             # A loop carry is sharded like the loop's result.
-            for region in one.regions:
-                for inner, outer in zip(region.blocks[0].arguments, one.results, strict=False):
+            for region in operation.regions:
+                for inner, outer in zip(
+                    region.blocks[0].arguments, operation.results, strict=False
+                ):
                     if outer in self._indices:
                         self._indices[inner] = self._indices[outer]
-            self._read_inside(one)
+            self._read_inside(operation)
 
     def _add(
         self,
@@ -523,9 +534,9 @@ def _unescaped(found: re.Match[str]) -> str:
 
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
     """Return the spec and the origins of an argument or a result; empty if it has none."""
-    own = {one.name: _text(one.attr) for one in attributes}
-    origins = _ORIGIN.findall(own.get("sdy.sharding_origins", ""))
-    return own.get("sdy.sharding", ""), dict(origins)
+    texts = {attribute.name: _text(attribute.attr) for attribute in attributes}
+    origins = _ORIGIN.findall(texts.get("sdy.sharding_origins", ""))
+    return texts.get("sdy.sharding", ""), dict(origins)
 
 
 def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
@@ -556,7 +567,9 @@ def _name(location: Any) -> str:
 
 def _expression(frames: Sequence[Frame], source: str) -> str:
     """Return the code at a source line, from where its frame begins."""
-    frame = next(one for one in frames if f"{one.file}:{one.line}" == source)
+    frame = next(
+        candidate for candidate in frames if f"{candidate.file}:{candidate.line}" == source
+    )
     texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
     if not texts:
         return ""  # the file is missing, or belongs to an interactive session

@@ -44,15 +44,15 @@ class TableRow(NamedTuple):
     @property
     def details(self) -> str:
         """The line below a row: the phase, what is moved, the verdict, and the source."""
-        one = self.collectives[0]
-        told = (one.phase, moves_text(one), VERDICTS.get(one.verdict or ""), self.where)
-        return ", ".join(filter(None, told))
+        first = self.collectives[0]
+        parts = (first.phase, moves_text(first), VERDICTS.get(first.verdict or ""), self.where)
+        return ", ".join(filter(None, parts))
 
     @property
     def cause(self) -> str:
         """The cause of a collective that the compiler chose; empty for others."""
-        one = self.collectives[0]
-        return "" if one.verdict != "compiler" or one.cause is None else str(one.cause)
+        first = self.collectives[0]
+        return "" if first.verdict != "compiler" or first.cause is None else str(first.cause)
 
 
 NO_PARAMETER = "no parameter"
@@ -95,17 +95,28 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
     return groups
 
 
-def _does(one: Collective) -> tuple[Hashable, ...]:
+def _does(collective: Collective) -> tuple[Hashable, ...]:
     """Return what a collective does: all collectives of a row do the same."""
-    return one.kind, one.mesh_axes, one.phase, one.moves, one.verdict
+    return (
+        collective.kind,
+        collective.mesh_axes,
+        collective.phase,
+        collective.moves,
+        collective.verdict,
+    )
 
 
-def _but_for_indices(one: Collective) -> Hashable:
-    own: Hashable = None
-    if len(one.paths) != 1:
+def _but_for_indices(collective: Collective) -> Hashable:
+    details: Hashable = None
+    if len(collective.paths) != 1:
         # Collectives that serve no parameter, or several, share a row only if nothing else differs.
-        own = one.bytes, one.count, one.source, one.called_from
-    return _does(one), one.arguments, tuple(map(pattern_of, one.paths)), own
+        details = collective.bytes, collective.count, collective.source, collective.called_from
+    return (
+        _does(collective),
+        collective.arguments,
+        tuple(map(pattern_of, collective.paths)),
+        details,
+    )
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
@@ -119,8 +130,8 @@ def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
     return grouped(alike, _path)
 
 
-def _path(one: Collective) -> Path:
-    return full_paths(one)[0]
+def _path(collective: Collective) -> Path:
+    return full_paths(collective)[0]
 
 
 def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Collective]]:
@@ -136,7 +147,7 @@ def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Coll
     joined: list[list[Collective]] = []
     for alike in grouped(groups, key):
         for near in _of_one_size(alike):
-            joined.append([one for group in near for one in group])
+            joined.append([collective for group in near for collective in group])
     return joined
 
 
@@ -148,7 +159,7 @@ One line for both would hide which of them moves more."""
 
 def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collective]]]:
     """Divide groups into those that move about the same amount."""
-    totals = [sum(one.total for one in group) for group in groups]
+    totals = [sum(collective.total for collective in group) for group in groups]
     divided: list[list[list[Collective]]] = []
     left = list(range(len(groups)))
     while left:
@@ -160,23 +171,23 @@ def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collectiv
 
 
 def _row(alike: Sequence[Collective]) -> TableRow:
-    one = alike[0]
+    first = alike[0]
     # The paths of each parameter that all of them serve.
     each = zip(*map(full_paths, alike), strict=True)
     details = list(filter(None, [sources_text(alike)]))
-    times = [other.count for other in alike if other.count is not None]
-    sizes = {other.bytes for other in alike}
-    if len(sizes) == 1 and (one.count != 1 or len(alike) > 1):
-        details.append(f"{bytes_text(one.bytes)} each time")
+    times = [collective.count for collective in alike if collective.count is not None]
+    sizes = {collective.bytes for collective in alike}
+    if len(sizes) == 1 and (first.count != 1 or len(alike) > 1):
+        details.append(f"{bytes_text(first.bytes)} each time")
     return TableRow(
         title=", ".join(map(common_path, each)) or NO_PARAMETER,
-        kind=one.kind,
-        axes=axes_text(one.mesh_axes),
+        kind=first.kind,
+        axes=axes_text(first.mesh_axes),
         runs=str(sum(times)) if len(times) == len(alike) else "?",
-        total=sum(other.total for other in alike),
+        total=sum(collective.total for collective in alike),
         where=", ".join(details),
         collectives=tuple(alike),
-        paths=tuple(map(_path, alike)) if len(one.paths) == 1 else (),
+        paths=tuple(map(_path, alike)) if len(first.paths) == 1 else (),
     )
 
 
@@ -243,13 +254,13 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
     rows = table_rows(collectives)
     if rows:
         lines += columns(("for", "moved by", "over", "runs"), COLUMNS, "bytes")
-    for one in rows[:ROWS]:
-        cells = (one.title, one.kind, one.axes, one.runs)
-        lines += row_lines(cells, COLUMNS, bytes_text(one.total), one.details)
-        lines += [INDENT + line for line in wrapped(one.cause, WIDTH - len(INDENT)) if line]
+    for row in rows[:ROWS]:
+        cells = (row.title, row.kind, row.axes, row.runs)
+        lines += row_lines(cells, COLUMNS, bytes_text(row.total), row.details)
+        lines += [INDENT + line for line in wrapped(row.cause, WIDTH - len(INDENT)) if line]
     smaller = rows[ROWS:]
     if smaller:
-        rest = bytes_text(sum(one.total for one in smaller))
+        rest = bytes_text(sum(row.total for row in smaller))
         more = count(len(smaller), "smaller row")
         lines.append(f"and {more}, {rest} in total (`ledger.collectives` has each)")
     if lines:
@@ -300,8 +311,8 @@ def unattributed_text(attributed: float) -> str:
 
 def memory_text(memory: Memory) -> str:
     """Describe the memory in one line."""
-    given = sum(memory.arguments.values())
-    parts = [f"arguments {bytes_text(given)}", f"outputs {bytes_text(memory.outputs)}"]
+    arguments = sum(memory.arguments.values())
+    parts = [f"arguments {bytes_text(arguments)}", f"outputs {bytes_text(memory.outputs)}"]
     if memory.aliases:
         parts[-1] += f" ({bytes_text(memory.aliases)} of them in donated arguments)"
     parts += [f"temporaries {bytes_text(memory.temporaries)}", f"peak {bytes_text(memory.peak)}"]
@@ -353,7 +364,7 @@ def short_warning(warning: str) -> str:
         text = warning.removeprefix("[SPMD] ")
         return text if len(text) <= LONGEST else f"{text[:LONGEST]}…"
     text = kind[1].lower()
-    array, name, line = (one.search(warning) for one in (_ARRAY, _NAME, _LINE))
+    array, name, line = (pattern.search(warning) for pattern in (_ARRAY, _NAME, _LINE))
     if array is not None:
         text += f" of {array[1]}"
     if line is not None:

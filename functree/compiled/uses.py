@@ -69,7 +69,7 @@ class ParameterUses:
 
     def __init__(self, flow: DataFlow):
         self._flow = flow
-        self._parameters = {one: i for i, one in enumerate(flow.hlo.parameters)}
+        self._parameters = {parameter: i for i, parameter in enumerate(flow.hlo.parameters)}
 
     def weights(self, moved: MovedArray) -> frozenset[int]:
         """Return the parameters that the moved array consists of; empty if it was computed."""
@@ -77,10 +77,10 @@ class ParameterUses:
 
     def made_by(self, moved: MovedArray) -> list[Product]:
         """Return the products and lookups that produced the moved array."""
-        found: list[Product] = []
+        products: list[Product] = []
         for value in self._flow.origins(moved.operand, self._is_local):
-            found += map(self._product, self._products_of(value))
-        return found
+            products += map(self._product, self._products_of(value))
+        return products
 
     def summands(self, moved: MovedArray) -> frozenset[int]:
         """Return the parameters that were added to the moved array outside of products."""
@@ -92,9 +92,9 @@ class ParameterUses:
         parameters: set[int] = set()
         computed: list[HloValue] = []
         for operand in self._multiplied(value.instruction):
-            own = self._parameters_of(operand)
-            parameters |= own
-            if not own:
+            operand_parameters = self._parameters_of(operand)
+            parameters |= operand_parameters
+            if not operand_parameters:
                 computed.append(operand)
         # The indices of a lookup say nothing about its table.
         if value.instruction.opcode not in _SYMMETRIC:
@@ -112,15 +112,15 @@ class ParameterUses:
 
     def _products_of(self, value: HloValue) -> list[HloValue]:
         """Return the products that a value is: itself, or those whose parts it sums."""
-        one = value.instruction
-        if self._is_product(one):
+        instruction = value.instruction
+        if self._is_product(instruction):
             return [value]
-        if one.opcode != "reduce":
+        if instruction.opcode != "reduce":
             return []
         # GPUs split a long product into a batch of parts, and sum these afterwards.
-        if self._flow.hlo.roots[one.called("to_apply")].opcode != "add":
+        if self._flow.hlo.roots[instruction.called("to_apply")].opcode != "add":
             return []
-        parts = self._flow.origins(self._flow.operands(one)[0], self._is_moved)
+        parts = self._flow.origins(self._flow.operands(instruction)[0], self._is_moved)
         return [part for part in parts if part.instruction.attribute("lhs_batch_dims")]
 
     def computed_of(self, value: HloValue) -> frozenset[int]:
@@ -131,34 +131,34 @@ class ParameterUses:
         """
         return self._only_parameters(self._flow.origins(value, self._is_without_products))
 
-    def _is_without_products(self, one: Instruction) -> bool:
-        return one.opcode == "reduce" or self._is_elementwise(one)
+    def _is_without_products(self, instruction: Instruction) -> bool:
+        return instruction.opcode == "reduce" or self._is_elementwise(instruction)
 
     def are_made_of(self, values: Sequence[HloValue], parameters: Collection[int]) -> bool:
         """Return whether some values depend on any of some parameters, in any way."""
-        wanted = {one for one, i in self._parameters.items() if i in parameters}
+        wanted = {source for source, i in self._parameters.items() if i in parameters}
         waiting = list(values)
         seen = set(waiting)
         while waiting:
-            one = waiting.pop()
-            if one.instruction in wanted:
+            source = waiting.pop()
+            if source.instruction in wanted:
                 return True
-            for value in self._flow.inputs(one):
+            for value in self._flow.inputs(source):
                 if value not in seen:
                     seen.add(value)
                     waiting.append(value)
         return False
 
-    def _is_product(self, one: Instruction) -> bool:
-        return one.opcode in _PRODUCTS or one in self._lookups
+    def _is_product(self, instruction: Instruction) -> bool:
+        return instruction.opcode in _PRODUCTS or instruction in self._lookups
 
     @cached_property
     def _products(self) -> Sequence[Instruction]:
         """The instructions that multiply values, or look up in them."""
-        found = list(self._lookups)
+        products = list(self._lookups)
         for opcode in _PRODUCTS:
-            found += self._flow.hlo.by_opcode.get(opcode, ())
-        return found
+            products += self._flow.hlo.by_opcode.get(opcode, ())
+        return products
 
     @cached_property
     def _lookups(self) -> frozenset[Instruction]:
@@ -170,21 +170,23 @@ class ParameterUses:
         places: dict[Instruction, list[HloValue]] = {}
         # Indices are the operands after the array and, if there is one, after the update.
         for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
-            for one in self._flow.hlo.by_opcode.get(opcode, ()):
-                places[one] = self._flow.operands(one)[first:]
+            for instruction in self._flow.hlo.by_opcode.get(opcode, ()):
+                places[instruction] = self._flow.operands(instruction)[first:]
         # Most programs have no lookup, which one walk shows.
         if not self._is_made_of_data(chain.from_iterable(places.values())):
             return frozenset()
-        return frozenset(one for one, own in places.items() if self._is_made_of_data(own))
+        return frozenset(
+            instruction for instruction, indices in places.items() if self._is_made_of_data(indices)
+        )
 
     def _is_made_of_data(self, places: Iterable[HloValue]) -> bool:
         """Return whether any of some indices depends on numbers read from an array."""
         _, passed = self._flow.history(places, self._is_computed)
         return any(map(self._is_read_from_data, passed))
 
-    def _is_computed(self, one: Instruction) -> bool:
+    def _is_computed(self, instruction: Instruction) -> bool:
         """Return whether an instruction does arithmetic, as for the indices of slices."""
-        return one.opcode not in _NOT_ELEMENTWISE
+        return instruction.opcode not in _NOT_ELEMENTWISE
 
     def _is_read_from_data(self, value: HloValue) -> bool:
         """Return whether a value is read from an array, and not from a table of constants.
@@ -212,15 +214,15 @@ class ParameterUses:
 
     @cached_property
     def _differentiated_products(self) -> list[Instruction]:
-        return [one for one in self._products if one.is_differentiated]
+        return [product for product in self._products if product.is_differentiated]
 
     def _made_into(
         self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
     ) -> frozenset[int]:
         """Return the parameters that products depend on, through the accepted instructions."""
         operands: list[HloValue] = []
-        for one in products:
-            operands += self._flow.operands(one)
+        for product in products:
+            operands += self._flow.operands(product)
         origins, _ = self._flow.history(operands, passes)
         return self._parameters_among(origins)
 
@@ -233,11 +235,15 @@ class ParameterUses:
         """
         instructions = self._flow.hlo.instructions
         names: set[str] = set()
-        for one in self._flow.differentiated:
-            names.update(one.operands)
+        for instruction in self._flow.differentiated:
+            names.update(instruction.operands)
         # Most operands are computed and need no walk.
         moved = [instructions[name] for name in names]
-        values = [HloValue(one) for one in moved if one.opcode in PASSES_ON or self._is_moved(one)]
+        values = [
+            HloValue(instruction)
+            for instruction in moved
+            if instruction.opcode in PASSES_ON or self._is_moved(instruction)
+        ]
         origins, _ = self._flow.history(values, self._is_moved)
         return self._parameters_among(origins)
 
@@ -265,8 +271,8 @@ class ParameterUses:
     def _made(self) -> Mapping[int, set[int]]:
         """The parameters that each output depends on element by element."""
         made = defaultdict[int, set[int]](set)
-        for one, i in self._parameters.items():
-            for output in bits_of(self._reached.get(HloValue(one), 0)):
+        for parameter, i in self._parameters.items():
+            for output in bits_of(self._reached.get(HloValue(parameter), 0)):
                 made[output].add(i)
         return made
 
@@ -282,7 +288,7 @@ class ParameterUses:
 
     def is_updated_with(self, output: int, parameters: Iterable[int]) -> bool:
         """Return whether an optimizer computes an output from each of some parameters."""
-        values = [HloValue(self._flow.hlo.parameters[one]) for one in parameters]
+        values = [HloValue(self._flow.hlo.parameters[parameter]) for parameter in parameters]
         return all(self._updated.get(value, 0) & 1 << output for value in values)
 
     @cached_property
@@ -305,23 +311,23 @@ class ParameterUses:
     @cached_property
     def _factors(self) -> defaultdict[HloValue, set[int]]:
         """The parameters that each collective's result is multiplied by."""
-        found = defaultdict[HloValue, set[int]](set)
+        by_result = defaultdict[HloValue, set[int]](set)
         for product in self._products:
             parameters: set[int] = set()
             factors: list[frozenset[HloValue]] = []  # the histories of the other operands
             multiplied = self._multiplied(product)
             for value in self._flow.operands(product):
                 origins, passed = self._flow.history([value], self._is_moved)
-                own = self._only_parameters(origins)
-                if own and value in multiplied:
-                    parameters |= own
-                if not own:
+                operand_parameters = self._only_parameters(origins)
+                if operand_parameters and value in multiplied:
+                    parameters |= operand_parameters
+                if not operand_parameters:
                     factors.append(passed)
             for passed in factors:
                 for value in passed:
                     if value.instruction.opcode in COLLECTIVES:
-                        found[value] |= parameters
-        return found
+                        by_result[value] |= parameters
+        return by_result
 
     def _parameters_of(self, value: HloValue) -> frozenset[int]:
         """Return the parameters that a value consists of; empty if it was computed."""
@@ -329,47 +335,51 @@ class ParameterUses:
 
     def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
         """Return the parameters that these values are; empty if one of them was computed."""
-        found: set[int] = set()
+        parameters: set[int] = set()
         for origin in origins:
-            one = origin.instruction
-            if one in self._parameters:
-                found.add(self._parameters[one])
-            elif not _is_filling(one):
+            instruction = origin.instruction
+            if instruction in self._parameters:
+                parameters.add(self._parameters[instruction])
+            elif not _is_filling(instruction):
                 return frozenset()
-        return frozenset(found)
+        return frozenset(parameters)
 
     def _parameters_among(self, origins: Iterable[HloValue]) -> frozenset[int]:
         """Return the parameters among these values."""
         known = self._parameters
-        return frozenset(known[one.instruction] for one in origins if one.instruction in known)
+        return frozenset(
+            known[origin.instruction] for origin in origins if origin.instruction in known
+        )
 
-    def _is_moved(self, one: Instruction) -> bool:
+    def _is_moved(self, instruction: Instruction) -> bool:
         """Return whether an instruction moves elements without computing."""
-        if one.opcode == "custom-call":
-            return one.attribute("custom_call_target") in _MOVING_CALLS
-        if one.opcode == "maximum":
+        if instruction.opcode == "custom-call":
+            return instruction.attribute("custom_call_target") in _MOVING_CALLS
+        if instruction.opcode == "maximum":
             # TPUs concatenate this way: each array is padded to the full shape with the least
             # value.
-            return all(map(self._is_padded, self._flow.operands(one)))
-        return one.opcode in MOVES or COLLECTIVES.get(one.opcode) in _GATHERS
+            return all(map(self._is_padded, self._flow.operands(instruction)))
+        return instruction.opcode in MOVES or COLLECTIVES.get(instruction.opcode) in _GATHERS
 
     def _is_padded(self, value: HloValue) -> bool:
         origins = self._flow.origins(value, _changes_only_form)
         return all(origin.instruction.opcode == "pad" for origin in origins)
 
-    def _is_local(self, one: Instruction) -> bool:
+    def _is_local(self, instruction: Instruction) -> bool:
         """Return whether an instruction combines only elements at the same index on one device."""
-        return one.opcode not in COLLECTIVES and self._is_elementwise(one)
+        return instruction.opcode not in COLLECTIVES and self._is_elementwise(instruction)
 
-    def _is_elementwise(self, one: Instruction) -> bool:
+    def _is_elementwise(self, instruction: Instruction) -> bool:
         """Return whether an instruction combines only elements at the same index."""
-        if one.opcode == "custom-call":
-            return one.attribute("custom_call_target") in _MOVING_CALLS
-        if one.opcode == "broadcast" or one.opcode in RESHAPES:
+        if instruction.opcode == "custom-call":
+            return instruction.attribute("custom_call_target") in _MOVING_CALLS
+        if instruction.opcode == "broadcast" or instruction.opcode in RESHAPES:
             # A scalar has no index. A global norm, which divides every gradient, is a scalar that
             # depends on everything.
-            return _is_number(one) or not _is_number(self._flow.hlo.instructions[one.operands[0]])
-        return one.opcode not in _NOT_ELEMENTWISE and one not in self._lookups
+            return _is_number(instruction) or not _is_number(
+                self._flow.hlo.instructions[instruction.operands[0]]
+            )
+        return instruction.opcode not in _NOT_ELEMENTWISE and instruction not in self._lookups
 
 
 def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset[int]:
@@ -391,27 +401,27 @@ def _indices(bits: int) -> frozenset[int]:
     return frozenset(bits_of(bits))
 
 
-def _changes_only_form(one: Instruction) -> bool:
+def _changes_only_form(instruction: Instruction) -> bool:
     """Return whether an instruction changes only the dtype or the shape."""
-    return one.opcode == "convert" or one.opcode in RESHAPES
+    return instruction.opcode == "convert" or instruction.opcode in RESHAPES
 
 
-def _is_number(one: Instruction) -> bool:
+def _is_number(instruction: Instruction) -> bool:
     """Return whether a result that is one array is a scalar."""
     # From the text: this runs too often to parse the type.
-    return "[]" in one.type
+    return "[]" in instruction.type
 
 
-def _is_filling(one: Instruction) -> bool:
+def _is_filling(instruction: Instruction) -> bool:
     """Return whether an instruction only fills an array, for example with padding."""
     # Walks end at the broadcast of a scalar, such as a norm.
-    if one.opcode in ("broadcast", "constant", "iota"):
+    if instruction.opcode in ("broadcast", "constant", "iota"):
         return True
-    return one.attribute("custom_call_target") in _EMPTY
+    return instruction.attribute("custom_call_target") in _EMPTY
 
 
-def _is_outside_of_gradients(one: Instruction) -> bool:
+def _is_outside_of_gradients(instruction: Instruction) -> bool:
     """Return whether an instruction is neither differentiated nor a part of a gradient."""
-    if is_combined(one):
+    if is_combined(instruction):
         return True
-    return one.opcode != "parameter" and not one.is_differentiated
+    return instruction.opcode != "parameter" and not instruction.is_differentiated

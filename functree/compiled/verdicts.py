@@ -101,30 +101,30 @@ class Verdicts:
         return replace(one, verdict=ASKED if reason else COMPILER, cause=cause)
 
     def _reason(
-        self, one: Collective, name: str, parameters: Sequence[int], found: int | None
+        self, collective: Collective, name: str, parameters: Sequence[int], operation: int | None
     ) -> str:
         """Return the request that leads to a collective; empty if there is none."""
-        primitive, is_sum = _primitive(name), one.kind in _SUMS
-        axes = set(one.mesh_axes or ())
+        primitive, is_sum = _primitive(name), collective.kind in _SUMS
+        axes = set(collective.mesh_axes or ())
         if "shard_map" in name:
             return _OPAQUE
-        if found is not None and self._rows[found].op == CONSTRAINT:
+        if operation is not None and self._rows[operation].op == CONSTRAINT:
             return "a constraint asks for it"
         if primitive in _WRITTEN:
             return _OPAQUE
-        if one.kind == "collective-permute" and primitive.startswith(_SHIFTS):
+        if collective.kind == "collective-permute" and primitive.startswith(_SHIFTS):
             return "neighbouring shards need each other's edges"
         is_fsdp = self._is_fsdp(parameters)
-        if one.moves == "itself" and is_fsdp:
+        if collective.moves == "itself" and is_fsdp:
             return "its weight is sharded over the batch's mesh axes"
-        if one.moves == "gradient" and (is_sum or is_fsdp):
+        if collective.moves == "gradient" and (is_sum or is_fsdp):
             return "a gradient is summed over the batch"
-        if is_sum and one.moves != "itself" and primitive.startswith(_REDUCTIONS):
+        if is_sum and collective.moves != "itself" and primitive.startswith(_REDUCTIONS):
             return "it sums over a sharded dimension, or looks up in one"
-        if is_sum and primitive in _PRODUCTS and (found is None or self._sums(found, axes)):
+        if is_sum and primitive in _PRODUCTS and (operation is None or self._sums(operation, axes)):
             # A product of an activation and a weight is summed over the batch's axis only if the
             # batch lost that axis, which is the compiler's choice.
-            if one.moves != "activation" or not self._batch & axes:
+            if collective.moves != "activation" or not self._batch & axes:
                 return "a product sums over a sharded dimension"
         return ""
 
@@ -135,9 +135,11 @@ class Verdicts:
                 return False
         return True
 
-    def _operation(self, one: Collective, name: str, parameters: Sequence[int]) -> int | None:
+    def _operation(
+        self, collective: Collective, name: str, parameters: Sequence[int]
+    ) -> int | None:
         """Find the operation that a collective comes from; None if there is none."""
-        axes = set(one.mesh_axes or ())
+        axes = set(collective.mesh_axes or ())
 
         def takes(i: int) -> bool:
             return any(self._outside(j) in parameters for j in self._rows[i].operands)
@@ -145,26 +147,28 @@ class Verdicts:
         def fit(i: int) -> tuple[bool, ...]:
             row = self._rows[i]
             serves = takes(i)
-            if one.moves == "gradient":
+            if collective.moves == "gradient":
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
             return row.name == name, serves, self._relays(i, axes), bool(row.operands)
 
         # By name alone if a compilation cache returned a program with different lines.
-        places = self._by_place[one.source, _primitive(name)] or self._by_name[name]
+        places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
         if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
             alike = [self._by_name[f"{scope}/{part}"] for part in parts[:-1].split(":")]
-            places = [i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == one.bytes]
+            places = [
+                i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == collective.bytes
+            ]
         elif not name:
             # Without an operation, the compiler moves arguments or results.
             places = self._results
         ranked = sorted(places, key=fit, reverse=True)
-        if one.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
+        if collective.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
             # The operation that needs it comes later.
             return self._reached(min(parameters), axes, named=False)
         if not ranked:
             return None
-        if one.kind in _SUMS:
+        if collective.kind in _SUMS:
             return ranked[0]
         # Among operations with the same name, choose one whose result must be resharded.
         for i in ranked:
@@ -232,11 +236,11 @@ class Verdicts:
         They shard both operands, or an operand and not the result.
         """
         row = self._rows[i]
-        given = [named_axes(self._rows[j].spec) & axes for j in row.operands]
-        return all(given) or any(one - named_axes(row.spec) for one in given)
+        operand_axes = [named_axes(self._rows[j].spec) & axes for j in row.operands]
+        return all(operand_axes) or any(used - named_axes(row.spec) for used in operand_axes)
 
-    def _cause(self, found: int, reason: str) -> Cause:
-        row = self._rows[found]
+    def _cause(self, index: int, reason: str) -> Cause:
+        row = self._rows[index]
         operands = [self._rows[i] for i in row.operands if self._rows[i].shape]
         origins = dict[str, None]()
         for other in (*operands, row):
@@ -300,10 +304,10 @@ def data_of(
         by_argument[path[0]].append(i)
     largest = max((len(by_argument[parameters[i][0]]) for i in trained), default=0)
     several: set[int] = set()
-    for own in by_argument.values():
-        leading = {shapes[i][0] for i in own if shapes[i]}
-        if len(leading) > 1 or (len(own) > 1 and len(own) > largest):
-            several.update(own)
+    for indices in by_argument.values():
+        leading = {shapes[i][0] for i in indices if shapes[i]}
+        if len(leading) > 1 or (len(indices) > 1 and len(indices) > largest):
+            several.update(indices)
     models = {parameters[i][0] for i in trained}
     if several and not several & set(trained):
         models.clear()

@@ -77,10 +77,12 @@ class Edits:
 
     def __iter__(self) -> Iterator[Edit]:
         blamed, others = dict[str, None](), dict[str, None]()
-        for one in sorted(self._ledger.collectives, key=lambda one: -one.total):
-            if one.cause is not None:
-                is_blamed = one.verdict == COMPILER or one.cause.op == CONSTRAINT
-                (others, blamed)[is_blamed].update(dict.fromkeys(one.cause.origins))
+        for collective in sorted(
+            self._ledger.collectives, key=lambda collective: -collective.total
+        ):
+            if collective.cause is not None:
+                is_blamed = collective.verdict == COMPILER or collective.cause.op == CONSTRAINT
+                (others, blamed)[is_blamed].update(dict.fromkeys(collective.cause.origins))
         if self._variant is not None:
             # A result that is sharded differently from the parameter that it replaces may be no
             # origin, but is tried, too.
@@ -121,8 +123,8 @@ class Edits:
         inputs = [j for j in same if _ends_with(paths[j], tails)]
         outputs = [
             j
-            for j, one in enumerate(variant.outputs)
-            if one == sharding and _ends_with(self._call.results[j], tails)
+            for j, output in enumerate(variant.outputs)
+            if output == sharding and _ends_with(self._call.results[j], tails)
         ]
         what = common_path([paths[j] for j in alike])
         old = of_rank(sharding.spec, len(array.shape))
@@ -138,8 +140,8 @@ class Edits:
         same = (variant.inputs[i].shape, variant.inputs[i].sharding)
         return [
             j
-            for j, one in enumerate(variant.inputs)
-            if (one.shape, one.sharding) == same and j not in self._data
+            for j, other in enumerate(variant.inputs)
+            if (other.shape, other.sharding) == same and j not in self._data
         ]
 
     def _specs(
@@ -150,23 +152,23 @@ class Edits:
         A mesh axis moves from its previous dimension. Mesh axes that no parameter uses stay unused.
         """
         sizes, used = sharding.mesh.shape, sorted(self._used())
-        found: dict[PartitionSpec, None] = {}
+        specs: dict[PartitionSpec, None] = {}
         for dim, size in enumerate(shape):
-            own = mesh_axes(spec.partitions[dim])
-            wanted = [(), *((axis,) for axis in used), *((*own, axis) for axis in used)]
+            old_axes = mesh_axes(spec.partitions[dim])
+            wanted = [(), *((axis,) for axis in used), *((*old_axes, axis) for axis in used)]
             for axes in dict.fromkeys(wanted):
                 if len(set(axes)) < len(axes) or size % math.prod(sizes[axis] for axis in axes):
                     continue
-                entries = list(without(spec, set(axes) - set(own)).partitions)
+                entries = list(without(spec, set(axes) - set(old_axes)).partitions)
                 entries[dim] = entry(axes)
-                found[PartitionSpec(*entries)] = None
-        yield from (one for one in found if one != spec)
+                specs[PartitionSpec(*entries)] = None
+        yield from (candidate for candidate in specs if candidate != spec)
 
     def _used(self) -> set[str]:
         """Return the mesh axes that shard something."""
         used: set[str] = set()
-        for one in self._call.arrays:
-            sharding = getattr(one, "sharding", None)
+        for array in self._call.arrays:
+            sharding = getattr(array, "sharding", None)
             if isinstance(sharding, NamedSharding):
                 used |= named_axes(sharding.spec)
         return used
@@ -194,11 +196,15 @@ class Edits:
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
         """Return the parameter that a result replaces, if it is sharded differently."""
-        own = variant.outputs[i]
-        for path, one in zip(self._call.parameters, variant.inputs, strict=True):
+        result_sharding = variant.outputs[i]
+        for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
             replaces = _ends_with(self._call.results[i], {_inside(path)})
-            if own is not None and replaces and isinstance(one.sharding, NamedSharding):
-                return None if one.sharding == own else (path, one.sharding)
+            if (
+                result_sharding is not None
+                and replaces
+                and isinstance(parameter.sharding, NamedSharding)
+            ):
+                return None if parameter.sharding == result_sharding else (path, parameter.sharding)
         return None
 
     def _of_rules(self, is_blamed: bool) -> Iterator[Edit]:
@@ -208,8 +214,8 @@ class Edits:
             return
         tables: dict[AxisRules, None] = {}
         for option in fn.layouts.values():
-            for one in _layouts_in(option):
-                tables |= {table: None for table in walk(one) if isinstance(table, AxisRules)}
+            for layout in _layouts_in(option):
+                tables |= {table: None for table in walk(layout) if isinstance(table, AxisRules)}
         for table in tables:
             known = dict(reversed(table.pairs))
             named = dict.fromkeys([*table.mentioned, *self._axes()])
@@ -223,11 +229,11 @@ class Edits:
     def _of_rule(
         self, fn: Jit[..., Tree], table: AxisRules, axis: str, old: Any, new: str | None
     ) -> Edit:
-        def changed(one: AxisRules) -> AxisRules:
-            return with_rule(one, axis, new) if one == table else one
+        def changed(rules: AxisRules) -> AxisRules:
+            return with_rule(rules, axis, new) if rules == table else rules
 
-        def relaid(one: Any) -> Any:
-            return one and with_tables(as_layout(one), changed)
+        def relaid(layout: Any) -> Any:
+            return layout and with_tables(as_layout(layout), changed)
 
         def lower() -> Lowered:
             options = {
@@ -247,19 +253,19 @@ class Edits:
 
     def _axes(self) -> Iterator[str]:
         """Yield the names of the axes of all arguments."""
-        for one in (*self._args, *self._kwargs.values()):
-            for leaf in read(one, None).leaves:
+        for argument in (*self._args, *self._kwargs.values()):
+            for leaf in read(argument, None).leaves:
                 for name in leaf.axes or ():
                     if isinstance(name, str):
                         yield name
 
 
 def _layouts_in(option: LayoutTree) -> Iterator[Any]:
-    found: list[Any] = []
-    tree_map(found.append, option, is_leaf=is_layout)
-    for one in found:
-        if one is not None:
-            yield as_layout(one)
+    layouts: list[Any] = []
+    tree_map(layouts.append, option, is_leaf=is_layout)
+    for layout in layouts:
+        if layout is not None:
+            yield as_layout(layout)
 
 
 def _inside(path: Path) -> tuple[Any, ...]:

@@ -105,11 +105,11 @@ def explore(
     named = None if target is None else Target.read(target)
     exploration = _Exploration(Step(step, args), layouts, out_shardings, named, hardware)
     wanted = trials(meshes, layouts, named)
-    for one in wanted:
-        check_links(one.sizes, exploration.hardware)
-    found = exploration.run(wanted, progress)
+    for trial in wanted:
+        check_links(trial.sizes, exploration.hardware)
+    candidates = exploration.run(wanted, progress)
     return Ranking(
-        ranked(found),
+        ranked(candidates),
         exploration.hardware,
         exploration.called,
         target,
@@ -160,52 +160,52 @@ class _Exploration:
 
     def run(self, wanted: Sequence[Trial], progress: bool) -> list[Candidate]:
         """Return the candidates; those that may fit are compiled."""
-        found = list(map(self._on_paper, wanted))
-        waiting = [i for i, one in enumerate(found) if not one.problems]
+        candidates = list(map(self._on_paper, wanted))
+        waiting = [i for i, candidate in enumerate(candidates) if not candidate.problems]
         if waiting and self._target is not None:
             target_devices(self._target)  # raises once, for all candidates, if anything is missing
         errors: list[BaseException] = []
         with shown_progress("explore: {} compiled", len(waiting), progress) as show:
             for done, i in enumerate(waiting):
-                show(done, name_of(found[i]))
+                show(done, name_of(candidates[i]))
                 try:
-                    found[i] = self._compiled(found[i])
+                    candidates[i] = self._compiled(candidates[i])
                 except KeyboardInterrupt:
                     for rest in waiting[done:]:
-                        found[rest] = replace(found[rest], problems=(NOT_COMPILED,))
+                        candidates[rest] = replace(candidates[rest], problems=(NOT_COMPILED,))
                     break
                 except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS) as error:
                     errors.append(error)
-                    found[i] = replace(found[i], problems=_problems_of(error))
+                    candidates[i] = replace(candidates[i], problems=_problems_of(error))
         _raise_if_all_alike(errors, len(waiting))
-        return found
+        return candidates
 
     def _on_paper(self, trial: Trial) -> Candidate:
         """Return a candidate with the results of the plan."""
         layouts = self._layouts[trial.name]
-        one = Candidate(trial.sizes, trial.name, layout=layouts)
+        candidate = Candidate(trial.sizes, trial.name, layout=layouts)
         try:
             plan = self._step.plan(layouts, trial.sizes)
         except FunctreeError as error:
-            return replace(one, problems=_problems_of(error))
+            return replace(candidate, problems=_problems_of(error))
         there = f"a {self._kind.name} has" if self._is_assumed else "each has"
         return replace(
-            one,
+            candidate,
             problems=plan.problems or _too_large(plan, self.hardware.memory, there),
             bytes_per_device=sum(row.bytes_per_device for row in plan.rows if not row.memory_kind),
         )
 
-    def _compiled(self, one: Candidate) -> Candidate:
+    def _compiled(self, candidate: Candidate) -> Candidate:
         """Compile a candidate."""
         target = None if self._target is None else self._target.text
-        sizes: dict[str, Any] = dict(one.mesh)
+        sizes: dict[str, Any] = dict(candidate.mesh)
         mesh = make_mesh(target=target, **sizes)
-        out = self._out[one.layout_name] if self._out_by_name else self._out
-        options = self._step.options(one.layout)
+        out = self._out[candidate.layout_name] if self._out_by_name else self._out
+        options = self._step.options(candidate.layout)
         compiled = self._step.compile({**options, "out_shardings": out, "mesh": mesh})
-        return self._scored(one, compiled, mesh)
+        return self._scored(candidate, compiled, mesh)
 
-    def _scored(self, one: Candidate, compiled: Compiled, mesh: Mesh) -> Candidate:
+    def _scored(self, candidate: Candidate, compiled: Compiled, mesh: Mesh) -> Candidate:
         """Return a candidate with the figures of its program."""
         ledger, flops = compiled.ledger(), count_flops(compiled.as_text() or "")
         sent, unknown = wire_bytes(ledger)
@@ -222,7 +222,7 @@ class _Exploration:
             elif self._is_assumed:
                 notes.append(_may_not_fit(ledger.memory, self._kind))
         return replace(
-            one,
+            candidate,
             problems=problems,
             peak_bytes=ledger.memory.peak,
             flops=flops.total,
@@ -231,7 +231,7 @@ class _Exploration:
             wire_seconds=wire,
             # A program that does not fit is not ranked.
             score=None if problems else compute + wire,
-            notes=tuple(f"{name_of(one)}: {note}" for note in notes),
+            notes=tuple(f"{name_of(candidate)}: {note}" for note in notes),
             ledger=ledger,
         )
 

@@ -113,16 +113,16 @@ def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
 
     A collective over several mesh axes counts under their tuple.
     """
-    found: dict[MeshAxes, float] = {}
+    sizes: dict[MeshAxes, float] = {}
     unknown = 0
-    for one in ledger.collectives:
-        if one.mesh_axes is None or one.group_size is None:
-            unknown += one.total
-        elif one.group_size > 1 and one.total:
-            axes = one.mesh_axes
+    for collective in ledger.collectives:
+        if collective.mesh_axes is None or collective.group_size is None:
+            unknown += collective.total
+        elif collective.group_size > 1 and collective.total:
+            axes = collective.mesh_axes
             if len(axes) == 1:
                 (axes,) = axes
-            sent = one.total * _FACTORS[one.kind](one.group_size)
-            found[axes] = found.get(axes, 0) + sent
-    largest = sorted(found.items(), key=lambda item: -item[1])
+            sent = collective.total * _FACTORS[collective.kind](collective.group_size)
+            sizes[axes] = sizes.get(axes, 0) + sent
+    largest = sorted(sizes.items(), key=lambda item: -item[1])
     return {axes: round(size) for axes, size in largest}, unknown

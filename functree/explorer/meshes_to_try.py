@@ -50,16 +50,16 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
             there are.
         RuleError: if the mesh axes among which to divide a number of devices are unknown.
     """
-    found: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
-    for one in _listed(meshes):
-        if isinstance(one, Mapping):
-            pairs = [(mesh_view(one).sizes, name) for name in layouts]
+    by_key: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
+    for mesh in _listed(meshes):
+        if isinstance(mesh, Mapping):
+            pairs = [(mesh_view(mesh).sizes, name) for name in layouts]
         else:
-            pairs = list(_factored(one, layouts))
+            pairs = list(_factored(mesh, layouts))
         for sizes, name in pairs:
             _check_devices(sizes, target)
-            found[tuple(sizes.items()), name] = Trial(sizes, name)
-    return list(found.values())
+            by_key[tuple(sizes.items()), name] = Trial(sizes, name)
+    return list(by_key.values())
 
 
 def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
@@ -67,13 +67,13 @@ def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
     if isinstance(meshes, Mapping) or SIZE.fits(meshes):
         meshes = [meshes]
     is_list = isinstance(meshes, Iterable) and not isinstance(meshes, str)
-    ones: list[Any] = list(meshes) if is_list else []
-    for one in ones:
-        if not isinstance(one, Mapping) and not SIZE.fits(one):
-            raise ShardingError(f"explore: {shown(one)} is not a mesh: {_MESHES}")
-    if not ones:
+    entries: list[Any] = list(meshes) if is_list else []
+    for entry in entries:
+        if not isinstance(entry, Mapping) and not SIZE.fits(entry):
+            raise ShardingError(f"explore: {shown(entry)} is not a mesh: {_MESHES}")
+    if not entries:
         raise ShardingError(f"explore: meshes={shown(meshes)}: {_MESHES}")
-    return ones
+    return entries
 
 
 _MESHES = 'give dicts of sizes, `[{"data": 8, "model": 4}]`, or a number of devices'
@@ -113,11 +113,11 @@ def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
 
 def named_mesh_axes(layouts: LayoutTree) -> tuple[str, ...]:
     """Return the mesh axes that a layout, or a tree of layouts, names, in order of appearance."""
-    found: dict[str, None] = {}
-    for one in tree_leaves(layouts, is_leaf=is_layout):
-        if is_layout(one):
-            found |= dict.fromkeys(_named(as_layout(one)))
-    return tuple(found)
+    names: dict[str, None] = {}
+    for layout in tree_leaves(layouts, is_leaf=is_layout):
+        if is_layout(layout):
+            names |= dict.fromkeys(_named(as_layout(layout)))
+    return tuple(names)
 
 
 def _named(layout: Layout) -> Iterator[str]:

@@ -161,7 +161,10 @@ class Ranking:
         """Return the lines above the table."""
         hardware = self.hardware
         if isinstance(hardware.links, Mapping):
-            each = [f"{axes_text(axes, '+')} {_rate(one)}" for axes, one in hardware.links.items()]
+            each = [
+                f"{axes_text(axes, '+')} {_rate(bandwidth)}"
+                for axes, bandwidth in hardware.links.items()
+            ]
             links = ", ".join(each)
         else:
             links = f"{_rate(hardware.links)} per link"
@@ -182,16 +185,18 @@ class Ranking:
 def ranked(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
     """Sort candidates by score, and mark ties and the frontier."""
     runs, refused = _divided(candidates)
-    runs.sort(key=lambda one: (one.score, one.peak_bytes))
-    tied = [one for one in runs if (one.score or 0) <= TIE * (runs[0].score or 0)]
+    runs.sort(key=lambda candidate: (candidate.score, candidate.peak_bytes))
+    tied = [candidate for candidate in runs if (candidate.score or 0) <= TIE * (runs[0].score or 0)]
     marked: list[Candidate] = []
     least: int | None = None  # the lowest peak among better scores
-    for one in runs:
-        peak = one.peak_bytes or 0
+    for candidate in runs:
+        peak = candidate.peak_bytes or 0
         is_frontier = least is None or peak < least
         if is_frontier:
             least = peak
-        marked.append(replace(one, tied=len(tied) > 1 and one in tied, is_frontier=is_frontier))
+        marked.append(
+            replace(candidate, tied=len(tied) > 1 and candidate in tied, is_frontier=is_frontier)
+        )
     return (*marked, *refused)
 
 
@@ -210,12 +215,14 @@ def _divided(rows: Iterable[Candidate]) -> tuple[list[Candidate], list[Candidate
 # JSON
 
 
-def _data(one: Candidate) -> dict[str, Any]:
+def _data(candidate: Candidate) -> dict[str, Any]:
     """Convert a candidate to JSON types, without fields that JSON cannot hold."""
-    data = dict(vars(one), mesh=dict(one.mesh), wire_bytes=_by_text(one.wire_bytes))
+    data = dict(
+        vars(candidate), mesh=dict(candidate.mesh), wire_bytes=_by_text(candidate.wire_bytes)
+    )
     del data["ledger"], data["layout"]
     data["problems"] = []
-    for problem in one.problems:
+    for problem in candidate.problems:
         fields = problem._asdict()
         del fields["shape"]
         data["problems"].append({**fields, "path": path_text(problem.path)})
@@ -322,31 +329,33 @@ def _text(rows: Sequence[Candidate], head: Sequence[str], tie: str) -> str:
     if runs:
         titles = _cells("", "layout", "mesh", "peak", "compute", "wire")
         lines += ["", *columns(titles, _COLUMNS, "score")]
-        for one in runs:
-            lines += _row_lines(one, runs[0])
+        for candidate in runs:
+            lines += _row_lines(candidate, runs[0])
         lines += ["", *paragraphs(_notes(runs, tie))]
     if refused:
         lines += ["", "cannot run:"]
-    for one in refused:
-        lines.append(f"{INDENT}{name_of(one)}")
-        for text in problem_lines(one):
+    for candidate in refused:
+        lines.append(f"{INDENT}{name_of(candidate)}")
+        for text in problem_lines(candidate):
             lines += [2 * INDENT + part for part in wrapped(text, WIDTH - 2 * len(INDENT))]
     return lines_text(lines)
 
 
-def _row_lines(one: Candidate, first: Candidate) -> list[str]:
-    mark = "=" if one.tied else ""
-    if one.is_frontier:
+def _row_lines(candidate: Candidate, first: Candidate) -> list[str]:
+    mark = "=" if candidate.tied else ""
+    if candidate.is_frontier:
         mark += "*"
     cells = _cells(
         mark,
-        one.layout_name,
-        mesh_text(one.mesh),
-        bytes_text(one.peak_bytes or 0),
-        seconds_text(one.compute_seconds or 0),
-        seconds_text(one.wire_seconds or 0),
+        candidate.layout_name,
+        mesh_text(candidate.mesh),
+        bytes_text(candidate.peak_bytes or 0),
+        seconds_text(candidate.compute_seconds or 0),
+        seconds_text(candidate.wire_seconds or 0),
     )
-    return row_lines(cells, _COLUMNS, seconds_text(one.score or 0), why_worse(one, first))
+    return row_lines(
+        cells, _COLUMNS, seconds_text(candidate.score or 0), why_worse(candidate, first)
+    )
 
 
 def _cells(mark: str, layout: str, mesh: str, *numbers: str) -> tuple[str, ...]:
@@ -361,10 +370,10 @@ def _notes(runs: Sequence[Candidate], tie: str) -> Iterator[str]:
     sent = [f"{axes_text(axes)} {bytes_text(size)}" for axes, size in runs[0].wire_bytes.items()]
     if sent:
         yield f"for the first candidate, each device sends: {', '.join(sent)}"
-    told: dict[str, None] = {}
-    for one in runs:
-        told |= dict.fromkeys(one.notes)
-    yield from told
+    notes: dict[str, None] = {}
+    for candidate in runs:
+        notes |= dict.fromkeys(candidate.notes)
+    yield from notes
 
 
 # The page
@@ -376,22 +385,22 @@ def _runs_html(runs: Sequence[Candidate]) -> str:
         return ""
     rows: list[Sequence[str]] = []
     longest = runs[-1].score or 0
-    most = max(one.peak_bytes or 0 for one in runs)
-    for one in runs:
-        why = [why_worse(one, runs[0])]
-        if one.tied:
+    most = max(candidate.peak_bytes or 0 for candidate in runs)
+    for candidate in runs:
+        why = [why_worse(candidate, runs[0])]
+        if candidate.tied:
             why.append("tied with the best")
-        if one.is_frontier:
+        if candidate.is_frontier:
             why.append("no other is better in score and memory")
-        peak = one.peak_bytes or 0
+        peak = candidate.peak_bytes or 0
         memory = f"{bytes_text(peak)}{bar_html([Segment('peak', peak, 'p1')], most)}"
         reasons = notes_html([], filter(None, why))
-        rows.append((*_names(one), _score_html(one, longest), memory, reasons))
+        rows.append((*_names(candidate), _score_html(candidate, longest), memory, reasons))
     return section_html("Ranking", table_html(("layout", "mesh", "score", "peak", "why"), rows))
 
 
-def _names(one: Candidate) -> tuple[str, str]:
-    return code(one.layout_name), code(mesh_text(one.mesh))
+def _names(candidate: Candidate) -> tuple[str, str]:
+    return code(candidate.layout_name), code(mesh_text(candidate.mesh))
 
 
 def _score_html(one: Candidate, longest: float) -> str:
@@ -412,5 +421,5 @@ def _score_html(one: Candidate, longest: float) -> str:
 def _refused_html(refused: Sequence[Candidate]) -> str:
     if not refused:
         return ""
-    rows = [(*_names(one), notes_html(problem_lines(one), [])) for one in refused]
+    rows = [(*_names(candidate), notes_html(problem_lines(candidate), [])) for candidate in refused]
     return section_html("Cannot run", table_html(("layout", "mesh", "why"), rows))

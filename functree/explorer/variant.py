@@ -53,13 +53,13 @@ class Variant:
         # If the function is a module, its arrays are constants.
         given |= zip(traced.jaxpr.constvars, traced.consts, strict=True)
         inputs: list[jax.ShapeDtypeStruct] = []
-        own = call.params["in_shardings"]
-        for variable, sharding in zip(call.invars, own, strict=True):
+        shardings = call.params["in_shardings"]
+        for variable, sharding in zip(call.invars, shardings, strict=True):
             if not isinstance(sharding, NamedSharding):
                 array = variable.val if isinstance(variable, Literal) else given.get(variable)
                 sharding = getattr(array, "sharding", None)
             inputs.append(_laid(variable.aval, sharding))
-        donated = [i for i, one in enumerate(call.params["donated_invars"]) if one]
+        donated = [i for i, is_donated in enumerate(call.params["donated_invars"]) if is_donated]
         outputs = map(_named, call.params["out_shardings"])
         return cls(call.params["jaxpr"], tuple(inputs), tuple(outputs), tuple(donated), mesh)
 
@@ -90,7 +90,7 @@ class Variant:
 
     def with_outputs(self, shardings: Mapping[int, NamedSharding | None]) -> "Variant":
         """Return the program with different shardings of some outputs."""
-        outputs = [shardings.get(i, one) for i, one in enumerate(self.outputs)]
+        outputs = [shardings.get(i, output) for i, output in enumerate(self.outputs)]
         return replace(self, outputs=tuple(outputs))
 
 
@@ -137,13 +137,13 @@ class _Without:
             return [x if isinstance(x, Literal) else same.get(x, x) for x in variables]
 
         equations: list[JaxprEqn] = []
-        for one in jaxpr.eqns:
-            [*operands] = seen(one.invars)
-            if _line(one) == self._line:
-                same[one.outvars[0]] = operands[0]
+        for equation in jaxpr.eqns:
+            [*operands] = seen(equation.invars)
+            if _line(equation) == self._line:
+                same[equation.outvars[0]] = operands[0]
                 continue
-            params = {name: self._parameter(value) for name, value in one.params.items()}
-            equations.append(one.replace(invars=operands, params=params))
+            params = {name: self._parameter(value) for name, value in equation.params.items()}
+            equations.append(equation.replace(invars=operands, params=params))
         return jaxpr.replace(eqns=equations, outvars=seen(jaxpr.outvars))
 
     def _parameter(self, value: Any) -> Any:

@@ -110,8 +110,8 @@ class Why:
 
     def __str__(self) -> str:
         lines = paragraphs([self._head()])
-        told = [row for row in self.rows if row.verdict != ASKED]
-        for alike in grouped(told, lambda row: (row.verdict, row.collective.kind, row.cause)):
+        rows = [row for row in self.rows if row.verdict != ASKED]
+        for alike in grouped(rows, lambda row: (row.verdict, row.collective.kind, row.cause)):
             verdict = _verdict_text(alike[0])
             lines += paragraphs([f"{_title(alike)}: {verdict}: {_cause_text(alike[0])}"])
         for title, fixes in (("fixes", self.fixes), ("trades", self.trades)):
@@ -169,12 +169,12 @@ class Why:
 
 def _title(alike: Sequence[WhyRow]) -> str:
     """Return the title of rows with one cause."""
-    one = alike[0].collective
-    axes, kind = ", ".join(one.mesh_axes or ("?",)), one.kind
+    collective = alike[0].collective
+    axes, kind = ", ".join(collective.mesh_axes or ("?",)), collective.kind
     if len(alike) > 1:
         kind += f" ×{len(alike)}"
     total = bytes_text(sum(row.collective.total for row in alike))
-    return f"{total} {kind} over {axes}{_at(one.source and source_end(one.source))}"
+    return f"{total} {kind} over {axes}{_at(collective.source and source_end(collective.source))}"
 
 
 def _verdict_text(row: WhyRow) -> str:
@@ -309,17 +309,17 @@ class _Ranked(NamedTuple):
 
 def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
     """Rank edits by the bytes that they move, as estimated from layouts, without invalid edits."""
-    found: list[_Ranked] = []
+    ranked: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for done, edit in enumerate(edits):
             show(done, edit.change)
             try:
-                found.append(_Ranked(moved_bytes(edit.lower()), edit))
+                ranked.append(_Ranked(moved_bytes(edit.lower()), edit))
             except KeyboardInterrupt:
                 break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a rule whose mesh axis does not divide a size
-    return sorted(found, key=lambda one: one.moved)
+    return sorted(ranked, key=lambda item: item.moved)
 
 
 def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
@@ -342,17 +342,17 @@ def _compiled(
     chosen: Sequence[Edit], call: LoweredCall, before: _Figures, progress: bool
 ) -> list[_Measured]:
     """Compile edits and measure them; those that cannot be compiled are dropped."""
-    found: list[_Measured] = []
+    measured: list[_Measured] = []
     with shown_progress("why: {} compiled", len(chosen), progress) as show:
         for done, edit in enumerate(chosen):
             show(done, edit.change)
             try:
-                found.append(_measured(edit, call, before))
+                measured.append(_measured(edit, call, before))
             except KeyboardInterrupt:
                 break
             except (FunctreeError, jax.errors.JaxRuntimeError, *USERS_ERRORS):
                 continue  # such as a layout that does not divide a result
-    return found
+    return measured
 
 
 def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
@@ -373,17 +373,17 @@ def _measured(edit: Edit, call: LoweredCall, before: _Figures) -> _Measured:
 
 def _by_kind(collectives: Sequence[Collective]) -> Counter[Hashable]:
     sizes = Counter[Hashable]()
-    for one in collectives:
-        sizes[_alike(one)] += one.total
+    for collective in collectives:
+        sizes[_alike(collective)] += collective.total
     return sizes
 
 
-def _alike(one: Collective) -> Hashable:
-    return one.source, one.kind, one.mesh_axes, one.phase
+def _alike(collective: Collective) -> Hashable:
+    return collective.source, collective.kind, collective.mesh_axes, collective.phase
 
 
-def _order(one: _Measured) -> tuple[int, ...]:
-    return one.fix.moved[1], one.fix.peak[1], one.fix.flops[1]
+def _order(measured: _Measured) -> tuple[int, ...]:
+    return measured.fix.moved[1], measured.fix.peak[1], measured.fix.flops[1]
 
 
 def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
@@ -391,30 +391,32 @@ def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
 
     It is the simplest edit.
     """
-    for i, one in enumerate(fixes):
-        if one.fix.source is not None and _CLEARLY * one.fix.moved[1] <= fixes[0].fix.moved[1]:
-            return [one, *fixes[:i], *fixes[i + 1 :]]
+    for i, fix in enumerate(fixes):
+        if fix.fix.source is not None and _CLEARLY * fix.fix.moved[1] <= fixes[0].fix.moved[1]:
+            return [fix, *fixes[:i], *fixes[i + 1 :]]
     return fixes
 
 
 def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
     """Yield the collectives of a ledger, the largest first; mark those that a fix avoids."""
     before = _by_kind(ledger.collectives)
-    for one in sorted(ledger.collectives, key=lambda one: -one.total):
-        verdict, cause = one.verdict, one.cause
-        less = any(fix.left.get(_alike(one), 0) < before[_alike(one)] for fix in fixes)
+    for collective in sorted(ledger.collectives, key=lambda collective: -collective.total):
+        verdict, cause = collective.verdict, collective.cause
+        less = any(
+            fix.left.get(_alike(collective), 0) < before[_alike(collective)] for fix in fixes
+        )
         if verdict == COMPILER and less:
             verdict = AVOIDABLE
         reason = "nobody asked for it"
         if cause is not None and cause.reason:
             reason = cause.reason
-        yield WhyRow(one, verdict, reason, cause)
+        yield WhyRow(collective, verdict, reason, cause)
 
 
 def _hints(rows: Sequence[WhyRow]) -> list[str]:
     """Return a hint for each operation without an edit."""
-    found: dict[str, None] = {}
+    hints: dict[str, None] = {}
     for row in rows:
         if row.verdict == COMPILER and row.cause is not None and row.cause.hint:
-            found[f"`{row.cause.expression}`{_at(row.cause.source)}: {row.cause.hint}"] = None
-    return list(found)
+            hints[f"`{row.cause.expression}`{_at(row.cause.source)}: {row.cause.hint}"] = None
+    return list(hints)

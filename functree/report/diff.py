@@ -55,9 +55,9 @@ class SharedWhat(str):
     @classmethod
     def of(cls, beginning: str, paths: Sequence[Path]) -> Self:
         """Build the text from its beginning and the paths."""
-        own = cls(beginning + ", ".join(map(str, paths)))
-        own.beginning, own.paths = beginning, tuple(paths)
-        return own
+        what = cls(beginning + ", ".join(map(str, paths)))
+        what.beginning, what.paths = beginning, tuple(paths)
+        return what
 
 
 @dataclass(frozen=True)
@@ -121,8 +121,8 @@ class Diff:
             name = common_path([row.path for row in rows]) if path else ""
             sizes = [value for value in (before, after) if isinstance(value, Bytes)]
             # In a common unit, 40 B could be `3.81e-05 MiB`.
-            own = None if sizes and min(sizes) * 100 < 1024**unit else unit
-            texts = _text(before, own), _text(after, own)
+            line_unit = None if sizes and min(sizes) * 100 < 1024**unit else unit
+            texts = _text(before, line_unit), _text(after, line_unit)
             yield Folded(name, _common_what(rows), *texts, len(rows), _grown(rows))
 
     def html(self) -> str:
@@ -230,7 +230,7 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
         else:
             weight = math.inf
         weighed.append((weight, row))
-    return tuple(row for _, row in sorted(weighed, key=lambda one: -one[0]))
+    return tuple(row for _, row in sorted(weighed, key=lambda item: -item[0]))
 
 
 def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:

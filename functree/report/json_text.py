@@ -45,7 +45,7 @@ def parsed(text: str | bytes) -> Any:
         raise _too_deep() from None
     inside = [value]
     for _ in range(MOST_LEVELS):
-        inside = [one for outer in inside for one in _containers(outer)]
+        inside = [container for outer in inside for container in _containers(outer)]
         if not inside:
             return value
     raise _too_deep()
@@ -61,15 +61,15 @@ def _containers(value: Any) -> list[Any]:
         value = value.values()
     elif not isinstance(value, list):
         return []
-    return [one for one in value if isinstance(one, list | dict)]
+    return [item for item in value if isinstance(item, list | dict)]
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"an object repeats the name {json.dumps(name)}")
-    return found
+    return values
 
 
 def value_text(value: Any) -> str:
@@ -103,7 +103,7 @@ def written(value: Any) -> Any:
         case Mesh() | AbstractMesh():
             return dict(value.shape)
         case Mapping():
-            return {str(key): written(one) for key, one in value.items()}
+            return {str(key): written(item) for key, item in value.items()}
     defaults = _defaults(type(value))
     if defaults is None and isinstance(value, tuple | list):
         return list(map(written, value))
@@ -111,9 +111,9 @@ def written(value: Any) -> Any:
         return str(value)  # a dtype
     fields: dict[str, Any] = {}
     for name, default in defaults.items():
-        own = getattr(value, name)
-        if own is not None or default is not None:
-            fields[name] = written(own)
+        field = getattr(value, name)
+        if field is not None or default is not None:
+            fields[name] = written(field)
     return fields
 
 
@@ -142,18 +142,18 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 def read_value(data: Any, kind: str, cls: type[T]) -> T:
     """Read a value of a class from parsed JSON, as `read_json` does."""
     # Plans, ledgers and checkpoints state their kind, so one cannot be mistaken for another.
-    found = None
+    actual = None
     if isinstance(data, dict):
-        found = data.get("functree")
-    if not found:
+        actual = data.get("functree")
+    if not actual:
         raise FunctreeValueError(f"not the JSON of a {kind}")
-    if found != kind:
-        name = found if isinstance(found, str) else value_text(found)
+    if actual != kind:
+        name = actual if isinstance(actual, str) else value_text(actual)
         raise FunctreeValueError(f"this is the JSON of a {name}, not of a {kind}")
-    given = data.get("format")
-    if given not in range(1, FORMAT + 1):
+    version = data.get("format")
+    if version not in range(1, FORMAT + 1):
         readable = f"this version of functree reads up to format {FORMAT}"
-        raise FunctreeValueError(f"the JSON of this {kind} has format {given!r}, but {readable}")
+        raise FunctreeValueError(f"the JSON of this {kind} has format {version!r}, but {readable}")
     try:
         return _read(data, cls, "")
     except _MisfitError as error:

@@ -135,21 +135,21 @@ class Segment(NamedTuple):
 def bar_html(segments: Iterable[Segment], most: int) -> str:
     """Render a bar; one of `most` bytes has the full length."""
     content = ""
-    for one in segments:
-        if one.size:
+    for segment in segments:
+        if segment.size:
             # If no array has elements, `most` is 0.
-            width = 100 * one.size / max(most, 1)
-            name = html.escape(f"{one.name}: {one.text or bytes_text(one.size)}")
-            content += f'<i class="{one.kind}" style="width:{width:.3g}%" title="{name}"></i>'
+            width = 100 * segment.size / max(most, 1)
+            name = html.escape(f"{segment.name}: {segment.text or bytes_text(segment.size)}")
+            content += f'<i class="{segment.kind}" style="width:{width:.3g}%" title="{name}"></i>'
     return f'<div class="bar">{content}</div>'
 
 
 def key_html(segments: Iterable[Segment]) -> str:
     """Render the key to the colours of a bar, with the bytes of each part."""
     content = ""
-    for one in segments:
-        size = f'<span class="num muted">{bytes_text(one.size)}</span>'
-        name = f'<span class="dot {one.kind}"></span>{html.escape(one.name)}'
+    for segment in segments:
+        size = f'<span class="num muted">{bytes_text(segment.size)}</span>'
+        name = f'<span class="dot {segment.kind}"></span>{html.escape(segment.name)}'
         content += f"<span>{name} {size}</span>"
     return f'<div class="key">{content}</div>'
 
@@ -221,7 +221,7 @@ class _Node:
 
     def subtrees(self) -> list["_Node"]:
         """Return its direct subtrees."""
-        return [one for one in self.inside if isinstance(one, _Node)]
+        return [child for child in self.inside if isinstance(child, _Node)]
 
 
 class _Look(NamedTuple):
