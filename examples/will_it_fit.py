@@ -1,5 +1,5 @@
-"""Will it fit? Training steps of Llama 3, Mixtral and Qwen 3, compiled for TPUs and GPUs that are
-not there.
+"""Will it fit? Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that you
+don't have.
 
     python examples/will_it_fit.py                                    # eleven cases, three minutes
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
@@ -267,7 +267,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
 
 
 def command_line() -> argparse.ArgumentParser:
-    described = "Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that are not there: what fits, and what is moved."
+    described = "Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that you don't have, and show what fits and what is moved."
     parser = argparse.ArgumentParser(
         description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""Programs for TPUs and GPUs that are not there, from their own compilers.
+"""Programs for TPUs and GPUs that this machine does not have, from their own compilers.
 
 pytest collects this file only if the extras `functree[tpu,cuda]` are installed (see `conftest.py`).
 """
