@@ -362,7 +362,7 @@ class _Page(NamedTuple):
             # Rounded down: 100 % means all.
             Card(
                 f"{math.floor(1000 * self.ledger.attributed) / 10:g} %",
-                "of it attributed to parameters",
+                "of moved bytes attributed to parameters",
             ),
         ]
 
