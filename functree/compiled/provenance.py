@@ -257,7 +257,7 @@ class Provenance:
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        # Set operations, since this is asked for every part of a global norm.
+        # Set operations, since this runs for each part of a global norm.
         weights = replaced.keys() & self._uses.multiplied
         if len(weights) != 1:
             return ()
