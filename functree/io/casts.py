@@ -1,7 +1,7 @@
-"""An array ─► the same with another dtype, and how many of its values this dtype does not hold.
+"""Casts an array to another dtype, and counts the values that this dtype cannot hold.
 
-What it holds is meant up to the rounding of floating-point numbers. A fraction that becomes an
-integer, a number out of range, a NaN, an imaginary part that is dropped: these are other values.
+Rounding a float is no loss. A value is lost if a fraction becomes an integer, a number is out of
+range, an integer dtype has no NaN, or an imaginary part is dropped.
 """
 
 import functools
@@ -18,20 +18,20 @@ from functree.errors import count, listed, warn
 from functree.tree.arrays import on_device
 from functree.tree.paths import Path
 
-# What is computed with in place of an array: arrays of numpy and of JAX have the same functions.
+# A NumPy or JAX array: both have the same functions.
 _Array = Any
 
 
 class Loss(NamedTuple):
-    """An array that was cast, and what was lost by that.
+    """Record of a cast array.
 
     Attributes:
         path: its path.
         size: the number of its elements.
-        before: its dtype before.
-        after: its dtype now.
-        lost: how many of its values are others now; of an array on devices this is an array, so
-            that nobody waits for it before the next one is cast.
+        before: its dtype before the cast.
+        after: its dtype after the cast.
+        lost: how many of its values were lost. For an array on devices, this is an array too, so
+            that the next cast does not wait for it.
     """
 
     path: Path
@@ -45,7 +45,7 @@ class Loss(NamedTuple):
 
 
 def warn_of_losses(where: object, losses: Iterable[Loss], remedy: str) -> None:
-    """Warn of arrays that have other values than they were read with, by path."""
+    """Warn about arrays that lost values, by path."""
     found = [str(loss) for loss in losses if int(loss.lost)]
     if found:
         warn(
@@ -57,7 +57,7 @@ def warn_of_losses(where: object, losses: Iterable[Loss], remedy: str) -> None:
 def cast_on_devices(
     array: jax.Array, dtype: np.dtype, sharding: Sharding
 ) -> tuple[jax.Array, int | jax.Array]:
-    """An array with a dtype and a sharding, and how many of its values are others there."""
+    """Cast an array and give it a sharding. Also return how many values the dtype cannot hold."""
     where = sharding
     if sharding.memory_kind not in (None, "device"):
         where = sharding.with_memory_kind("device")
@@ -66,19 +66,18 @@ def cast_on_devices(
 
 
 def cast_on_host(array: _Array, dtype: Any) -> _Array:
-    """An array in the memory of the host with a dtype."""
-    # Numpy warns of some losses, and not of others, and does not say where.
+    """Cast an array in host memory."""
+    # NumPy warns about some losses only, without the array's path.
     with np.errstate(all="ignore"):
         return _cast(array, dtype)
 
 
-# The elements that are looked at together: masks of a whole array would take several times its
-# memory.
+# Elements that are checked at once: masks of a whole array would take several times its memory.
 _BLOCK = 2**20
 
 
 def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
-    """How many values of an array of numpy a dtype does not hold."""
+    """Count the values of a NumPy array that a dtype cannot hold."""
     if not _can_lose(array.dtype, dtype):
         return 0
     flat, lost = array.reshape(-1), 0
@@ -92,22 +91,24 @@ def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
 
 
 def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
-    """Whether the largest and the smallest value say that all are held: of weights that are cast to
-    shorter floats they do, at a tenth of the time that it takes to look at each value."""
+    """Return whether the smallest and the largest value show that no value is lost.
+
+    For weights that are cast to shorter floats, this takes a tenth of the time of checking each
+    value.
+    """
     if not array.size or not (_is_float(array.dtype) and _is_float(dtype)):
         return False
-    # False for a NaN.
+    # The comparisons are False if there is a NaN.
     info = jnp.finfo(dtype)
     return float(info.min) <= float(array.min()) and float(array.max()) <= float(info.max)
 
 
-# Remembered, since a new function would be compiled again for each array.
+# Cached, since a new function would be compiled for each array.
 @functools.lru_cache(maxsize=256)
 def _caster(
     dtype: np.dtype, sharding: Sharding
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """What casts an array, and counts the values that are lost: one program, which has them at
-    hand."""
+    """Build a program that casts an array and counts the lost values at once."""
 
     def cast_and_count(array: jax.Array) -> tuple[jax.Array, jax.Array]:
         cast = _cast(array, dtype)
@@ -117,7 +118,7 @@ def _caster(
 
     whole = None
     if isinstance(sharding, NamedSharding):
-        whole = sharding.update(spec=PartitionSpec())  # in all processes
+        whole = sharding.update(spec=PartitionSpec())  # readable in all processes
     return jax.jit(cast_and_count, out_shardings=(sharding, whole))
 
 
@@ -125,27 +126,27 @@ def _cast(array: _Array, dtype: np.dtype) -> _Array:
     if array.dtype == dtype:
         return array
     if _is_complex(array.dtype) and not _is_complex(dtype):
-        array = array.real  # else numpy and JAX both warn, of an array without a name
+        array = array.real  # NumPy and JAX would both warn, without the array's name
     return array.astype(dtype)
 
 
 def _can_lose(before: Any, after: Any) -> bool:
-    """Whether a dtype may lack values that another one has, but for the rounding of floats."""
-    if before == after:  # such as dtypes of random keys, which numpy does not know
+    """Return whether a cast may lose values, apart from rounding."""
+    if before == after:  # for example dtypes of random keys, which NumPy does not have
         return False
     if jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(after, jnp.inexact):
-        # To numpy such a cast is safe, although large integers are rounded.
+        # NumPy calls such a cast safe, although large integers are rounded.
         return int(jnp.iinfo(before).max).bit_length() > jnp.finfo(after).nmant + 1
     return not np.can_cast(before, after)
 
 
 def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
-    """Which values of an array are others after a cast.
+    """Return a mask of the values that a cast has lost.
 
     Args:
-        x: the array.
-        cast: what it was cast to.
-        dtype: the dtype of that.
+        x: the array before the cast.
+        cast: the array after the cast.
+        dtype: the dtype after the cast.
         xp: numpy or `jax.numpy`.
     """
     if _is_complex(x.dtype):
@@ -159,8 +160,8 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
     if _is_float(x.dtype) and _is_float(dtype):
         lost = (xp.isfinite(x) != xp.isfinite(y)) | (xp.isnan(x) != xp.isnan(y))
         if np.dtype(dtype).itemsize == 1:
-            # Some of these have no infinities, but their largest value instead. Up to half of a
-            # step above it a value is rounded.
+            # Some of these dtypes replace infinity with their largest value. Values up to half a
+            # step above it are rounded.
             info = jnp.finfo(dtype)
             lost |= xp.isfinite(x) & (abs(x) > float(info.max) * (1 + float(info.eps)))
         return lost
@@ -168,27 +169,27 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         low, high = 0, 1
         if not _is_flag(dtype):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-        # Below the next power of two, which is a float: the largest integer may not be one. And not
-        # by what it was cast to, which differs between devices.
+        # Compare with the next power of two, which is always a float: the largest integer may not
+        # be. The result of the cast is not used, since it differs between devices.
         return ~((xp.trunc(x) == x) & (x >= float(low)) & (x < float(high + 1)))
     back = y.astype(x.dtype)
     if _is_float(y.dtype):
-        # A float beyond the largest integer would be cast back to that.
+        # A float beyond the largest integer would be cast back to the largest integer.
         is_in_range = xp.isfinite(y) & (y < float(int(jnp.iinfo(x.dtype).max) + 1))
         return (back != x) | ~is_in_range
-    # As unsigned, a negative number is a large one, which is cast back to itself.
+    # A negative number becomes a large unsigned one, which is cast back to the same number.
     return (back != x) | ((x < 0) != (y < 0))
 
 
 def _wide(array: _Array) -> _Array:
-    """An array of real numbers in one of the dtypes that everything can be computed with."""
+    """Cast an array of real numbers to at least 32 bits, which all operations support."""
     if array.dtype.itemsize >= 4:
         return array
     return array.astype(np.float32 if _is_float(array.dtype) else np.int32)
 
 
 def _part(dtype: Any) -> np.dtype:
-    """The dtype of the parts of a complex number; of others, their own."""
+    """Return the dtype of a complex dtype's parts. Other dtypes are returned unchanged."""
     return np.dtype(jnp.finfo(dtype).dtype) if _is_complex(dtype) else np.dtype(dtype)
 
 

@@ -1,4 +1,4 @@
-"""A function of `ft.jit` ─► bytes that run in a process without functree, on the same shardings."""
+"""`ft.export` turns a function of `ft.jit` into bytes that run without functree."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,14 +41,14 @@ _NAMES = Takes("names of axes, or a dict from them to expressions", _are_names)
 
 
 class Exported:
-    """An exported function; made by `ft.export`.
+    """Exported function. `ft.export` builds it.
 
-    It takes and returns arrays, in the order of their paths: `jax.export` keeps no modules, and who
-    calls it need not have their classes.
+    It takes and returns arrays in the order of their paths, since `jax.export` serializes no
+    modules. Callers do not need the modules' classes.
 
     Attributes:
         exported: JAX's `jax.export.Exported`, with types, shardings and platforms.
-        paths: the path of each argument; None if it was read from bytes, which do not have them.
+        paths: the path of each argument; None after `deserialize`, since the bytes have no paths.
 
     Examples:
         >>> double = ft.export(
@@ -65,15 +65,16 @@ class Exported:
         self.paths: tuple[Path, ...] | None = paths
 
     def call(self, *arrays: Any) -> tuple[jax.Array, ...]:
-        """Run it. Sharded arguments have to be on a mesh with as many devices as it was exported
-        for.
+        """Run the function.
+
+        Sharded arguments must be on a mesh with as many devices as the function was exported for.
 
         Returns:
             The arrays of the result, in the order of their paths.
 
         Raises:
-            FunctreeError: it has another number of arguments, or one of another shape or dtype, or
-                one that is deleted.
+            FunctreeError: if the number of arguments is wrong.
+            FunctreeError: if an argument has a different shape or dtype, or is deleted.
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
@@ -92,30 +93,31 @@ class Exported:
         return tuple(self.exported.call(*arrays))
 
     def serialize(self) -> bytes:
-        """The bytes, with a digest at their end, by which `deserialize` notices changed ones.
+        """Return the function as bytes, with a digest at the end that `deserialize` checks.
 
-        `jax.export.deserialize` reads them too, without functree, and passes over the digest.
+        Without functree, `jax.export.deserialize` reads them too. It ignores the digest.
 
         Raises:
-            FunctreeError: flatbuffers is not installed.
+            FunctreeError: if flatbuffers is not installed.
         """
         import_extra("flatbuffers", "export")
         data = bytes(self.exported.serialize())
-        # Behind the data: those of flatbuffers say by themselves where they end.
+        # After the data: flatbuffers' data contain their own length.
         return data + _MARK + _digest(data)
 
     @classmethod
     def deserialize(cls, data: bytes) -> "Exported":
-        """The function of some bytes.
+        """Read an exported function from bytes.
 
         Raises:
-            FunctreeError: they are not bytes, not those of a function, or not those that were
-                written; flatbuffers is not installed.
+            FunctreeError: if `data` are not the bytes of an exported function.
+            FunctreeError: if the bytes have changed since they were written.
+            FunctreeError: if flatbuffers is not installed.
         """
         check("nothing is read", data=(data, _BYTES))
         import_extra("flatbuffers", "export")
         function = _checked(bytes(data))
-        # Such as one of a newer JAX.
+        # A newer JAX may have written them, for example.
         with ForeignErrors(FunctreeValueError, "these bytes are not an exported function"):
             return cls(jax.export.deserialize(bytearray(function)))
 
@@ -140,8 +142,8 @@ class Exported:
         return f"<Exported of {self.exported.fun_name}, {len(self.exported.in_avals)} arguments>"
 
     def _misfits(self, arrays: Sequence[object]) -> Iterator[Problem]:
-        """The arguments that are not as they were exported."""
-        # Before JAX sees them: it names an argument by its number.
+        """Yield a problem for each argument whose shape or dtype differs from the exported one."""
+        # JAX would name an argument by its number.
         for i, (array, wanted) in enumerate(zip(arrays, self.exported.in_avals, strict=True)):
             path = Path((i,)) if self.paths is None else self.paths[i]
             why = f"was exported as {array_text(wanted)}"
@@ -154,7 +156,7 @@ class Exported:
         return ", ".join(map(str, self.paths or ()))
 
 
-# What is between the bytes of a function and their digest.
+# The mark between a function's bytes and their digest.
 _MARK = b"\0functree:sha256:"
 
 
@@ -163,13 +165,13 @@ def _digest(data: bytes) -> bytes:
 
 
 def _checked(data: bytes) -> bytes:
-    """The bytes of a function without their digest.
+    """Check the digest of a function's bytes, and remove it.
 
     Raises:
-        FunctreeError: they have none, or another one.
+        FunctreeError: if there is no digest, or it differs.
     """
-    # Before JAX sees them: it believes the offsets and sizes in them, and one flipped bit may end
-    # the process.
+    # Checked first, since JAX trusts offsets and sizes in the bytes: one flipped bit may end the
+    # process.
     function, mark, digest = data.rpartition(_MARK)
     if not mark:
         raise FunctreeValueError(
@@ -187,10 +189,10 @@ def _checked(data: bytes) -> bytes:
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[object]) -> bool:
-    """Whether a shape is one that was exported, in which some sizes may have stayed open."""
+    """Return whether a shape fits the exported one, whose sizes may be symbolic."""
     if len(shape) != len(wanted):
         return False
-    # An open size is a symbolic expression. That several of them agree is left to JAX.
+    # JAX checks that symbolic sizes agree with each other.
     for size, one in zip(shape, wanted, strict=True):
         if isinstance(one, int) and one != size:
             return False
@@ -198,14 +200,14 @@ def _fits(shape: Sequence[int], wanted: Sequence[object]) -> bool:
 
 
 def _dtype(array: AnyArray) -> np.dtype:
-    """The dtype that an array has for JAX: float32 for float64 without `jax_enable_x64`."""
+    """Return the dtype that JAX gives an array: float32 for float64 without `jax_enable_x64`."""
     if is_key(array.dtype):
         return array.dtype
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _bytes(value: Any) -> str:
-    """The bytes of an array; its shape if that has symbolic sizes."""
+    """Format the bytes of an array, or `-` if it has symbolic sizes."""
     if all(isinstance(size, int) for size in value.shape):
         return bytes_text(value.size * value.dtype.itemsize)
     return "-"
@@ -217,20 +219,21 @@ def export(
     platforms: Sequence[str] | None = None,
     symbolic: Collection[str] | Mapping[str, str] | None = None,
 ) -> Exported:
-    """Export a function of `ft.jit`, with the shardings of its arguments and of its result.
+    """Export a function of `ft.jit`, with the shardings of its arguments and result.
 
-    What was donated is not donated by the exported function. Give it to the `jax.jit` around the
-    call: `jax.jit(exported.call, donate_argnums=...)`.
+    The exported function does not preserve donation. Wrap the call to donate arguments:
+    `jax.jit(exported.call, donate_argnums=...)`.
 
     Args:
         f: a function of `ft.jit`, or a method.
-        *args: its arguments: arrays, or abstract ones with shardings.
-        platforms: `("cpu", "tpu", "cuda")`; by default that of this process.
-        symbolic: the axes whose sizes stay open, by the names in the annotations of the parameters:
-            `["batch"]`, or with an expression of JAX's symbolic sizes, `{"batch": "8*b"}`.
+        *args: its arguments, which may be abstract arrays with shardings.
+        platforms: platforms such as `("cpu", "tpu", "cuda")`; by default this process's platform.
+        symbolic: the axes whose sizes are not fixed, by their names in the parameters' annotations:
+            `["batch"]`. A dict gives expressions of JAX's symbolic sizes: `{"batch": "8*b"}`.
 
-    Raises:
-        FunctreeError: `f` is not a function of `ft.jit`; no argument has such an axis.
+        Raises:
+            FunctreeError: if `f` is not a function of `ft.jit`.
+            FunctreeError: if no argument has an axis in `symbolic`.
 
     Examples:
         >>> @ft.jit
@@ -258,9 +261,9 @@ def export(
     if symbolic is not None:
         args = _with_symbols(f, args, symbolic)
     traced = f.trace(*args)
-    # A function of arrays: nodes of ours, such as modules, cannot be serialized.
+    # A function of arrays, since nodes such as modules cannot be serialized.
     program, arrays = traced.of_arrays()
-    # In the mesh and under the rules of the function: `jax.export` traces it once more.
+    # `jax.export` traces the function again, so its mesh and rules must be ambient.
     with around(traced.entered):
         exported = jax.export.export(program, platforms=platforms)(*arrays)
     return Exported(exported, traced.paths)
@@ -269,7 +272,7 @@ def export(
 def _with_symbols(
     f: Any, args: tuple[Any, ...], symbolic: Collection[str] | Mapping[str, str]
 ) -> tuple[Any, ...]:
-    """The arguments, with symbolic sizes for some axes."""
+    """Replace the sizes of some axes in the arguments with symbolic sizes."""
     signature, bound = Signature.of(f)
     call = signature.bind(*bound.with_bound(args, {}))
     tree = read(call)
@@ -285,14 +288,14 @@ def _with_symbols(
             problems.append(Problem(None, None, f'"{name}"', why, _ANNOTATE))
     if problems:
         raise FunctreeValueError(f"{f.__name__} cannot be exported so", problems)
-    # One scope for all: only then are two sizes of the same name the same size.
+    # In one scope, two sizes with the same name are the same size.
     scope = jax.export.SymbolicScope()
     sizes: dict[str, object] = {}
     for name, text in expressions.items():
         (sizes[name],) = jax.export.symbolic_shape(text, scope=scope)
     arguments = [_with_sizes(leaf, sizes) for leaf in tree.leaves]
     positional, _ = signature.arguments(tree.skeleton.fill(arguments))
-    # Without those that a method or a partial brings along: `trace` adds them again.
+    # Without the bound arguments of a method or partial, which `trace` adds again.
     return positional[len(bound.args) :]
 
 
@@ -300,14 +303,14 @@ _ANNOTATE = 'name the axes of the parameter: `x: Float[Array, "batch embed"]`'
 
 
 def _with_sizes(leaf: Leaf, sizes: Mapping[str, object]) -> AnyArray:
-    """An argument; an abstract one if it has an axis of symbolic size."""
+    """Return an argument, or an abstract array if one of its axes has a symbolic size."""
     if not any(name in sizes for name in leaf.axes):
         return leaf.value
     shape: list[Any] = []
     for name, size in zip(leaf.axes, leaf.shape, strict=True):
         shape.append(size if name is None else sizes.get(name, size))
-    # A sharding over a mesh is one for any size. That of one device is left out, as for an array
-    # that is not committed to a device.
+    # A sharding over a mesh applies to any size. A single device's sharding is dropped, as for an
+    # uncommitted array.
     sharding = getattr(leaf.value, "sharding", None)
     if not isinstance(sharding, NamedSharding):
         sharding = None

@@ -1,4 +1,4 @@
-"""Packages of the optional extras ─► imported on use; their errors ─► ours."""
+"""Optional packages are imported on use, and their errors become functree's errors."""
 
 import importlib
 import importlib.util
@@ -10,10 +10,10 @@ from functree.errors import FunctreeError
 
 
 def import_extra(package: str, extra: str) -> ModuleType:
-    """A package of an extra, imported.
+    """Import a package of an extra.
 
     Raises:
-        FunctreeError: it is not installed; the message says what to install.
+        FunctreeError: if it is not installed.
     """
     if not _is_installed(package):
         raise FunctreeError(f"`{package}` is not installed: pip install 'functree[{extra}]'")
@@ -21,33 +21,33 @@ def import_extra(package: str, extra: str) -> ModuleType:
 
 
 def _is_installed(package: str) -> bool:
-    # Not by importing it: an ImportError inside of a package that is there is another problem.
+    # Without importing it: an ImportError inside an installed package is a different problem.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
-        return False  # there is not even the package that it would be in
+        return False  # its parent package is missing
 
 
 class ForeignErrors:
-    """A block in which other packages read or write: what they raise becomes an error of ours.
+    """Block that converts errors of other packages into errors of functree.
 
-    Its cause is chained. Orbax raises errors of all classes, `Exception` itself among them. Those
-    of a device, such as one that is out of memory, are not about a file, and stay what they are.
+    The original error is chained as the cause. Orbax raises all classes of errors, including
+    `Exception` itself. Errors of a device, such as one that is out of memory, are not converted.
 
     Args:
-        kind: the class of the error.
-        failure: what is not possible, for its message.
+        kind: the class of the new error.
+        failure: the beginning of its message.
     """
 
     def __init__(self, kind: type[FunctreeError], failure: str):
         self._kind, self._failure = kind, failure
 
     def __enter__(self) -> None:
-        """Nothing is to be done."""
+        """Do nothing."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         own = FunctreeError | jax.errors.JaxRuntimeError
-        # Not a KeyboardInterrupt either, which is no `Exception`.
+        # A KeyboardInterrupt is not an `Exception`, and propagates.
         if isinstance(error, Exception) and not isinstance(error, own):
             first = next(iter(str(error).splitlines()), "") or type(error).__name__
             raise self._kind(f"{self._failure}: {first}") from error

@@ -1,4 +1,4 @@
-"""A tree like the one that is read, and a layout ─► its arrays, and where each is created."""
+"""`laid_out` finds the sharding of each array that is read, from `like` and a layout."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -24,11 +24,13 @@ from functree.tree.paths import Path
 def laid_out(
     like: Any, layout: LayoutTree, mesh: MeshLike, only: Filter | None = None
 ) -> tuple[Leaves, list[Sharding | None]]:
-    """The arrays in `like`, and for each its sharding by the layout, or its own; None for what has
-    none.
+    """Return the arrays in `like`, and the sharding of each.
+
+    The sharding comes from the layout, or without a layout from the array in `like`. It is None for
+    arrays without one.
 
     Raises:
-        ShardingError: the layout does not fit those that are read.
+        ShardingError: if the layout does not fit the arrays that `only` matches.
     """
     if layout is None:
         leaves = read(like)
@@ -48,15 +50,14 @@ def laid_out(
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """The sharding of an array in `like`; None if it has none, or is not committed to its
-    device."""
+    """Return the sharding of an array in `like`, or None if it has none or is uncommitted."""
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None
     return value.sharding if getattr(value, "committed", True) else None
 
 
 def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
-    """Why an array cannot be created where it is wanted."""
+    """Yield the problem of an array that cannot be created with its sharding."""
     value = leaf.value
     if isinstance(value, Tracer):
         yield leaf.problem("is traced in `like`", "read it outside of jit")
@@ -75,7 +76,7 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
 
 
 def partly(value: object) -> str | None:
-    """Why an array, or a sharding, is not one of all processes; None if it is."""
+    """Say on which processes' devices an array or a sharding is, or return None if on all."""
     sharding = getattr(value, "sharding", value)
     if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
         return None
@@ -86,12 +87,12 @@ def partly(value: object) -> str | None:
 
 
 def is_enabled(dtype: Any) -> bool:
-    """Whether JAX has a dtype as it is configured: those of 8 bytes are off by default."""
+    """Return whether JAX's configuration has a dtype: 8-byte dtypes are off by default."""
     return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def not_enabled(dtype: Any) -> str:
-    """What is wrong with a dtype that JAX does not have as it is configured."""
+    """Say that JAX's configuration does not have a dtype."""
     return f"JAX has no {np.dtype(dtype)} without `jax_enable_x64`"
 
 

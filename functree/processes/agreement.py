@@ -1,4 +1,4 @@
-"""Code that all processes run ─► it succeeds in all of them, or raises the same error in all."""
+"""An `Agreement` makes a block of code succeed in all processes, or fail in all of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -19,32 +19,33 @@ from functree.processes.exchange import (
 )
 
 Facts = Mapping[str, Sequence[str]]
-"""What has to be the same in all processes: for each name, lines of text."""
+"""Lines of text by name, which must be the same in all processes."""
 
 
 class Agreement:
-    """A block of code that all processes run, which raises in all of them or in none.
+    """Block of code that raises an error in all processes or in none.
 
-    An error inside the block is raised in the other processes too, which would otherwise wait for
-    this one without end. What was compared inside has to be the same in all processes:
+    An error in one process is raised in the others too, which would otherwise wait for it forever.
+    The facts that are compared inside must be the same in all processes:
 
         with Agreement("nothing is saved") as agreement:
             plan = make_plan()  # if one process raises an error here, all of them raise it
-            agreement.compare(lambda: {"plan": facts_of(plan)})  # as if the plans differ
+            agreement.compare(lambda: {"plan": facts_of(plan)})  # as they do if the plans differ
 
-    All processes enter it at the same place of their programs, and talk to each other once, at its
-    end. One inside another is possible: what all have raised at the end of the inner one is not
-    told again. With a single process it does nothing.
+    All processes must enter the block at the same point of their programs. They communicate once,
+    at its end. Blocks can be nested: an error that an inner block raised in all processes is not
+    sent again. With a single process, the block does nothing.
 
     Args:
-        failure: the beginning of the message: `the arrays cannot be placed`.
-        name: what compares; by default the function that the user's program has called.
-        remedy: what else may be the matter, if what was compared differs.
+        failure: the beginning of the message, such as `the arrays cannot be placed`.
+        name: the function that compares; by default the one that the user's program called.
+        remedy: a further remedy for facts that differ.
 
     Raises:
-        FunctreeError: at the end of the block, if what was compared differs, if another process
-            compares something else, or if there was an error in it: of the same class as that error
-            if it is one of functree.
+        FunctreeError: at the end of the block, if the facts differ.
+        FunctreeError: if another process is at a different comparison.
+        FunctreeError: if another process raised an error. It has the class of that error, if
+            functree defines the class.
     """
 
     def __init__(self, failure: str, name: str | None = None, remedy: str = ""):
@@ -53,11 +54,11 @@ class Agreement:
         self._facts: dict[str, list[str]] = {}
 
     def compare(self, facts: Callable[[], Facts]) -> None:
-        """Compare facts with those of the other processes, at the end of the block.
+        """Compare facts between processes at the end of the block.
 
         Args:
-            facts: returns the facts. It is not called if there is a single process, since to lower
-                a program or to read arrays for their facts may take long.
+            facts: returns the facts. With a single process it is not called, since reading arrays
+                or lowering a program may take long.
         """
         if jax.process_count() > 1:
             for name, lines in facts().items():
@@ -75,24 +76,24 @@ class Agreement:
             if told is not None:
                 _raise_differences(place, told, self._remedy)
         elif isinstance(error, Exception):
-            # In this process Python goes on to raise it after this, whatever the others tell.
+            # Python raises the original error in this process, whatever the others report.
             with suppress(FunctreeError):
                 exchanged(place, {"class": type(error).__name__, "error": str(error)})
             known_to_all(error)
-        # Others, such as a KeyboardInterrupt, end this process, and JAX then ends the other ones.
+        # A KeyboardInterrupt ends this process, and JAX then ends the others.
 
 
 def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
-    """Wait until something is done in all processes; an error in one of them ends the waiting.
+    """Wait until something is done in all processes. An error in one of them ends the wait.
 
-    All processes call this at the same place of their programs.
+    All processes must call this at the same point of their programs.
 
     Args:
         failure: the beginning of the message.
-        is_done: whether it is done in this process, after waiting for a moment.
+        is_done: waits for a moment, then returns whether it is done in this process.
 
     Raises:
-        FunctreeError: `is_done` raised an error in one of the processes, as in an `Agreement`.
+        FunctreeError: if `is_done` raises an error in one of the processes.
     """
     answers = ["False"]
     while "False" in answers:
@@ -102,7 +103,7 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
 
 def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
-    """Raise for the names whose lines are not the same in all processes."""
+    """Raise FunctreeError if the lines of a name differ between processes."""
     reports = [one.report for one in told]
     problems: list[Problem] = []
     names: dict[str, None] = {}  # a set that keeps their order
@@ -110,7 +111,7 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         names.update(dict.fromkeys(report["facts"]))
     for name in names:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
-        # Most processes are taken to be right; where as many have one as the other, the first.
+        # The majority counts as right. If there is none, the first process does.
         usual = max(lines, key=lines.count)
         others = [process for process, own in enumerate(lines) if own != usual]
         if others:
@@ -120,7 +121,8 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         lines = [[one.line] for one in told]
         others = [process for process, own in enumerate(lines) if own != lines[0]]
         if others:
-            # No mistake by itself. But if they differ too, one is probably a call behind.
+            # Different lines alone are no mistake. If facts differ too, one process probably
+            # skipped a call.
             text = _difference(lines, 0, others)
             problems.append(Problem(None, None, "line", text, remedy))
         headline = f"{place.failure}: the {len(reports)} processes differ in {place}"
@@ -134,11 +136,11 @@ _MOST_LINES = 4
 
 
 def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -> str:
-    """Which processes differ from most of them, and in which lines the first of these does.
+    """List the processes that differ from the majority, and the lines in which the first differs.
 
     Args:
-        lines: those of each process.
-        usual: a process that has what most have.
+        lines: the lines of each process.
+        usual: a process of the majority.
         others: the processes that differ from it.
     """
     different: list[tuple[int, str, str]] = []
@@ -163,7 +165,7 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
 
 
 def _first_difference(here: str, there: str) -> int:
-    """The index of the first character that differs."""
+    """Return the index of the first character that differs."""
     for index, (one, other) in enumerate(zip(here, there, strict=False)):
         if one != other:
             return index
@@ -174,7 +176,7 @@ _WIDTH = 300
 
 
 def _excerpt(line: str, index: int) -> str:
-    """What is around an index of a line. In a program a constant is one line, however large."""
+    """Cut a line to the part around an index. A large constant is a single line of a program."""
     if len(line) <= _WIDTH:
         return line
     begin = max(0, min(index - _WIDTH // 3, len(line) - _WIDTH))

@@ -1,6 +1,6 @@
-"""Values of all processes ─► an error in all that says which process differs, and in what.
+"""`check_processes` raises an error in all processes if one of them has different values.
 
-What is compared are lines of text, the same in all processes if a value is.
+It compares lines of text, which are equal if the values are.
 """
 
 import dataclasses
@@ -35,23 +35,23 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 def check_processes(**values: object) -> None:
-    """Check that some values are the same in all processes.
+    """Check that values are the same in all processes.
 
-    Processes with other shapes, programs or layouts compute a wrong number without a word, or wait
-    for each other for ever. All processes have to call this at the same place of their programs. It
-    takes a few milliseconds. With one process there is nothing to check.
+    Processes with different shapes, programs or layouts silently compute wrong numbers, or wait for
+    each other forever. All processes must call this at the same point of their programs. It takes a
+    few milliseconds, and does nothing with a single process.
 
     Args:
-        **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), texts, numbers, arrays,
-            sets, dataclasses, or trees of them. An array of this process alone counts by its
-            values, an array of all processes by its sharding, and a function by its name.
+        **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), strings, numbers,
+            arrays, sets, dataclasses, or trees of them. Arrays within one process are compared by
+            value, arrays across processes by sharding, and functions by name.
 
     Raises:
-        FunctreeError: in all processes, if some differ: the message names the process, and the leaf
-            or the line.
-        FunctreeError: if a process compares something else meanwhile, has another number of
-            devices, or has ended.
-        FunctreeTypeError: if a value is none of these. The error names it.
+        FunctreeError: in all processes, if a value differs. The message names the process, and the
+            leaf or the line.
+        FunctreeError: if a process is at a different comparison, or has ended.
+        FunctreeError: if the processes have different numbers of devices.
+        FunctreeTypeError: if a value has a type that cannot be compared.
 
     Examples:
         >>> ft.check_processes(
@@ -63,19 +63,19 @@ def check_processes(**values: object) -> None:
 
 
 def facts_of(value: Any, *, skip: bool = False) -> list[str]:
-    """The lines of a value.
+    """Return a value's lines of text.
 
     Args:
-        value: a plan, a layout, a mesh, a lowered program, a text, or a tree of arrays and other
-            values. An array of this process alone counts by its values, and an array of all
-            processes by its sharding.
-        skip: whether a value that cannot be compared counts by its class alone.
+        value: a plan, a layout, a mesh, a lowered program, a string, or a tree of arrays and other
+            values. Arrays within one process are compared by value, arrays across processes by
+            sharding.
+        skip: whether values that cannot be compared are compared by class.
 
     Raises:
-        FunctreeTypeError: a value cannot be compared between processes, and `skip` is False.
+        FunctreeTypeError: if a value cannot be compared, and `skip` is False.
     """
     if isinstance(value, Plan):
-        # Not the whole table, which has reasons: a layout may say one thing in several ways.
+        # Without the reasons: two layouts may lead to the same plan for different reasons.
         rows = list(map(_row_text, value.rows))
         return [*rows, *_mesh_lines(value.mesh or dict(value.sizes))]
     if isinstance(value, Mesh | AbstractMesh):
@@ -83,13 +83,13 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
     if isinstance(value, str) and "\n" in value:
         return value.split("\n")
     as_text = getattr(value, "as_text", None)
-    if callable(as_text):  # a lowered or compiled program, of functree, of JAX or of others
+    if callable(as_text):  # a lowered or compiled program, of functree, JAX or another library
         return str(as_text()).split("\n")
     return list(_tree_lines(value, skip))
 
 
 def settings() -> list[str]:
-    """What a program depends on besides what it is made of: versions, and JAX' configuration."""
+    """Return the versions and settings of JAX on which a program depends."""
     lines = [f"jax {jax.__version__}", f"jaxlib {version('jaxlib')}"]
     for name, value in zip(_SETTINGS, configuration(), strict=True):
         lines.append(f"{name} = {value}")
@@ -97,16 +97,16 @@ def settings() -> list[str]:
 
 
 def configuration() -> tuple[Hashable, ...]:
-    """JAX' configuration as it is now, within a `with jax.enable_x64(True):` too."""
+    """Return JAX's current configuration, including changes by context managers."""
     values: list[Hashable] = []
     for name in _SETTINGS:
-        # Each version of JAX has others, and not all of them are attributes.
+        # Each version of JAX has different settings, and not all of them are attributes.
         values.append(getattr(jax.config, name, jax.config.values.get(name)))
     return tuple(values)
 
 
-# Those that change the values or the collectives of a program, also where its text is the same. The
-# others may differ: where to log and to cache, which GPUs are those of the process.
+# These settings change a program's values or collectives, even if its text is the same. Other
+# settings may differ, such as paths for logs and caches, or the GPUs of a process.
 _SETTINGS = tuple(
     """
     jax_enable_x64 jax_numpy_dtype_promotion jax_explicit_x64_dtypes jax_default_prng_impl
@@ -121,7 +121,7 @@ _SETTINGS = tuple(
 
 
 def _row_text(row: Row) -> str:
-    """The array of a row of a plan, and what is decided about it."""
+    """Format the array of a plan's row, its spec and its memory kind."""
     spec = "-"
     if row.spec is not None:
         spec = spec_text(row.spec)
@@ -129,10 +129,10 @@ def _row_text(row: Row) -> str:
 
 
 def _mesh_lines(mesh: MeshLike) -> list[str]:
-    """The sizes of a mesh, and its devices in their order."""
+    """Format the sizes of a mesh, and its devices in order."""
     lines = [f"mesh {mesh_view(mesh)}"]
     if isinstance(mesh, Mesh):
-        # In another order, each process would send its part of an array to another place.
+        # Processes with different orders would send parts of an array to the wrong devices.
         lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
     return lines
 
@@ -142,7 +142,7 @@ def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
         if kind in LEAVES:
             yield _line(path, node, skip)
             continue
-        # With its class, since a tuple is not a list, and one without children has no other line.
+        # The class tells a tuple from a list, and is the only line of an empty container.
         yield _line(path, type(node), skip)
         for keys, static in kind.statics(node):
             yield _line((*path, *keys), static, skip)
@@ -160,8 +160,10 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
 
 
 def _has_no_order(node: Tree) -> bool:
-    """Whether a node is a dict that JAX cannot sort, or sorts in another order in each process,
-    such as one of sets. It is no tree then, but a value."""
+    """Return whether a node is a dict whose order JAX cannot determine, or differs per process.
+
+    Such a dict, with sets as keys for example, is compared as a value instead of a tree.
+    """
     if not isinstance(node, dict):
         return False
     kinds = set(map(type, node))
@@ -171,7 +173,7 @@ def _has_no_order(node: Tree) -> bool:
 def _key_text(key: object) -> str:
     if isinstance(key, str | int):
         return str(Path((key,)))
-    return f"[{value_text(key)}]"  # such as that of a user's node
+    return f"[{value_text(key)}]"  # for example the key of a user's node
 
 
 # Values whose `repr` is the same in all processes.
@@ -183,13 +185,13 @@ _MOST_CHARACTERS = 2000
 
 
 def value_text(value: Any) -> str:
-    """The text of a value: of arrays, of what is plain, of functions and classes by their names,
-    and of containers and dataclasses with what is in them.
+    """Return a text that is equal in all processes if the value is.
 
-    Sets and dicts are sorted, since their order is another one in each process.
+    Functions and classes are represented by their names. Sets and dicts are sorted, since their
+    order differs between processes.
 
     Raises:
-        FunctreeTypeError: for any other object, whose contents are not known.
+        FunctreeTypeError: if the value is an object whose contents are unknown.
 
     Examples:
         >>> from functree.processes.check_processes import value_text
@@ -231,7 +233,7 @@ def _text(value: Any) -> str:
         return repr(value)
     if isinstance(value, PyTreeDef):
         return f"tree({_texts((value.node_data(), value.children()))})"
-    # A function of JAX or of a user, jitted ones too: their `repr` is their address.
+    # Functions, including jitted ones, have their address in their `repr`.
     if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
         return _name(value)
     if dataclasses.is_dataclass(value):
@@ -254,8 +256,7 @@ def _name(value: Any) -> str:
 
 
 def _array_text(array: AnyArray) -> str:
-    """The text of an array: of one of this process with its values, of one of all processes with
-    how it is sharded."""
+    """Format an array with its values if they are all in this process, otherwise with its spec."""
     if has_values_here(array):
         return own_text(array)
     sharding = getattr(array, "sharding", None)
@@ -265,15 +266,15 @@ def _array_text(array: AnyArray) -> str:
 
 
 def has_values_here(array: AnyArray) -> bool:
-    """Whether an array is concrete, and all of its values are in this process."""
+    """Return whether an array is concrete, with all its values in this process."""
     if isinstance(array, jax.ShapeDtypeStruct | Tracer):
         return False
-    # Of an array of all processes a part is elsewhere, and JAX raises an error if it is read.
+    # JAX raises an error if an array with shards in other processes is read.
     return not isinstance(array, jax.Array) or array.is_fully_addressable
 
 
 def own_text(array: AnyArray) -> str:
-    """The type and the values of an array of this process; of many values a checksum."""
+    """Format the type and the values of an array of this process, or a checksum of many values."""
     text = array_text(array)
     words: Any = array
     if is_key(array.dtype):
@@ -284,9 +285,9 @@ def own_text(array: AnyArray) -> str:
     return f"{text} with the checksum {checksum(host):08x}"
 
 
-_FEW = 8  # the most values that a message shows
+_FEW = 8  # the largest number of values that a message shows
 
 
 def checksum(array: np.ndarray) -> int:
-    """A checksum of the values of an array."""
+    """Compute a checksum of the values of an array."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

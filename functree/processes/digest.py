@@ -1,10 +1,8 @@
-"""An array ─► 32 bits of its values, the same under every sharding and on any number of devices;
-and the arrays whose copies differ.
+"""A digest is 32 bits computed from an array's values, the same under every sharding.
 
-`sum(mix(bits ^ mix(position + salt)))` in uint32. `mix` is a bijection, so an element that changes
-always changes the sum. Positions are mixed in, so elements that change places do too. The order of
-the sum does not matter, so each device computes that of its own part, and no device waits for
-another one.
+It is `sum(mix(bits ^ mix(position + salt)))` in uint32. `mix` is a bijection, so changing one
+element always changes the sum. Positions are mixed in, so swapping elements changes it too. The
+order of the sum does not matter, so each device sums its own part without waiting for others.
 """
 
 import json
@@ -25,41 +23,39 @@ from functree.processes.exchange import texts_of_all
 from functree.tree.arrays import bits, is_key, on_device
 from functree.tree.paths import Path
 
-# Strides are taken modulo a prime, and not modulo 2**32: there a stride of 2**32 would be 0, and
-# all rows of such an array would have the same positions.
+# Strides are taken modulo a prime. Modulo 2**32, a stride of 2**32 would be 0, and all rows of such
+# an array would have the same positions.
 _PRIME = 2**32 - 5
 
 Bounds = tuple[tuple[int, int], ...]
-"""A part of an array: for each dimension, its beginning and its end."""
+"""Start and stop of a part of an array in each dimension."""
 
 
 class Part(NamedTuple):
-    """The digest of the part of an array that one device has.
-
-    The digest of the array is the sum of those of its parts.
+    """Digest of one device's part of an array. The array's digest is the sum over its parts.
 
     Attributes:
-        bounds: which part it is. Copies of a part have the same bounds.
-        number: a uint32 array of one element, on the device.
+        bounds: the bounds of the part. Copies of a part have the same bounds.
+        number: a uint32 array with one element, on the device.
     """
 
     bounds: Bounds
     number: jax.Array
 
     def read(self) -> int:
-        """The number. This waits for the device."""
+        """Wait for the device, and return the number."""
         return int(np.asarray(self.number).reshape(()))
 
 
 def digest_parts(array: jax.Array | np.ndarray | np.generic) -> list[Part]:
-    """Start to compute the digests of the parts of an array that the devices of this process have.
+    """Start to compute the digests of this process's parts of an array.
 
-    Copies of a part are computed each for itself, since their values may differ.
+    Each copy of a part gets its own digest, since the values of copies may differ.
 
     Args:
-        array: of any shape and dtype: random keys, dtypes of 8 bytes and of less than one byte too.
+        array: an array of any shape and dtype, including random keys.
     """
-    # Under the mesh of a user's `jax.set_mesh`, JAX would refuse arrays that are on other devices.
+    # Under the user's `jax.set_mesh`, JAX would refuse arrays on other devices.
     with jax.set_mesh(_NO_MESH):
         if isinstance(array, jax.Array):
             return _parts_of_jax(array)
@@ -70,7 +66,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 
 
 def _whole_of_numpy(array: np.ndarray) -> Part:
-    # As words of 32 bits: in JAX it would lose elements of 8 bytes without `jax_enable_x64`.
+    # As 32-bit words, since JAX truncates 8-byte elements without `jax_enable_x64`.
     words = _words_of_numpy(array)
     begins = np.zeros(array.ndim, np.uint32)
     bounds = _bounds((slice(None),) * array.ndim, array.shape)
@@ -93,9 +89,9 @@ def _parts_of_jax(array: jax.Array) -> list[Part]:
 
 
 def _parts_on_mesh(array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]) -> list[Part]:
-    """The parts of an array on a mesh, computed by one program for all devices."""
+    """Start to compute the parts of an array on a mesh, with one program for all devices."""
     numbers = _digests_on_mesh(array, sharding, steps).addressable_shards
-    # The shards of two arrays need not be in one order.
+    # The shards of two arrays may be in different orders.
     by_device = {number.device: number.data for number in numbers}
     parts: list[Part] = []
     for shard in array.addressable_shards:
@@ -108,13 +104,13 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def digest(array: jax.Array | np.ndarray | np.generic) -> int:
-    """The digest of an array of which all parts are in this process."""
-    # By bounds, so that copies of a part count once.
+    """Compute the digest of an array whose parts are all in this process."""
+    # By bounds, so that copies of a part are counted once.
     return digest_of({part.bounds: part.read() for part in digest_parts(array)})
 
 
 def digest_of(parts: Mapping[Bounds, int]) -> int:
-    """The digest of an array, from those of its parts."""
+    """Add the digests of an array's parts."""
     return sum(parts.values()) % 2**32
 
 
@@ -122,7 +118,7 @@ def digest_of(parts: Mapping[Bounds, int]) -> int:
 def _digests_on_mesh(
     array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]
 ) -> jax.Array:
-    """The digest of each device's part."""
+    """Compute the digest of each device's part."""
     mesh, spec = sharding.mesh, of_rank(sharding.spec, array.ndim)
 
     def of_part(part: jax.Array) -> jax.Array:
@@ -135,8 +131,7 @@ def _digests_on_mesh(
             begins.append(index * jnp.uint32(size))
         return _digest(_words(part), begins, steps)[None]
 
-    # One number for each device, also where several devices have copies of one part: so it is seen
-    # if the copies differ.
+    # One number for each device, even for copies of a part, so that differing copies are found.
     every = PartitionSpec(mesh.axis_names)
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False)(array)
 
@@ -152,16 +147,15 @@ def _digest(
     begins: Sequence[jax.Array] | np.ndarray,
     steps: tuple[int, ...],
 ) -> jax.Array:
-    """The digest of a part of an array.
+    """Compute the digest of a part of an array.
 
     Args:
         words: the 32-bit words of its elements, each with the shape of the part.
-        begins: where the part begins, in each dimension.
+        begins: the start of the part in each dimension.
         steps: the strides of the whole array.
     """
     total = jnp.uint32(0)
-    # The salt tells the words of one element apart: else the two halves of a float64 could be
-    # swapped unseen.
+    # Without the salt, swapping the halves of a float64 would not change the digest.
     for salt, word in enumerate(words):
         position = jnp.full((), (salt + 1) * 0x9E3779B9 % 2**32, jnp.uint32)
         for dimension, step in enumerate(steps):
@@ -172,35 +166,35 @@ def _digest(
 
 
 def _words(array: jax.Array) -> list[jax.Array]:
-    """The bits of each element, as one or several uint32 arrays of the shape of the array."""
+    """Return the bits of each element, as uint32 arrays with the shape of the array."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _words(array.real) + _words(array.imag)
     if dtype == jnp.bool_:
         return [array.astype(jnp.uint32)]
     if dtype.itemsize == 8:
-        # Into words and not into uint64, which needs `jax_enable_x64`.
+        # As two words, since uint64 needs `jax_enable_x64`.
         halves = jax.lax.bitcast_convert_type(array, jnp.uint32)
         return [halves[..., 0], halves[..., 1]]
     return [bits(array).astype(jnp.uint32)]
 
 
 def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
-    """As `_words`, on the host."""
-    # `ascontiguousarray` makes an array of one dimension of a scalar.
+    """Do the same as `_words` on the host."""
+    # `ascontiguousarray` gives a scalar a dimension.
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "c":
         return _words_of_numpy(np.real(array)) + _words_of_numpy(np.imag(array))
     if array.dtype.itemsize == 8:
         halves = array[..., None].view(np.uint32)
         return [halves[..., 0], halves[..., 1]]
-    # By JAX: numpy has the elements of a dtype of less than one byte in one byte each, of which the
-    # upper bits say nothing.
+    # With JAX: NumPy stores elements smaller than a byte in one byte each, with arbitrary upper
+    # bits.
     return list(map(np.asarray, _words(jnp.asarray(array))))
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """How far the position of an element moves with each dimension, modulo a prime.
+    """Return the strides of a shape in elements, modulo a prime.
 
     >>> strides((2, 3, 4))
     (12, 4, 1)
@@ -212,7 +206,7 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """A bijection of uint32 after which each bit depends on all bits of the argument.
+    """Apply a bijection of uint32 in which each bit depends on all bits of the argument.
 
     It is `lowbias32` of the hash prospector: https://nullprogram.com/blog/2018/07/31/.
     """
@@ -221,26 +215,26 @@ def _mix(x: jax.Array) -> jax.Array:
     return x ^ (x >> jnp.uint32(16))
 
 
-# Copies differ after a fault of a device, or a `shard_map` with `check_vma=False` whose result was
-# not the same on all devices.
+# Copies differ after a device's fault, or after a `shard_map` with `check_vma=False` whose result
+# was not the same on all devices.
 _PLACE = "place it anew, with `ft.shard`"
 
 
 def digests_of(
     arrays: Mapping[str, jax.Array | np.ndarray | np.generic], remedy: str = _PLACE
 ) -> tuple[dict[str, str], list[Problem]]:
-    """The digests of some arrays. All processes call this, with arrays of the same names.
+    """Compute digests of arrays. All processes must call this, with the same names.
 
     Args:
-        arrays: arrays by the text of their path.
-        remedy: what to do about copies with other values.
+        arrays: arrays by the string of their path.
+        remedy: the remedy for copies that differ.
 
     Returns:
-        The digest of each array, as 8 hexadecimal digits, and a problem for each that has copies of
-            other values.
+        The digest of each array as 8 hexadecimal digits, and a problem for each array whose copies
+            differ.
     """
     with Agreement("the copies of arrays are not compared"):
-        # All are started before one is read, so that the devices do not wait for this process.
+        # All are started before the first is read, so that devices do not wait for this process.
         started = {name: digest_parts(array) for name, array in arrays.items()}
         read: dict[str, list[tuple[Bounds, int]]] = {}
         for name, parts in started.items():
@@ -252,14 +246,16 @@ def digests_of(
 def compared(
     parts: Mapping[str, Iterable[tuple[Bounds, int]]], remedy: str
 ) -> tuple[dict[str, dict[Bounds, int]], list[Problem]]:
-    """The parts of arrays in all processes, and a problem for each array whose copies differ.
+    """Collect the parts of arrays from all processes, and compare copies.
 
-    All processes call this, with the same names.
+    All processes must call this, with the same names.
 
     Args:
-        parts: for each array, by the text of its path, the parts in this process with a digest of
-            each.
-        remedy: what to do about copies with different values.
+        parts: the digests of this process's parts, by the string of the array's path.
+        remedy: the remedy for copies that differ.
+
+    Returns:
+        The digests of all parts of each array, and a problem for each array whose copies differ.
     """
     mine = {name: sorted(set(own)) for name, own in parts.items()}
     told = list(map(json.loads, texts_of_all(json.dumps(mine))))
@@ -267,10 +263,10 @@ def compared(
     problems: list[Problem] = []
     for name in mine:
         numbers = found[name] = {}
-        others: set[int] = set()  # the processes with another value for a part than was met before
+        others: set[int] = set()  # the processes whose value for a part differs from an earlier one
         for process, arrays in enumerate(told):
             for bounds, number in arrays[name]:
-                # JSON has lists in the place of tuples.
+                # JSON returns tuples as lists.
                 if numbers.setdefault(tuple(map(tuple, bounds)), number) != number:
                     others.add(process)
         if others:

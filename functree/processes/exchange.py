@@ -1,4 +1,4 @@
-"""A text of each process ─► the texts of all of them, and at which comparison each of them is."""
+"""Processes exchange texts, and check that all of them are at the same comparison."""
 
 import hashlib
 import inspect
@@ -22,13 +22,13 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class Place(NamedTuple):
-    """Where in its program a process compares something with the others.
+    """Point of a program at which a process compares something with the others.
 
     Attributes:
-        failure: the beginning of messages: `the arrays cannot be placed`.
-        name: what compares: `ft.shard`.
-        number: how many comparisons this process has made, with this one.
-        line: the line of the user's program, as `train.py:81`; empty if there is none.
+        failure: the beginning of messages, such as `the arrays cannot be placed`.
+        name: the function that compares, such as `ft.shard`.
+        number: how many comparisons this process has made, including this one.
+        line: the line of the user's program, such as `train.py:81`; empty if there is none.
     """
 
     failure: str
@@ -38,11 +38,11 @@ class Place(NamedTuple):
 
     @classmethod
     def next(cls, failure: str, name: str | None = None) -> Self:
-        """That of the comparison that begins now.
+        """Return the place of the comparison that begins now.
 
         Args:
             failure: the beginning of messages.
-            name: what compares; by default the function that the user's program has called.
+            name: the function that compares; by default the one that the user's program called.
         """
         frame, called = inspect.currentframe(), ""
         _, users = users_frame()
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         line = ""
         if users is not None:
             line = f"{users.f_code.co_filename}:{users.f_lineno}"
-        # `Checkpoints.__exit__` is `ft.Checkpoints` to who writes a `with`.
+        # Users who write `with` know `Checkpoints.__exit__` as `ft.Checkpoints`.
         return cls(failure, name or "ft." + _SPECIAL.sub("", called), next(_numbers), line)
 
     def __str__(self) -> str:
@@ -65,15 +65,15 @@ _numbers = itertools.count(1)
 
 
 Report = Mapping[str, Any]
-"""What a process tells the others, as JSON. `{"class": ..., "error": ...}` is its error."""
+"""JSON that a process sends to the others. An error is `{"class": ..., "error": ...}`."""
 
 
 class Told(NamedTuple):
-    """What the others have been told by a process.
+    """Message of one process to the others.
 
     Attributes:
-        report: what it tells.
-        name: what compares there.
+        report: its report.
+        name: the function that compares.
         number: the number of its comparison.
         line: the line of its program.
     """
@@ -85,26 +85,29 @@ class Told(NamedTuple):
 
 
 def exchanged(place: Place, report: Report) -> list[Told] | None:
-    """What all processes tell, in their order; None if all tell the same at the same comparison.
+    """Exchange reports between all processes.
 
-    Each talk of processes begins here, with an array of one size. So processes that compare
-    different things hear of it, instead of waiting in collectives that do not fit each other.
+    Every communication begins here, with an array of fixed size. Processes at different comparisons
+    thus get an error, instead of waiting in collectives that do not match.
+
+    Returns:
+        The messages in the order of the processes, or None if all are equal.
 
     Raises:
-        FunctreeError: the processes have unequal numbers of devices; one of them has ended, tells
-            of an error, or compares something else.
+        FunctreeError: if the processes have unequal numbers of devices.
+        FunctreeError: if one of them has ended, or reports an error.
+        FunctreeError: if one of them is at a different comparison.
     """
     _check_devices(place)
-    # A lowered program has megabytes, and mostly all processes have the same: then 32 bytes of it
-    # are sent. The line is not compared: machines may have the program in different folders.
+    # A lowered program has megabytes and is mostly the same everywhere, so 32 bytes are sent first.
+    # The line is not compared: machines may keep the program in different folders.
     compared = json.dumps([place.name, place.number, report])
     digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
     if (digests == digests[0]).all():
         return None
     mine = np.frombuffer(json.dumps([report, *place[1:]]).encode(), np.uint8)
     sizes = _gathered(place, np.array(mine.size, np.int32))
-    # All have to send arrays of one size, and JAX compiles a program for each size, so it is a
-    # power of two.
+    # All must send arrays of one size. It is a power of two, since JAX compiles for each size.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: mine.size] = mine
     told: list[Told] = []
@@ -116,13 +119,13 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
 
 def _raise_failures(place: Place, told: Sequence[Told]) -> None:
-    """Raise an error if some of the processes tell of one."""
+    """Raise an error if a process reports one."""
     failed = [process for process, one in enumerate(told) if "error" in one.report]
     if failed:
-        # Of several errors the first: mostly they are the same.
+        # The first of several errors: mostly they are the same.
         report = told[failed[0]].report
-        # An error of functree is raised as one of its class, so that who catches it does so in all
-        # processes. A class that is not ours may need other arguments than a text.
+        # An error of functree keeps its class, so that it is caught in all processes or in none.
+        # Other classes may need different arguments.
         kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
         who = f"{processes_text(failed)} of {len(told)}"
         text = f"{place.failure}: {who} failed with {report['class']}:\n{report['error']}"
@@ -148,23 +151,23 @@ _TOGETHER = (
 )
 
 
-# In the error itself: those of Python have no weak references.
+# Stored in the error itself, since Python's errors have no weak references.
 _KNOWN = "_known_to_all_processes"
 
 
 def known_to_all(error: _E) -> _E:
-    """An error, after it was noted that the other processes raise it too, or have been told."""
+    """Mark an error as known to the other processes, and return it."""
     vars(error)[_KNOWN] = True
     return error
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Whether the other processes need not be told of an error."""
+    """Return whether the other processes already know an error."""
     return hasattr(error, _KNOWN)
 
 
 def texts_of_all(text: str) -> list[str]:
-    """The texts of all processes, in their order."""
+    """Return the texts of all processes, in their order."""
     if jax.process_count() == 1:
         return [text]
     place = Place.next("the processes cannot talk to each other")
@@ -175,20 +178,22 @@ def texts_of_all(text: str) -> list[str]:
 
 
 def text_of_first(text: str) -> str:
-    """The text of the first process, in all of them. Those of the others are ignored."""
+    """Return the first process's text in all processes."""
     return texts_of_all(text)[0]
 
 
 def processes_text(processes: Sequence[int]) -> str:
-    """Some processes in messages: `process 1`, `processes 1, 2`."""
+    """Format processes for messages: `process 1`, `processes 1, 2`."""
     if len(processes) == 1:
         return f"process {processes[0]}"
     return f"processes {listed(list(map(str, processes)))}"
 
 
 def _check_devices(place: Place) -> None:
-    """Raise FunctreeError if the processes have unequal numbers of devices, with which they cannot
-    gather anything. All know all devices, so no process has to be asked."""
+    """Raise FunctreeError if the processes have unequal numbers of devices.
+
+    They could not gather anything then. Each process knows all devices, so this sends nothing.
+    """
     counts = Counter(device.process_index for device in jax.devices())
     numbers = [counts[process] for process in range(jax.process_count())]
     usual = max(numbers, key=numbers.count)
@@ -206,16 +211,16 @@ _DEVICES = "give each process as many devices as the others"
 
 
 def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
-    """The values of all processes, behind a leading dimension of the processes."""
-    # A process that never comes here is no error that could be raised: it may only be late. So
-    # the others log where they wait.
+    """Gather the values of all processes along a new leading dimension."""
+    # A process that does not arrive may only be late, which is not an error. The others therefore
+    # log where they wait.
     warning = threading.Timer(LONG, _LOG.warning, [_waiting_text(place)])
-    warning.daemon = True  # so that a process that ends meanwhile does not wait for it
+    warning.daemon = True  # a process that ends must not wait for it
     warning.start()
     try:
         return np.asarray(multihost_utils.process_allgather(value))
     except jax.errors.JaxRuntimeError as error:
-        # That another process has ended is known by nothing else.
+        # Only this error reveals that another process has ended.
         text = (
             f"{place.failure}: not all processes have come to {place}: one has ended before, comes "
             "too late or cannot be reached; its own output says which\n"
@@ -227,7 +232,7 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
 
 
 LONG = 60.0
-"""After how many seconds of waiting for the others a process says where it waits."""
+"""Seconds after which a process that waits for the others logs where it waits."""
 
 _LOG = logging.getLogger("functree")
 

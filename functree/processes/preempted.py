@@ -1,4 +1,4 @@
-"""SIGTERM ─► whether to save and stop, at the same step in all processes."""
+"""`preempted` tells all processes to save and stop at the same step after a SIGTERM."""
 
 import signal
 import threading
@@ -13,20 +13,19 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Whether this machine is to be taken away, so that the training should save and stop.
+    """Return whether the scheduler is about to take this machine, so training should save and stop.
 
-    Schedulers send SIGTERM some time before. With several processes it is enough that one of them
-    gets it: all of them return True at the same step, a few steps later. All have to call this once
-    in each step.
+    Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
+    If one of them gets the signal, all return True at the same step, a few steps later.
 
-    With one process the first call listens for SIGTERM from then on; a second SIGTERM ends the
-    process as it would without this function.
+    With one process, the first call starts to listen for SIGTERM. A second SIGTERM ends the process
+    as usual.
 
     Args:
-        step: the step, which only grows.
+        step: the step, which must increase.
 
     Raises:
-        FunctreeError: the first call is not in the main thread of the only process.
+        FunctreeError: if the only process makes the first call outside its main thread.
 
     Examples:
         >>> for step in range(3):
@@ -37,19 +36,19 @@ def preempted(step: int) -> bool:
     """
     check("preempted cannot tell", step=(step, EXTENT))
     if jax.process_count() > 1:
-        # JAX's service agrees on a step. It set its handler of SIGTERM when it was initialized.
+        # JAX's coordination service agrees on a step. It has handled SIGTERM since initialization.
         return multihost_utils.reached_preemption_sync_point(int(step))
     _TERMINATION.listen()
     return _TERMINATION.came
 
 
 class _Termination:
-    """Whether SIGTERM has come since this process listens for it."""
+    """Listener for SIGTERM, which remembers whether it came."""
 
     def __init__(self) -> None:
         self.came = False
         self._listens = False
-        self._before: Any = None  # what handled SIGTERM before; None if that was not set by Python
+        self._before: Any = None  # the previous handler of SIGTERM; None if Python did not set it
 
     def listen(self) -> None:
         if self._listens:
@@ -64,12 +63,12 @@ class _Termination:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.came = True
-        # A second SIGTERM ends a process that hangs, and never comes to its next step.
+        # A second SIGTERM must end a process that hangs before its next step.
         if self._before is None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         else:
             signal.signal(signal.SIGTERM, self._before)
-        # The handler of another library, such as one that saves logs, hears of it too.
+        # Call the handler of another library too, such as one that saves logs.
         if callable(self._before):
             self._before(number, frame)
 

@@ -1,5 +1,4 @@
-"""An optimizer ─► the same optimizer, whose state also has a moving average of the parameters
-(`ft.with_ema`)."""
+"""`ft.with_ema` adds a moving average of the parameters to an optimizer's state."""
 
 from typing import Any, NamedTuple, TypeVar
 
@@ -19,8 +18,7 @@ M = TypeVar("M")
 
 
 class AveragedState(NamedTuple):
-    """The state of `ft.with_ema`: that of the inner optimizer, and the average of the
-    parameters."""
+    """State of `ft.with_ema`: the inner optimizer's state, and the average of the parameters."""
 
     inner: Tree
     average: Tree
@@ -29,19 +27,19 @@ class AveragedState(NamedTuple):
 def with_ema(
     tx: optax.GradientTransformation, decay: float = 0.999
 ) -> optax.GradientTransformationExtraArgs:
-    """An optimizer that also keeps an exponential moving average of the parameters in its state.
+    """Build an optimizer that keeps an exponential moving average of the parameters in its state.
 
-    The average is laid out like the parameters (`ft.plan_optimizer`), saved with the rest of the
-    state, and read by `ft.averaged`. It is in float32 or wider, so that a small step is not lost in
-    rounding.
+    `ft.averaged` returns the model with the average. The average is sharded like the parameters and
+    saved with the rest of the state. It is at least float32, so that rounding does not lose small
+    steps.
 
     Args:
-        tx: any optax optimizer. It has to be the whole optimizer: if a later transformation changes
-            the updates, the average does not see it.
+        tx: the whole optimizer, from optax. The average does not include changes that a later
+            transformation makes to the updates.
         decay: the weight of the old average in each step.
 
     Raises:
-        FunctreeError: `decay` is not in [0, 1).
+        FunctreeError: if `decay` is not in [0, 1).
 
     Examples:
         >>> import optax
@@ -70,7 +68,7 @@ def with_ema(
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
 
-        # The parameters after this step, which optax' caller computes only later.
+        # Optax' caller computes the new parameters only after this function returns.
         def averaged(old: jax.Array, parameter: jax.Array, change: jax.Array) -> jax.Array:
             return decay * old + (1 - decay) * updated(change, parameter).astype(old.dtype)
 
@@ -80,23 +78,24 @@ def with_ema(
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """The array in float32, or in its own dtype if that is wider."""
+    """Cast an array to float32, unless its dtype is wider."""
     if jnp.finfo(x.dtype).bits < 32:
         return x.astype(jnp.float32)
     return x
 
 
 def averaged(ts: TrainState[M]) -> M:
-    """The model with the averaged parameters. What is not trained is taken from the model.
+    """Return the model with the averaged parameters. Frozen leaves are unchanged.
 
     Args:
-        ts: a training state whose optimizer was made by `ft.with_ema`.
+        ts: a training state whose optimizer contains `ft.with_ema`.
 
     Raises:
-        FunctreeError: the optimizer keeps no average, or several; an average is deleted.
+        FunctreeError: if the optimizer keeps no average, or several.
+        FunctreeError: if the average was deleted.
     """
     check("averaged has no average", ts=(ts, TRAIN_STATE))
-    # `ft.with_ema` may be inside of another transformation.
+    # `ft.with_ema` may be inside another transformation.
     states = outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
     found = [state.average for _, state in states]
     if len(found) != 1:
@@ -113,11 +112,12 @@ def averaged(ts: TrainState[M]) -> M:
             return own
         return average.astype(own.dtype)
 
-    # What has its own dtype is returned as it is, also if nothing is left of it.
+    # An average in the parameter's dtype is returned uncast, so `astype` would not notice that it
+    # was deleted.
     check_deleted("averaged", found[0])
     return jax.tree.map(parameter, found[0], ts.model, is_leaf=_is_empty)
 
 
 def _is_empty(node: Tree) -> bool:
-    """Whether an average is missing, because its parameter is frozen (None) or masked by optax."""
+    """Return whether an average is missing: its parameter is frozen (None) or masked by optax."""
     return node is None or isinstance(node, optax.MaskedNode)

@@ -1,4 +1,4 @@
-"""`StateRef`: a module's declaration of a piece of state."""
+"""`StateRef` declares a piece of a module's state."""
 
 import math
 from typing import Any
@@ -18,26 +18,26 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """Identifies a piece of state: the refs at two places of a model mean the same piece if they
-    have the same token.
+    """Identity of a piece of state: two refs with one token are the same piece.
 
-    The refs themselves cannot be compared by identity: `jax.tree.map` and the like rebuild modules.
+    Refs cannot be compared by identity themselves, since `jax.tree.map` rebuilds modules.
     """
 
 
 class StateRef(eqx.Module, HoldsState):
-    """A module's declaration of a piece of state. It has no value, but the path of the value.
+    """Declaration of a piece of state in a module.
 
-    The values are in a `State`, which functions take and return. One ref at two places of a model
-    is one piece of state.
+    `ft.make_state` moves the values to a `State`, which functions take and return. If a model
+    contains one ref twice, both are the same piece of state.
 
     Args:
-        init: the initial value, an array or a number.
-        axes: the names of its dimensions.
+        init: the initial value: an array or a number.
+        axes: the names of the value's dimensions.
 
     Raises:
-        StateError: `init` is neither an array nor a number, or JAX has no dtype for its value; the
-            number of axes is not that of its dimensions.
+        StateError: if `init` is neither an array nor a number.
+        StateError: if `init` does not fit into JAX's dtype for it.
+        StateError: if the number of axes differs from the number of dimensions.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -81,22 +81,20 @@ class StateRef(eqx.Module, HoldsState):
                 f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
                 f"but the value has shape {tuple(self.init.shape)}"
             )
-        # In a stack these stay those of one layer, while `init` gets the leading dimension of the
-        # stack.
+        # In a stack, `init` gets a leading dimension, while these keep describing one layer.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype
         self.path, self.token = None, _Token()
 
     def __axis_names__(self) -> Names:
-        """The axes of `init`, which the class cannot know."""
+        """Name the dimensions of `init`, which the class has no annotation for."""
         if not self.axes:
             return Names(())
         return names(init=self.axes)
 
     def at(self, path: Path) -> "StateRef":
-        """The ref after its value has moved to a `State`.
+        """Return the ref with the path of its value in a `State`.
 
-        It has no token any more: refs of two models that were built alike are equal, so the models
-        share a trace.
+        The token is dropped, so that equal models have equal refs and share a trace.
         """
         ref = object.__new__(StateRef)  # `__init__` requires a value
         for name, value in {**vars(self), "init": None, "path": path, "token": None}.items():
@@ -111,10 +109,10 @@ class StateRef(eqx.Module, HoldsState):
 
 
 def holds(dtype: DTypeLike, value: Any) -> bool:
-    """Whether a dtype has room for a Python number or the values of a NumPy array: integers do not
-    wrap, and finite numbers stay finite.
+    """Return whether a dtype can hold a Python number or the values of a NumPy array.
 
-    JAX raises an error of its own for some, and wraps others (int4, 64 bits of NumPy).
+    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: int4
+    and NumPy's 64-bit integers wrap.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)
@@ -126,7 +124,7 @@ def holds(dtype: DTypeLike, value: Any) -> bool:
         return True
     for part in (value.real, value.imag):
         numbers = np.ravel(part)
-        # Neither NaN nor infinite.
+        # Only finite numbers: NaN and infinity fit into all these dtypes.
         numbers = numbers[(numbers == numbers) & (abs(numbers) != math.inf)]
         if numbers.size and not least <= numbers.min() <= numbers.max() <= most:
             return False
@@ -134,8 +132,10 @@ def holds(dtype: DTypeLike, value: Any) -> bool:
 
 
 def strong(value: Any) -> Any:
-    """An array with a strong type. A step returns strong types, so with a weak one it would be
-    compiled twice."""
+    """Return the array with a strong type.
+
+    A step returns strong types, so a weak type in its input would compile it twice.
+    """
     if not jax.typeof(value).weak_type:
         return value
     if isinstance(value, jax.ShapeDtypeStruct):

@@ -1,5 +1,7 @@
-"""A model that declares state ─► the same model, and a `State` with the values, which functions
-take and return."""
+"""`make_state` moves a model's state to a `State`, which functions take and return.
+
+A model that declares state ─► the model with paths in its refs, and a `State`.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -25,15 +27,14 @@ T = TypeVar("T")
 
 
 class State(StateMapping):
-    """The state of a model: an immutable mapping from the path of each piece to its array; made by
-    `ft.make_state`.
+    """Immutable mapping from paths to a model's state arrays. `ft.make_state` builds it.
 
-    It is a pytree with the key `DictKey(str(path))` for each leaf. For layouts, filters, donation
-    and checkpoints a value has the path of its ref in the model.
+    It is a pytree whose leaves have the keys `DictKey(str(path))`. In layouts, filters and
+    checkpoints, a value has the path of its ref in the model.
 
     Raises:
-        StateError: (when indexed with a ref) the ref is of another model, or has no path yet; the
-            value has another shape or dtype.
+        StateError: if it is indexed with a ref that has no path yet, or belongs to another model.
+        StateError: if it is indexed with a ref whose shape or dtype differs from the value's.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
@@ -51,20 +52,20 @@ class State(StateMapping):
         self._values: dict[Path, AnyArray] = dict(values)
 
     def __getitem__(self, key: StateRef | Keys | str) -> Any:
-        """The value of a ref, or at a path, which may be a string."""
+        """Return the value of a ref, or at a path or its string."""
         if isinstance(key, str | tuple):
             path = Path(key)
             if path not in self._values:
                 raise KeyError(f"no state at `{path}`{did_you_mean(path, self._values)}")
             return self._values[path]
         value = self._values[self._known(key)]
-        # `jax.tree.map` may have put something else in the place of arrays.
+        # `jax.tree.map` may have replaced the arrays with other values.
         if not is_array(value):
             return value
         shape = tuple(value.shape)
         if shape != key.shape:
             why = _OTHER
-            # With more dimensions in front it is the state of all layers of a stack.
+            # More leading dimensions mean the state of all layers of a stack.
             if shape[len(shape) - len(key.shape) :] == key.shape:
                 why = "it is that of all layers: run them by `stacked.scan(..., state=state)`"
             raise StateError(
@@ -78,16 +79,17 @@ class State(StateMapping):
         return value
 
     def set(self, ref: StateRef, value: object) -> "State":
-        """The state with another value.
+        """Return a copy of the state with a new value for one ref.
 
         Args:
             ref: the ref whose value is set.
-            value: an array of the same shape and dtype; or a Python number, which is converted to
-                the dtype if it keeps its value.
+            value: an array with the ref's shape and dtype, or a Python number that the dtype can
+                hold.
 
         Raises:
-            StateError: the ref is unknown; the value has another shape or dtype, or does not fit
-                the dtype.
+            StateError: if the state does not have the ref.
+            StateError: if the value's shape or dtype differs from the ref's.
+            StateError: if the number does not fit into the dtype.
         """
         path = self._known(ref)
         new = value
@@ -98,7 +100,7 @@ class State(StateMapping):
                     f"the new value {shown(value)}"
                 )
             if isinstance(value, int) and jnp.issubdtype(ref.dtype, jnp.inexact):
-                value = float(value)  # bfloat16 takes no integer of more than 64 bits
+                value = float(value)  # JAX converts no integer of more than 64 bits to bfloat16
             new = jnp.asarray(value, ref.dtype)
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else shown(new)
@@ -111,8 +113,10 @@ class State(StateMapping):
         return State(self._entries, {**self._values, path: new})
 
     def update(self, values: Mapping[Any, AnyArray]) -> "State":
-        """The state with other values at some paths, of any shapes; for functions that run the
-        layers of a stack."""
+        """Return a copy of the state with new values at some paths, of any shape.
+
+        Functions that run the layers of a stack use it.
+        """
         changed = dict(self._values)
         for key, value in values.items():
             if isinstance(key, str):
@@ -123,10 +127,9 @@ class State(StateMapping):
         return State(self._entries, changed)
 
     def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
-        """The values that all layers of a stack share, and the stacked ones, of which each layer
-        has its own slice.
+        """Separate the values that all layers share from the values with a slice per layer.
 
-        All other values are shared, not only those that a layer declares: it may get a ref as an
+        Values that the layer does not declare are shared too, since it may get a ref as an
         argument.
         """
         shared, own = dict(self._values), dict[Path, AnyArray]()
@@ -158,11 +161,11 @@ class State(StateMapping):
         return len(self._values)
 
     def entries(self) -> tuple[Entry, ...]:
-        """The path, the axes and the stacked dimensions of each piece, in order."""
+        """Return the path, the axes and the number of stacked dimensions of each piece."""
         return self._entries
 
     def __eq__(self, other: object) -> bool:
-        """Compare by identity, since a comparison of arrays is not a single truth value."""
+        """Compare by identity, since comparing arrays gives no single truth value."""
         return self is other
 
     def __hash__(self) -> int:
@@ -177,13 +180,13 @@ STATE = Takes(
     "an `ft.State`, from `model, state = ft.make_state(model)`",
     lambda value: isinstance(value, State),
 )
-"""What layers with state take as `state`."""
+"""Check of the argument `state` of layers with state."""
 
 _OTHER = "is it the state of another model?"
 
 
 def _takes(dtype: DTypeLike, number: complex) -> bool:
-    """Whether a Python number can be converted to a dtype: 1.5 is not an integer."""
+    """Return whether a dtype's kind fits a Python number: 1.5 is not an integer."""
     if isinstance(number, bool):  # before `int`, of which it is a subclass
         return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
     if isinstance(number, int):
@@ -215,21 +218,21 @@ register_pytree_with_keys(State, _flatten_with_keys, _unflatten, _flatten)
 
 
 def make_state(model: T) -> tuple[T, State]:
-    """Move the state that a model declares from the model to a `State`.
+    """Move the initial values of a model's `StateRef`s to a `State`.
 
     Args:
-        model: a model with `StateRef`s anywhere; concrete, abstract or traced (`ft.init(lambda key:
-            ft.make_state(...))`).
+        model: a model with `StateRef`s anywhere. It may be abstract, or traced as in
+            `ft.init(lambda key: ft.make_state(...))`.
 
     Returns:
-        `(model, state)`: the model, whose refs have their paths, and the values. One ref at two
-            places is one piece of state, at the path of the first place. Two models that are built
-            alike have equal structures, so they share a trace. If two pieces, or a piece and the
-            model, have the same array, it is copied: to donate it twice would be an error.
+        `(model, state)`: the model with paths in its refs, and the values. A ref that occurs twice
+            has the path of its first occurrence. An array that occurs twice is copied, so that both
+            trees can be donated. Equal models have equal structures, so they share a trace.
 
     Raises:
-        StateError: a ref has a path already (pass the `state=` of its model, too), or is in a
-            packed tree; the model has an `eqx.nn.StateIndex`.
+        StateError: if a ref already has a path. Pass the `State` that was made with it.
+        StateError: if a ref is in a packed tree.
+        StateError: if the model has an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -242,7 +245,7 @@ def make_state(model: T) -> tuple[T, State]:
 
 
 def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
-    """The same as `make_state`, for a model whose leaves have been read already."""
+    """Do the work of `make_state` for a model whose leaves are already read."""
     declared = _declared(model, leaves)
     if not declared:
         return model, State((), {})
@@ -263,7 +266,7 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
 
 
 def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
-    """The initial value of each piece of state that a model declares, by the token of its refs."""
+    """Return the initial value of each piece of state in a model, by the token of its refs."""
     by_path = {leaf.path: leaf for leaf in leaves}
     twice = {problem.path: problem for problem in meeting(leaves)}
     found: dict[object, Leaf] = {}
@@ -281,16 +284,14 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
         if leaf.path in twice:
             raise StateError("a piece of state is known by its path", [twice[leaf.path]])
         first = found.setdefault(node.token, leaf)
-        # A ref inside of a stack that is also outside of it means one piece for all layers, at the
-        # outer path.
+        # If a ref is both inside and outside a stack, all layers share one piece at the outer path.
         if leaf.stacked < first.stacked:
             found[node.token] = leaf
     return found
 
 
 def _refuse_declaration(path: Path, node: Tree) -> None:
-    """Raise StateError for Equinox' own declaration of state, and for a packed tree that has
-    refs."""
+    """Raise StateError for an `eqx.nn.StateIndex`, and for a packed tree with refs."""
     if isinstance(node, eqx.nn.StateIndex):
         raise StateError(
             f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: "
@@ -305,7 +306,7 @@ def _refuse_declaration(path: Path, node: Tree) -> None:
 
 
 def refs(module: Tree) -> list[StateRef]:
-    """The refs of a module, in the order of its leaves."""
+    """Return the refs of a module, in the order of its leaves."""
     found: list[StateRef] = []
     for _, node in outermost(module, lambda _, node: isinstance(node, (StateRef, PackedTree))):
         if isinstance(node, StateRef):
@@ -316,9 +317,9 @@ def refs(module: Tree) -> list[StateRef]:
 
 
 def apart(tree: T, other: Tree) -> T:
-    """The tree with a copy of each array that is also in the other tree, or twice in this one.
+    """Copy each array of a tree that is also in the other tree, or that occurs twice.
 
-    Otherwise a step that donates both trees would donate an array twice, which is an error.
+    Without the copies, a step that donates both trees would donate an array twice.
     """
     seen = set(map(id, jax.tree.leaves(other)))
 

@@ -1,4 +1,4 @@
-"""`TrainState`: everything that one training step passes to the next, as one module."""
+"""`TrainState` holds everything that one training step passes to the next."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -38,22 +38,22 @@ N = TypeVar("N")
 
 
 class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
-    """Everything that one training step passes to the next; made by `TrainState.create`.
+    """Model, optimizer state and step of a training run. `TrainState.create` builds it.
 
-    The layout of the model lays out the whole training state: the optimizer's state as in
-    `ft.plan_optimizer`, the model's state by the same rules, and everything else replicated.
-    Filters see the paths in the model. A pattern that begins with a field (`opt_state.0.mu.**`) is
-    matched with the path from there.
+    The model's layout applies to the whole training state. The optimizer's state is laid out as in
+    `ft.plan_optimizer`, the model's state with the same rules, and everything else is replicated.
+    Filters see paths within the model. A pattern that begins with a field, such as
+    `opt_state.0.mu.**`, is matched against the path from that field.
 
     Attributes:
         step: the number of updates.
         model: the model.
         opt_state: the optimizer's state, for the parameters that it updates.
-        state: the state that the model declares by `ft.StateRef`s, or None.
-        key: a key, for example for dropout, or None.
-        tx: the optimizer, static. Make it once: optax's optimizers are equal only by identity, so
-            another one needs another compilation.
-        wrt: the filter of the parameters that the optimizer updates, static.
+        state: the model's state, from its `ft.StateRef`s, or None.
+        key: a random key, for dropout for example, or None.
+        tx: the optimizer, which is static. Build it once: optax compares optimizers by identity, so
+            a new one compiles the step again.
+        wrt: the filter that selects the parameters to update, which is static.
 
     Examples:
         >>> import optax
@@ -76,14 +76,14 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     wrt: Filter = eqx.field(static=True)
 
     def __repr__(self) -> str:
-        # A state of specs, as a plan has it, is shown in full.
+        # A plan's state of specs has no short text.
         return short_text(self) or super().__repr__()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        """What IPython prints: how the arrays are sharded now."""
+        """Print the current shardings of the arrays in IPython."""
         printer.text(table_text(self) or repr(self))
 
-    # `TrainState.create` names no M: so a type checker has to find the type in the argument.
+    # `TrainState.create` names no M, so the type of the argument has to determine it.
     @classmethod
     def create(
         cls: "type[TrainState[Any]]",
@@ -96,29 +96,31 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         key: PRNGKeyArray | None = None,
         wrt: FilterLike = is_trainable,
     ) -> "TrainState[N]":
-        """The training state before the first step. Under `ft.init` each of its arrays is created
-        sharded.
+        """Create the training state before the first step.
+
+        Under `ft.init`, each of its arrays is created sharded.
 
         Args:
-            model: the model; concrete, traced or abstract. If it declares state that was not made
-                yet, it is made. If the model is abstract, so are the step and the optimizer's
-                state. Weakly typed arrays get strong types, which a step returns.
+            model: the model, which may be traced or abstract. Its declared state is made, unless it
+                is given. If the model is abstract, the step and the optimizer's state are too.
+                Weakly typed arrays become strongly typed, as in the results of a step.
             tx: any optax optimizer.
-            layout: the layout of the model, by which the whole training state is placed; for
-                concrete arrays only.
-            mesh: a mesh, or None for the current one.
-            state: the state of the model, if it was made already: an `ft.State`, or an
-                `eqx.nn.State`. The leaves of the latter have no names, so rules leave them whole.
-            key: the value of the attribute `key`.
-            wrt: a filter. Parameters that do not match are frozen: the optimizer does not get them.
+            layout: the model's layout, with which the whole training state is placed. It needs
+                concrete arrays.
+            mesh: a mesh, or None for the current mesh.
+            state: the model's state, if it is already made: an `ft.State`, or an `eqx.nn.State`,
+                which has no axis names and is therefore replicated.
+            key: a random key, for the attribute `key`.
+            wrt: a filter. Parameters that it does not match are frozen.
 
         Raises:
-            FunctreeError: `tx` is not an optimizer; no parameter matches `wrt`.
-            RuleError: `wrt` is not a filter, or a pattern in it matches no leaf; `layout` is not a
-                layout.
-            StateError: the state of the model cannot be made, as in `ft.make_state`; it declares
-                state in Equinox' way, and `state` is not given.
-            ShardingError: the layout does not fit.
+            FunctreeError: if `tx` is not an optimizer.
+            FunctreeError: if no parameter matches `wrt`.
+            RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
+            RuleError: if `layout` is not a layout.
+            StateError: if `ft.make_state` cannot make the model's state.
+            StateError: if the model has an `eqx.nn.StateIndex`, and `state` is not given.
+            ShardingError: if the layout does not fit.
 
         Examples:
             >>> import optax
@@ -152,15 +154,14 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         start = partial(_start, tx)
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
-            # `tx.init` allocates arrays even for abstract parameters, and these may be too large
-            # for any device.
+            # `tx.init` allocates arrays even for abstract parameters, which may exceed any device.
             start = partial(abstract_result, start)
-        # On Explicit axes an optimizer that computes with arrays needs their mesh.
+        # On Explicit axes, an optimizer that computes with arrays needs their mesh.
         on = explicit_mesh(leaf.value for leaf in leaves.leaves)
         with around(on):
             step, opt_state = start(params)
         if layout is None and on is not None and all(_lies_on(on, leaf) for leaf in leaves.leaves):
-            # JAX replicates there what an optimizer makes anew.
+            # On Explicit axes, JAX replicates the arrays that an optimizer creates.
             specs = {leaf.path: leaf.value.sharding.spec for leaf in leaves.leaves}
             planned = plan_optimizer(tx, model, lambda path, leaf: specs[path], on, wrt=wrt)
             opt_state = shard(opt_state, planned)
@@ -176,7 +177,7 @@ def _lies_on(mesh: Mesh | AbstractMesh, leaf: Leaf) -> bool:
 
 
 def _start(tx: optax.GradientTransformation, params: Tree) -> tuple[jax.Array, Tree]:
-    """The step and the optimizer's state before the first update."""
+    """Return the step and the optimizer's state before the first update."""
     return jnp.zeros((), jnp.int32), _strong(tx.init(params))
 
 
@@ -192,20 +193,19 @@ T = TypeVar("T")
 def apply_gradients(
     ts: TS, grads: Tree, *, state: State | eqx.nn.State | None = None, **extra: Any
 ) -> TS:
-    """The training state after one update.
+    """Return the training state after one update.
 
     Args:
-        ts: the training state before the update. Fields that a subclass adds stay as they are.
-        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Its values for frozen
-            parameters are not used, and may be None.
+        ts: the training state before the update. Fields that a subclass adds are unchanged.
+        grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Values for frozen
+            parameters are ignored, and may be None.
         state: the model's state after the step, if it has one.
-        **extra: other arguments of the optimizer's `update` (`value=`; for L-BFGS also `value_fn=`
-            and `grad=`).
+        **extra: further arguments of the optimizer's `update`, such as `value=`.
 
     Raises:
-        FunctreeError: a parameter has no gradient, or one of another shape; the optimizer's state
-            was made for other parameters; the message has the paths.
-        StateError: `state` is that of another model.
+        FunctreeError: if a parameter has no gradient.
+        FunctreeError: if a gradient's shape differs from its parameter's.
+        StateError: if `state` belongs to another model.
 
     Examples:
         >>> import optax
@@ -218,7 +218,7 @@ def apply_gradients(
     leaves = read(ts.model)
     found = arrays_by_path(grads)
     check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
-    # Both with None for frozen parameters, which the optimizer does not get.
+    # Both lists have None for frozen parameters, which the optimizer does not get.
     params: list[AnyArray | None] = []
     gradients: list[AnyArray | None] = []
     problems: list[Problem] = []
@@ -247,7 +247,7 @@ def apply_gradients(
             f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
             "is it the state of another model?"
         )
-    # Not by the constructor: a subclass may have more fields, and a constructor of its own.
+    # Without the constructor: a subclass may have more fields, and its own constructor.
     fields = dict(children(ts) or ())
     fields |= {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
     return rebuilt(ts, list(fields.values()))
@@ -256,13 +256,13 @@ def apply_gradients(
 def _updates(
     ts: TrainState[Any], gradients: Tree, params: Tree, extra: Mapping[str, Any]
 ) -> tuple[Tree, Tree]:
-    """The updates of the parameters, and the optimizer's next state."""
+    """Compute the updates of the parameters, and the optimizer's next state."""
     update = optax.with_extra_args_support(ts.tx).update
     moments = jax.tree.map(_on_device, ts.opt_state)
     try:
         return update(gradients, moments, params, **extra)
     except (TypeError, ValueError) as error:
-        # Moments of another model are not looked for before each update: that would trace `init`.
+        # Checking for moments of another model would trace `init` in each update.
         error.add_note(_OF_ANOTHER_MODEL)
         raise
 
@@ -278,16 +278,15 @@ _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_a
 
 
 def _same_pieces(state: Tree, before: Tree) -> bool:
-    """Whether a state is of the same model as another one."""
-    # Equinox takes the values from a state of which a new one was made, so that it cannot be
-    # compared any more.
+    """Return whether two states belong to the same model."""
+    # Equinox empties a state when a new one is made of it, so its pieces cannot be compared.
     if isinstance(before, eqx.nn.State):
         return isinstance(state, eqx.nn.State)
     return jax.tree.structure(state) == jax.tree.structure(before)
 
 
 def _pieces(state: Tree) -> str:
-    """The pieces of a model's state in a message, without their values."""
+    """Format the pieces of a model's state for a message, without their values."""
     if state is None:
         return "no state"
     if not isinstance(state, State):
@@ -309,9 +308,11 @@ _PIECES = 6
 
 
 def _strong(tree: T) -> T:
-    """A tree without weak types, with which a step would compile twice: those of `eqx.nn.PReLU`, or
-    of L-BFGS."""
-    # By identity: an array that is at two places of the tree stays one array.
+    """Replace weak types in a tree, with which a step would compile twice.
+
+    `eqx.nn.PReLU` and L-BFGS have weakly typed arrays.
+    """
+    # By identity, so that an array that occurs twice stays one array.
     new: dict[int, AnyArray] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jax.typeof(x).weak_type:
@@ -322,18 +323,15 @@ def _strong(tree: T) -> T:
 
 
 def _on_device(x: object) -> object:
-    """The array in device memory. A layout may keep it in host memory, where the update cannot be
-    computed."""
+    """Move an array from host memory, where the update cannot be computed, to the device."""
     if not isinstance(x, jax.Array) or jax.typeof(x).memory_space != jax.memory.Space.Host:
         return x
     return jax.device_put(x, jax.memory.Space.Device)
 
 
 def updated(update: Any, parameter: Any) -> Any:
-    """The sum of a parameter and its update, in the parameter's dtype; the parameter itself if it
-    is frozen."""
+    """Add an update to its parameter, in the parameter's dtype. A frozen parameter is unchanged."""
     if update is None:
         return parameter
-    # An explicit cast: under strict dtype promotion JAX does not add a bfloat16 parameter and a
-    # float32 update.
+    # Under strict dtype promotion, JAX does not add a float32 update to a bfloat16 parameter.
     return (parameter.astype(update.dtype) + update).astype(parameter.dtype)

@@ -213,7 +213,7 @@ class _Kind(NamedTuple):
     axes: tuple[str, ...] | None = None
 
     def covers(self, collective: Collective) -> bool:
-        """Whether a collective is of this kind."""
+        """Return whether a collective is of this kind."""
         if self.name not in ("", collective.kind):
             return False
         return self.axes is None or set(collective.mesh_axes or ()) == set(self.axes)

@@ -33,7 +33,7 @@ def has_checksum(kind: object) -> bool:
 
 
 def is_inexact(dtype: np.dtype) -> bool:
-    """Whether the sums of a dtype depend on their order."""
+    """Return whether the sums of a dtype depend on their order."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 

@@ -209,7 +209,7 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
 
 
 def _is_by_functree(eqn: JaxprEqn) -> bool:
-    """Whether functree has called the function of JAX that makes an equation."""
+    """Return whether functree has called the function of JAX that makes an equation."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return False

@@ -107,7 +107,7 @@ def _terms(
     assignment: Assignment,
     axes: Mapping[str, int],
 ) -> Relation | None:
-    """Whether a sum or a mean of the parts over some mesh axes is what is expected."""
+    """Return whether a sum or a mean of the parts over some mesh axes is what is expected."""
     used = set(itertools.chain(*assignment))
     free = [axis for axis in axes if axis not in used and axes[axis] > 1]
     for number in range(1, len(free) + 1):

@@ -226,7 +226,7 @@ class Search:
         return ""
 
     def _is_same_operation(self, scope: Scope, i: int, j: int) -> bool:
-        """Whether both programs have an operation, and agree on all that it takes."""
+        """Return whether both programs have an operation, and agree on all that it takes."""
         one, other = scope.pairs.left.steps[i], scope.step(j)
         if one.bodies or one.outside or not _has_same_params(one, other):
             return False
@@ -242,7 +242,7 @@ class Search:
         return True
 
     def _summed_twice(self, scope: Scope, step: Step) -> str:
-        """Whether a sum over mesh axes is of what is the same there."""
+        """Return whether a sum over mesh axes is of what is the same there."""
         relation = self._of_value(scope, step.ins[0])
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
@@ -321,14 +321,14 @@ class Search:
 
 
 def _has_same_params(one: Step, other: Step) -> bool:
-    """Whether two operations are the same, wherever their results are."""
+    """Return whether two operations are the same, wherever their results are."""
     names = [name for name in one.params if "sharding" not in name]
     # A parameter may be an array, which is compared element by element.
     return all(np.all(one.params[name] == other.params.get(name)) for name in names)
 
 
 def _misshapen(scope: Scope, i: int | None, j: int, result: int) -> bool:
-    """Whether a shard_map makes an array of another shape than on one device."""
+    """Return whether a shard_map makes an array of another shape than on one device."""
     step = scope.step(j)
     if i is None or scope.axes or step.name != "shard_map":
         return False

@@ -140,7 +140,7 @@ def not_saveable(leaf: Leaf) -> Problem | None:
 
 
 def _is_readable(path: Path) -> bool:
-    """Whether the text of a path is read as this path."""
+    """Return whether the text of a path is read as this path."""
     # The text is the name in the manifest, and that of the array for orbax. The text of a key of a
     # class of its own may be that of another path.
     try:

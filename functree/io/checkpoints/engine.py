@@ -48,7 +48,7 @@ class Response(Protocol):
 
 
 def is_done(running: Response) -> bool:
-    """Whether a save has ended, after waiting for a moment.
+    """Return whether a save has ended, after waiting for a moment.
 
     What was raised there is raised here.
     """

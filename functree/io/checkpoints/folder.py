@@ -308,7 +308,7 @@ def store_spec(path: object) -> dict[str, str]:
 
 
 def is_in_bucket(path: object) -> bool:
-    """Whether a path is the address of something in a bucket."""
+    """Return whether a path is the address of something in a bucket."""
     return str(path).startswith("gs://")
 
 
@@ -471,7 +471,7 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
 
 
 def is_foreign(folder: Folder) -> bool:
-    """Whether a folder has a manifest that functree has not written."""
+    """Return whether a folder has a manifest that functree has not written."""
     # By its first bytes: one that is damaged further on may be replaced. One that another program
     # has formatted anew begins otherwise, and can still be read.
     try:

@@ -132,7 +132,7 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a path is that of a folder."""
+    """Return whether a path is that of a folder."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except PermissionError:
@@ -142,7 +142,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _is_inside(name: str) -> bool:
-    """Whether a name is one in the folder, or in a folder of it."""
+    """Return whether a name is one in the folder, or in a folder of it."""
     path = Path(name)
     return not path.anchor and ".." not in path.parts
 

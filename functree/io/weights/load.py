@@ -442,7 +442,7 @@ def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
 
 
 def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
-    """Whether a table is equal to another one, which may be (embed, vocab)."""
+    """Return whether a table is equal to another one, which may be (embed, vocab)."""
     shape = other.shape[::-1] if transposed else other.shape
     if table.shape != shape:
         return False
