@@ -1,4 +1,4 @@
-"""Casts an array to another dtype, and counts the values that this dtype cannot hold.
+"""A cast changes an array's dtype, and counts the values that the new dtype cannot hold.
 
 Rounding a float is no loss. A value is lost if a fraction becomes an integer, a number is out of
 range, an integer dtype has no NaN, or an imaginary part is dropped.

@@ -1,4 +1,4 @@
-"""`Checkpoints`: the checkpoints of a run, by step; written in the background, the newest kept."""
+"""`Checkpoints` writes a run's checkpoints in the background, and keeps the newest."""
 
 import atexit
 import os
@@ -34,24 +34,23 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """The checkpoints of a run: step `n` is the checkpoint `folder/n`.
+    """Checkpoints of a run: step `n` is the checkpoint `folder/n`.
 
-    Each is written in the background while the next steps run. What a process that was killed has
-    left half-written is never seen, and a `save` more than a day later removes it. Use it in a
-    `with` statement, which waits at its end.
+    Each checkpoint is written in the background while the next steps run. Use it in a `with`
+    statement, which waits for the last one. Readers never see a half-written checkpoint. If a
+    process was killed while writing, a `save` more than a day later removes the remains.
 
     Args:
-        folder: the folder. With several processes, one that all of them see. Or its address in a
-            bucket, as text: `gs://bucket/run`.
-        keep: how many are kept, the newest; None for all.
-        every: only steps that this number divides are saved; None for each step that is given.
+        folder: a folder that all processes see, or its address in a bucket: `gs://bucket/run`.
+        keep: how many of the newest checkpoints are kept; None for all.
+        every: saves only steps that are multiples of this number; None for each step.
 
     Attributes:
         folder: the folder.
 
     Raises:
-        CheckpointError: what could not be written in the background: at the next `save`, `wait` or
-            `restore`, and at the end of the `with` statement.
+        CheckpointError: if a checkpoint could not be written in the background. It is raised by the
+            next `save`, `wait` or `restore`, or at the end of the `with` statement.
 
     Examples:
         >>> with ft.Checkpoints(folder / "run", keep=2, every=10) as checkpoints:
@@ -75,12 +74,12 @@ class Checkpoints:
         self._folder = folder_at(folder)
         self.folder: FilePath = self._folder.path
         self._keep, self._every = keep, every
-        # The steps in which something may be left of a dead process; None for all.
+        # The steps that may have remains of a killed process; None for all.
         self._unswept: list[int] | None = None
-        # The steps of this run: they are newer than those that it found, whatever their numbers.
+        # The steps of this run, which count as newer than earlier ones whatever their numbers.
         self._saved: set[int] = set()
-        self._is_open = False  # whether this is inside of the `with` statement
-        # What is written in the background, and the future of its end.
+        self._is_open = False  # whether the program is inside the `with` statement
+        # The writer in the background, and the future of its end.
         self._running: tuple[CheckpointWriter, Future[None]] | None = None
 
     def __enter__(self) -> Self:
@@ -101,31 +100,30 @@ class Checkpoints:
             if error is None:
                 self.wait()
             elif self._running is not None:
-                # Alone: the other processes may be in the middle of a step, where this one will not
-                # come.
+                # Without the other processes, which may be in the middle of a step that this one
+                # never reaches.
                 _, ended = self._running
                 _NOT_ASKED.pop(ended, None)
                 ended.result()
         except FunctreeError as failed:
             if error is None:
                 raise
-            # Not in the place of the first error, which may be the cause of this one.
+            # As a note, since the first error may be the cause of this one.
             error.add_note(f"and the last checkpoint was not saved: {failed}")
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """The steps that have a checkpoint, in their order.
+        """Steps that have a checkpoint, in ascending order.
 
         Raises:
-            CheckpointError: the folder cannot be read.
+            CheckpointError: if the folder cannot be read.
         """
         found: list[int] = []
         with files(f"{self.folder} cannot be read"):
             for _ in range(_LOOKS):
                 listed = named_steps(self._folder)
-                # Each is looked at after all were listed. Meanwhile another process may have
-                # removed it, to keep only so many: then a newer one is there, which the list does
-                # not have.
+                # While the listed steps are checked, another process may remove them all because of
+                # `keep`. Newer steps exist then.
                 found = steps_with_manifest(self._folder, listed)
                 if found or not listed:
                     break
@@ -133,25 +131,26 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """The newest step that has a checkpoint; None if there is none."""
+        """Newest step that has a checkpoint, or None if there is none."""
         return max(self.steps, default=None)
 
     def save(self, step: int, tree: Tree, meta: object = None, force: bool = False) -> bool:
-        """Save a tree as the checkpoint of a step. When this returns, the tree may be donated.
+        """Save a tree as the checkpoint of a step. You may donate the tree once this returns.
 
         Args:
             step: the step, at least 0.
-            tree: as in `ft.save`.
-            meta: as in `ft.save`.
-            force: whether a step is saved that `every` leaves out.
+            tree: the tree, as in `ft.save`.
+            meta: JSON values, as in `ft.save`.
+            force: saves the step even if `every` skips it.
 
         Returns:
-            Whether it is saved: False only for a step that `every` leaves out.
+            Whether the step is saved: False only if `every` skips it.
 
         Raises:
-            CheckpointError: as `ft.save`; the step has a checkpoint already; the one before could
-                not be written.
-            FunctreeError: this is outside of the `with` statement.
+            CheckpointError: if `ft.save` would raise it.
+            CheckpointError: if the step already has a checkpoint.
+            CheckpointError: if the previous checkpoint could not be written.
+            FunctreeError: if it is called outside the `with` statement.
         """
         check("nothing is saved", step=(step, EXTENT), force=(force, FLAG))
         if not self._is_open:
@@ -161,7 +160,7 @@ class Checkpoints:
             )
         if not force and self._every is not None and step % self._every != 0:
             return False
-        # One at a time: a step that is due is never skipped, and two would write side by side.
+        # One at a time: no step is skipped, and two writes would slow each other down.
         self.wait()
         with Agreement("nothing is saved") as agreement:
             self._check_new(int(step))
@@ -169,7 +168,7 @@ class Checkpoints:
         writer = CheckpointWriter(
             self._folder.at(str(step)), tree, meta, verify=True, step=int(step)
         )
-        # An executor for one call: its future raises in `wait` what was raised in the thread.
+        # An executor for one call, since its future raises the thread's error in `wait`.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
         ended = thread.submit(self._finish, writer, int(step))
         thread.shutdown(wait=False)
@@ -178,28 +177,27 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until what is being written is whole.
+        """Wait until the checkpoint in the background is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: if it could not be written.
         """
-        # Forgotten first: an error in the background is raised once.
+        # Cleared first, so that an error in the background is raised once.
         running, self._running = self._running, None
         if running is not None:
             _NOT_ASKED.pop(running[1], None)
-        # Only here may the processes talk to each other: not in the background, between their
-        # steps.
+        # Processes must not communicate in the background, between the collectives of their steps.
         try:
             wait_in_all(
                 "a checkpoint could not be written",
                 lambda: running is None or is_done(running[1]),
             )
         except FunctreeError:
-            # Here it may still run: orbax waits for the process that has failed.
+            # The write may still run in this process, since orbax waits for the one that failed.
             if running is not None:
                 writer, ended = running
                 writer.give_up()
-                ended.exception()  # waits; its own error follows from the one that is raised
+                ended.exception()  # waits; its error is a consequence of the one that is raised
             raise
 
     def restore(
@@ -213,19 +211,20 @@ class Checkpoints:
         cast: bool = False,
         verify: bool = True,
     ) -> T:
-        """The tree of a step, as by `ft.restore`.
+        """Restore the tree of a step with `ft.restore`.
 
         Args:
-            like: as in `ft.restore`.
+            like: a tree like the saved one, as in `ft.restore`.
             step: the step; by default the latest.
-            layout: as in `ft.restore`.
-            mesh: as in `ft.restore`.
-            only: as in `ft.restore`.
-            cast: as in `ft.restore`.
-            verify: as in `ft.restore`.
+            layout: the layout of the tree, as in `ft.restore`.
+            mesh: the mesh, as in `ft.restore`.
+            only: a filter of the arrays, as in `ft.restore`.
+            cast: whether arrays may be cast, as in `ft.restore`.
+            verify: whether digests are checked, as in `ft.restore`.
 
         Raises:
-            CheckpointError: as `ft.restore`; there is no checkpoint, or none of this step.
+            CheckpointError: if `ft.restore` raises it.
+            CheckpointError: if there is no checkpoint, or none of this step.
         """
         check("nothing is restored", step=(step, EXTENT.or_none()))
         self.wait()
@@ -235,22 +234,22 @@ class Checkpoints:
             try:
                 return restore(path, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
-                # The latest may have been removed meanwhile, to keep only so many: then a newer one
-                # is there.
+                # Another process may have removed the latest because of `keep`. A newer one exists
+                # then.
                 if step is not None or self._found(None) == found:
                     raise
 
     def _found(self, step: int | None) -> int:
-        """A step, or the latest.
+        """Find a step, or the latest.
 
         Raises:
-            CheckpointError: there is no checkpoint, or none of this step.
+            CheckpointError: if there is no checkpoint, or none of this step.
         """
         with Agreement("nothing is restored") as agreement:
             agreement.compare(lambda: {"step": [str(step)]})
             text = " ".join(map(str, self.steps))
-        # Those that the first process sees: on a network file system the others may see the latest
-        # later, and would restore another one.
+        # All use the first process's list: on a network file system, the others may see the latest
+        # step later, and would restore a different one.
         steps = list(map(int, text_of_first(text).split()))
         if steps and step is None:
             return steps[-1]
@@ -262,13 +261,14 @@ class Checkpoints:
         )
 
     def _check_new(self, step: int) -> None:
-        """Raise CheckpointError for a step that exists; warn of one that is not the latest."""
+        """Raise CheckpointError if a step exists, and warn if a later one does."""
         with files(f"{self.folder} cannot be written"):
-            # Here, and not when the folder is opened: who only reads removes nothing.
+            # Remains are removed here and not when the folder is opened, so that readers remove
+            # nothing.
             if jax.process_index() == 0:
                 if self._unswept is None:
                     self._unswept = named_steps(self._folder)
-                # Again those in which something is too young to be removed.
+                # Later saves look again at steps with remains that are too young to be removed.
                 self._unswept = [one for one in self._unswept if sweep(self._folder.at(str(one)))]
             steps = self.steps
         if step in steps:
@@ -286,33 +286,33 @@ class Checkpoints:
         return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
-        """Write a checkpoint in the background, and remove all but the newest."""
-        # Old ones are removed after the new one is whole. The other way round, a process that is
-        # killed in between would leave one too few, and with `keep=1` none.
+        """Write a checkpoint in the background, then remove the oldest ones."""
+        # Old checkpoints are removed once the new one is complete. In the other order, a process
+        # that is killed in between would leave too few, and none with `keep=1`.
         writer.finish_alone()
         self._saved.add(step)
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
-            # A run that goes on from an earlier step saves lower ones than are there. By number
-            # alone its own would be removed, and the one that was just saved first of all.
+            # A run that resumes from an earlier step saves lower numbers than exist. Sorted by
+            # number alone, its own checkpoints would be removed, beginning with the one just saved.
             steps = sorted(self.steps, key=lambda one: (one == step, one in self._saved, one))
             for one in steps[: -self._keep]:
                 old = self._folder.at(str(one))
-                # A link leads to what another run has saved.
+                # A link leads to a checkpoint of another run.
                 if os.path.islink(old.path) or is_foreign(old):
                     warn(f"{old.path} is not removed, since it is not of these checkpoints")
                 else:
                     remove_step(old)
 
 
-# The checkpoints whose errors nobody has asked for, by what the background has raised.
+# The checkpoints whose result was not waited for, by their futures.
 _NOT_ASKED: dict[Future[None], FilePath] = {}
 
 
-@atexit.register  # which comes after Python has waited for the threads that write
+@atexit.register  # called once Python has waited for the threads that write
 def _report() -> None:
-    """Warn of what was not saved since the program has ended inside of a `with` statement."""
+    """Warn about checkpoints that were not saved because the program ended inside a `with`."""
     for ended, path in _NOT_ASKED.items():
         if ended.done() and (error := ended.exception()) is not None:
             warn(
@@ -321,5 +321,5 @@ def _report() -> None:
             )
 
 
-# How often the steps are listed, if all of them were removed before they were looked at.
+# How often the steps are listed, if all were removed before they were checked.
 _LOOKS = 3

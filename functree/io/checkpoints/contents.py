@@ -1,4 +1,4 @@
-"""A tree ─► what a checkpoint keeps of it: the arrays that are stored, and a manifest."""
+"""`Contents` is what a checkpoint keeps of a tree: the stored arrays, and a manifest."""
 
 import copy
 import json
@@ -26,11 +26,11 @@ from functree.tree.paths import Path
 
 
 class Contents(NamedTuple):
-    """What is saved of a tree.
+    """Contents of a checkpoint.
 
     Attributes:
         stored: the arrays that are stored, by path.
-        manifest: what is said of them, without digests.
+        manifest: their description, without digests.
     """
 
     stored: dict[str, StoredArray]
@@ -38,11 +38,11 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, tree: Tree, meta: object, step: int | None) -> "Contents":
-        """What is saved of a tree.
+        """Return the contents of a tree's checkpoint.
 
         Raises:
-            CheckpointError: an array is traced or abstract, or its path has no text; `meta` is not
-                JSON.
+            CheckpointError: if an array cannot be saved, or its path cannot be read back.
+            CheckpointError: if `meta` is not JSON.
         """
         check_tree("save", tree)
         try:
@@ -55,8 +55,7 @@ class Contents(NamedTuple):
         if problems:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
-        # It is written later, in the background: what the loop does with its list until then would
-        # be in it.
+        # It is written later, in the background, and the training loop may change it until then.
         meta = copy.deepcopy(meta)
         live, mesh = live_rows(leaves)
         rows: list[SavedArray] = []
@@ -72,27 +71,27 @@ class Contents(NamedTuple):
                 row.bytes_global,
                 buffer=leaf.buffer,
             )
-            # An array at several paths, such as a tied embedding, is stored once. So it is one
-            # array again after it was restored, and the optimizer does not pull it apart.
+            # An array at several paths, such as a tied embedding, is stored once. It is one array
+            # again after a restore, so it stays tied.
             same_as = first.setdefault(id(leaf.value), leaf.path)
             if same_as != leaf.path:
                 saved = saved._replace(same_as=same_as)
             elif leaf.value.size:
-                # One without elements has no values: shape and dtype, in the manifest, are all
-                # that there is of it.
+                # An array without elements is fully described by its shape and dtype in the
+                # manifest.
                 stored[str(leaf.path)] = to_stored(leaf.value)
             rows.append(saved)
         sizes = {} if mesh is None else mesh_view(mesh).sizes
         return cls(stored, Manifest(tuple(rows), None, step, sizes, static_texts(tree), meta))
 
     def facts(self) -> Facts:
-        """What has to be the same in all processes: the arrays, and what each has for itself."""
+        """Return what must be the same in all processes."""
         manifest = self.manifest
         arrays: list[str] = []
         for row in manifest.rows:
             arrays.append(f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}")
-        # Of arrays of numpy each process has its own, and orbax writes those of the first: values
-        # that differ would be lost without a word. Arrays of JAX are one in all processes.
+        # Each process has its own NumPy arrays, and orbax writes the first process's. Values that
+        # differ would be lost silently. A JAX array is one array in all processes.
         values: list[str] = []
         for path, value in self.stored.items():
             if not isinstance(value, jax.Array):
@@ -122,7 +121,7 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
 
 
 def not_saveable(leaf: Leaf) -> Problem | None:
-    """Why the values of an array cannot be saved; None if they can."""
+    """Return the problem of an array whose values cannot be saved, or None."""
     value = leaf.value
     if isinstance(value, Tracer):
         return leaf.problem("is traced, and has no values yet", "save outside of jit")
@@ -140,9 +139,9 @@ def not_saveable(leaf: Leaf) -> Problem | None:
 
 
 def _is_readable(path: Path) -> bool:
-    """Return whether the text of a path is read as this path."""
-    # The text is the name in the manifest, and that of the array for orbax. The text of a key of a
-    # class of its own may be that of another path.
+    """Return whether a path's text is parsed as the same path."""
+    # The text names the array in the manifest and for orbax. Keys of a user's class may have the
+    # text of another path.
     try:
         return Path(str(path)) == path
     except RuleError:
@@ -150,7 +149,7 @@ def _is_readable(path: Path) -> bool:
 
 
 def _check_meta(meta: object) -> None:
-    """Raise CheckpointError for values that JSON does not have, or would return as others."""
+    """Raise CheckpointError for values that JSON does not have, or would change."""
     for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
         if isinstance(value, dict | list):
             most = MOST_LEVELS // 2
@@ -161,9 +160,10 @@ def _check_meta(meta: object) -> None:
 
 
 def _not_json(value: object, where: str, levels: int) -> Iterator[tuple[str, object]]:
-    """What JSON does not return as it is: a tuple becomes a list, a key that is a number a text.
+    """Yield the values that JSON would change, with their position.
 
-    And the first list or dict that is in more than `levels` others, as in one that is in itself.
+    JSON turns tuples into lists, and number keys into strings. A list or dict that is nested more
+    than `levels` deep, such as in itself, is yielded too.
     """
     if isinstance(value, dict | list) and not levels:
         yield where, value

@@ -1,11 +1,11 @@
-"""Arrays by name ─► files, and back: by orbax, which knows nothing here of trees.
+"""Orbax writes arrays by name to files, and reads them back.
 
-Random keys are stored as words, and dtypes that zarr lacks as bytes. An array and what is stored
-for it have the same bits in the same order, so they have the same digest.
+Random keys are stored as words, and dtypes that zarr lacks as bytes. The stored array has the same
+bits in the same order, and therefore the same digest.
 
-Before orbax reads, the heads of the arrays are compared with the manifest, since tensorstore trusts
-what files say. It allocates a chunk of any size that a head has, and reads JSON of any depth by one
-call inside another. Both end the process, which no handler of errors prevents.
+Before orbax reads, the headers of the arrays are compared with the manifest, since tensorstore
+trusts them. It allocates chunks of any size, and parses nested JSON recursively. Either may end the
+process, which no `except` can prevent.
 """
 
 import math
@@ -34,33 +34,30 @@ StoredArray = jax.Array | np.ndarray
 
 # Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
-"""What is read for an array: one of JAX with this sharding, or one of numpy."""
+"""Target of a read: a JAX array with this sharding, or a NumPy array."""
 
 
 class Response(Protocol):
     """A save that runs in the background."""
 
     def result(self, timeout: float | None = None) -> None:
-        """Wait until all is written, or at most so many seconds.
+        """Wait until the save has ended, for at most `timeout` seconds.
 
-        Raises what was raised in the background, and TimeoutError if it is still running.
+        It raises the error of the background, or TimeoutError if the save still runs.
         """
 
 
 def is_done(running: Response) -> bool:
-    """Return whether a save has ended, after waiting for a moment.
-
-    What was raised there is raised here.
-    """
-    # Short, so that the processes can tell each other of an error: one that waits in orbax for
-    # another that has failed, or for a bucket, waits for up to twenty minutes.
+    """Return whether a save has ended, after waiting for a moment. Raise its error."""
+    # A short wait lets the processes report errors to each other. A process that waits in orbax for
+    # a failed process or a bucket does so for up to twenty minutes.
     seconds = 0.25
     start = time.monotonic()
     try:
         running.result(timeout=seconds)
     except TimeoutError:
-        # Orbax raises a TimeoutError too, in the background, if it has waited too long itself.
-        # Then less time has passed here than was allowed.
+        # Orbax too raises a TimeoutError in the background if it has waited too long. Less time has
+        # passed here in that case.
         if time.monotonic() - start < seconds:
             raise
         return False
@@ -77,7 +74,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     with _context(orbax):
         response: Response = orbax.save_async(folder, dict(arrays))
     if jax.process_count() > 1:
-        # Those that have ended would hold copies of arrays for nothing.
+        # Saves that have ended would only keep copies of arrays alive.
         _SAVES[:] = [one for one in _SAVES if _is_running(one)]
         _SAVES.append(response)
         _watch()
@@ -85,7 +82,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
 
 
 _SAVES: list[Response] = []
-# Whether one has failed. Threads of orbax may still wait for other processes then, as if it ran.
+# Set once a save has failed. Threads of orbax may still wait for other processes then.
 _FAILED = threading.Event()
 
 
@@ -96,25 +93,25 @@ def _is_running(save: Response) -> bool:
     except (FunctreeError, jax.errors.JaxRuntimeError) as error:
         if isinstance(error.__cause__, TimeoutError):
             return True
-        # What it is, is raised by whoever waits for the save.
+        # The code that waits for the save raises the error.
         _FAILED.set()
     return False
 
 
 @cache
 def _watch() -> ThreadPoolExecutor:
-    """Wait in the background for the end of the program.
+    """Start a thread that waits for the end of the program.
 
     Returns:
-        An executor whose thread ends with the program, as long as the cache holds it.
+        An executor whose thread ends with the program, as long as the cache keeps it.
     """
     executor = ThreadPoolExecutor(1)
-    # When a program ends, Python first tells the threads of all executors to end, and then waits
-    # for each of them, those of orbax too. What is registered by `atexit` is called only later.
-    # Made here: if the program ends at once, the background would be too late to make one.
+    # At the end of a program, Python tells the threads of all executors to end, and waits for each
+    # of them, including orbax's. Functions of `atexit` run only afterwards. The thread is started
+    # here, since a program that is ending cannot start one.
     worker = executor.submit(threading.current_thread).result()
-    # Not a daemon: Python waits for it before JAX leaves the other processes by itself, which two
-    # threads must not do at the same time.
+    # Not a daemon: Python waits for it before JAX disconnects from the other processes, which two
+    # threads must not do at once.
     threading.Thread(
         target=_end_saves, args=(worker,), name="functree checkpoint", daemon=False
     ).start()
@@ -122,15 +119,15 @@ def _watch() -> ThreadPoolExecutor:
 
 
 def _end_saves(worker: threading.Thread) -> None:
-    """At the end of the program, end what still waits for other processes to save.
+    """Stop saves that still wait for other processes at the end of the program.
 
-    It waits for a process that could not write, for minutes and in threads that Python waits for.
-    Meanwhile the others are at their end already, and JAX would end them all.
+    They would wait for minutes for a process that could not write, in threads that Python waits
+    for. The others have ended meanwhile, and JAX would end all processes with an error.
     """
     worker.join()
     if any(map(_is_running, _SAVES)) or _FAILED.is_set():
-        # With the connection their waiting ends. None of them could be finished any more: orbax
-        # needs new threads for that.
+        # Closing the connection ends their wait. They could not finish anyway, since orbax would
+        # need new threads.
         jax.distributed.shutdown()
 
 
@@ -139,13 +136,13 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
 
     Args:
         folder: the folder.
-        targets: for each array, a `jax.ShapeDtypeStruct` with a sharding, or an array of numpy.
+        targets: for each array, a `jax.ShapeDtypeStruct` with a sharding, or a NumPy array.
 
     Returns:
-        Arrays of JAX with these shardings, and arrays of numpy.
+        JAX arrays with these shardings, and NumPy arrays.
 
     Raises:
-        CheckpointError: the files have arrays of other shapes.
+        CheckpointError: if an array's shape in the files differs from its target's.
     """
     orbax = import_orbax()
     if not targets:
@@ -153,8 +150,8 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     _check_heads(folder, targets)
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
-    # Each process reads for itself. If it had to wait for the others, an error in one of them would
-    # be a hang here.
+    # Each process reads without waiting for the others, so that an error in one of them does not
+    # become a hang.
     own = orbax.multihost.process_index()
     context.multiprocessing.active_processes = {own}
     context.multiprocessing.primary_host = own
@@ -163,27 +160,29 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
 
 
 def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
-    """Raise CheckpointFileError if the head of an array is not that of its target, or cannot be
-    read, or if something in the folder is not a file."""
+    """Raise CheckpointFileError if a header differs from its target, or cannot be read.
+
+    Anything in the folder that is not a file is an error too.
+    """
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
     for base in _databases(folder):
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         reads = {name: store.read(f"{name}/zarr.json") for name in targets}
         for name, read in reads.items():
-            # One that is not there has no value. Orbax says so, in its own words.
+            # A missing array has no value. Orbax reports it.
             if text := read.result().value:
                 _check_head(name, text, targets[name].shape)
 
 
 def _databases(folder: Path) -> list[dict[str, str]]:
-    """How tensorstore opens the files that the arrays are in."""
-    # In a bucket all are objects, and orbax makes one database.
+    """Return the tensorstore specs of the databases with the arrays."""
+    # A bucket has only objects, and orbax makes one database there.
     if is_in_bucket(folder):
         return [store_spec(folder / "state")]
     for inside, _, names in os.walk(folder):
         for name in names:
             file = Path(inside, name)
-            # Opening a pipe would wait for who writes to it.
+            # Opening a pipe would wait for a writer.
             if not file.is_file():
                 raise CheckpointFileError(f"{file} cannot be read: it is not a file")
     return [store_spec(database.parent) for database in folder.glob("*/manifest.ocdbt")]
@@ -193,7 +192,7 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
     try:
         head = parsed(text)
         found, chunk = head["shape"], head["chunk_grid"]["configuration"]["chunk_shape"]
-        # No chunk is larger than the array.
+        # A chunk cannot be larger than the array.
         sizes = list(zip(chunk, shape, strict=True))
         fits = found == list(shape) and all(0 < part <= max(size, 1) for part, size in sizes)
     except (ValueError, LookupError, TypeError) as error:
@@ -208,12 +207,12 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
 
 
 def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target]) -> None:
-    """Look at the dtypes of arrays that were read.
+    """Check the dtypes of the arrays that were read.
 
     Raises:
-        CheckpointError: JAX has no such dtype, as it is configured in other threads than this one.
+        CheckpointError: if a dtype is wrong because orbax's threads have a different configuration.
     """
-    # Orbax casts in silence to what it has: a digest of float32 would only say that data changed.
+    # Orbax casts silently. The digest would only report that the data have changed.
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
@@ -224,49 +223,49 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
 
 
 def import_orbax() -> Any:
-    """Orbax; raises FunctreeError if it is not installed."""
-    # `Any`: its types are not known where it is not installed.
+    """Import orbax. Raise FunctreeError if it is not installed."""
+    # `Any`, since its types are unknown where it is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 
 
 def _context(orbax: Any) -> Any:
-    """How orbax writes and reads."""
+    """Return the options with which orbax reads and writes."""
     context = orbax.Context()
-    # Trained weights hardly get smaller, and take 2.4 times as long.
+    # Compression barely shrinks trained weights, and takes 2.4 times as long.
     context.array.saving.use_compression = False
-    # Where arrays are placed is said by the layout, never by the file.
+    # The layout decides where arrays are placed, never the file.
     context.array.saving.enable_write_sharding_file = False
-    # If a program ends while orbax still creates its folders, other threads of it wait for them,
-    # for minutes. With several processes all would wait for one that cannot create them, and
-    # could not be told; there `_end_saves` ends the waiting.
+    # If a program ends while orbax creates folders in the background, its other threads wait for
+    # minutes. With several processes, `_end_saves` ends that wait, and in the foreground all would
+    # wait for a process that cannot create them.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
-    # Of the stored arrays only those that are asked for are read: orbax refuses fewer otherwise.
+    # Without this option, orbax refuses to read only some of the arrays.
     context.pytree.loading.partial_load = True
     return context
 
 
 def _most_bytes(targets: Mapping[str, Target]) -> int:
-    """How many bytes may be on their way at once: a fifth of all, and more than the largest array.
+    """Limit the bytes that are read at once to a fifth of all, but at least the largest array.
 
-    What is read is in memory twice until it is on its device. With no limit half of all is. With a
-    lower one orbax takes longer: it wakes all reads that wait whenever one has ended.
+    Until an array is on its device, it is in memory twice. Without a limit, this holds for half of
+    all bytes. A lower limit is slower, since orbax wakes all waiting reads whenever one ends.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)
 
 
-# Of the dtypes with less than a byte, zarr has some in some versions. Each element of these is
-# stored as a byte, so that what one version writes another one reads.
+# Versions of zarr differ in the dtypes that they support. One byte per element of these dtypes is
+# readable in every version.
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
 
 NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
-"""The dtypes that JAX names and XLA cannot convert."""
+"""Dtypes that JAX has, but XLA cannot convert."""
 
 
 def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """The shape and the dtype that an array is stored with."""
+    """Return the shape and the dtype with which an array is stored."""
     if is_key(dtype):
-        # The words of a key are one more dimension; how many there are is the implementation's.
+        # A key's words are a further dimension, whose size depends on the key's implementation.
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return words.shape, words.dtype
     if str(dtype) in _AS_BYTES:
@@ -275,37 +274,36 @@ def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np
 
 
 def to_stored(value: jax.Array | np.ndarray | np.generic) -> StoredArray:
-    """The array that is stored for an array, with the same sharding."""
+    """Convert an array to its stored form, with the same sharding."""
     shape, dtype = stored_form(value.shape, value.dtype)
     if not isinstance(value, jax.Array):
-        return np.asarray(value).view(dtype)  # numpy has a byte for each element anyway
+        return np.asarray(value).view(dtype)  # NumPy uses a byte per element anyway
     if value.dtype == dtype:
         return value
-    # Computed where the array is, shard by shard: nothing is moved to be saved.
+    # Computed shard by shard on the array's devices, so that nothing is moved.
     return with_sharding(_to_stored, stored_sharding(value.sharding, len(shape)), on_device(value))
 
 
 def from_stored(stored: StoredArray, dtype: Any, sharding: Sharding | None) -> StoredArray:
-    """The array of a dtype that was stored so.
+    """Convert a stored array back.
 
     Args:
-        stored: what was stored, with the sharding of what is stored for such an array.
-        dtype: the dtype of the array.
-        sharding: the sharding of the array; None for what is in the memory of the host.
+        stored: the stored array, with the sharding from `stored_sharding`.
+        dtype: the dtype of the original array.
+        sharding: the sharding of the original array; None for an array in host memory.
     """
     if stored.dtype == dtype:
         return stored
     if isinstance(stored, jax.Array) and sharding is not None:
         return with_sharding(_reader(dtype), sharding, on_device(stored))
-    # In the memory of the host: a key is an array of JAX in any case, and all else stays numpy's.
+    # In host memory, a key becomes a JAX array, and everything else stays a NumPy array.
     if is_key(dtype):
         return _reader(dtype)(jnp.asarray(stored))
     return np.asarray(stored).view(dtype)
 
 
 def stored_sharding(sharding: Sharding, ndim: int) -> Sharding:
-    """The sharding of what is stored, of `ndim` dimensions, for an array with a sharding: further
-    ones are whole."""
+    """Return the sharding of an array's stored form, whose further dimensions are unsharded."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return sharding.update(spec=of_rank(sharding.spec, ndim))
@@ -317,10 +315,10 @@ def _to_stored(value: jax.Array) -> jax.Array:
     return bits(value).astype(jnp.uint8)
 
 
-# Remembered, since a new function would be compiled again for each array.
+# Cached, since a new function would be compiled for each array.
 @cache
 def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """The function from what is stored to an array of a dtype."""
+    """Return the function that converts a stored array to a dtype."""
     if is_key(dtype):
         return keys_of(key_implementation(dtype) or "")
     return lambda stored: jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)

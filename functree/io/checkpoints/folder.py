@@ -1,14 +1,14 @@
-"""The folder of a checkpoint or of a run, on a disk or in a bucket: its manifest, and beside it a
-folder with the values of the arrays.
+"""A checkpoint's folder holds a manifest, and a folder with the values of the arrays.
 
-The manifest is the last file that is written, and it names the folder of the values. So a folder
-without one is not a checkpoint, a manifest that replaces another replaces a checkpoint whole, and
-what it does not name is not part of it. Tensorstore writes it if nobody else has written one since
-this writer began: on a disk it locks a file for that moment, and syncs the file and its folder; a
-bucket compares generations.
+It is on a disk or in a bucket. The manifest is written last, and names the folder with the values.
+A folder without a manifest is therefore not a checkpoint, and replacing the manifest replaces the
+whole checkpoint. Anything that the manifest does not name is not part of the checkpoint.
 
-What a writer makes has a name with twelve random digits. What has such a name, and no manifest
-names, is removed after a day. Nothing else is ever removed.
+Tensorstore writes the manifest only if no other writer has written one since this writer began. On
+a disk, it locks a file, and syncs the file and its folder. A bucket compares generations.
+
+A writer's folders have names with twelve random digits. If no manifest names such a folder, it is
+removed after a day. Nothing else is ever removed.
 """
 
 import os
@@ -31,23 +31,25 @@ from functree.io.extras import ForeignErrors, import_extra
 MANIFEST = "functree.json"
 
 DEADLINE = 60.0
-"""Seconds after which a bucket that has not answered counts as unreachable. Tensorstore by itself
-would try for many minutes."""
+"""Seconds after which a bucket that does not answer counts as unreachable.
+
+Tensorstore alone would try for many minutes.
+"""
 
 ASKED_AFTER = 20.0
-"""Seconds after which a bucket is asked again whether it answers, while orbax writes."""
+"""Seconds between checks that the bucket still answers, while orbax writes."""
 
-# For a deletion of all that is below a prefix, which may be many thousands of objects.
+# For deleting everything below a prefix, which may be thousands of objects.
 _LONG_DEADLINE = 900.0
 
 
 class Found(NamedTuple):
-    """A manifest as it was read.
+    """Manifest as it was read.
 
     Attributes:
         data: its bytes; None if there is no manifest.
-        generation: differs from the generation of each other manifest that was or will be there; it
-            is always the same where there is none.
+        generation: unique for each manifest that is ever written there. It has a fixed value if
+            there is none.
     """
 
     data: bytes | None
@@ -55,39 +57,39 @@ class Found(NamedTuple):
 
 
 class Folder:
-    """A folder of a file system that all processes share.
+    """Folder in a file system that all processes share.
 
-    Its operations raise OSError, or CheckpointFileError where they know more.
+    Its operations raise OSError, or a more specific CheckpointFileError.
 
     Args:
-        path: the folder, as in messages and for orbax.
-        store: the `tensorstore.KvStore` of what is in it.
+        path: the folder, for messages and orbax.
+        store: the `tensorstore.KvStore` of its contents.
     """
 
-    # `Any`: the types of tensorstore are not known where it is not installed.
+    # `Any`, since tensorstore's types are unknown where it is not installed.
     def __init__(self, path: Path, store: Any):
         self.path = path
         self._store = store
 
     def at(self, name: str) -> "Folder":
-        """A folder in this one."""
+        """Return a folder inside this one."""
         return Folder(self.path / name, self._store / f"{name}/")
 
     def read(self) -> Found:
-        """The manifest.
+        """Read the manifest.
 
         Raises:
-            CheckpointFileError: there is something that is not a file.
+            CheckpointFileError: if something that is not a file has its name.
         """
         manifest = self.path / MANIFEST
-        # Opening a pipe would wait for who writes to it, and a device may have no end.
+        # Opening a pipe would wait for a writer, and reading a device may never end.
         if os.path.lexists(manifest) and not os.path.isfile(manifest):
             raise CheckpointFileError(f"{manifest} cannot be read: it is not a file")
         found = self._answer(self._store.read(MANIFEST))
         return Found(found.value if found.state == "value" else None, found.stamp.generation)
 
     def commit(self, text: str, generation: bytes) -> bool:
-        """Make a text the manifest, in one step, if the one that is there has this generation.
+        """Write the manifest atomically, if the current one has this generation.
 
         Returns:
             False if another writer was first.
@@ -95,35 +97,35 @@ class Folder:
         data = text.encode()
         if self._answer(self._store.write(MANIFEST, data, if_equal=generation)).generation:
             return True
-        # The answer to a first attempt may have been lost, and not the attempt.
+        # A first attempt may have succeeded although its answer was lost.
         return self.read().data == data
 
     def write(self, name: str, data: bytes | None) -> None:
-        """Write a file, or remove it."""
+        """Write a file, or remove it if `data` is None."""
         self._answer(self._store.write(name, data))
 
     def names(self) -> list[str]:
-        """The names in this folder; none if there is no folder."""
+        """List the names in this folder. The list is empty if there is no folder."""
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def age(self, name: str) -> float:
-        """For how many seconds something in this folder was not written."""
+        """Return the seconds since something in this folder was last written."""
         try:
             return time.time() - os.lstat(self.path / name).st_mtime
         except FileNotFoundError:
             return 0.0  # another process has removed it
 
     def with_manifest(self, names: Sequence[str]) -> list[str]:
-        """Those of these folders in this one that have a manifest."""
+        """Return the names of inner folders that have a manifest."""
         return [name for name in names if (self.path / name / MANIFEST).is_file()]
 
     def obstacle(self) -> str:
-        """What is in the place of this folder, and is no folder; empty if nothing is."""
-        # Asked once: another process may make the folder, or remove it, between two questions.
+        """Describe what is at this path if it is not a folder. The text is empty if nothing is."""
+        # A single `stat`: another process may make or remove the folder between two.
         try:
             is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
         except OSError:
-            is_folder = not os.path.islink(self.path)  # there is nothing, or a link to nothing
+            is_folder = not os.path.islink(self.path)  # nothing is there, or a broken link
         if is_folder:
             return ""
         if os.path.islink(self.path):
@@ -131,7 +133,7 @@ class Folder:
         return "a file"
 
     def make(self) -> bool:
-        """Make the folder; whether it was not there."""
+        """Make the folder, and return whether it is new."""
         try:
             self.path.mkdir(parents=True)
         except FileExistsError:
@@ -139,7 +141,7 @@ class Folder:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all that is in it; another process may do so too."""
+        """Remove a file, or a folder with its contents, which another process may remove too."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -147,34 +149,35 @@ class Folder:
             path.unlink(missing_ok=True)
 
     def remove_empty(self) -> None:
-        """Remove this folder if nothing is in it."""
+        """Remove this folder if it is empty."""
         with suppress(OSError):
             os.rmdir(self.path)
 
     def check_reached(self) -> None:
-        """Raise OSError if what is here cannot be reached any more. Called often."""
-        # Of a disk, the operating system says so to who writes.
+        """Raise OSError if this folder has become unreachable. It is called often."""
+        # On a disk, writing itself raises an error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
-        """What the store answers; OSError if it does not, or refuses."""
+        """Wait for the store's answer. Raise OSError if it refuses, or does not answer."""
         try:
             return future.result(timeout=deadline)
         except TimeoutError:
             future.cancel()
             raise OSError(f"the bucket has not answered for {deadline:g} seconds") from None
         except (ValueError, NotImplementedError) as error:
-            # Tensorstore turns every status into one of these, such as that of no permission.
+            # Tensorstore turns every status into one of these, such as a missing permission.
             raise OSError(str(error).partition("\n")[0]) from error
 
 
 class BucketFolder(Folder):
-    """What is below an address in a bucket. There are no folders: one is there if something is in
-    it. Where a `Folder` asks the operating system, it finds nothing at such an address.
+    """Folder at an address in a bucket, which exists if it has contents.
+
+    Where a `Folder` asks the operating system, it finds nothing at such an address.
 
     Args:
         path: the address.
-        store: the `tensorstore.KvStore` of what is below it.
-        files: a file system of fsspec, which lists by folder; tensorstore has no such list.
+        store: the `tensorstore.KvStore` of the contents.
+        files: a file system of fsspec, which lists by folder, as tensorstore does not.
     """
 
     def __init__(self, path: Any, store: Any, files: Any):
@@ -190,7 +193,7 @@ class BucketFolder(Folder):
             paths = self._listed(self._files.ls, self._root, detail=False, refresh=True)
         except FileNotFoundError:
             return []
-        # Where there is no such folder, gcsfs lists an object of its name.
+        # If there is no such folder, gcsfs lists an object with its name.
         inside = [path for path in paths if path.startswith(f"{self._root}/")]
         return [path.rstrip("/").rpartition("/")[2] for path in inside]
 
@@ -201,7 +204,7 @@ class BucketFolder(Folder):
         return now - max(written, default=now)
 
     def with_manifest(self, names: Sequence[str]) -> list[str]:
-        # All at once, and without their data.
+        # All at once, without reading their data.
         listed: list[Any] = []
         for name in names:
             key = f"{name}/{MANIFEST}"
@@ -217,13 +220,13 @@ class BucketFolder(Folder):
         self.write(name, None)
 
     def check_reached(self) -> None:
-        # Orbax tries for many minutes, in threads of its own.
+        # Orbax alone tries for many minutes, in its own threads.
         if time.monotonic() > self._reached + ASKED_AFTER:
             self.read()
             self._reached = time.monotonic()
 
     def _listed(self, ask: Any, path: str, **options: Any) -> Any:
-        # By itself it tries each request six times, and waits without end for each.
+        # Without a timeout, gcsfs tries each request six times, and waits for each forever.
         try:
             return ask(path, **options, timeout=DEADLINE)
         except TimeoutError:
@@ -234,27 +237,27 @@ class BucketFolder(Folder):
 
 
 def files(failure: str) -> ForeignErrors:
-    """What is raised inside, while files are read or written, becomes a CheckpointFileError."""
+    """Convert errors of a block that reads or writes files into CheckpointFileError."""
     return ForeignErrors(CheckpointFileError, failure)
 
 
-# A scheme has two letters at least: a drive of Windows has one.
+# A scheme has at least two letters, since a Windows drive has one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# What `Path` makes of an address. A folder may have such a name too, but not of these schemes.
+# `Path` removes a slash of an address. A folder may have such a name, but hardly with these
+# schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 _IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
-# Orbax and fsspec look for some of what they have written by patterns, as those of a shell, and
-# resolve dots; what has a line end is no address for tensorstore.
+# Orbax and fsspec search with shell patterns and resolve dots, and tensorstore refuses line ends.
 _UNUSABLE = re.compile(r"[*?\[\]#\x00-\x1f\x7f]|(?<=/)\.\.?(?=/|$)")
 
 
 def folder_at(path: str | os.PathLike[str]) -> Folder:
-    """The folder at the path of a checkpoint, or of the checkpoints of a run.
+    """Return the folder of a checkpoint, or of a run's checkpoints.
 
     Raises:
-        CheckpointError: it is an address that orbax has no way to; there is no folder that it
-            begins in.
-        FunctreeError: the extra is not installed.
+        CheckpointError: if orbax cannot reach the address.
+        CheckpointError: if the path cannot be made absolute.
+        FunctreeError: if the extra is not installed.
     """
     text = os.fspath(path)
     if match := _ADDRESS.match(text):
@@ -271,14 +274,14 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
             "of a bucket as text"
         )
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
-    with files(f"{text} cannot be found"):  # no such user, or the current folder was removed
-        # Absolute at once: a program may change its folder while this is written in the background.
+    with files(f"{text} cannot be found"):  # an unknown user, or the current folder was removed
+        # Absolute at once, since a program may change its folder during a write in the background.
         found = Path(text).expanduser().absolute()
         return Folder(found, tensorstore.KvStore.open(store_spec(found)).result())
 
 
 def _in_bucket(address: str) -> BucketFolder:
-    """The folder at an address in a bucket."""
+    """Return the folder at an address in a bucket."""
     if not _IN_BUCKET.fullmatch(address):
         raise CheckpointError(
             f"{address} is not the address of a folder in a bucket, such as gs://bucket/run/1"
@@ -288,19 +291,19 @@ def _in_bucket(address: str) -> BucketFolder:
             f"{address!r} has {found.group()!r} in it, which orbax takes for something else "
             "than a name: save to another address"
         )
-    # Orbax reaches a bucket by it, and says nothing of what is missing.
+    # Orbax needs it to reach a bucket, and does not say that it is missing.
     import_extra("gcsfs", "gcs")
     tensorstore: Any = import_extra("tensorstore", "gcs")
     fsspec: Any = import_extra("fsspec", "gcs")
     path: Any = import_extra("etils.epath", "gcs").Path(address.rstrip("/"))
     with files(f"{address} cannot be opened"):
         store = tensorstore.KvStore.open(store_spec(path)).result()
-        # What other processes write is to be seen at once.
+        # Without a cache, since writes of other processes must be visible at once.
         return BucketFolder(path, store, fsspec.filesystem("gs", use_listings_cache=False))
 
 
 def store_spec(path: object) -> dict[str, str]:
-    """How tensorstore opens what is in a folder, or below an address in a bucket."""
+    """Return the spec with which tensorstore opens a folder, or an address in a bucket."""
     if not is_in_bucket(path):
         return {"driver": "file", "path": f"{path}/"}
     bucket, _, below = str(path).removeprefix("gs://").partition("/")
@@ -308,33 +311,35 @@ def store_spec(path: object) -> dict[str, str]:
 
 
 def is_in_bucket(path: object) -> bool:
-    """Return whether a path is the address of something in a bucket."""
+    """Return whether a path is an address in a bucket."""
     return str(path).startswith("gs://")
 
 
 DAY = 24 * 3600.0
-"""Seconds after which a writer that has not written its manifest may not do so any more."""
+"""Seconds after which a writer may no longer write its manifest."""
 
-# An hour later what it has written is removed: a writer that has looked at its clock just before
-# has this long to write the manifest, and clocks may differ by so much.
+# The remains are removed an hour later. A writer that checked its clock just before has this time
+# to write the manifest, and clocks may differ by up to an hour.
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"
-"""What several processes leave for each other beside the values: the first one has begun to write
-here; one of them could not write its part."""
+"""Suffixes of files next to the values, with which processes notify each other.
 
-# The values; what orbax makes of them first; what processes leave for each other; and the locks of
-# earlier versions. And what tensorstore leaves of a manifest if the process is killed just then.
+The first process has begun to write here, or a process could not write its part.
+"""
+
+# The values, orbax's temporary folders, the notes of processes, and the locks of earlier versions.
+# If a process is killed while it writes a manifest, tensorstore leaves the last one.
 _OWN = re.compile(
     rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
 )
 
 
 def read_manifest(folder: Folder) -> Manifest:
-    """What the checkpoint in a folder says about itself.
+    """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or its manifest is not what was written.
+        CheckpointError: if it is not a checkpoint, or its manifest has changed.
     """
     path = folder.path / MANIFEST
     with files(f"{path} cannot be read"):
@@ -346,7 +351,7 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def _no_checkpoint(folder: Folder) -> str:
-    """What there is in the place of a checkpoint."""
+    """Say why a folder is not a checkpoint."""
     if obstacle := folder.obstacle():
         return f"it is {obstacle}"
     names = folder.names()
@@ -361,32 +366,33 @@ def _no_checkpoint(folder: Folder) -> str:
 
 
 def named_steps(folder: Folder) -> list[int]:
-    """The steps that have a folder, whether or not there is a checkpoint in it."""
+    """Return the steps that have a folder, even if it holds no checkpoint."""
     found: list[int] = []
     for name in folder.names():
-        # A folder called `007`, or by the digits of another script, would be one step with `7`.
+        # `007`, or 7 in the digits of another script, would be the same step as `7`.
         if name.isascii() and name.isdigit() and str(int(name)) == name:
             found.append(int(name))
     return sorted(found)
 
 
 def steps_with_manifest(folder: Folder, steps: list[int]) -> list[int]:
-    """Those of some steps that have a checkpoint, in their order."""
+    """Return the steps that have a checkpoint, in ascending order."""
     return sorted(map(int, folder.with_manifest(list(map(str, steps)))))
 
 
 class Draft:
-    """The values of a checkpoint that is being written.
+    """Checkpoint that is being written.
 
     Args:
-        folder: the folder of the checkpoint. It is created.
-        overwrite: whether a checkpoint that is there is replaced.
+        folder: the folder of the checkpoint, which is created.
+        overwrite: whether an existing checkpoint is replaced.
 
     Attributes:
-        name: the name of the values. It is new.
+        name: the new name of the folder with the values.
 
     Raises:
-        CheckpointError: the path has something that is not to be overwritten; it cannot be created.
+        CheckpointError: if the path holds something that must not be overwritten.
+        CheckpointError: if the folder cannot be created.
     """
 
     def __init__(self, folder: Folder, overwrite: bool):
@@ -401,10 +407,11 @@ class Draft:
                 folder.write(f"{self.name}{BEGUN}", b"")
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest: from here on this is the checkpoint.
+        """Write the manifest, which makes this the checkpoint.
 
         Raises:
-            CheckpointError: another writer was first, or the file cannot be written.
+            CheckpointError: if another writer was first.
+            CheckpointError: if the file cannot be written.
         """
         folder = self._folder
         with files(f"{folder.path} cannot be written"):
@@ -425,25 +432,25 @@ class Draft:
             sweep(folder)
 
     def discard(self) -> None:
-        """Remove what was written, if that is possible."""
+        """Remove the written files, if possible."""
         folder = self._folder
-        # The rest goes after a day, as does what threads of orbax and other processes write later.
+        # Remains are swept after a day, as are later writes of orbax's threads and other processes.
         with suppress(CheckpointError), files("what was written cannot be removed"):
             if self._is_committed:
-                # There was an error, and the manifest may be there; in a bucket it may still come.
+                # Despite the error, the manifest may exist. In a bucket, it may still appear.
                 if is_in_bucket(folder.path) or _named(folder) in (self.name, None):
                     return
             _remove_values(folder, self.name)
-            # A folder that was there before is the user's, also if nothing is in it.
+            # An older folder is the user's, even if it is empty.
             if self._is_new:
                 folder.remove_empty()
 
 
 def _replaceable(folder: Folder, overwrite: bool) -> Found:
-    """The manifest that a new one may replace, or that there is none.
+    """Return the manifest, or its absence, which a new manifest may replace.
 
     Raises:
-        CheckpointError: the path has something that a checkpoint must not replace.
+        CheckpointError: if the path holds something that a checkpoint must not replace.
     """
     path = folder.path
     if obstacle := folder.obstacle():
@@ -460,8 +467,8 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         raise CheckpointFileError(
             f"{path} is a checkpoint already: save to another path, or with `overwrite=True`"
         )
-    # What another writer has left, or still writes, is no obstacle, nor is the manifest that it has
-    # written in this moment: one of them will be first.
+    # Files of other writers are no obstacle, even a manifest written just now: the first writer
+    # wins.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
     if others:
         raise CheckpointFileError(
@@ -471,13 +478,13 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
 
 
 def is_foreign(folder: Folder) -> bool:
-    """Return whether a folder has a manifest that functree has not written."""
-    # By its first bytes: one that is damaged further on may be replaced. One that another program
-    # has formatted anew begins otherwise, and can still be read.
+    """Return whether a folder has a manifest that functree did not write."""
+    # Compare the first bytes, since a manifest with later damage may be replaced. A manifest that
+    # another program has reformatted begins differently, but can still be read.
     try:
         found = folder.read().data
         if found is None or found.startswith(BEGINNING):
-            return False  # also if another process has removed the checkpoint
+            return False  # also if another process just removed the checkpoint
         read_manifest(folder)
     except CheckpointError:
         return True
@@ -485,8 +492,10 @@ def is_foreign(folder: Folder) -> bool:
 
 
 def _named(folder: Folder) -> str | None:
-    """The name of the values that the manifest in a folder names. It is empty if there is no
-    manifest, and None if the manifest cannot be read, or names none."""
+    """Return the name of the values in a folder's manifest.
+
+    It is empty if there is no manifest, and None if the manifest is unreadable or names none.
+    """
     try:
         found = folder.read().data
         if found is None:
@@ -497,25 +506,24 @@ def _named(folder: Folder) -> str | None:
 
 
 def _remove_values(folder: Folder, values: str) -> None:
-    """Remove the values of a name, with what was made beside them."""
+    """Remove the values with a name, and the files next to them."""
     for name in folder.names():
-        # The word of a process that failed stays for the others, which may look for it later.
+        # The note of a failed process stays, since others may look for it later.
         if name.startswith(values) and _OWN.fullmatch(name) and not name.endswith(FAILED):
             folder.remove(name)
 
 
 def sweep(folder: Folder) -> bool:
-    """Remove what writers have left in the folder of a checkpoint more than a day ago, and the
-    folder if nothing else is in it.
+    """Remove remains of writers that are older than a day, and the folder if it is then empty.
 
     Returns:
-        Whether there is something that may be left, and is too young to be removed.
+        Whether there may be remains that are too young to be removed.
     """
     ages = {name: folder.age(name) for name in folder.names() if _OWN.fullmatch(name)}
-    # The manifest is read after the ages: one that comes later names nothing that is old.
+    # The manifest is read after the ages, since a later manifest names nothing old.
     kept = _named(folder) if ages else None
     if kept is None:
-        return False  # there is nothing, or a manifest that may name these
+        return False  # nothing is there, or a manifest may name it
     left = [name for name in ages if not kept or not name.startswith(kept)]
     old = [name for name in left if ages[name] > _REMOVED_AFTER]
     for name in old:
@@ -526,7 +534,7 @@ def sweep(folder: Folder) -> bool:
 
 
 def remove_step(folder: Folder) -> None:
-    """Remove the checkpoint of a step: first its manifest, so that nobody finds half of it."""
+    """Remove a step's checkpoint, its manifest first, so that nobody reads half of it."""
     old = _named(folder)
     folder.write(MANIFEST, None)
     if old:

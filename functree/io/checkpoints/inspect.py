@@ -1,4 +1,4 @@
-"""`Checkpoint`: what is known of a checkpoint without loading it."""
+"""`ft.inspect` reads a checkpoint's metadata without loading its arrays."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -23,14 +23,14 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is known of a checkpoint without loading it; made by `ft.inspect`.
+    """Metadata of a checkpoint. `ft.inspect` builds it.
 
     Attributes:
         path: its folder.
-        rows: what was saved, one row for each array.
+        rows: one row for each saved array.
         step: the step of `ft.Checkpoints`, or None.
-        meta: what was saved with it.
-        sizes: the sizes of the mesh axes on which the arrays were.
+        meta: the `meta` that was saved with it.
+        sizes: the sizes of the mesh axes that the arrays were saved from.
 
     Examples:
         >>> ft.save(folder / "saved", {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)})
@@ -47,11 +47,11 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of all arrays, with each counted once."""
+        """Bytes of all arrays. An array at several paths is counted once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:
-        """The row at a path: an `ft.Path`, a tuple, or its text."""
+        """Return the row at a path, which may be an `ft.Path`, a tuple or a string."""
         if not isinstance(path, str | tuple):
             raise TypeError(
                 f"a checkpoint is indexed by a path, not by {path!r}; its rows by index are in "
@@ -77,11 +77,12 @@ class Checkpoint:
         return f"<Checkpoint of {count(len(self.rows), 'array')} at {self.path}>"
 
     def diff(self, other: "Checkpoint | Plan") -> Diff:
-        """What differs in another checkpoint, or in a plan: arrays, axes, specs; and the values of
-        two checkpoints.
+        """Compare the checkpoint with another checkpoint, or with a plan.
+
+        The arrays, axes and specs are compared. The values are too, if both are checkpoints.
 
         Raises:
-            FunctreeError: the other value is neither.
+            FunctreeError: if `other` is neither a checkpoint nor a plan.
 
         Examples:
             >>> ft.save(folder / "before", {"w": jnp.ones((4, 8))})
@@ -110,7 +111,7 @@ class Checkpoint:
         return Diff((*meshes, *found))
 
     def _notes(self) -> list[str]:
-        """The lines below the table."""
+        """Return the lines below the table."""
         verified = sum(row.digest is not None for row in self.rows)
         notes = [f"{self.path}: {count(len(self.rows), 'array')}, {bytes_text(self.total_bytes)}"]
         if self.step is not None:
@@ -122,13 +123,13 @@ class Checkpoint:
 
 
 def inspect(path: str | os.PathLike[str]) -> Checkpoint:
-    """What is known of a checkpoint. Its arrays are not loaded.
+    """Read a checkpoint's metadata without loading its arrays.
 
     Args:
         path: its folder, or its address in a bucket.
 
     Raises:
-        CheckpointError: it is not a checkpoint, or its manifest is not what was written.
+        CheckpointError: if it is not a checkpoint, or its manifest has changed.
 
     Examples:
         >>> ft.save(
@@ -147,12 +148,12 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _plan_row(row: SavedArray) -> Row:
-    """A row for the table of a plan, with the bytes of the whole array."""
-    # An array at several paths is counted at the first of them, as in `total_bytes`.
+    """Convert a row for a plan's table, with the bytes of the whole array."""
+    # An array at several paths is counted at the first one, as in `total_bytes`.
     reason, own_bytes = "", row.bytes
     if row.same_as is not None:
         reason, own_bytes = f"the same array as {row.same_as}", 0
-    # On how many devices it was is not kept: the local shape is the whole one, and there is a copy.
+    # The number of devices is not saved, so the row describes one unsharded copy.
     return Row(
         path=row.path,
         shape=row.shape,

@@ -1,4 +1,4 @@
-"""`Manifest`: what a checkpoint says about its arrays ─► JSON with a checksum, and back."""
+"""A `Manifest` describes a checkpoint's arrays. It is stored as JSON with a checksum."""
 
 import hashlib
 import json
@@ -22,31 +22,30 @@ from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 BEGINNING = b'{\n "functree": "checkpoint",'
-"""The first bytes of each manifest, by which it is known to be one of functree if it is damaged."""
+"""First bytes of each manifest, which identify it even if it is damaged."""
 
 VALUES = "arrays-[0-9a-f]{12}"
-"""The names that functree gives to the folder of the values, as a regular expression."""
+"""Regular expression for the names of the folders with values."""
 
 
 def new_values_name() -> str:
-    """A name for the folder of values that no other has."""
+    """Make a unique name for a folder with values."""
     return f"arrays-{uuid.uuid4().hex[:12]}"
 
 
 class SavedArray(NamedTuple):
-    """What a checkpoint says about one array.
+    """Row of a checkpoint's manifest, for one array.
 
     Attributes:
-        path: its path in the tree that was saved.
+        path: its path in the saved tree.
         shape: its shape.
         dtype: its dtype.
         axes: the names of its dimensions.
-        spec: how it was sharded when it was saved; None if it had no spec.
-        bytes: its bytes, those of one copy.
-        digest: the digest of its values, as 8 hexadecimal digits; None if none was kept.
-        same_as: the path of the array that it was the same array as, if it stood at several places;
-            else None.
-        buffer: whether it was annotated as an `ft.Buffer`.
+        spec: the spec that it was saved with; None if it had none.
+        bytes: the bytes of one copy.
+        digest: the digest of its values as 8 hexadecimal digits; None if none was saved.
+        same_as: the first path of this array, if it occurs at several paths; otherwise None.
+        buffer: whether it is annotated as an `ft.Buffer`.
 
     Examples:
         >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
@@ -67,17 +66,16 @@ class SavedArray(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """What a checkpoint says about itself.
+    """Manifest of a checkpoint.
 
     Attributes:
-        rows: one for each array.
-        arrays: the name of the folder inside the checkpoint that has their values; None if no array
-            has a value.
+        rows: one row for each array.
+        arrays: the folder inside the checkpoint with the values; None if no array has values.
         step: the step of `ft.Checkpoints`, or None.
-        sizes: the sizes of the mesh axes on which the arrays lay.
-        static: the static leaves of the tree, which are not saved, by path and as text. They come
-            back from `like`, and one that differs there is warned about.
-        meta: what the user saved with it.
+        sizes: the sizes of the mesh axes that the arrays were saved from.
+        static: the texts of the tree's static leaves by path. A restore takes these leaves from
+            `like`, and warns about differences.
+        meta: the user's `meta`.
     """
 
     rows: tuple[SavedArray, ...]
@@ -88,40 +86,41 @@ class Manifest(NamedTuple):
     meta: Any
 
     def of_values(self, arrays: str | None, digests: Mapping[str, str]) -> "Manifest":
-        """The same with the name of the folder of the values, and with their digests by path."""
+        """Add the name of the folder with the values, and their digests by path."""
         rows: list[SavedArray] = []
         for row in self.rows:
             rows.append(row._replace(digest=digests.get(str(row.same_as or row.path))))
         return self._replace(arrays=arrays, rows=tuple(rows))
 
     def to_json(self) -> str:
-        """The text of the manifest, with its checksum."""
+        """Return the manifest's JSON, with its checksum."""
         body = {"functree": "checkpoint", "format": FORMAT, **written(self)}
         return json.dumps({**body, "checksum": checksum(body)}, indent=1)
 
     @classmethod
     def from_json(cls, text: str, where: object) -> "Manifest":
-        """The manifest of a text.
+        """Read a manifest from JSON.
 
         Args:
-            text: its JSON.
+            text: the JSON.
             where: the file, for messages.
 
         Raises:
-            CheckpointError: the text is not that of a manifest, is of a newer format, or is not
-                what was written.
+            CheckpointError: if the text is not a manifest, or has a newer format.
+            CheckpointError: if the text has changed since it was written.
         """
         try:
             body = parsed(text)
             kept = body.pop("checksum", None) if isinstance(body, dict) else None
-            # Before anything else is looked at: if a bit of the format has flipped, the file is
-            # damaged, and not of a newer version.
+            # The checksum comes first: if a bit of the format number has flipped, the file is
+            # damaged, not newer.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
             manifest = read_value(body, "checkpoint", cls)
             if kept is None:
                 raise FunctreeValueError("it has no `checksum`")
-            # What it names is read, and removed when the checkpoint is: never a path elsewhere.
+            # The named folder is read, and removed with the checkpoint, so it must not be
+            # elsewhere.
             if manifest.arrays is not None and not re.fullmatch(VALUES, manifest.arrays):
                 raise FunctreeValueError(f"{manifest.arrays!r} is not a folder of values")
             _check_rows(manifest.rows)
@@ -136,15 +135,14 @@ class Manifest(NamedTuple):
 
 
 def checksum(body: Mapping[str, Any]) -> str:
-    """A checksum of what a manifest says."""
-    # Of the values and not of the text: it is in the same JSON, and who reads that has no text
-    # without it.
+    """Compute the checksum of a manifest's values."""
+    # Of the values instead of the text, since the checksum is part of the same JSON.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _check_rows(rows: Sequence[SavedArray]) -> None:
-    """Raise FunctreeError for rows that do not fit each other, or say two things of one array."""
-    # Of another program, or of somebody's hand, they may have a checksum that fits.
+    """Raise FunctreeError for rows that are inconsistent."""
+    # Another program or a person may have written them with a correct checksum.
     known: dict[Path, SavedArray] = {}
     for row in rows:
         why, size = "", math.prod(row.shape) * row.dtype.itemsize

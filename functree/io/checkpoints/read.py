@@ -1,7 +1,6 @@
-"""A checkpoint and a tree like the one that was saved ─► the tree with the saved arrays, born where
-a layout says.
+"""`restore` reads a checkpoint into a tree like the saved one, with sharded arrays.
 
-First the manifest is compared with the tree: all that differs is one error, before an array is
+It first compares the manifest with the tree. One error lists all differences, before an array is
 read.
 """
 
@@ -67,13 +66,13 @@ T = TypeVar("T")
 
 
 class _Wanted(NamedTuple):
-    """An array that is restored.
+    """Array to restore.
 
     Attributes:
         leaf: the array in `like`.
-        row: what was saved for it.
-        sharding: where it is created; None for an array of numpy, and for one that is not committed
-            to a device.
+        row: its row in the manifest.
+        sharding: the sharding that it is created with; None for a NumPy array or an uncommitted
+            array.
     """
 
     leaf: Leaf
@@ -82,12 +81,12 @@ class _Wanted(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of what is stored."""
+        """Name of the stored array."""
         return str(self.row.same_as or self.row.path)
 
     @property
     def target(self) -> Any:
-        """What is read."""
+        """Target of the read."""
         shape, dtype = stored_form(self.row.shape, self.row.dtype)
         if self.sharding is None or not is_enabled(dtype):
             return np.empty(shape, dtype)
@@ -96,8 +95,7 @@ class _Wanted(NamedTuple):
         )
 
     def array(self, stored: Any) -> tuple[Any, int | jax.Array]:
-        """The array from what was read, with the dtype of that in `like`; and how many of its
-        values this dtype does not hold."""
+        """Convert a stored array to the dtype in `like`, and count the values that are lost."""
         like, sharding = self.leaf.value, self.sharding
         array = from_stored(stored, self.row.dtype, sharding)
         if sharding is not None and isinstance(array, jax.Array):
@@ -105,7 +103,7 @@ class _Wanted(NamedTuple):
                 return array, 0
             return cast_on_devices(array, like.dtype, sharding)
         lost = 0 if array.dtype == like.dtype else lost_on_host(np.asarray(array), like.dtype)
-        if sharding is not None:  # it was read by numpy since JAX has no such dtype
+        if sharding is not None:  # read as a NumPy array, since JAX has no such dtype
             array = jax.make_array_from_callback(
                 array.shape, sharding, lambda index: cast_on_host(array[index], like.dtype)
             )
@@ -126,29 +124,29 @@ def restore(
     cast: bool = False,
     verify: bool = True,
 ) -> T:
-    """The tree that was saved. Its arrays are created sharded, on any number of devices and
-    processes.
+    """Restore a saved tree. Its arrays are created sharded, on any number of devices.
 
     Args:
         path: the folder of the checkpoint, or its address in a bucket.
-        like: a tree like the one that was saved, abstract or with arrays: it gives the structure,
-            and all that is static.
-        layout: the layout of the tree. By default each array is sharded as the one in `like`.
-        mesh: a mesh, or None for the current one.
-        only: a filter of the arrays that are restored. Others are neither compared nor read, and
-            come from `like`. Classes and functions in it are asked of `like` alone. A pattern, a
-            class or a function that matches nothing on either side is an error.
-        cast: whether an array is cast if `like` has another dtype. A value that this dtype does not
-            hold, such as 300.7 as int8, is a warning by path; rounded floats are none.
-        verify: whether the digests are computed again, and compared.
+        like: a tree like the saved one, which may be abstract. The result has its structure and its
+            static leaves.
+        layout: the layout of the tree. By default, each array is sharded as in `like`.
+        mesh: a mesh, or None for the current mesh.
+        only: a filter of the arrays to restore. All other arrays come from `like`, and are neither
+            read nor compared. Classes and functions in the filter see only `like`. Every part of
+            the filter must match an array in the checkpoint or in `like`.
+        cast: whether an array is cast to the dtype in `like`. Values that this dtype cannot hold,
+            such as 300.7 in int8, are a warning by path. Rounding is not.
+        verify: whether the digests of the values are checked.
 
     Raises:
-        CheckpointError: it is not a checkpoint; its arrays and those of `like` differ in path,
-            shape, dtype, or kind of random key (the error lists all of them, and nothing is read);
-            `only` names what is on neither side;
-            an array in `like` has no sharding, and there is no layout; data have changed since they
-            were saved.
-        ShardingError: the layout does not fit the tree.
+        CheckpointError: if `path` is not a checkpoint.
+        CheckpointError: if the arrays in the checkpoint and in `like` differ in path, shape, dtype
+            or kind of random key. The error lists all differences, and nothing is read.
+        CheckpointError: if a part of `only` matches no array.
+        CheckpointError: if an array in `like` has no sharding, and there is no layout.
+        CheckpointError: if the data have changed since they were saved.
+        ShardingError: if the layout does not fit the tree.
 
     Examples:
         >>> mesh, make = ft.make_mesh(data=8), ft.abstract(eqx.nn.Linear)
@@ -180,7 +178,7 @@ def restore(
                 _verify(folder, wanted, stored)
             break
         except CheckpointError:
-            # Another process may have replaced the checkpoint meanwhile: then the new one is read.
+            # If another process has replaced the checkpoint meanwhile, the new one is read.
             with Agreement(f"{folder} is not restored"):
                 newest = read_manifest(place).arrays
             if text_of_first(str(newest)) == str(manifest.arrays):
@@ -192,7 +190,7 @@ def restore(
 
 
 def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts:
-    """What has to be the same in all processes."""
+    """Return what must be the same in all processes."""
     like: list[str] = []
     for leaf, _, sharding in wanted:
         where = "on the host" if sharding is None else sharding_text(sharding)
@@ -201,24 +199,24 @@ def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts
 
 
 def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
-    """Raise FunctreeError if an array that comes from `like` is deleted."""
+    """Raise FunctreeError if an array from `like` is deleted."""
     read_from_files = {one.leaf.path for one in wanted}
     kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
     if any(is_deleted(leaf.value) for leaf in kept):
         paths, values = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
-        # Those that are read from the files are not there, and may be below the same key.
+        # Arrays that are read from files are not among them, and may be below the same key.
         raise refuse_deleted("restore", paths, values, "array of `like`", whole=False)
 
 
 def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> dict[str, Any]:
-    """What is stored of the arrays, by name; each is read once."""
+    """Read each stored array once, by name."""
     stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-    for one in reversed(wanted):  # of those with one name, the first one is decisive
+    for one in reversed(wanted):  # the first of several arrays with one name decides
         target = one.target
         if target.size:
             targets[one.name] = target
-        else:  # it is in the manifest alone
+        else:  # it is only in the manifest
             stored[one.name] = np.empty(target.shape, target.dtype)
     if targets and manifest.arrays is None:
         raise CheckpointFileError(f"{folder} cannot be read: its manifest names no arrays")
@@ -226,11 +224,11 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
 
 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Some arrays of a checkpoint.
+    """Read some arrays of a checkpoint.
 
     Raises:
-        CheckpointError: one cannot be read. Orbax may not say which, so it is looked for by halves:
-            in all processes, since orbax counts its calls, and they have to be as many in each.
+        CheckpointError: if one cannot be read. Orbax may not name it, so it is found by bisection.
+            All processes do so, since orbax needs the same number of calls in each.
     """
     try:
         with Agreement(f"{folder} is not restored"), files(f"{folder} cannot be read"):
@@ -243,18 +241,18 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
             raise CheckpointFileError(f"{folder} cannot be restored", [problem]) from error
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
             _loaded(folder, values, {name: targets[name] for name in half})
-        raise  # all could be read this time
+        raise  # both halves could be read this time
     check_dtypes(arrays, targets)
     return arrays
 
 
 def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]) -> None:
-    """Compare the digests of what was read with those of what was saved.
+    """Compare the digests of the arrays with the saved digests.
 
     Raises:
-        CheckpointError: some differ.
+        CheckpointError: if digests differ.
     """
-    # Each process has read for itself, so copies may differ.
+    # Each process reads separately, so copies may differ.
     full = {name: value for name, value in stored.items() if value.size}
     digests, problems = digests_of(
         full, "restore another checkpoint: a process reads other values than the others"
@@ -282,8 +280,10 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
 def _arrays(
     folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]
 ) -> dict[Path, Any]:
-    """The arrays by path. One array at several places of `like`, or of the saved tree, is one array
-    again."""
+    """Convert the stored arrays, by path.
+
+    An array that occurs several times in `like`, or in the saved tree, is one array again.
+    """
     losses: list[Loss] = []
     made: dict[Any, Any] = {}
     used: set[str] = set()
@@ -293,16 +293,16 @@ def _arrays(
         if isinstance(value, jax.ShapeDtypeStruct):
             key: Any = (one.name, one.sharding, value.dtype)
         else:
-            # One array of numpy at two places is often nothing but zeros that were made once.
+            # A NumPy array at two paths is often just zeros that were made once.
             key = id(value) if isinstance(value, jax.Array) else one.leaf.path
         if key not in made:
             array, lost = one.array(stored[one.name])
             losses.append(Loss(one.leaf.path, array.size, one.row.dtype, array.dtype, lost))
-            # Two arrays on one buffer could not both be donated.
+            # Two arrays that share a buffer could not both be donated.
             made[key] = array.copy() if one.name in used else array
             used.add(one.name)
         arrays[one.leaf.path] = made[key]
-    # Last: to look at a number waits for its device.
+    # Last, since reading a number waits for its device.
     warn_of_losses(
         f"{folder} is restored", losses, "give these arrays in `like` the dtype that was saved"
     )
@@ -317,18 +317,18 @@ def _wanted_arrays(
     only: Filter | None,
     cast: bool,
 ) -> list[_Wanted]:
-    """The arrays that are restored.
+    """Return the arrays to restore.
 
     Args:
         folder: the checkpoint, for the message.
-        manifest: what it says.
+        manifest: its manifest.
         leaves: the arrays in `like`.
-        shardings: where each of them is created.
-        only: the filter of those that are restored.
-        cast: whether they may have other dtypes.
+        shardings: the sharding of each.
+        only: the filter of the arrays to restore.
+        cast: whether their dtypes may differ.
 
     Raises:
-        CheckpointError: they differ from those that were saved.
+        CheckpointError: if they differ from the saved arrays.
     """
     rows = {row.path: row for row in manifest.rows}
     known = set(leaves.paths)
@@ -347,11 +347,11 @@ def _wanted_arrays(
     differ = {Path(problem.path or ()) for problem in problems}
     remedy = ""
     if only is not None and all(leaf.path in differ for leaf, _ in taken):
-        # A filter without these would match nothing, which is an error.
+        # A filter without these arrays would match nothing, which is an error.
         remedy = f"correct only={only!r}, which matches nothing else, or `like`"
     elif not differ.issuperset((*rows, *known)):
         remedy = _remedy(differ, only)
-    # One of another dtype is a problem with a remedy of its own.
+    # A different dtype has its own remedy.
     problems = [one if one.remedy else one._replace(remedy=remedy) for one in problems]
     for leaf, to in taken:
         problems += misplaced(leaf, to)
@@ -364,20 +364,20 @@ def _wanted_arrays(
 
 
 def _saved_leaf(row: SavedArray) -> Leaf:
-    """An array that was saved, as a leaf that a filter can be asked about."""
+    """Convert a row to a leaf that filters accept."""
     value = jax.ShapeDtypeStruct(row.shape, row.dtype)
     return Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer)
 
 
-# The most paths in one remedy: a longer filter nobody would read.
+# The largest number of paths in a remedy. Nobody would read a longer filter.
 _MOST = 6
 
 
 def _remedy(differ: Collection[Path], only: Filter | None) -> str:
-    """How to restore all arrays but some."""
+    """Say how to restore all other arrays."""
     if len(differ) > _MOST:
         return "to restore the rest, and take these from `like`: a filter without them as `only=`"
-    # As JSON: a key of a dict may have a quote or a backslash in it, and is to be pasted.
+    # As JSON, so that keys with quotes or backslashes can be pasted.
     texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
     globs = " | ".join(f"ft.glob({text})" for text in texts)
     written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
@@ -387,7 +387,7 @@ def _remedy(differ: Collection[Path], only: Filter | None) -> str:
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
-    """In what an array in `like` differs from the one that was saved."""
+    """Yield the problems of an array in `like` that differs from the saved one."""
     if row is None:
         yield leaf.problem("is in `like`, and was not saved", "")
         return
@@ -409,22 +409,22 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
 def _matched(
     folder: FilePath, only: Filter, leaves: Sequence[Leaf], saved: Sequence[Leaf]
 ) -> list[Leaf]:
-    """The arrays that only the checkpoint has, and that a filter matches.
+    """Return the arrays that a filter matches and only the checkpoint has.
 
     Raises:
-        CheckpointError: the filter, or a pattern, a class or a function in it, matches nothing on
-            either side. With a typing error it would restore nothing, or everything under a `~`.
+        CheckpointError: if the filter, or a pattern, class or function in it, matches no array.
+            With a typo, it would restore nothing, or under a `~` everything.
     """
     matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []
-    # Not properties, such as a dtype, which no array may have.
+    # Properties such as a dtype are exempt, since no array may have them.
     functions = [part for part in atoms(only) if isinstance(part, FunctionFilter)]
     for part in (*naming(only), *functions):
         if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):
             lost.append(part)
     both = [*leaves, *saved]
     if not lost and not matched and both and not any(map(only, leaves)):
-        # Each part matches something, and they nothing together; or it is a property of no array.
+        # Each part matches something, but not together. Or no array has the property.
         lost = [only]
     if lost:
         remedy = "correct the filter, or leave it out"
@@ -437,8 +437,10 @@ def _matched(
 
 
 def _matches(item: Filter, leaf: Leaf) -> bool:
-    """Whether a filter matches an array that only the checkpoint has: classes and functions are
-    asked of `like` alone, and match no such array."""
+    """Return whether a filter matches an array that only the checkpoint has.
+
+    Classes and functions see only `like`, and match no such array.
+    """
     match item:
         case Conjunction():
             return all(_matches(part, leaf) for part in item.parts)
@@ -452,7 +454,7 @@ def _matches(item: Filter, leaf: Leaf) -> bool:
 
 
 def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator[Problem]:
-    """The places of one array in `like` for which two different arrays were saved."""
+    """Yield a problem for each array in `like` for which two different arrays were saved."""
     first: dict[int, SavedArray] = {}  # by the array in `like`
     for leaf in leaves:
         row = rows.get(leaf.path)

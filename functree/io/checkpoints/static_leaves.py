@@ -1,5 +1,4 @@
-"""The leaves of a tree that are not saved ─► their texts, by which a restore finds one that
-differs; and what cannot be saved at all."""
+"""A checkpoint keeps the text of static leaves, so that a restore can warn about changes."""
 
 import dataclasses
 import enum
@@ -18,14 +17,16 @@ from functree.labels.leaf import unheld_problem
 from functree.tree.arrays import Tree, is_array, unheld
 from functree.tree.nodes import leaves_of
 
-# Python's numbers, which could be arrays. By `type`, not `isinstance`: numpy's float64 is a `float`
-# too, and is saved as an array.
+# Python numbers, which could be arrays. Compare with `type`: NumPy's float64 is a `float` too, and
+# is saved as an array.
 _NUMBERS = (bool, int, float, complex)
 
 
 def static_texts(tree: Tree) -> dict[str, str]:
-    """The static leaves of a tree by path, as text. Those that have only an address are not in it:
-    it is another one in each process."""
+    """Return the texts of a tree's static leaves by path.
+
+    Leaves whose text is an address are left out, since it differs between processes.
+    """
     found: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
         if is_array(leaf):
@@ -37,9 +38,9 @@ def static_texts(tree: Tree) -> dict[str, str]:
 
 
 def unsaveable(tree: Tree) -> Iterator[Problem]:
-    """The problems of leaves that look like arrays, and whose values a checkpoint cannot keep.
+    """Yield a problem for each leaf that looks like an array, but has values that cannot be saved.
 
-    They would be taken for static ones, and come back as they are in `like`.
+    They would count as static leaves, and a restore would return the values from `like`.
     """
     for path, leaf in leaves_of(tree):
         if isinstance(leaf, jax.Ref):
@@ -55,7 +56,7 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
 
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
-    """Warn of static leaves that were others when a tree was saved: they come from `like`."""
+    """Warn about static leaves in `like` that differ from the saved ones."""
     numbers: list[str] = []
     others: list[str] = []
     lost = dict(saved)
@@ -65,11 +66,11 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         if then is None or is_array(leaf):
             continue
         now = _text(leaf)
-        # Shortened both: the first versions kept texts of any length.
+        # Both are shortened, since the first versions kept texts of any length.
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
             kind.append(f"`{path}` was {_short(then)} and is {_short(now)}")
-    # Where `like` has None, or nothing: a leaf that is an array there is an error of its own.
+    # These are None or missing in `like`. An array there is a separate error.
     for name, then in lost.items():
         others.append(f"`{name}` was {_short(then)} and is not in `like`")
     if numbers:
@@ -81,26 +82,25 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
-# A `repr` of the user's may raise anything; that of `reprlib` is then an address.
+# A user's `repr` may raise any error. `reprlib` returns an address in that case.
 _REPR = reprlib.Repr()
 _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """A value as text that is the same in all processes; None if it has only an address."""
+    """Return a value's text, which is equal in all processes, or None if it is an address."""
     try:
         return _structured(value)
     except (RecursionError, AttributeError, _OnlyAddressError):
-        return None  # or it contains itself, or lacks one of its fields
+        return None  # it is an address, contains itself, or lacks one of its fields
 
 
 class _OnlyAddressError(Exception):
-    """A value, or something in it, has no text but an address."""
+    """Error for a value whose text has an address in it."""
 
 
 def _structured(value: Any) -> str:
-    """The text of a value by what is in it: a set has its elements in another order in each
-    process."""
+    """Build the text of a value from its contents: a set's order differs between processes."""
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return str(value) if value.name is None else f"{name}.{value.name}"
@@ -112,7 +112,7 @@ def _structured(value: Any) -> str:
         return _joined(name, sorted(map(_structured, value.items())))
     if isinstance(value, functools.partial):
         return _joined(name, map(_structured, (value.func, value.args, value.keywords)))
-    # A function or a class: without its module, which is `__main__` in the script that trains.
+    # A function or a class, without its module, which is `__main__` in a training script.
     qualified = getattr(value, "__qualname__", None)
     if isinstance(qualified, str):
         return qualified
@@ -120,7 +120,7 @@ def _structured(value: Any) -> str:
         fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
         return _joined(name, map(_structured, fields))
     text = _REPR.repr_instance(value, 0)
-    # The text of a value is whatever it is; of others, an address is not the same in the next run.
+    # A string may contain anything. In other texts, an address would change with the next run.
     if not isinstance(value, str | bytes) and _ADDRESS.search(text):
         raise _OnlyAddressError
     return text
@@ -134,7 +134,7 @@ _LONGEST = 200
 
 
 def _short(text: str) -> str:
-    """A text of a bounded length, with a digest of what is left out."""
+    """Shorten a long text, and add a digest."""
     if len(text) <= _LONGEST:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -1,4 +1,4 @@
-"""A tree ─► a checkpoint: its arrays by orbax, and a manifest with a digest of each."""
+"""`save` writes a checkpoint: the arrays with orbax, and a manifest with their digests."""
 
 import math
 import os
@@ -40,24 +40,29 @@ def save(
     overwrite: bool = False,
     meta: object = None,
 ) -> None:
-    """Save the arrays of a tree, each under its path. When this returns, the checkpoint is whole.
+    """Save the arrays of a tree by path. When this returns, the checkpoint is complete.
+
+    If it raises an error, an earlier checkpoint at the path is unchanged.
 
     Args:
-        path: a folder, which is created. With several processes, one that all of them see. Or the
-            address of one in a bucket, as text: `gs://bucket/run/1`.
-        tree: concrete arrays, in modules and containers. Other leaves are static: they are not
-            saved, and `ft.restore` warns of one that differs in `like`.
-        verify: whether a digest of each array's values is kept, by which `ft.restore` notices that
-            data have changed.
-        overwrite: whether a checkpoint at this path is replaced: once the new one is whole and,
-            with `verify=True`, was read back.
-        meta: kept with the arrays and returned by `ft.inspect`: JSON values.
+        path: a new folder that all processes see, or its address in a bucket: `gs://bucket/run/1`.
+        tree: modules and containers with concrete arrays. Other leaves are static and not saved.
+            `ft.restore` warns if they differ in `like`.
+        verify: whether digests of the values are saved, with which `ft.restore` detects changed
+            data.
+        overwrite: whether a checkpoint at this path is replaced. This happens once the new one is
+            complete, and with `verify=True` was read back.
+        meta: JSON values that are saved with the arrays. `ft.inspect` returns them.
 
     Raises:
-        CheckpointError: the path has something already; an array is traced, abstract, or not of all
-            processes, has a mask or a dtype that JAX lacks; there is a mutable reference; `meta` is
-            not JSON; the files cannot be written. What was at the path before is still there.
-        FunctreeError: the processes do not save the same.
+        CheckpointError: if the path holds a checkpoint, and `overwrite` is False.
+        CheckpointError: if the path holds anything else.
+        CheckpointError: if an array is traced, abstract, or not on devices of all processes.
+        CheckpointError: if a leaf is a mutable reference, or an array with a mask.
+        CheckpointError: if an array has a dtype that JAX lacks.
+        CheckpointError: if `meta` is not JSON.
+        CheckpointError: if the files cannot be written.
+        FunctreeError: if the processes save different trees.
 
     Examples:
         >>> model = ft.nn.Linear(8, 16, key=jax.random.key(0))
@@ -72,20 +77,20 @@ def save(
 
 
 class CheckpointWriter:
-    """Writes one checkpoint: its values in the background, and then its manifest.
+    """Writer of one checkpoint: the values in the background, and then the manifest.
 
-    Once it is made, the arrays may be donated.
+    Once it is constructed, the arrays may be donated.
 
     Args:
         folder: the folder of the checkpoint.
-        tree: what is saved.
-        meta: what is kept with it.
-        verify: whether digests are kept.
-        overwrite: whether a checkpoint that is there is replaced, after the values were read back.
+        tree: the tree to save.
+        meta: the user's JSON values.
+        verify: whether digests are saved.
+        overwrite: whether an existing checkpoint is replaced, once the values were read back.
         step: the step of `ft.Checkpoints`.
 
     Raises:
-        CheckpointError: as `save`.
+        CheckpointError: if `save` would raise it.
     """
 
     def __init__(
@@ -101,18 +106,18 @@ class CheckpointWriter:
         self._folder, self._failure = folder, f"{folder.path} cannot be written"
         self._another = f"{self._failure}: another process could not do so"
         options = [f"verify={verify}, overwrite={overwrite}"]
-        # Compared before the folder is made: processes that save other trees leave nothing behind.
+        # Compared before the folder is made, so that different trees leave no files.
         with Agreement(self._failure) as agreement:
             import_orbax()
             contents = Contents.of(tree, meta, step)
             agreement.compare(lambda: {**contents.facts(), "options": options})
-        # By one process, since it makes up a name for the values. The others are told which.
+        # In one process, which chooses the name of the values and sends it to the others.
         self._draft: Draft | None = None
         with Agreement(self._failure):
             if jax.process_index() == 0:
                 self._draft = Draft(folder, overwrite)
         self._digests: dict[str, str] = {}
-        self._targets: dict[str, Target] = {}  # what is read back
+        self._targets: dict[str, Target] = {}  # the arrays to read back
         self._given_up = threading.Event()
         self._looked = time.monotonic()
         with self._undone():
@@ -124,14 +129,16 @@ class CheckpointWriter:
             self._manifest, self._response = self._started(contents, verify, check=overwrite)
 
     def _started(self, contents: Contents, verify: bool, check: bool) -> tuple[Manifest, Response]:
-        """Start to write the values. The arrays are not kept: they would take memory until all is
+        """Start to write the values.
+
+        References to the arrays are dropped, since they would use memory until everything is
         written.
 
         Returns:
-            The manifest to write once the response is there.
+            The manifest, and the save that must end before it is written.
         """
-        # Digests before orbax begins: afterwards the arrays may be donated. And of the arrays, not
-        # of what is on the disk, so that an error of the writing itself is noticed.
+        # Digests are computed before orbax begins, since the arrays may be donated afterwards. They
+        # describe the arrays, not the disk, so that write errors are noticed.
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
@@ -144,30 +151,29 @@ class CheckpointWriter:
         return contents.manifest.of_values(name, self._digests), response
 
     def finish(self) -> None:
-        """Wait until the values are written, and write the manifest. All processes call this.
+        """Wait until the values are written, then write the manifest. All processes must call this.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError: if `save` would raise it.
         """
         with self._undone():
-            # Orbax would let the others wait for minutes for one that cannot write.
+            # With orbax alone, the others would wait for minutes for a process that cannot write.
             wait_in_all(self._failure, self._is_written)
-            # Before the manifest, which replaces the checkpoint that is there: if the disk has
-            # other values than were saved, that one stays.
+            # Before the manifest replaces the earlier checkpoint, which must stay if the disk has
+            # wrong values.
             self._read_back()
             self._commit()
 
     def finish_alone(self) -> None:
-        """As `finish`, without a word between the processes: in the background.
+        """Do the same as `finish` in the background, without communication.
 
-        There, what one of them sends could come between the collectives of a step.
+        Communication could come between the collectives of a step.
 
         Raises:
-            CheckpointError: as `save`.
+            CheckpointError: if `save` would raise it.
         """
         with self._undone():
-            # Orbax waits until all processes have written, by JAX's coordination service and not
-            # by collectives.
+            # Orbax waits for all processes through JAX's coordination service, without collectives.
             try:
                 while not self._is_written():
                     if self._given_up.is_set():
@@ -182,23 +188,24 @@ class CheckpointWriter:
             self._commit()
 
     def give_up(self) -> None:
-        """End `finish_alone` in its thread: another process has failed."""
+        """End `finish_alone` in its thread, since another process has failed."""
         self._given_up.set()
 
     def _check_others(self) -> None:
-        """Raise CheckpointError if another process has left word that it could not write."""
-        # For who leaves `with Checkpoints` by an error of its own: the processes do not talk then,
-        # and orbax would wait for up to twenty minutes.
+        """Raise CheckpointError if another process has noted that it could not write."""
+        # A process that leaves `with Checkpoints` with an error does not communicate, and orbax
+        # would wait for up to twenty minutes.
         with files(self._failure):
             if jax.process_count() > 1 and self._word in self._folder.names():
                 raise CheckpointFileError(self._another)
 
     def _tell_others(self) -> None:
-        """Leave word that this process could not write."""
-        # If another one has done so, this one may miss what that has removed: it is the cause.
+        """Leave a note that this process could not write."""
+        # If another process failed first, files that it removed may be missing here. It is the
+        # cause.
         self._check_others()
         if jax.process_count() > 1:
-            # Nothing can be left where nothing can be written.
+            # The note may be impossible to write, too.
             with suppress(CheckpointError), files(self._failure):
                 self._folder.write(self._word, b"")
 
@@ -209,7 +216,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _undone(self) -> Iterator[None]:
-        """What was written is removed if there is an error inside."""
+        """Remove the written files if the block raises an error."""
         with ExitStack() as undo:
             if self._draft is not None:
                 undo.callback(self._draft.discard)
@@ -218,20 +225,20 @@ class CheckpointWriter:
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
-        # Last: it names the folder of the values, and from then on they are the checkpoint. Written
-        # first it would name what is still missing if this process is killed.
+        # Last, since it makes the values the checkpoint. Written first, it would name missing
+        # values if this process were killed.
         if self._draft is not None:
             self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
-        """Raise if the disk has other values than were saved."""
-        # Some arrays at a time: all of them would take the memory of a second model.
+        """Raise CheckpointError if the values on the disk differ from the saved ones."""
+        # Some arrays at a time, since all would take the memory of a second model.
         while self._targets:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, group)
             check_dtypes(stored, group)
-            # Each process reads for itself, so that copies may differ: `torn`.
+            # Each process reads separately, so copies may differ: `torn`.
             found, torn = digests_of(stored)
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
@@ -249,19 +256,19 @@ class CheckpointWriter:
         return group
 
 
-# Seconds after which it is looked again for what another process has left word of.
+# Seconds between searches for notes of other processes.
 _LOOKED_AFTER = 2.0
 
-# Seconds after which what one machine has written to a network file system is seen by the others.
+# Seconds after which all machines see a file that one has written to a network file system.
 _SEEN_AFTER = 5
 
 
 def _check_seen(folder: Folder, name: str) -> None:
-    """Raise CheckpointError if this process does not see what the first one writes."""
+    """Raise CheckpointError if this process does not see files of the first process."""
     until = time.monotonic() + _SEEN_AFTER
-    # Before orbax begins: on a folder of its own each process would write a part, and none of them
-    # would notice that the others are missing. By a list of the folder: a network file system may
-    # remember of a file that it was not there.
+    # Before orbax begins: processes with separate folders would each write a part, without noticing
+    # that the others are missing. The folder is listed, since a network file system may cache that
+    # a file is missing.
     while jax.process_count() > 1 and f"{name}{BEGUN}" not in folder.names():
         if time.monotonic() > until:
             raise CheckpointFileError(
@@ -272,7 +279,7 @@ def _check_seen(folder: Folder, name: str) -> None:
 
 
 def _target(value: StoredArray) -> Target:
-    """What is read back of an array."""
+    """Return the target to read back an array."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return np.empty(value.shape, value.dtype)

@@ -1,5 +1,4 @@
-"""A tensor of a file, and the shape of our array ─► how it has that array, of which it gives
-blocks."""
+"""A `TensorForm` says how a file's tensor holds one of our arrays, and reads blocks of it."""
 
 import math
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ from functree.io.weights.table import WHOLE, Part, TensorName
 
 
 def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | None:
-    """How many dimensions of a shape each dimension of another one joins; None if it is no such
-    shape. Dimensions of size 1 count for nothing, in either of them.
+    """Count the dimensions of a shape that each dimension of a stored shape joins.
+
+    Dimensions of size 1 are ignored in both. The result is None if the shapes do not fit.
 
     Examples:
         >>> from functree.io.weights.blocks import joined_as
@@ -37,10 +37,10 @@ def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | 
 
 
 def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
-    """A shape as published models have it, which join the heads with the size of one."""
+    """Join the heads with the head size in a shape, as published models do."""
     sizes: list[int] = []
     for size, axis in zip(shape, axes, strict=True):
-        # Alone it is the scale of a norm over one head, which has one dimension there too.
+        # Without a dimension before it, this is the scale of a norm over one head.
         if axis == "head_dim" and sizes:
             sizes[-1] *= size
         else:
@@ -49,15 +49,15 @@ def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[
 
 
 class TensorForm(NamedTuple):
-    """How a file has an array.
+    """Form of an array in a file.
 
     Attributes:
-        shape: the shape of the array, without the dimensions that have a tensor for each element.
-        joined: how many of these dimensions each dimension of the tensor joins, in our order; those
-            of size 1 do not count.
+        shape: the shape of the array, without dimensions that have a tensor for each element.
+        joined: how many of these dimensions each dimension of the tensor joins, in our order.
+            Dimensions of size 1 are not counted.
         order: the dimensions of the tensor in our order.
-        part: which part of the tensor the array is.
-        cut: the dimension of the tensor that has the parts.
+        part: the part of the tensor that is the array.
+        cut: the dimension of the tensor that is divided into parts.
     """
 
     shape: tuple[int, ...]
@@ -70,17 +70,17 @@ class TensorForm(NamedTuple):
     def fitting(
         shape: Sequence[int], stored: Sequence[int], name: TensorName, kept: int = 0
     ) -> "TensorForm | None":
-        """The form in which a tensor of some shape has ours; None if it has none.
+        """Find the form in which a tensor holds our array, or return None.
 
-        Dimensions are joined at one place only, as heads are. At two places, (3, embed, heads,
-        head_dim) would be read from (3 * heads * head_dim, embed) too, where both products happen
-        to be equal, and silently wrong.
+        Dimensions may be joined at one place only, as heads are. With two places, (3, embed, heads,
+        head_dim) would be read from (3 * heads * head_dim, embed) where the products happen to be
+        equal, which is silently wrong.
 
         Args:
-            shape: our shape, without that of the layers.
+            shape: our shape, without the layers.
             stored: the shape of the tensor.
             name: how the tensor is transposed, and which part of it is ours.
-            kept: how many dimensions in front `.T` leaves there.
+            kept: how many leading dimensions `.T` does not reverse.
         """
         order = name.order
         if order is None:
@@ -91,7 +91,7 @@ class TensorForm(NamedTuple):
             kept = 0
         if sorted(order) != list(range(len(stored))):
             return None
-        # The parts are along the first dimension that they fit: of (out, in) mostly `out`.
+        # The parts are along the first dimension that they fit, mostly `out` of (out, in).
         for cut in range(len(stored)) if name.part != WHOLE else (0,):
             sizes = list(stored)
             if name.part != WHOLE:
@@ -108,10 +108,10 @@ class TensorForm(NamedTuple):
         return None
 
     def read(self, tensor: Tensor, index: Sequence[slice]) -> np.ndarray:
-        """A block of our array.
+        """Read a block of our array.
 
         Args:
-            tensor: the tensor that holds it.
+            tensor: the tensor that holds the array.
             index: a slice for each of our dimensions.
         """
         taken = [range(*part.indices(size)) for part, size in zip(index, self.shape, strict=True)]
@@ -124,8 +124,8 @@ class TensorForm(NamedTuple):
             if not joined:
                 outer.append(slice(0, 1))  # a dimension of one
                 continue
-            # Of several dimensions that are joined, the first is cut in the file, and the others in
-            # memory: in the file a block of those is many pieces, and not one slice.
+            # Of joined dimensions, only the first is sliced in the file. A block of the others
+            # would be many pieces there, so they are sliced in memory.
             first, others = taken[joined[0]], joined[1:]
             sizes = [self.shape[i] for i in others]
             rest = math.prod(sizes)

@@ -1,4 +1,4 @@
-"""The safetensors files of a model ─► shape, dtype and blocks of each tensor, by name."""
+"""`open_tensors` opens a model's safetensors files, whose tensors are read in blocks."""
 
 import os
 import stat
@@ -16,7 +16,7 @@ INDEX = "model.safetensors.index.json"
 
 
 class Tensor(NamedTuple):
-    """A tensor in a file, of which slices can be read. Nothing is read whole.
+    """Tensor in a file, which is read in slices.
 
     Attributes:
         shape: its shape.
@@ -29,15 +29,15 @@ class Tensor(NamedTuple):
     source: Any
 
     def read(self, index: Sequence[slice]) -> np.ndarray:
-        """A block of the tensor."""
-        # Of a dimension of size 0, safetensors takes no slice at all.
+        """Read a block of the tensor."""
+        # Safetensors refuses slices of a dimension of size 0.
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)[tuple(index)]
         return np.asarray(self.source[tuple(index)])
 
     def beginning(self) -> np.ndarray:
-        """Some of its first elements, by which it is told from that of another model."""
-        # Safetensors takes no slice that ends behind a dimension.
+        """Read some of the first elements, which distinguish it from another model's tensor."""
+        # Safetensors refuses slices that end beyond a dimension.
         return self.read([slice(0, min(size, 16)) for size in self.shape])
 
 
@@ -49,7 +49,7 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""The dtypes of weights, by their names in safetensors."""
+"""Dtypes of weights, by their names in safetensors."""
 
 ALL_DTYPES = {
     **DTYPES,
@@ -58,26 +58,26 @@ ALL_DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""Those of all that a `state_dict` may have, such as a count of batches."""
+"""All dtypes in a `state_dict`, which may hold a count of batches, for example."""
 
 
 def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> Mapping[str, Tensor]:
-    """All tensors in some files, by name.
+    """Open all tensors in some files, by name.
 
-    What their heads say is bounded by what is there: safetensors compares the shapes with the
-    bytes of the file.
+    Safetensors checks the shapes against the size of each file, so they can be trusted.
 
     Args:
         files: the files.
-        dtypes: the dtypes that they may have, by their names in safetensors.
+        dtypes: the allowed dtypes, by their names in safetensors.
 
     Raises:
-        FunctreeError: one is not a safetensors file, or not all of it is there; two have a tensor
-            of one name; a tensor has another dtype.
+        FunctreeError: if a file is not a safetensors file, or is incomplete.
+        FunctreeError: if two files have tensors with one name.
+        FunctreeError: if a tensor's dtype is not allowed.
     """
     safetensors = import_extra("safetensors", "weights")
     tensors: dict[str, Tensor] = {}
-    # Opening a pipe would wait for who writes to it.
+    # Opening a pipe would wait for a writer.
     if others := [file for file in files if not os.path.isfile(file)]:
         if not os.path.lexists(others[0]):
             raise FunctreeError(f"there is no file {others[0]}")
@@ -90,10 +90,10 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
                 f"{file} is not a safetensors file, or not all of it is there: {error}"
             ) from None
         for name in handle.keys():
-            # Such as files of two models in one folder: which one is meant is not known.
+            # The folder may hold files of two models, for example.
             if name in tensors:
                 raise FunctreeError(f"{file}: another file has a tensor {name!r} too")
-            # A slice that is not read yet: it knows shape and dtype from the head of the file.
+            # An unread slice, whose shape and dtype come from the header of the file.
             source = handle.get_slice(name)
             kind = source.get_dtype()
             if kind not in dtypes:
@@ -105,14 +105,15 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
 
 
 def files_of(folder: Path) -> list[Path]:
-    """The files with tensors in a folder: those that the index names, or all.
+    """Find the files with tensors in a folder: the files in the index, or all.
 
     Raises:
-        FunctreeError: there is no file, a file that the index names is missing or is elsewhere, or
-            the index is not one.
+        FunctreeError: if there is no file.
+        FunctreeError: if the index is invalid.
+        FunctreeError: if a file in the index is missing, or outside the folder.
     """
-    # With an index the files are those that it names: a download that was stopped, or a copy of the
-    # model in the form of another program, may lie beside them.
+    # The index decides, since the folder may also hold a partial download, or a copy of the model
+    # for another program.
     index = folder / INDEX
     if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))
@@ -122,8 +123,8 @@ def files_of(folder: Path) -> list[Path]:
     if not os.path.isfile(index):
         raise FunctreeError(f"{index} cannot be read: it is not a file")
     names = sorted(_file_names(index))
-    # A link in the folder is followed: it was made by who has made the folder, and Hugging Face's
-    # cache consists of links. What is written in a file is no reason to read elsewhere.
+    # Links in the folder are followed, since Hugging Face's cache consists of links. A path in a
+    # file must not lead elsewhere.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside of its folder: {listed(outside)}")
     if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
@@ -132,23 +133,23 @@ def files_of(folder: Path) -> list[Path]:
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is that of a folder."""
+    """Return whether a path is a folder."""
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except PermissionError:
         raise  # it may be one
     except OSError:
-        return False  # such as a name that is too long for the file system
+        return False  # for example, the name is too long for the file system
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a name is one in the folder, or in a folder of it."""
+    """Return whether a name stays inside the folder."""
     path = Path(name)
     return not path.anchor and ".." not in path.parts
 
 
 def _file_names(index: Path) -> set[str]:
-    """The names of the files in an index."""
+    """Read the names of the files in an index."""
     try:
         named = parsed(index.read_text(encoding="utf-8"))
     except ValueError as error:

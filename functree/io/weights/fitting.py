@@ -1,4 +1,4 @@
-"""Arrays and the names of their tensors ─► the arrays that are read; or all that does not fit."""
+"""`fitted` finds the tensors of each array, or everything that does not fit."""
 
 import json
 import math
@@ -24,14 +24,14 @@ from functree.tree.paths import Path, part_text
 
 
 class Fault(NamedTuple):
-    """Why an array cannot be read.
+    """Reason why an array cannot be read.
 
     Attributes:
-        why: what is wrong with it, with `{}` for the name of its tensor.
-        name: this name.
+        why: the reason, with `{}` for the name of its tensor.
+        name: the name of the tensor.
         row: the name in the row of the table.
-        remedy: what to do.
-        missing: the name of a tensor that is not in the files; empty if all are.
+        remedy: the remedy.
+        missing: the name of a tensor that the files lack; empty if they have all.
     """
 
     why: str
@@ -42,16 +42,16 @@ class Fault(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """On which terms arrays are loaded; they differ between the functions that load.
+    """Terms on which a function loads arrays.
 
     Attributes:
-        dtypes: whether an array has the dtype in `like`, which the files have too or from which
-            they are cast, or the dtype of the files.
-        dtype: what to do about a tensor of another dtype.
-        misfit: what to do about one that is missing or has another shape.
-        unread: what to do about tensors that nothing is read from, before the list of their names;
-            may be empty.
-        lost: what to do about values that a dtype does not hold.
+        dtypes: the dtype of the arrays. "like": as in `like`, which must agree with the files.
+            "cast": as in `like`, with casts. "files": as in the files.
+        dtype: the remedy for a tensor with a different dtype.
+        misfit: the remedy for a tensor that is missing or has a different shape.
+        unread: the remedy for tensors that no array is read from, before the list of their names.
+            It may be empty.
+        lost: the remedy for values that a dtype cannot hold.
     """
 
     dtypes: Literal["like", "cast", "files"]
@@ -62,15 +62,16 @@ class Terms(NamedTuple):
 
 
 class Weight(NamedTuple):
-    """One of our arrays, and the tensors that have it.
+    """One of our arrays, with the tensors that hold it.
 
     Attributes:
         leaf: the array in `like`.
-        sharding: where it is created; None for an array of numpy.
+        sharding: the sharding that it is created with; None for a NumPy array.
         row: the row of the table that names it.
-        names: the name of the tensor, or the names for all layers, or all experts of all layers.
+        names: the name of its tensor, or the names for all layers, or for all experts of all
+            layers.
         tensors: all tensors in the files.
-        terms: what is cast, and what messages say to do.
+        terms: the rules for casts, and the remedies.
     """
 
     leaf: Leaf
@@ -82,33 +83,35 @@ class Weight(NamedTuple):
 
     @property
     def stacked(self) -> int:
-        """How many dimensions in front have a tensor for each of their elements."""
+        """Number of leading dimensions that have a tensor for each element."""
         return len(self.row.name.places)
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape without these dimensions."""
+        """Shape without these dimensions."""
         return self.leaf.shape[self.stacked :]
 
     @property
     def kept(self) -> int:
-        """How many dimensions in front `.T` leaves there: of layers and of experts."""
+        """Number of leading dimensions, for layers and experts, that `.T` does not reverse."""
         kept = max(self.leaf.stacked - self.stacked, 0)
         return kept + int(self.leaf.axes[self.stacked + kept :][:1] == ("experts",))
 
     @property
     def dtype(self) -> np.dtype:
-        """The dtype that it gets."""
+        """Dtype of the array that is created."""
         if self.terms.dtypes == "files" and self.names[0] in self.tensors:
             return self.tensors[self.names[0]].dtype
         return np.dtype(self.leaf.value.dtype)
 
     def array(self) -> tuple[jax.Array | np.ndarray, Loss]:
-        """The array, of which each device reads its own block; and what it lost by its dtype, of
-        the blocks of this process."""
-        form = cast(TensorForm, self.form())  # it has no fault
+        """Create the array, of which each device reads its own block.
+
+        Also return the values that its dtype cannot hold, in the blocks of this process.
+        """
+        form = cast(TensorForm, self.form())  # there are no faults
         dtype, whole = self.dtype, self.leaf.shape
-        lost: dict[str, int] = {}  # by block, of which several devices may have copies
+        lost: dict[str, int] = {}  # by block, since several devices may have copies of one
 
         def read(name: str, index: Sequence[slice]) -> np.ndarray:
             found = form.read(self.tensors[name], index)
@@ -118,8 +121,8 @@ class Weight(NamedTuple):
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
                 return read(self.names[0], index)
-            # Cast layer by layer into the block: of float32 files that are read as bfloat16, the
-            # layers of a whole model would not fit into memory side by side.
+            # Cast layer by layer into the block. If float32 files are read as bfloat16, all layers
+            # of a large model would not fit into memory before the cast.
             taken = [range(*part.indices(size)) for part, size in zip(index, whole, strict=True)]
             layers = np.empty(list(map(len, taken)), dtype)
             outer = taken[: self.stacked]
@@ -138,12 +141,12 @@ class Weight(NamedTuple):
         return array, Loss(self.leaf.path, array.size, before, dtype, sum(lost.values()))
 
     def form(self) -> TensorForm | None:
-        """How the first tensor has it; None if it does not."""
+        """Return the form of the array in the first tensor, or None if it does not fit."""
         stored = self.tensors[self.names[0]].shape
         return TensorForm.fitting(self.shape, stored, self.row.name, self.kept)
 
     def faults(self) -> Iterator[Fault]:
-        """Why it cannot be read."""
+        """Yield the reasons why it cannot be read."""
         if missing := [one for one in self.names if one not in self.tensors]:
             yield self._missing(missing)
             return
@@ -160,7 +163,7 @@ class Weight(NamedTuple):
                 yield Fault(why, name, row, remedy)
 
     def _missing(self, missing: Sequence[str]) -> Fault:
-        """That tensors are missing."""
+        """Return the fault for missing tensors."""
         name = row = listed(missing)
         if len(missing) == len(self.names):
             name, row = self.row.name.name, TensorName.parse(self.row.row).name
@@ -168,7 +171,7 @@ class Weight(NamedTuple):
         return Fault(why, name, row, self.terms.misfit, missing[0])
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Why a tensor does not have it, and what to do."""
+        """Return why a tensor does not hold it, and a remedy, or None if it does."""
         found = f"the files have `{{}}` as {array_text(tensor)}"
         dtypes, wanted = self.terms.dtypes, dtype_text(self.dtype)
         if self.form() is None or tensor.shape != self.tensors[self.names[0]].shape:
@@ -187,8 +190,10 @@ class Weight(NamedTuple):
         return None
 
     def _expected(self) -> str:
-        """What a tensor, or the part of it, has to be. Dimensions may be joined at another place;
-        here they are as published models have them."""
+        """Format the expected dtype and shape of a tensor, or of its part.
+
+        Dimensions may be joined differently. Here, they are joined as in published models.
+        """
         sizes = with_joined_heads(self.shape, self.leaf.axes[self.stacked :])
         order = self.row.name.order
         if order == ():
@@ -198,7 +203,7 @@ class Weight(NamedTuple):
         return f"{dtype_text(self.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _transposed(self, stored: Sequence[int]) -> str:
-        """What to write if a tensor has the transpose; empty if it does not."""
+        """Return a remedy if the tensor holds the transpose, or an empty string."""
         name, row = self.row.name, self.row.row
         if name.order:
             return ""
@@ -209,7 +214,7 @@ class Weight(NamedTuple):
         return f"transposed? write {row_text(self.row.pattern, row)}"
 
     def _other_order(self, stored: Sequence[int]) -> str:
-        """What to do with a tensor that has the elements in another order; empty if it does not."""
+        """Return a remedy if the tensor's elements are in a different order, or an empty string."""
         part = self.row.name.part
         if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
             return ""
@@ -226,21 +231,24 @@ def fitted(
     tensors: Mapping[str, Tensor],
     terms: Terms,
 ) -> tuple[list[Weight], list[Problem], set[str]]:
-    """The arrays that have a tensor; all that is wrong; and the names of all tensors that they are
-    to be read from.
+    """Find the tensors of the arrays.
 
     Args:
         leaves: the arrays.
-        shardings: where each is created.
-        named: the name of each that has one.
+        shardings: the sharding of each.
+        named: the name of each array that has one.
         tensors: all tensors in the files.
-        terms: what is cast, and what messages say to do.
+        terms: the rules for casts, and the remedies.
+
+    Returns:
+        The arrays that have tensors, all problems, and the names of the tensors to read.
     """
     weights: list[Weight] = []
     problems: list[Problem] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
-    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of a row
+    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of the
+    # row
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
             why = "is a random key, which is read from no tensor"
@@ -267,14 +275,13 @@ def fitted(
 def unread_problems(
     tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
-    """The problems of tensors that nothing is read from, unless a pattern leaves them out; and
-    those of patterns that leave none out.
+    """Yield problems of tensors that no array is read from, and of useless patterns in `left_out`.
 
     Args:
         tensors: the names of all tensors in the files.
-        read: the names of those that something is read from.
-        left_out: patterns of names.
-        advice: what to do about the others, before the list of their names; may be empty.
+        read: the names of the tensors that are read.
+        left_out: patterns for names of tensors that need not be read.
+        advice: the remedy for the others, before the list of their names. It may be empty.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
@@ -298,7 +305,7 @@ def unread_problems(
 
 
 def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Problem]:
-    """The problems of places of one array that are to be read from different tensors."""
+    """Yield a problem for each array at several paths that would be read from different tensors."""
     first: dict[int, Leaf] = {}
     for leaf in leaves:
         if not isinstance(leaf.value, jax.Array) or leaf.path not in named:
@@ -312,9 +319,12 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
 def _faulty(
     faults: Iterable[Sequence[tuple[Leaf, Sequence[Fault]]]], tensors: Iterable[str]
 ) -> Iterator[Problem]:
-    """The problems of arrays that cannot be read. What is wrong with all of a row is said by the
-    row, so that a message tells it once for all layers, with the remedy of the first one."""
-    searches = MAX_PATHS  # as many as a message shows: each looks at all names
+    """Yield the problems of arrays that cannot be read.
+
+    If all arrays of a row have the same problem, it names the row instead of the tensor. Messages
+    then show it once for all layers.
+    """
+    searches = MAX_PATHS  # as many as a message shows, since each search looks at all names
     for of_row in faults:
         alike = len({tuple((one.why, one.row) for one in own) for _, own in of_row}) == 1
         for number, (leaf, own) in enumerate(of_row):
@@ -329,24 +339,24 @@ def _faulty(
 
 
 def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """The problems of arrays without a name, with the nearest name of a tensor that would fit."""
-    known: dict[str, str] = {}  # by the path in any layer
+    """Yield the problems of arrays without a name, with the nearest tensor that would fit."""
+    known: dict[str, str] = {}  # by the path with `*` for each number
     for leaf in leaves:
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
-        # As many as a message shows: each looks at all names.
+        # As many as a message shows, since each search looks at all names.
         if path not in known and len(known) < MAX_PATHS:
             known[path] = _row_for(leaf, path, unread)
         yield leaf.problem("no pattern of `table` matches it", known.get(path, ""))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
-    """A row for an array and those in other layers, by the nearest name; empty if none is near."""
+    """Suggest a row for an array and its counterparts in other layers, or an empty string."""
     fitting: dict[str, str] = {}
     for name, tensor in unread.items():
         for text in (name, f"{name}.T"):
             if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
                 fitting.setdefault(name, text)
-    # Also one that is far: these have the shape, and nothing else is read from them.
+    # A low cutoff is enough: these tensors have the right shape, and nothing else needs them.
     near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)
     if not near:
         return ""
@@ -357,5 +367,5 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
 
 
 def _of_any_number(name: str) -> str:
-    """The name of a tensor with `*` for each number in it."""
+    """Replace each number in a tensor's name with `*`."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)

@@ -1,5 +1,4 @@
-"""Files of tensors, and their names ─► a tree of the user's own, or a published model, whose arrays
-are born as a layout says."""
+"""`load_tensors` and `load_weights` read safetensors files into sharded arrays."""
 
 import dataclasses
 import math
@@ -72,7 +71,7 @@ _TABLE = Takes(
         and all(isinstance(name, str) or callable(name) for name in table.values())
     ),
 )
-# On which terms `load_tensors` and `load_weights` load
+# The terms of `load_tensors` and of `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
     dtype="to have it as {dtype}: cast=True",
@@ -99,38 +98,45 @@ def load_tensors(
     left_out: Collection[str] = (),
     cast: bool = False,
 ) -> T:
-    """A tree of your own with the values of safetensors files, by a table of names.
+    """Load safetensors files into your own tree, with a table of names.
 
-    The arrays are created sharded, and a process reads only the slices that its devices keep. A
-    tensor that joins neighbouring dimensions of an array, such as the heads with
-    the size of one, is split as the array is. Dimensions of size one are dropped and added.
+    The arrays are created sharded, and each process reads only the slices that its devices keep. If
+    a tensor joins neighbouring dimensions of an array, such as heads and head size, it is split
+    like the array. Dimensions of size 1 are dropped and added as needed.
+
+    The names of tensors in `table` follow these rules:
+
+    - `*` in a name is the text that the glob's `*` matched.
+    - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w":
+      "layers.{2*i+j}.w"`.
+    - `{layer}`, and `{expert}` after it, count the elements of an array's leading dimensions, each
+      of which has its own tensor.
+    - `[0/3]` after a name is the first of three equal parts of the tensor, and `[0:2/4]` are two of
+      four. The parts are along the first dimension that fits.
+    - `.T` after that is the transpose, and `.transpose(2, 0, 1)` reorders the dimensions.
+    - A function in place of a name gets the texts and numbers that the glob matched, and returns a
+      name.
 
     Args:
-        files: a file, several, or the folder that they are in.
-        like: a tree, abstract or with arrays: it gives the structure, shapes and dtypes, and all
-            that is static.
-        table: from globs of paths to names of tensors; the first that matches a path gives its
-            name. `*` in a name is the text that `*` of the glob stands for. `{i}` in a glob stands
-            for a number, which the name may compute with: `"blocks.{i}.{j}.w"` and
-            `"layers.{2*i+j}.w"`. `{layer}`, and `{expert}` after it, are the numbers along leading
-            dimensions of the array, of which each has a tensor. `[0/3]` after a name is the first
-            of three equal parts of the tensor, `[0:2/4]` are two of four, along the first dimension
-            that fits. After that, `.T` is the transpose, and `.transpose(2, 0, 1)` another order of
-            the dimensions. Instead of a name there may be a function, which takes the texts and
-            numbers that the glob stands for.
-        layout: the layout of the tree. By default each array is sharded as the one in `like`.
-        mesh: a mesh, or None for the current one.
-        left_out: patterns for the names of tensors that nothing is read from, with `*` for any
-            text.
-        cast: whether an array is cast if `like` has another dtype than the files. A value that this
-            dtype does not hold is a warning by path; rounded floats are none.
+        files: a file, several files, or their folder.
+        like: a tree, which may be abstract. The result has its structure, shapes, dtypes and static
+            leaves.
+        table: a mapping from globs of paths to names of tensors. The first glob that matches a path
+            gives its name.
+        layout: the layout of the tree. By default, each array is sharded as in `like`.
+        mesh: a mesh, or None for the current mesh.
+        left_out: patterns for the names of tensors that are not read, with `*` for any text.
+        cast: whether an array is cast to the dtype in `like`. Values that this dtype cannot hold
+            are a warning by path. Rounding is not.
 
     Raises:
-        FunctreeError: an array has no name, or one that the files do not have; a tensor has another
-            shape or dtype, or is not read; a pattern matches nothing; an array in `like` has no
-            sharding, and there is no layout. The error lists all of them, and nothing is read. Or a
-            file is not one of safetensors; the processes have other files.
-        ShardingError: the layout does not fit the tree.
+        FunctreeError: if an array has no name, or the files lack its tensor.
+        FunctreeError: if a tensor has a different shape or dtype, or is not read.
+        FunctreeError: if a pattern matches nothing.
+        FunctreeError: if an array in `like` has no sharding, and there is no layout.
+        FunctreeError: if a file is not a safetensors file.
+        FunctreeError: if the processes have different files.
+        ShardingError: if the layout does not fit the tree.
 
     Examples:
         >>> from safetensors.numpy import save_file
@@ -163,14 +169,14 @@ def load_tensors(
 
 
 def _listed(files: Any) -> Any:
-    """The given files as a list."""
+    """Return the argument `files` as a list."""
     if isinstance(files, str | bytes | os.PathLike):
         return [files]
     return list(files) if isinstance(files, Iterable) else files
 
 
 def _opened(given: Sequence[_File]) -> list[FilePath]:
-    """The files that are read: those of a folder, or the given ones."""
+    """Return the files of a folder, or the files themselves."""
     paths = list(map(FilePath, given))
     return files_of(paths[0]) if len(paths) == 1 and is_folder(paths[0]) else paths
 
@@ -195,23 +201,23 @@ def _loaded(
     others: Iterable[Problem] = (),
     facts: Facts = MappingProxyType({}),
 ) -> T:
-    """A tree like `like`, read by a table. Nothing is read before all of it fits, in all processes.
+    """Load a tree with a table, once everything fits in all processes.
 
     Args:
-        where: what the tensors are in, for messages.
+        where: the files, for messages.
         like: the tree.
-        layout: its layout; without one each array is sharded as the one in `like`.
+        layout: its layout; by default, each array is sharded as in `like`.
         mesh: the mesh.
         table: the table of names.
         tensors: all tensors in the files.
-        terms: what is cast, and what messages say to do.
-        left_out: patterns for the tensors that nothing is read from.
-        others: what else is wrong.
-        facts: what else has to be the same in all processes.
+        terms: the rules for casts, and the remedies.
+        left_out: patterns for the tensors that are not read.
+        others: further problems.
+        facts: further facts that must be the same in all processes.
 
     Raises:
-        FunctreeError: something does not fit.
-        ShardingError: the layout does not fit the tree.
+        FunctreeError: if something does not fit.
+        ShardingError: if the layout does not fit the tree.
     """
     failure = _failure(where)
     with Agreement(failure) as agreement:
@@ -233,11 +239,11 @@ def _loaded(
 
 
 def _facts(weights: Sequence[Weight]) -> Facts:
-    """What has to be the same in all processes."""
+    """Return what must be the same in all processes."""
     arrays: list[str] = []
     names: list[str] = []
-    # Each machine may have files of its own: of another model of the same shapes, perhaps. Its
-    # devices would be given parts of that one.
+    # Each machine has its own files, perhaps of another model with the same shapes. Arrays would
+    # mix both.
     beginnings: dict[str, str] = {}
     for weight in weights:
         path, sharding = path_text(weight.leaf.path), weight.sharding
@@ -251,16 +257,18 @@ def _facts(weights: Sequence[Weight]) -> Facts:
 
 
 def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
-    """The arrays. One array at several places of `like` is one array again. All processes call
-    this, with the same arrays.
+    """Read the arrays. All processes must call this, with the same arrays.
+
+    An array that occurs several times in `like` is one array again.
 
     Args:
-        where: what they are read from, for messages.
-        weights: how each is read.
-        remedy: what to do about values that a dtype does not hold.
+        where: the files, for messages.
+        weights: the arrays and their tensors.
+        remedy: the remedy for values that a dtype cannot hold.
 
     Raises:
-        FunctreeError: a file cannot be read; or the processes have read other values.
+        FunctreeError: if a file cannot be read.
+        FunctreeError: if the processes read different values.
     """
     once: dict[object, _Array] = {}
     own: list[object] = []
@@ -268,18 +276,18 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
     with Agreement(_failure(where)), _reading(where):
         for weight in weights:
             value = weight.leaf.value
-            # One array of numpy at two places is often nothing but zeros that were made once. Two
-            # arrays on one buffer could not both be donated.
+            # A NumPy array at two paths is often just zeros that were made once. Two arrays that
+            # share a buffer could not both be donated.
             is_one = isinstance(value, jax.Array)
             own.append(id(value) if is_one else weight.leaf.path)
             if own[-1] not in once:
                 array, loss = weight.array()
                 once[own[-1]] = _as_in(value, array)
                 losses.append(loss)
-    with Agreement(_failure(where)):  # it is an error where the user makes warnings errors
+    with Agreement(_failure(where)):  # the warning is an error if the user makes warnings errors
         warn_of_losses(where, losses, remedy)
-    # Each process has read its own files: copies of one part may have come from different ones.
-    # With one process there is nothing to compare, and the digests would read all of the model.
+    # Each process has read its own files, so copies of a part may differ. With one process, there
+    # is nothing to compare, and digests would read the whole model.
     if jax.process_count() > 1:
         paths = [str(loss.path) for loss in losses]
         read = dict(zip(paths, once.values(), strict=True))
@@ -290,7 +298,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
 
 
 def _as_in(value: object, array: jax.Array | np.ndarray) -> _Array:
-    """An array that was read, of the kind that it has in `like`."""
+    """Convert an array to its kind in `like`: JAX's, NumPy's or a NumPy scalar."""
     if isinstance(array, jax.Array):
         return array
     if isinstance(value, jax.Array):
@@ -309,27 +317,26 @@ def load_weights(
     param_dtype: DTypeLike | None = None,
     **fields: Any,
 ) -> Transformer:
-    """A published model, from `config.json` and `*.safetensors`: llama, mistral, qwen2, qwen3,
-    mixtral, qwen3_moe, olmo2 and olmoe.
+    """Load a published model from `config.json` and `*.safetensors`.
 
-    The arrays are created sharded, and of each file only the slices are read that this process'
-    devices keep.
+    The families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe. The arrays
+    are created sharded, and each process reads only the slices that its devices keep.
 
     Args:
         folder: the folder with the files.
         layout: the layout of the model.
-        mesh: the mesh; by default the ambient one.
-        param_dtype: the dtype of the parameters; by default those of the files. A value that it
-            does not hold, but would be an infinity, is a warning by path. Float64 is an error
-            without `jax_enable_x64`.
-        **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`,
-            `capacity`, `dispatch` and `dot_general` of the config.
+        mesh: the mesh; by default the ambient mesh.
+        param_dtype: the dtype of the parameters; by default as in the files. Values that it cannot
+            hold, and that become infinite, are a warning by path. Float64 is an error without
+            `jax_enable_x64`.
+        **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`, `capacity`,
+            `dispatch` and `dot_general` of the config.
 
     Raises:
-        FunctreeError: the family is unknown, a field of `config.json` is not understood, a weight
-            is missing, has another shape, or is not read; the error lists all of them. Or the
-            processes have other files.
-        ShardingError: the layout does not fit.
+        FunctreeError: if the family is unknown, or a field of `config.json` is not understood.
+        FunctreeError: if a weight is missing, has a different shape, or is not read.
+        FunctreeError: if the processes have different files.
+        ShardingError: if the layout does not fit.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -357,7 +364,7 @@ def load_weights(
             tensors = open_tensors(files_of(published.file.parent))
         _check_sizes(published, tensors)
         table = published.names(published.config, tensors)
-        # By the tensors: what `config.json` says is the dtype of the training.
+        # The tensors decide, since the dtype in `config.json` is the dtype of the training.
         config, embed = published.config, tensors.get(table.get("embed.weight", ""))
         if param_dtype is not None:
             config = dataclasses.replace(config, param_dtype=param_dtype)
@@ -365,8 +372,8 @@ def load_weights(
             config = dataclasses.replace(config, param_dtype=embed.dtype)
         repeated = dict(_repeated(published, tensors))
     others = [problem for problem in repeated.values() if problem is not None]
-    # Abstract, and planned and compared before a tensor is read: a layout that does not fit is an
-    # error after a second, and not after the first 100 GB.
+    # The plan is checked on an abstract model, so that a layout that does not fit is an error after
+    # a second, and not after 100 GB.
     model = abstract(Transformer.create)(config, key=jax.random.key(0))
     terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
     facts = {"config": facts_of(config)}
@@ -376,12 +383,12 @@ def load_weights(
 
 
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise for sizes of a config that nothing in the files can have.
+    """Raise FunctreeError for sizes in a config that the files cannot have.
 
-    Even abstract, a model of such sizes may take for ever.
+    Even an abstract model with such sizes might take forever.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
-    # A layer has a tensor of its own, and every other size is in the shape of one.
+    # Each layer has its own tensors, and each other size occurs in a tensor's shape.
     most = {**dict.fromkeys(_SIZES, elements), "layers": len(tensors)}
     problems: list[Problem] = []
     for field, number in most.items():
@@ -393,27 +400,27 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
             problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
         failure = f"{published.file}: sizes that the files do not have"
-        raise FunctreeError(failure, dict.fromkeys(problems))  # two fields may be one size
+        raise FunctreeError(failure, dict.fromkeys(problems))  # two fields may have the same size
 
 
 _SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden".split()
 
 
-# Tensors that say again what a model has. Older files have the frequencies of the rotation, and the
-# table of the logits even where it is the table of the embedding. Readers pass over both; here they
-# have to be what the model computes with.
+# Redundant tensors. Older files have the frequencies of the rotation, and the table of the logits
+# even if it is tied to the embedding. Other readers ignore both. Here, they must equal the values
+# that the model computes with.
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# They were kept in the dtype of the weights: bfloat16 has 8 bits.
+# They were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
 _TOLERANCE = 2.0**-7
-# So many rows of two tables are compared at a time: whole, they may be gigabytes.
+# Rows of two tables that are compared at a time, since whole tables may have gigabytes.
 _ROWS = 4096
 
 
 def _repeated(
     published: PublishedConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Problem | None]]:
-    """The names of such tensors, each with its problem if it says something else."""
+    """Yield the names of such tensors, each with its problem if its values differ."""
     config = published.config
     names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
     table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
@@ -422,7 +429,7 @@ def _repeated(
             is_same = _are_frequencies(tensor, config)
             why = "it has other frequencies than the config says", "correct the config"
         elif config.tie_embedding and name == head.name and table in tensors:
-            # The table of the embedding is never transposed: (vocab, embed).
+            # The embedding's table is never transposed: (vocab, embed).
             is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
             why = (
                 f"the config ties it to {table}, which has other values",
@@ -442,7 +449,7 @@ def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
 
 
 def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
-    """Return whether a table is equal to another one, which may be (embed, vocab)."""
+    """Return whether two tables are equal, of which the second may be (embed, vocab)."""
     shape = other.shape[::-1] if transposed else other.shape
     if table.shape != shape:
         return False

@@ -1,4 +1,7 @@
-"""A `Transformer` ─► the files of a published model: `config.json`, and `*.safetensors`."""
+"""`save_weights` writes a `Transformer` as a published model's files.
+
+These are `config.json` and `*.safetensors`.
+"""
 
 import dataclasses
 import json
@@ -38,26 +41,28 @@ from functree.tree.arrays import is_array, on_device, with_sharding
 from functree.tree.paths import Keys, Path
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
-# A larger model is split into several files, as published ones are.
+# Larger models are split into several files, as published models are.
 MOST_BYTES = 5 * 10**9
 
 
 def save_weights(folder: str | FilePath, model: Transformer) -> None:
-    """Write a model as it would be published, so that `ft.load_weights` and others read it.
+    """Write a model in a published format, for `ft.load_weights` and other libraries.
 
-    The family is the one that computes the same: `qwen3` with norms of queries and keys, `qwen2`
-    with biases, `mistral` with a window, else `llama`; with experts `qwen3_moe` if it has such
-    norms, else `mixtral`; `olmo2` and `olmoe` with norms over all heads.
+    The family is the one that computes the same function. Without experts, it is `qwen3` with norms
+    of queries and keys, `olmo2` with norms over all heads, `qwen2` with biases, `mistral` with a
+    window, and otherwise `llama`. With experts, it is `qwen3_moe` with norms of queries and keys,
+    `olmoe` with norms over all heads, and otherwise `mixtral`.
 
     Args:
-        folder: a folder without weights; it is created.
+        folder: a folder without weights, which is created if it does not exist.
         model: the model.
 
     Raises:
-        FunctreeError: the folder has weights already; no family computes what the model does, such
-            as with a user's attention function, a layer of another class, or integers as weights,
-            which the error names by path; an array has no values, or is not one of all processes;
-            the processes have other models.
+        FunctreeError: if the folder already has weights.
+        FunctreeError: if no family computes the same function, for example because of a user's
+            attention function. The error names the parts that differ by path.
+        FunctreeError: if an array has no values, or is not on devices of all processes.
+        FunctreeError: if the processes have different models.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -71,7 +76,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     folder = FilePath(folder)
     failure = f"{folder}: no weights are saved"
     leaves = read(model).leaves
-    # All that can be refused is, before the first file is made.
+    # All checks come before the first file is made.
     with Agreement(failure) as agreement:
         safetensors = import_extra("safetensors.numpy", "weights")
         problems = [not_saveable(leaf) for leaf in leaves]
@@ -79,7 +84,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
             raise FunctreeValueError(failure, found)
         family = family_of_model(model)
         names = _names(model, leaves, family, failure)
-        # Not to be overwritten: the files of a larger model that was there would stay beside these.
+        # Overwriting would leave some files of an earlier, larger model.
         with ForeignErrors(FunctreeError, failure):
             there = _weights_in(folder)
         if there:
@@ -98,13 +103,13 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     files = _files(leaves)
 
     def write(run: Callable[[], None]) -> None:
-        """Write a file in the first process; the others hear of it if that fails."""
+        """Write a file in the first process. All processes raise an error if that fails."""
         with Agreement(failure), ForeignErrors(FunctreeError, failure):
             if jax.process_index() == 0:
                 run()
 
-    # `config.json` is the last, and the index comes after the files that it names: a process that
-    # is killed in between leaves what nobody takes for a model.
+    # `config.json` is last, and the index comes after the files that it names. If the process is
+    # killed in between, no reader accepts the folder as a model.
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
         tensors = _tensors(own, names)
@@ -116,11 +121,10 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
 
 
 def _weights_in(folder: FilePath) -> list[str]:
-    """The names of the files of a model in a folder."""
+    """List the files of a model in a folder."""
     if not folder.is_dir():
         return []
-    # All names, and not only those of files that can be read: what is written to a link that leads
-    # nowhere would be a file in another folder.
+    # All names, including broken links: writing to one would create a file in another folder.
     names = sorted(file.name for file in folder.iterdir())
     return [name for name in names if name == "config.json" or ".safetensors" in name]
 
@@ -128,7 +132,7 @@ def _weights_in(folder: FilePath) -> list[str]:
 def _names(
     model: Transformer, leaves: Sequence[Leaf], family: str, failure: str
 ) -> dict[Path, TensorName]:
-    """The name of each array in a family, by path."""
+    """Return the name of each array in a family, by path."""
     table = families[family][1](model.config, ())
     named, problems = names_of(leaves, table, failure)
     names = {path: name.name for path, name in named.items()}
@@ -143,9 +147,9 @@ def _names(
 
 
 def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
-    """The files, each with its arrays.
+    """Divide the arrays into files.
 
-    It is one file, or several of at most `MOST_BYTES` or one array.
+    There is one file, or several with at most `MOST_BYTES` or a single array each.
     """
     groups: list[list[Leaf]] = [[]]
     size = 0
@@ -164,7 +168,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
-    """The tensors of some arrays, by name: in the first process; others give it their parts."""
+    """Gather the tensors of some arrays in the first process, by name."""
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
         name = names[leaf.path]
@@ -173,7 +177,7 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
             parts = (part for stack in parts for part in _layers(stack))
         axes = leaf.axes[len(name.places) :]
         for tensor, part in zip(name.tensors(leaf.shape), parts, strict=True):
-            # In all processes: to gather an array is a collective.
+            # In all processes, since gathering an array is a collective.
             whole = _on_host(part)
             if jax.process_index() == 0:
                 tensors[tensor] = as_published(whole, axes, name)
@@ -181,46 +185,45 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
 
 
 def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
-    """The tensor for an array: published models join the heads with the size of one."""
+    """Convert an array to a published tensor, in which heads and head size are joined."""
     tensor = array.reshape(with_joined_heads(array.shape, axes))
-    # Safetensors writes the memory of an array as it is: of a transposed view it would write the
-    # untransposed values under the transposed shape.
+    # Safetensors writes an array's memory. For a transposed view, it would write untransposed
+    # values with the transposed shape.
     return np.ascontiguousarray(tensor if name.order is None else tensor.T)
 
 
 def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
-    """All of an array, in the memory of each process."""
+    """Gather a whole array in the memory of each process."""
     if isinstance(array, np.ndarray):
         return array
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
 def _layers(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
-    """The layers of a stacked array.
+    """Yield the layers of a stacked array.
 
-    One at a time: all of a large model would not fit onto a device.
+    One at a time, since all layers of a large model would not fit on a device.
     """
     if isinstance(array, np.ndarray):
         yield from array
         return
     array = on_device(array)
     if isinstance(array.sharding, NamedSharding):
-        # The layers may be sharded themselves, and on Explicit axes JAX takes no slice of a
-        # dimension that is.
+        # The dimension of the layers may be sharded, and on Explicit axes JAX cannot slice it.
         spec = PartitionSpec(None, *of_rank(array.sharding.spec, array.ndim)[1:])
         array = with_sharding(jnp.asarray, array.sharding.update(spec=spec), array)
     for i in range(array.shape[0]):
         yield _layer(array, i)
 
 
-# The index is an array, so that all layers are one program.
+# The index is an array, so that one program serves all layers.
 @jax.jit
 def _layer(array: jax.Array, i: int) -> jax.Array:
     return lax.dynamic_index_in_dim(array, i, keepdims=False)
 
 
 def _index(files: Mapping[str, Sequence[Leaf]], names: Mapping[Path, TensorName]) -> dict[str, Any]:
-    """The file of each tensor, as Hugging Face's readers look for it."""
+    """Map each tensor to its file, in the format of Hugging Face's readers."""
     file_of: dict[str, str] = {}
     size = 0
     for file, leaves in files.items():
@@ -235,8 +238,7 @@ def _write(file: FilePath, value: Mapping[str, Any]) -> None:
 
 
 def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
-    """What `config.json` says of a model: of all fields that a family may have, those that this one
-    reads."""
+    """Return the content of `config.json`: the fields that the family reads."""
     rope: dict[str, Any] = {"rope_type": "default"}
     if isinstance(config.rope_scaling, Llama3Rope):
         numbers = dataclasses.astuple(config.rope_scaling)
@@ -248,12 +250,13 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for theirs, ours in FIELDS.items()},
         "hidden_act": "silu",
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
-        # Where older readers look, which would take the neutral value and compute something else.
+        # Older readers look here. Without it, they would use the default and compute a different
+        # result.
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if config.rope_scaling else None,
         "dtype": str(config.param_dtype),
         "moe_intermediate_size": hidden,
-        # Readers of either age: the older ones call it "num_experts".
+        # For old and new readers: the older ones call it "num_experts".
         "num_experts": config.experts,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -268,10 +271,10 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
 
 # Which family computes what a model does
 
-# Fields of layers that say nothing of what is computed, or are chosen by who loads the weights, as
-# the dtype of activations and the capacity of experts are.
+# Fields of layers that do not affect the result, or that users choose when they load weights, such
+# as the dtype of activations and the capacity of experts.
 _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
-# Fields of the config that are so, and those that each family can have.
+# The same for fields of the config, with the fields that every family supports.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "no published family computes what this model does"
 _OPTIONS = "give it the options of one of these, or keep it by `ft.save`, which takes any model"
@@ -285,17 +288,16 @@ _PLAIN = (
 
 
 def family_of_model(model: Transformer) -> str:
-    """The family whose models compute as this one does.
+    """Find the family whose models compute the same function.
 
-    The files of a family have its arrays, its sizes and its numbers. So what is compared is all
-    else: the class of each layer, whether each array is there, its shape and kind of dtype, and
-    the numbers in the layers.
+    The files hold arrays, sizes and numbers. Everything else is compared: the class of each layer,
+    which arrays exist, their shapes and kinds of dtype, and the numbers in the layers.
 
     Raises:
-        FunctreeError: none does. The error lists all parts that differ, by path.
+        FunctreeError: if there is none. The error lists all parts that differ, by path.
     """
     config = model.config
-    # Not a subclass, which may compute other frequencies of the same numbers: it differs by path.
+    # A subclass may compute different frequencies. It is reported by its path.
     if type(config.rope_scaling) is not Llama3Rope:
         config = dataclasses.replace(config, rope_scaling=None)
     name = _by_config(config)
@@ -307,12 +309,11 @@ def family_of_model(model: Transformer) -> str:
 
 
 def _by_config(config: TransformerConfig) -> str:
-    """The first family that has the options of a config: what is written of it is read as the same
-    config again."""
-    differ: list[list[Problem]] = []  # of each family
+    """Find the first family whose `config.json` is read back as the same config."""
+    differ: list[list[Problem]] = []  # for each family
     for family in families:
         read, found = understood(family, _config(family, config))
-        if read.problems:  # such as that there is no number of experts
+        if read.problems:  # for example, the number of experts is missing
             continue
         own: list[Problem] = []
         for field in dataclasses.fields(config):
@@ -329,9 +330,9 @@ def _by_config(config: TransformerConfig) -> str:
 
 
 def _differences(given: object, published: object, keys: Keys) -> Iterator[Problem]:
-    """What in a part of a model is not as in that of a published one."""
+    """Yield the differences between a part of a model and the same part of a published one."""
     if isinstance(published, eqx.Module):
-        # A subclass may compute something else, and so may another layer with the same arrays.
+        # A subclass may compute a different result, as may another layer with the same arrays.
         if type(given) is not type(published):
             why = f"the family has functree's {_text(published)} there"
             yield Problem(Path(keys), None, _text(given), why, _REPLACE)
@@ -343,7 +344,7 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
     elif is_array(published):
         yield from _differences_of_array(given, published.shape, keys)
     elif keys[-1] == "attention":
-        # By its name it is one computation, by whatever kernel.
+        # A name stands for one computation, whatever the kernel.
         if not isinstance(given, str):
             yield Problem(Path(keys), None, _text(given), "no family has it", _PLAIN)
     elif is_array(given) or isinstance(given, eqx.Module) or given != published:
@@ -352,19 +353,19 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
 
 
 def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> Iterator[Problem]:
-    """What is wrong with that which stands in the place of an array."""
+    """Yield the problem of a value where a published model has an array."""
     if not is_array(given):
         yield Problem(Path(keys), None, _text(given), "the family has an array there", _REPLACE)
     elif given.shape != shape:
         why = f"the family has the shape {shape} there"
         yield Problem(Path(keys), None, shown(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
-        # Such as integers, which a reader would take without what they are multiplied by.
+        # Integers, for example, which readers would load without their scales.
         why = f"weights are of {', '.join(DTYPES.values())}"
         remedy = 'convert it: `jax.tree.map(lambda x: x.astype("float32"), model)`'
         yield Problem(Path(keys), None, shown(given), why, remedy)
 
 
 def _text(value: object) -> str:
-    """A layer by its class, another value by itself."""
+    """Format a layer as its class, and any other value as itself."""
     return type(value).__name__ if isinstance(value, eqx.Module) else shown(value)

@@ -1,4 +1,4 @@
-"""A table from patterns of paths to names in files ─► for each array the names of its tensors."""
+"""A table maps patterns of paths to names in files, which gives the tensors of each array."""
 
 import ast
 import operator
@@ -18,11 +18,11 @@ from functree.tree.paths import Path, tokens
 Table = Mapping[str, str | Callable[..., str]]
 
 _NUMBER = re.compile(r"\{([^{}]*)\}")
-# Either of these. In the braces `*` multiplies.
+# A number or a wildcard. Inside braces, `*` multiplies.
 _SLOT = re.compile(rf"{_NUMBER.pattern}|(\.?)\*\*?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w*)\}")
-# Numbers along leading dimensions of an array, unless the pattern has a number of this name.
+# Indices of leading dimensions of an array, unless the pattern has a number with this name.
 _PLACES = ("layer", "expert")
 
 
@@ -30,12 +30,12 @@ _PLACES = ("layer", "expert")
 
 
 class Part(NamedTuple):
-    """Some of the equal parts of a dimension of a tensor, side by side.
+    """Range of the equal parts into which a dimension of a tensor is divided.
 
     Attributes:
-        first: the first of them.
-        stop: the one after the last.
-        of: how many parts there are.
+        first: the first part.
+        stop: the part after the last.
+        of: the number of all parts.
     """
 
     first: int
@@ -49,13 +49,13 @@ _ORDER = re.compile(r"\.(?:T|transpose\((\d+(?:, *\d+)*)\))$")
 
 
 class TensorName(NamedTuple):
-    """What a table says about a tensor: `layers.{layer}.qkv.weight[0/3].T`.
+    """Name of a tensor in a table, such as `layers.{layer}.qkv.weight[0/3].T`.
 
     Attributes:
-        name: its name, in which `{layer}` and `{expert}` may be.
-        part: the part of it that is meant.
-        order: the dimensions of the tensor in the order of the array's; all reversed if empty; None
-            if they are as they are.
+        name: its name, which may contain `{layer}` and `{expert}`.
+        part: the part of the tensor.
+        order: the dimensions of the tensor in the array's order. Empty means reversed, and None
+            means unchanged.
     """
 
     name: str
@@ -64,7 +64,7 @@ class TensorName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "TensorName":
-        """What a text says.
+        """Parse a name of a table.
 
         Examples:
             >>> from functree.io.weights.table import TensorName
@@ -85,12 +85,12 @@ class TensorName(NamedTuple):
 
     @property
     def places(self) -> list[str]:
-        """The leading dimensions that have a tensor for each of their elements."""
+        """Leading dimensions that have a tensor for each element."""
         used = _NAME.findall(" ".join(_NUMBER.findall(self.name)))
         return [place for place in _PLACES if place in used]
 
     def tensors(self, shape: Sequence[int]) -> list[str]:
-        """The names of the tensors that have an array of a shape."""
+        """Return the names of the tensors that hold an array with a shape."""
         names: list[str] = []
         places = self.places
         for index in np.ndindex(*shape[: len(places)]):
@@ -111,11 +111,12 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
-    """What an expression in braces computes; if it needs other numbers than these, the rest of it
-    in braces.
+    """Compute an expression in braces.
+
+    If it contains unknown names, they stay in the expression, within braces.
 
     Raises:
-        SyntaxError, ValueError, ZeroDivisionError: it is no arithmetic.
+        SyntaxError, ValueError, ZeroDivisionError: if it is not arithmetic.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     if _NAME.search(expression):
@@ -136,13 +137,13 @@ def _computed(node: ast.expr) -> int:
 
 
 class Named(NamedTuple):
-    """The name of an array, and the row of the table that gives it.
+    """Name of an array, with the row of the table that gives it.
 
     Attributes:
-        text: the name, with `.T` and such after it.
-        name: what this says.
+        text: the name, with suffixes such as `.T`.
+        name: the parsed name.
         pattern: the pattern of the row.
-        row: the name in the row, in which wildcards may be; that of the array for a function.
+        row: the name in the row, with wildcards. For a function, it is the name that it returned.
     """
 
     text: str
@@ -152,14 +153,14 @@ class Named(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A row of a table.
+    """Row of a table.
 
     Attributes:
         pattern: the pattern as it is written.
-        name: the name in the row, or a function that makes it.
+        name: the name in the row, or a function that returns it.
         glob: the pattern with `*` for each number.
-        numbers: for each wildcard of this the name of the number; empty for one that is `*` or `**`
-            in the pattern too.
+        numbers: for each wildcard of `glob`, the name of its number. It is empty for wildcards of
+            the pattern itself.
     """
 
     pattern: str
@@ -169,7 +170,7 @@ class _Row(NamedTuple):
 
     @classmethod
     def of(cls, pattern: str, name: str | Callable[..., str]) -> "_Row":
-        """A row. Raises RuleError if the pattern is no glob."""
+        """Build a row. Raise RuleError if the pattern is not a glob."""
         if "{" not in pattern:
             return cls(pattern, name, pattern, [""] * capturing_pattern(pattern).groups)
         glob, numbers = "", list[str]()
@@ -182,13 +183,13 @@ class _Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The row as it is written."""
+        """Row as it is written in the table."""
         if isinstance(self.name, str):
             return row_text(self.pattern, self.name)
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
 
     def problems(self) -> Iterator[Problem]:
-        """Why the row fits no tree. What a function returns is known for an array only."""
+        """Yield problems of the row for any tree. A function is called only for an array."""
         if not isinstance(self.name, str):
             return
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
@@ -200,7 +201,7 @@ class _Row(NamedTuple):
         yield from self.misread(self.name)
 
     def misread(self, text: object) -> Iterator[Problem]:
-        """Why the text of a name says nothing."""
+        """Yield problems of a name's text."""
         if not isinstance(text, str):
             yield Problem(None, None, self.text, f"returns {shown(text)}, and not a name")
             return
@@ -221,7 +222,7 @@ class _Row(NamedTuple):
                 yield Problem(None, None, self.text, why, remedy)
 
     def name_at(self, path: str) -> str | None:
-        """The name for a path, as `match_text` has it; None if the pattern does not match it."""
+        """Return the name for the `match_text` of a path, or None if the pattern does not match."""
         found = capturing_pattern(self.glob).fullmatch(path)
         if found is None:
             return None
@@ -243,7 +244,7 @@ class _Row(NamedTuple):
         def fill(slot: re.Match[str]) -> str:
             if slot[1] is not None:
                 return _filled(slot, numbers)
-            # `**` may stand for no part at all, and then it has no dot either.
+            # `**` may match nothing, and then its dot is dropped too.
             text = next(rest)
             return slot[2] + text if text else ""
 
@@ -251,25 +252,27 @@ class _Row(NamedTuple):
 
 
 def refusal(failure: str, problems: Sequence[Problem]) -> FunctreeValueError:
-    """The error for all that does not fit."""
+    """Build the error for all problems."""
     return FunctreeValueError(f"{failure}: {count(len(problems), 'problem')}", problems)
 
 
 def row_text(pattern: str, name: str) -> str:
-    """A row of a table as it is written."""
+    """Format a row of a table."""
     return f'"{pattern}": "{name}"'
 
 
 def names_of(
     leaves: Sequence[Leaf], table: Table, failure: str
 ) -> tuple[dict[Path, Named], list[Problem]]:
-    """The name of each array that has one, by the first pattern that matches its path; and a
-    problem for each row by which none is named.
+    """Find the name of each array from the first pattern that matches its path.
+
+    Returns:
+        The names by path, and a problem for each row that names no array.
 
     Raises:
-        RuleError: a pattern is no glob.
-        FunctreeValueError: a name has another number of wildcards than its pattern, or asks for a
-            part or a number that there cannot be; the error lists all.
+        RuleError: if a pattern is not a glob.
+        FunctreeValueError: if a name and its pattern have different numbers of wildcards.
+        FunctreeValueError: if a name asks for a part or number that cannot exist.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
@@ -298,7 +301,7 @@ def names_of(
 def _unused(
     rows: Sequence[_Row], leaves: Sequence[Leaf], matching: set[str], used: set[str]
 ) -> Iterator[Problem]:
-    """A problem for each row by which no array is named."""
+    """Yield a problem for each row that names no array."""
     for row in rows:
         if row.pattern not in matching:
             near = meant_glob(row.glob, [leaf.path for leaf in leaves])
