@@ -1,5 +1,7 @@
-"""Assertions for users' own tests: layouts, what programs move, compilations, and sharded against
-unsharded results; and the first operation at which something goes wrong."""
+"""Assertions about layouts, collectives, compilations and sharded results, for users' tests.
+
+`first_nonfinite` finds the first operation that makes a NaN.
+"""
 
 from functree.testing.budgets import assert_collectives, assert_layout, assert_peak_memory
 from functree.testing.first_difference import assert_same_as_unsharded
@@ -20,8 +22,8 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """The public names, for `dir` and completion.
+    """Return the public names, for `dir` and completion.
 
-    Submodules are attributes of their package, and are not public.
+    Submodules are attributes of their package, but not public.
     """
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,4 +1,4 @@
-"""A plan, or a ledger ─► the assertion that it is as a golden file says, or within a budget."""
+"""Assertions compare a plan with a golden file, or a ledger with a budget."""
 
 import difflib
 import os
@@ -19,33 +19,33 @@ from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]
-"""A kind of collective, `"all-reduce"`; or only that over these mesh axes, `("all-reduce",
-"model")`."""
+"""Kind of collective, such as `"all-reduce"`, or with mesh axes: `("all-reduce", "model")`."""
 
 SHOWN = 10
-"""The number of lines that a message has of what is moved."""
+"""Largest number of lines that a message lists."""
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
-"""The environment variable that has golden files written."""
+"""Name of the environment variable that makes `assert_layout` write golden files."""
 
 
 # Layouts
 
 
 def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
-    """Assert that a plan is as a text file says, which a person can review in a pull request.
+    """Assert that a plan equals a text file, which people can review in a pull request.
 
-    The file has a line for each leaf, in which the layers of a list are one: path, array, axes,
-    spec, bytes on each device. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write it.
+    The file has a line for each leaf, with its path, array, axes, spec and bytes per device.
+    Identical layers of a list share a line. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write
+    the file.
 
     Args:
         plan: the plan.
         file: the path of the text file.
 
     Raises:
-        AssertionError: the plan is another one; the message has the lines that differ. Or there is
-            no such file.
-        FunctreeError: `plan` is not a plan.
+        AssertionError: if the plan differs. The message has the lines that differ.
+        AssertionError: if there is no such file.
+        FunctreeError: if `plan` is not a plan.
 
     Examples:
         >>> plan = ft.plan(
@@ -65,12 +65,13 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         )
     check("assert_layout has nothing to compare with", file=(file, LOCAL_FILE))
     path, text = Path(file), golden_text(plan)
-    # "0" is no too: so one test can compare in a run that writes the others.
+    # "0" means no too, so that a test can compare its file in a run that writes the others.
     if os.environ.get(UPDATE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return
-    # Not written by itself: in CI a file that was not committed would pass for ever.
+    # A missing file is an error. If it were written, a file that was never committed would always
+    # pass in CI.
     if not path.exists():
         raise AssertionError(f"there is no file {path}: write it with {UPDATE}=1, and review it")
     before = path.read_text(encoding="utf-8")
@@ -85,7 +86,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
 
 
 def golden_text(plan: Plan) -> str:
-    """The text of a golden file: no columns, so that a change of one leaf is one of one line."""
+    """Format a golden file, without columns, so that a changed leaf changes one line."""
     total = bytes_text(plan.bytes_per_device)
     lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
     for group in groups_of(plan.rows):
@@ -95,7 +96,7 @@ def golden_text(plan: Plan) -> str:
         kind = f" {row.memory_kind}" if row.memory_kind else ""
         size = bytes_text(group.per_device)
         lines.append(f"{group.title}  {array_text(row)}{axes}  {spec}{kind}  {size}")
-    # A plan with `check=False` may have problems. They are a part of the layout that is reviewed.
+    # A plan with `check=False` may have problems, which are reviewed too.
     for problem in plan.problems:
         lines.append(f"PROBLEM {problem.path or problem.what}: {problem.why}")
     return "\n".join(lines) + "\n"
@@ -109,18 +110,19 @@ def assert_collectives(
     allow: Collection[Kind] | None = None,
     at_most: int | Mapping[Kind, int] | None = None,
 ) -> None:
-    """Assert that a program moves what is expected, and nothing else.
+    """Assert that a program has only the expected collectives.
 
     Args:
         ledger: a ledger, or a compiled function.
-        allow: the collectives that it may have: kinds, or pairs of a kind and mesh axes; None for
-            all.
-        at_most: the bytes that it may move to each device, with all runs: in all, or by kind.
+        allow: the allowed collectives: kinds, or pairs of a kind and mesh axes. None allows all.
+        at_most: the largest number of bytes that it may move to each device, in total or by kind.
+            All runs of a loop's body count.
 
     Raises:
-        AssertionError: it has others, or moves more. The message has what is moved, for which
-            parameters and how much. Or there is something in it that the ledger could not read.
-        FunctreeError: an argument is something else.
+        AssertionError: if the program has other collectives, or moves more. The message lists them
+            with their parameters and bytes.
+        AssertionError: if the ledger could not read a part of the program.
+        FunctreeError: if an argument is invalid.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -141,14 +143,13 @@ def assert_collectives(
           all-reduce over model, 2 KiB: w, x
     """
     found = _ledger_of(ledger)
-    # What could not be read may be any collective, and one in a loop of unknown length may move any
-    # number of bytes: an assertion that passes over it would say nothing.
+    # A part that could not be read may be any collective, and a loop of unknown length may move any
+    # number of bytes. Ignoring them would make the assertion meaningless.
     if found.not_understood and (allow is not None or at_most is not None):
         raise AssertionError(
             "\n  ".join(["this program cannot be held to a budget:", *found.not_understood])
         )
-    # Both arguments are checked before one is compared, so that a misspelt kind is not hidden by
-    # another failure.
+    # Both arguments are checked first, so that another failure does not hide a misspelt kind.
     allowed, budgets = _allowed(allow, found), _budgets(at_most, found)
     others = [one for one in found.collectives if not any(kind.covers(one) for kind in allowed)]
     if others:
@@ -163,16 +164,16 @@ def assert_collectives(
 
 
 def assert_peak_memory(compiled: object, bytes: int) -> None:
-    """Assert that a program needs at most so many bytes on one device at one time.
+    """Assert that the peak memory of a program on one device is within a budget.
 
     Args:
         compiled: a compiled function, or its ledger.
-        bytes: the most bytes.
+        bytes: the budget in bytes.
 
     Raises:
-        AssertionError: it needs more. The message has the memory by part, and the largest
-            arguments.
-        FunctreeError: `compiled` is something else.
+        AssertionError: if the program needs more. The message has the memory by part, and the
+            largest arguments.
+        FunctreeError: if `compiled` is neither a compiled function nor a ledger.
     """
     check("assert_peak_memory has no budget", bytes=(bytes, EXTENT))
     memory = _ledger_of(compiled).memory
@@ -183,7 +184,7 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
         f"{bytes_text(bytes)}",
         f"  temporaries {bytes_text(memory.temporaries)}, outputs {bytes_text(memory.outputs)}",
     ]
-    # Arguments by path: they are what a layout can make smaller.
+    # Arguments by path, since a layout can make them smaller.
     largest = sorted(memory.arguments.items(), key=lambda item: item[1], reverse=True)
     for path, size in largest[:SHOWN]:
         lines.append(f"  {path} {bytes_text(size)}")
@@ -202,10 +203,10 @@ def _ledger_of(value: object) -> Ledger:
 
 
 class _Kind(NamedTuple):
-    """A kind of collective, as a budget names it.
+    """Kind of collective in a budget.
 
     Attributes:
-        name: the name of the kind, `"all-reduce"`; empty for all of them.
+        name: the name of the kind, such as `"all-reduce"`; empty for all.
         axes: the mesh axes, in any order; None for all.
     """
 
@@ -225,12 +226,12 @@ class _Kind(NamedTuple):
 
 
 def _kind(written: object, ledger: Ledger) -> _Kind:
-    """The kind that a user wrote.
+    """Parse a user's kind.
 
-    What does not exist in the program is refused: a budget for it would always hold.
+    A kind that cannot occur in the program is refused, since its budget would always hold.
 
     Raises:
-        FunctreeError: there is no such kind, or no such mesh axis in the program.
+        FunctreeError: if there is no such kind, or the program has no such mesh axis.
     """
     name, axes = written, None
     if isinstance(written, tuple) and len(written) == 2:
@@ -261,7 +262,7 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
 def _allowed(allow: object, ledger: Ledger) -> list[_Kind]:
     if allow is None:
         return [_Kind()]
-    # A text is a collection too, of its letters.
+    # A string is a collection of letters.
     if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
         raise FunctreeTypeError(
             f"allow={shown(allow)}: give a set of kinds, such as `{{'all-reduce'}}`"
@@ -270,7 +271,7 @@ def _allowed(allow: object, ledger: Ledger) -> list[_Kind]:
 
 
 def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
-    """The most bytes of each kind."""
+    """Return the budget of each kind in bytes."""
     if at_most is None:
         return {}
     budgets = {_Kind(): at_most}
@@ -285,7 +286,7 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
 
 
 def _listed(moved: Collection[Collective]) -> str:
-    """What is moved, the most first, as lines of a message."""
+    """Format collectives as lines of a message, the largest first."""
     rows = rows_of_parameters(list(moved))
     lines: list[str] = []
     for row in rows[:SHOWN]:

@@ -1,4 +1,4 @@
-"""A function on one device and on a mesh ─► records of their values, which can be compared."""
+"""Two programs, on one device and on a mesh, record their values to be compared."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -25,13 +25,12 @@ from functree.testing.scopes import Pairs, Records, Scope
 from functree.testing.steps import Body
 from functree.tree.arrays import is_key
 
-# How many times as much a value may differ as between arguments that are off by a rounding.
+# A value may differ by this multiple of its change under perturbed arguments.
 _MARGIN = 8
 
 
 class Watched:
-    """Two programs of one function, compiled to make the checksums of the values that leave their
-    line.
+    """Two programs of one function, compiled to compute checksums of values that leave their line.
 
     Args:
         pairs: their operations.
@@ -46,7 +45,7 @@ class Watched:
         self._on_many = many.watched(Watch(right, lambda site, x: checksum(x)))
 
     def checksums(self, one: Program, many: Program) -> "Checksums":
-        """The checksums for the arrays of the programs, which may be others than before."""
+        """Compute the checksums for the programs' current arrays."""
         return Checksums(
             self._tiles,
             fetched(self._on_one(one.arrays)),
@@ -60,10 +59,10 @@ class Checksums:
     """Checksums of the values that leave their line.
 
     Attributes:
-        tiles: for each value that can be compared, the tiles of it that are.
-        left: those of the program on one device, with the size of the terms.
-        draws: the same for arguments that are off by a rounding.
-        right: those of the program on the mesh.
+        tiles: the tiles of each value that can be compared.
+        left: the checksums on one device, with the sums of absolute values.
+        draws: the same for perturbed arguments.
+        right: the checksums on the mesh.
     """
 
     tiles: Mapping[Site, Tiles | None]
@@ -72,7 +71,7 @@ class Checksums:
     right: Records
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """The checksums of a result of a step on the mesh; None if there are none."""
+        """Return the checksums of a step's result on the mesh, or None if there are none."""
         i = scope.pairs.left_of.get(j)
         if i is None or (*scope.left.at, i, result) not in self.tiles:
             return None
@@ -80,7 +79,7 @@ class Checksums:
         parts = scope.right.of(self.right, j, result)
         if left is None or parts is None:
             return None
-        # Without the dimensions of the one device in a shard_map.
+        # Without the dimensions of a shard_map's mesh, which have size 1.
         whole, size = left.reshape(left.shape[len(scope.axes) :])
         noise = np.zeros(whole.shape)
         for draw in self.draws:
@@ -92,10 +91,10 @@ class Checksums:
 
 
 class Values:
-    """The values of some steps themselves, and checksums of the others.
+    """Values of some steps, and checksums of the others.
 
     Attributes:
-        arrays: the values on the mesh, as they lie.
+        arrays: the sharded values on the mesh.
     """
 
     def __init__(
@@ -109,8 +108,7 @@ class Values:
         self._draws = _draws(on_one, one)
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """The tiles of a result of a step on the mesh, or their checksums; None if there is
-        neither."""
+        """Return the tiles of a step's result on the mesh, their checksums, or None."""
         i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
         parts = scope.right.of(self._many, j, result)
@@ -125,7 +123,7 @@ class Values:
         return Compared(whole, np.asarray(tolerance), wide(parts))
 
     def _tiled(self, scope: Scope, site: Site, record: np.ndarray) -> np.ndarray:
-        """A value, cut into tiles: first the indices of the tile, then those in it."""
+        """Cut a value into tiles. The first indices are the tile's, the rest are within it."""
         record = wide(scope.left.viewed(record))
         record = record.reshape(record.shape[len(scope.axes) :])
         tiles = self._coarse.tiles[site]
@@ -140,8 +138,10 @@ class Values:
 
 
 def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
-    """For each value of the left body that can be compared: into how many tiles the devices of a
-    shard_map cut it; None outside of shard_maps."""
+    """Return the tiles into which a shard_map's devices cut each value that can be compared.
+
+    They are None for values outside shard_maps. The sites are on the left.
+    """
     found: dict[Site, Tiles | None] = {}
     for left, one, other, manual in pairs.sites():
         for result, (whole, part) in enumerate(zip(one.types, other.types, strict=True)):
@@ -157,8 +157,7 @@ def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
 
 
 def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
-    """Into how many parts each dimension is cut, if a part of the whole has a shape; None if it
-    cannot have it."""
+    """Return the number of parts along each dimension, or None if the shapes do not fit."""
     if len(whole) != len(part):
         return None
     tiles: list[int] = []
@@ -173,10 +172,9 @@ def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
 
 
 def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
-    """The values that leave their line, with their types.
+    """Yield the values that leave their line, with their types.
 
-    One that does not may be infinite, or differ, and do no harm: as in
-    `jnp.where(x > 0, 1 / x, 0)`.
+    Other values may be infinite or differ without harm, as in `jnp.where(x > 0, 1 / x, 0)`.
     """
     for index, step in enumerate(body.steps):
         for result, (value, kind) in enumerate(zip(step.outs, step.types, strict=True)):
@@ -187,22 +185,22 @@ def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
 
 
 def values_of(sites: Collection[Site]) -> Watch:
-    """Records some values themselves."""
+    """Build a watch that records whole values."""
     return Watch(frozenset(sites), lambda site, x: numbers(x))
 
 
 def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
-    """Records on the host."""
+    """Copy records to the host."""
     return dict(zip(records, jax.device_get(list(records.values())), strict=True))
 
 
 def _draws(run: Sampler, program: Program) -> list[Records]:
-    """The records for arguments that are off by a rounding."""
+    """Return the records for perturbed arguments."""
     return [fetched(run(program.perturbed(seed))) for seed in (0, 1)]
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """How far numbers are apart, and zero where one of them is not finite."""
+    """Return the distances of numbers, which are zero where one is not finite."""
     if not np.issubdtype(one.dtype, np.inexact):
         return (one != other).astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -210,10 +208,10 @@ def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _rounding_of_sum(kind: Any, tiles: int) -> float:
-    """How much a checksum may differ, relative to the sum of its terms without a sign.
+    """Return by how much a checksum may differ, relative to the sum of absolute terms.
 
-    Each element is rounded once more or less, mostly with different signs; and the sum itself is
-    made in another order.
+    Each element may be rounded differently, mostly with random signs, and the order of the sum may
+    differ.
     """
     if not has_checksum(kind) or is_key(kind.dtype) or not is_inexact(kind.dtype):
         return 0.0

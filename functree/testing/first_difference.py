@@ -1,5 +1,7 @@
-"""A function and the layouts of its arguments ─► the assertion that sharding changes no result; or
-else the first operation whose values differ."""
+"""`assert_same_as_unsharded` asserts that sharding does not change a function's results.
+
+If it does, the message names the first operation whose values differ.
+"""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,26 +38,30 @@ def assert_same_as_unsharded(
     rtol: float = 1e-5,
     atol: float = 1e-6,
 ) -> None:
-    """Assert that a function returns the same with sharded arguments as on one device.
+    """Assert that a function returns the same results with sharded arguments as on one device.
+
+    On failure, the message has the paths of the results that differ, and the first operation whose
+    values differ. It shows the operation's line, the arguments that it uses, the iteration, the
+    devices, the sharding of its result, and the largest difference.
+
+    The reference run uses one device, without a mesh and without rules. If the function contains a
+    shard_map, it uses a mesh with axes of size 1 instead.
 
     Args:
-        fn: the function. One that `ft.jit` or `ft.shard_map` has made runs as it is; any other is
-            jitted, with the layouts as ambient rules if they are one layout. If it has a
-            shard_map, without `mesh=`, one device is a mesh whose axes have the size 1; otherwise
-            it runs there without mesh and rules.
-        args: its arguments. They are copied, so that they may be donated.
-        layouts: the layouts of the arguments, as `in_shardings` of `ft.jit`.
+        fn: the function. A function of `ft.jit` or `ft.shard_map` runs unchanged. Any other is
+            jitted, with `layouts` as ambient rules if it is a single layout. A shard_map in it must
+            not have `mesh=`.
+        args: its arguments. They are copied, so they may be donated.
+        layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.
-        rtol: how much numbers may differ, relative to those of one device.
-        atol: how much they may differ beside that.
+        rtol: the relative tolerance.
+        atol: the absolute tolerance.
 
     Raises:
-        AssertionError: results differ, or have another structure, or their copies on several
-            devices differ. The message has their paths, and how much; and the first operation whose
-            values differ: its line, the arguments that it takes, the iteration and the devices, how
-            its result lies, the largest difference. Or the layouts shard nothing, so that there is
-            nothing to compare.
-        ShardingError: a layout does not fit; the mesh has no devices.
+        AssertionError: if results differ in value or structure.
+        AssertionError: if copies of a result on several devices differ.
+        AssertionError: if the layouts shard nothing, so there is nothing to compare.
+        ShardingError: if a layout does not fit, or the mesh has no devices.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -88,7 +94,7 @@ def assert_same_as_unsharded(
     if missing is not None:
         raise ShardingError(f"assert_same_as_unsharded runs the function: {missing}")
     both = Both.of(fn, args, layouts, mesh)
-    # The arguments are placed anew for each call, since they may be donated.
+    # The arguments are copied for each call, since they may be donated.
     expected, found = both.unsharded(*both.on_device()), both.sharded(*both.on_mesh())
     problems = [
         *_differences(expected, found, rtol, atol),
@@ -111,7 +117,7 @@ def _explanation(first: Operation | None) -> str:
 
 
 def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Iterator[str]:
-    """A line for each array that differs."""
+    """Yield a line for each array that differs."""
     before, after = read(expected), read(found)
     if before.skeleton.treedef != after.skeleton.treedef:
         yield f"  structure {before.skeleton.treedef}, but sharded {after.skeleton.treedef}"
@@ -122,14 +128,14 @@ def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Itera
         if a.shape != b.shape or one.value.dtype != other.value.dtype:
             before_text, after_text = shown(one.value), shown(other.value)
             yield f"  {where}: {before_text}, but sharded {after_text}"
-        # NaN at the same places is the same: whether a function should return it is not asked.
+        # NaNs at the same positions are equal. Whether a function should return them is not asked.
         elif not np.allclose(b, a, rtol=rtol, atol=atol, equal_nan=True):
             most, size = np.nanmax(np.abs(b - a)), np.nanmax(np.abs(a))
             yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
 
 
 def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
-    """A line for each array whose copies on several devices are not the same."""
+    """Yield a line for each array whose copies differ between devices."""
     for leaf in read(found).leaves:
         if not isinstance(leaf.value, jax.Array):
             continue
@@ -146,28 +152,28 @@ def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
 
 
 def _host_values(array: AnyArray) -> np.ndarray:
-    """The numbers of an array, in 64 bits."""
+    """Return the numbers of an array in 64 bits."""
     return wide(np.asarray(numbers(array)))
 
 
 # The first operation
 
-# The values of a line are compared themselves if they are not more than so many numbers.
+# Whole values of a line are compared up to this many numbers.
 _MOST_NUMBERS = 2**24
 
 
 def first_difference(one: Program, many: Program) -> Operation | None:
-    """The first operation whose values differ on a mesh.
+    """Find the first operation whose values differ on a mesh.
 
-    Each program is run with checksums of the values that leave their line; where one of these
-    differs, the values of its line are compared themselves.
+    Each program runs with checksums of the values that leave their line. If a checksum differs, the
+    values of its line are compared.
 
     Args:
         one: the function on one device.
         many: the function on the mesh.
 
     Returns:
-        The operation; None if no value differs by more than rounding.
+        The operation, or None if no value differs by more than rounding.
     """
     pairs = Pairs.of(one.body, many.body)
     checksums = Watched(pairs, one, many).checksums(one, many)
@@ -176,7 +182,7 @@ def first_difference(one: Program, many: Program) -> Operation | None:
 
 
 def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Program) -> Operation:
-    """The operation of a finding, with the values of its line."""
+    """Describe the operation of a finding, with the values of its line."""
     if finding.only:
         return _only_one_has(finding, many)
     array = compared = None
@@ -194,7 +200,7 @@ def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Progr
 
 
 def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
-    """The values that are made on the line of a finding; None if they are too many."""
+    """Return the sites of the values on a finding's line, or None if there are too many numbers."""
     scope, sites, numbers = finding.scope, list[tuple[Site, Site]](), 0
     for i, j in scope.pairs.steps:
         step = scope.step(j)
@@ -211,7 +217,7 @@ def _sites_of_line(finding: Finding) -> list[tuple[Site, Site]] | None:
 
 
 def _only_one_has(finding: Finding, many: Program) -> Operation:
-    """The first operation that only one of the programs has."""
+    """Describe an operation that only one of the programs has."""
     scope, step = finding.scope, finding.step
     body, place, where = scope.pairs.right, scope.right, "on the mesh"
     if finding.only == "device":
@@ -255,7 +261,7 @@ def _difference_text(difference: float, compared: Compared) -> str:
 
 
 def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
-    """The largest difference, and on which devices there is one."""
+    """Return the largest difference, and the devices that have one."""
     found: list[tuple[float, np.ndarray]] = []
     dims = tuple(range(len(scope.axes), compared.parts.ndim))
     tiles = compared.whole.shape[: compared.whole.ndim - len(dims)]
@@ -263,7 +269,7 @@ def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
         expected = on_devices(compared.whole, assignment, scope.axes)
         with np.errstate(invalid="ignore"):
             distance = abs(compared.parts - expected)
-        # Not a number at the same place is no difference, and elsewhere the largest there is.
+        # Two NaNs at one position are equal. A NaN and a number differ by infinity.
         alike = np.isnan(compared.parts) & np.isnan(expected)
         alike |= compared.parts == expected
         distance = np.where(alike, 0.0, np.nan_to_num(distance, nan=np.inf, posinf=np.inf))

@@ -1,5 +1,4 @@
-"""A function and its arguments ─► the first operation that makes a NaN or an infinity of finite
-values."""
+"""`first_nonfinite` finds the first operation that makes a NaN or infinity from finite values."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,31 +20,31 @@ from functree.testing.scopes import Place, Records
 from functree.testing.steps import Body, Step
 from functree.transforms.jit.jit import jit
 
-# How bad the worst element of a value is.
+# Badness: how bad the worst element of a value is.
 _FINITE, _INFINITE, _NAN = 0, 1, 2
 
 
 def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
-    """The first operation of a function that makes a NaN or an infinity of finite values.
+    """Find the first operation of a function that makes a NaN or infinity from finite values.
 
-    The function is run as one program, which notes of each value that leaves its line whether it is
-    finite: also inside of loops, conditionals, shard_maps and gradients. Of the values on the line
-    of the first that is not, the first is told. An infinity that is written into the program, such
-    as that of a mask, is none that an operation makes; a NaN that is made of infinities is, and so
-    is one that is written into the program, as that of `x.var()` is for no elements, where it
+    The function runs as one program, which checks each value that leaves its source line. It sees
+    into loops, conditionals, shard_maps and gradients. The first bad value on the line is returned.
+
+    Infinities that are constants of the program, such as a mask's, are ignored. A NaN that is made
+    from infinities is found. A constant NaN, such as `x.var()` of no elements, is found where it
     leaves its line.
 
     Args:
-        fn: the function. One that `ft.jit` has made is run as it is, but donates nothing; any other
-            is jitted.
-        *args: its arguments. What is sharded stays sharded.
+        fn: the function. A function of `ft.jit` runs unchanged, but donates nothing. Any other is
+            jitted.
+        *args: its arguments. Sharded arguments stay sharded.
 
     Returns:
-        The operation: its line, the arguments that it takes, the iteration and the devices. None if
-        there is none: all values are finite, or those that are not come from the arguments.
+        The operation, with its line, the arguments that it uses, the iteration and the devices.
+            None if all values are finite, or become bad only through bad arguments.
 
     Raises:
-        FunctreeError: the first argument is not a function.
+        FunctreeError: if `fn` is not a function.
 
     Examples:
         >>> def loss(x):
@@ -62,7 +61,7 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     watch = Watch(sites, lambda site, x: _size(x), _any_nonfinite)
     badness: dict[Site, np.ndarray] = {}
     for site, record in fetched(program.watched(watch)(program.arrays)).items():
-        # How often the body of a loop has run is no size.
+        # The record with the number of iterations is not a size.
         badness[site] = record if site[-1] == RAN else _badness(record)
     finding = _Reading(badness).first(program)
     return None if finding is None else _looked_at(finding, badness, program)
@@ -74,9 +73,9 @@ def _any_nonfinite(records: Sequence[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _size(x: Shaped[Array, "..."]) -> Float[Array, ""]:
-    """A sum that is a NaN if an element is one, and infinite if an element is.
+    """Compute a sum that is NaN or infinite if an element is.
 
-    Not a maximum: that of several devices may lose a NaN.
+    A maximum over several devices may lose a NaN.
     """
     x = abs(x)
     if jnp.finfo(x.dtype).bits < 32:
@@ -85,12 +84,12 @@ def _size(x: Shaped[Array, "..."]) -> Float[Array, ""]:
 
 
 def _badness(values: np.ndarray) -> np.ndarray:
-    """How bad numbers are."""
+    """Return the badness of each number."""
     return np.where(np.isnan(values), _NAN, np.where(np.isinf(values), _INFINITE, _FINITE))
 
 
 def _worst(value: Any) -> int:
-    """How bad a value is that is not traced."""
+    """Return the badness of a concrete value."""
     if not hasattr(value, "dtype") or not is_inexact(value.dtype):
         return _FINITE
     return int(_badness(np.asarray(value)).max(initial=_FINITE))
@@ -98,16 +97,16 @@ def _worst(value: Any) -> int:
 
 @dataclass(frozen=True, eq=False)
 class _Finding:
-    """A value that is worse than what it is made of.
+    """Value that is worse than the inputs of its step.
 
     Attributes:
-        body: the body in which it is.
-        index: the index of the step that makes it.
-        result: which of the results of the step it is.
-        place: where the body is.
-        badness: how bad it is, on each device of a shard_map.
-        worst: how bad that is of which it is made.
-        written: whether it is made of a NaN that is written into the program, among others.
+        body: its body.
+        index: the index of its step.
+        result: its index among the step's results.
+        place: the place of the body.
+        badness: its badness on each device of a shard_map.
+        worst: the badness of the step's worst input.
+        written: whether a constant NaN is among the inputs.
     """
 
     body: Body
@@ -120,30 +119,30 @@ class _Finding:
 
 
 class _Reading:
-    """The reading of the records, in the order in which the operations run."""
+    """Search through the records, in the order in which operations run."""
 
     def __init__(self, records: Records):
         self._records = records
-        # The steps in which anything is not finite.
+        # The steps with a value inside that is not finite.
         self._loud = {
             site[:end] for site, one in records.items() if one.any() for end in range(len(site))
         }
 
     def first(self, program: Program) -> _Finding | None:
-        """The finding in a program."""
+        """Return the finding in a program."""
         return self.body(program.body, list(map(_worst, program.arrays)), Place())[0]
 
     def body(
         self, body: Body, given: Sequence[int], place: Place
     ) -> tuple[_Finding | None, list[int]]:
-        """The finding in a body whose inputs are as bad as that, and how bad its outputs are."""
+        """Return the finding in a body, and its outputs' badness, from its inputs' badness."""
         known = dict(zip(body.inputs, given, strict=True))
         known.update((value, _worst(one)) for value, one in body.constants.items())
-        # A NaN that is written into the program, as for what `x.var()` is of no elements, makes
-        # nothing bad by itself: an operation may choose it, or not.
+        # A constant NaN, such as `x.var()` of no elements, is harmless unless an operation selects
+        # it.
         written = {value for value in body.constants if known[value] == _NAN}
         known.update(dict.fromkeys(written, _FINITE))
-        fixed = set(body.constants)  # and what is made of constants alone
+        fixed = set(body.constants)  # and values that depend only on constants
         for index, step in enumerate(body.steps):
             ins = [known[value] for value in step.ins]
             if step.bodies and (*place.at, index) in self._loud:
@@ -169,7 +168,7 @@ class _Reading:
         return None, [known[value] for value in body.outputs]
 
     def _inside(self, body: Body, index: int, ins: Sequence[int], place: Place) -> _Finding | None:
-        """The finding in what a step runs."""
+        """Return the finding in the bodies of a step."""
         step = body.steps[index]
         constants, carry, rest = step.body_operands(ins)
         for inner, of_run in self._runs(body, index, place):
@@ -181,13 +180,12 @@ class _Reading:
         return None
 
     def _runs(self, body: Body, index: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """The index of each body that a step runs, with its place, in the order in which they
-        run."""
+        """Yield the index and the place of each body that a step runs, in that order."""
         step = body.steps[index]
         if step.name == "shard_map":
             yield 0, place.in_shard_map(body, index)
         elif step.name == "cond":
-            # What a branch that no device runs records is zero.
+            # Records of a branch that no device ran are zero.
             for inner in range(len(step.bodies)):
                 yield inner, place.inside(body, index, inner, f"in branch {inner}")
         else:
@@ -195,18 +193,19 @@ class _Reading:
             last = 0 if ran is None else int(ran.max())
             for number, slot in enumerate(slots(step, last), 1):
                 yield 0, place.in_iteration(body, index, slot, f"in iteration {number}")
-            # It is the first with a value that is not finite, if there is one.
+            # The shared slot belongs to the first later iteration with a bad value, if there is
+            # one.
             if last > KEPT_ITERATIONS:
                 yield 0, place.in_iteration(body, index, KEPT_ITERATIONS, f"in iteration {last}")
 
 
 def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
-    """How bad a value may be that is not recorded."""
+    """Return how bad an unrecorded value may be."""
     return worst if _is_inexact(step.types[result]) else _FINITE
 
 
 def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operation:
-    """The operation of a finding, with the values of its line."""
+    """Describe the operation of a finding, with the values of its line."""
     steps, at = finding.body.steps, finding.place.at
     sites: list[Site] = []
     for index, step in enumerate(steps):
@@ -240,7 +239,7 @@ def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Ar
 
 
 def _share(finding: _Finding, array: jax.Array | None) -> str:
-    """How many elements of a value are not finite."""
+    """Format how many elements of a value are as bad as the worst."""
     if array is None:
         return ""
     bad = finding.place.viewed(_badness(np.asarray(array))) == finding.badness.max()

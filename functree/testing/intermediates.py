@@ -1,4 +1,4 @@
-"""A traced function ─► the same function, which also returns a record of each of its values."""
+"""`run` evaluates a traced body, and returns records of its values too."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -14,19 +14,21 @@ from functree.devices.varying import varying_over
 from functree.testing.steps import Body, Step
 
 Site = tuple[int, ...]
-"""Where a value is made: the index of a step, and that of the value in its results. Inside of a
-step with bodies: the index of this step and that of the body, and so on."""
+"""Position of a value: the index of its step, and its index among the step's results.
+
+For a value inside a step's body, the index of that step and the index of the body come first.
+"""
 
 Record = jax.Array
 
 
 class Watch(NamedTuple):
-    """What is recorded.
+    """Description of the values to record.
 
     Attributes:
-        sites: where the values are made that are recorded.
-        record: makes the record of a value, a small array.
-        until: whether, after an iteration of a `while` with some records, no more is recorded.
+        sites: the sites of the recorded values.
+        record: computes the record of a value, a small array.
+        until: returns whether recording stops after an iteration of a `while` with these records.
     """
 
     sites: Collection[Site]
@@ -35,19 +37,18 @@ class Watch(NamedTuple):
 
 
 RAN = -1
-"""The index, in the place of a step, of the record that says how often a body has run."""
+"""Index of the record, in place of a result, that counts the runs of a body."""
 
 KEPT_ITERATIONS = 128
-"""How many iterations of a `while` have records of their own. All after them share one."""
+"""Number of iterations of a `while` with separate records. All later ones share one."""
 
 
 def slots(step: Step, ran: int) -> Sequence[int]:
-    """The index in a record of each iteration that has one of its own, in the order in which the
-    iterations run.
+    """Return the index in a record of each iteration, in the order in which they run.
 
     Args:
         step: a loop.
-        ran: how many iterations of a `while` have run.
+        ran: the number of iterations that a `while` ran.
     """
     if step.name == "while":
         return range(min(ran, KEPT_ITERATIONS))
@@ -56,21 +57,21 @@ def slots(step: Step, ran: int) -> Sequence[int]:
 
 
 _Found = tuple[Sequence[Any], dict[Site, Record]]
-"""The outputs of a body or a step, and the records from inside of it."""
+"""Outputs of a body or step, with the records from inside it."""
 
 
 def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Found:
     """Run a body on arrays, in the trace of another function.
 
-    A record from inside of a loop has a dimension for its iterations in front; one from inside of a
-    shard_map a dimension for each of its mesh axes, with what each device has recorded. Nothing is
-    summed over devices for it.
+    A record inside a loop has a leading dimension for the iterations. A record inside a shard_map
+    has leading dimensions for its mesh axes, with one record per device. Nothing is summed over
+    devices.
 
     Args:
         body: the body.
         arrays: its inputs.
-        watch: what is recorded.
-        at: where the body is, if it is that of a step.
+        watch: the values to record.
+        at: the site of the body, if it belongs to a step.
 
     Returns:
         The outputs, and the records.
@@ -123,7 +124,7 @@ def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
     def iteration_and_slots(state: _Slots) -> _Slots:
         outs, records = iteration(state.carry)
-        # After those that are kept, the slot of all the others.
+        # All iterations beyond the separate slots share the last one.
         slot = jnp.minimum(state.count, KEPT_ITERATIONS)
         kept: dict[Site, Record] = {}
         for site, record in records.items():
@@ -147,13 +148,13 @@ def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
 
 class _Slots(NamedTuple):
-    """The state of a loop that records its iterations.
+    """State of a `while` that records its iterations.
 
     Attributes:
-        carry: the state of the loop itself.
-        kept: the records, in a dimension in front for each iteration.
-        count: how many iterations are recorded.
-        done: whether no more is recorded.
+        carry: the state of the original loop.
+        kept: the records, with a leading dimension for the iterations.
+        count: the number of recorded iterations.
+        done: whether recording has stopped.
     """
 
     carry: Sequence[Any]
@@ -165,7 +166,7 @@ class _Slots(NamedTuple):
 def _cond(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
     which, *operands = ins
     branches = [functools.partial(_branch, step, watch, at, i) for i in range(len(step.bodies))]
-    # Each branch returns the records of all of them.
+    # Each branch must return the records of all branches.
     blank: dict[Site, jax.ShapeDtypeStruct] = {}
     for branch in branches:
         blank |= jax.eval_shape(branch, *operands)[1]
@@ -205,7 +206,7 @@ def _shard_map(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found
 
 
 def manual_axes(step: Step) -> tuple[str, ...]:
-    """The mesh axes that a shard_map makes Manual, in the order of the mesh."""
+    """Return the mesh axes that a shard_map makes Manual, in the order of the mesh."""
     new = step.params["newly_manual_axes"]
     return tuple(axis for axis in step.params["mesh"].axis_names if axis in new)
 
@@ -219,9 +220,9 @@ _RULES: Mapping[str, Callable[[Step, Sequence[Any], Watch, Site], _Found]] = {
 
 
 def _varying(record: Record) -> Record:
-    """A record whose type varies along all Manual axes.
+    """Give a record a type that varies along all Manual axes.
 
-    In a shard_map that checks this, all branches of a conditional and all iterations of a loop have
-    to make the same type.
+    In a shard_map that checks types, all branches of a conditional and all iterations of a loop
+    must have the same type.
     """
     return varying_over(record, jax.sharding.get_abstract_mesh().manual_axes)

@@ -1,4 +1,4 @@
-"""What is found out about an operation of a program ─► `Operation`, and its sentence."""
+"""An `Operation` describes where a program goes wrong, in one sentence."""
 
 import linecache
 from collections.abc import Collection, Mapping, Sequence
@@ -18,24 +18,21 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True)
 class Operation:
-    """An operation of a program, at which something goes wrong.
-
-    Its text is a sentence.
+    """Operation of a program at which something goes wrong. `str` formats it as a sentence.
 
     Attributes:
-        name: the name of JAX's primitive: `dot_general`.
-        source: the file and the line of it: `model.py:12`; empty if no line of the user's is around
-            it.
+        name: the name of JAX's primitive, such as `dot_general`.
+        source: its file and line, such as `model.py:12`; empty if it is on no line of the user's.
         line: the text of this line.
-        paths: the arrays of the arguments that it takes, as they are or after operations on them
-            alone. Activations have none.
-        shape: the shape of its result; in a shard_map that of the part on a device.
+        paths: the paths of the argument arrays among its inputs, even if they were transformed
+            first. Activations have none.
+        shape: the shape of its result; in a shard_map, of the part on one device.
         dtype: the dtype of its result.
-        layout: how the result lies on the mesh; empty if that is not known.
-        difference: the largest difference of the result from that on one device; None if it is not
-            known, or is not what goes wrong.
-        what: what goes wrong, in words.
-        where: the iteration of each loop, and the devices, in words; empty if there are none.
+        layout: the sharding of the result, in words; empty if it is unknown.
+        difference: the largest difference from the result on one device; None if it is unknown, or
+            not the problem.
+        what: the problem, in words.
+        where: the iteration of each loop and the devices, in words; empty if there are none.
 
     Examples:
         >>> print(
@@ -74,7 +71,7 @@ class Operation:
 
 
 def source_text(source: Source | None) -> tuple[str, str]:
-    """The name of the file with the line, and the text of the line."""
+    """Return the name of the file with the line number, and the text of the line."""
     if source is None:
         return "", ""
     text = linecache.getline(source.file, source.line).strip()
@@ -90,16 +87,16 @@ def described(
     array: jax.Array | None = None,
     bad: np.ndarray | None = None,
 ) -> Operation:
-    """An operation, without what goes wrong at it.
+    """Describe an operation, without its problem.
 
     Args:
         step: the operation.
-        result: which of its results is wrong.
-        body: the body in which it is.
-        place: where that is.
-        paths: the paths of the program's inputs; None for those that have none.
-        array: the result, with a dimension for each loop around; None if it is not known.
-        bad: whether it is wrong on each device of a shard_map, by its indices on the mesh.
+        result: the index of the wrong result.
+        body: the body of the operation.
+        place: the place of the body.
+        paths: the paths of the program's inputs; None for inputs without one.
+        array: the result, with a dimension for each loop around it; None if it is unknown.
+        bad: whether the result is wrong on each device of a shard_map, by indices on the mesh.
     """
     source, line = source_text(step.source)
     where = place.where
@@ -120,7 +117,7 @@ def described(
 
 
 def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """The devices where something is bad; empty if it is so on all of them."""
+    """Format the devices with a bad result. The list is empty if all have one."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []
@@ -131,7 +128,7 @@ def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
 
 
 def _layout_text(array: jax.Array | None, place: Place) -> str:
-    """How a value lies on the mesh, of which there is one for each iteration of the loops."""
+    """Format the sharding of a value, without the dimensions of loops."""
     if place.axes:
         return "on each device"
     if array is None or not isinstance(array.sharding, NamedSharding):
@@ -142,7 +139,7 @@ def _layout_text(array: jax.Array | None, place: Place) -> str:
 def _paths_taken(
     step: Step, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
 ) -> tuple[Path, ...]:
-    """The arguments of a program that an operation takes, by the steps around its body."""
+    """Find the arguments of a program that an operation uses, through the steps around it."""
     inputs = paths
     for one in around:
         labels = _labels(one.body, inputs)
@@ -155,10 +152,10 @@ def _paths_taken(
 
 
 def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
-    """For each value that depends on inputs: the path of the only one; None if there are several.
+    """Map each value that depends on a single argument to its path, and other values to None.
 
-    What is made of one argument alone is still this argument, such as a weight that is normalized.
-    What is made of two is an activation, and has no name.
+    A value of one argument, such as a normalized weight, counts as that argument. A value of two is
+    an activation, which has no name.
     """
     labels: dict[Number, Path | None] = dict(zip(body.inputs, inputs, strict=True))
     for step in body.steps:

@@ -1,5 +1,4 @@
-"""A function and its arguments ─► `Program`, which runs it and records its values; and with layouts
-`Both`, the function on one device and on the mesh."""
+"""A `Program` runs a function and records its values. `Both` runs it unsharded and sharded."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
 Sampler = Callable[[Sequence[AnyArray]], Mapping[Site, jax.Array]]
-"""Runs a program on arrays, and returns its records."""
+"""Function that runs a program on arrays, and returns its records."""
 
-# A program that only records is run once or twice, so that it is not worth being optimized. Other
-# platforms have no such options, or others.
+# A recording program runs once or twice, so optimizing it does not pay. These options exist on CPUs
+# only.
 _QUICK: Mapping[str, dict[str, str | bool]] = {
     "cpu": {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 }
@@ -43,7 +42,7 @@ _QUICK: Mapping[str, dict[str, str | bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """A function that was traced for some arguments.
+    """Function, traced for some arguments.
 
     Attributes:
         body: its operations.
@@ -59,14 +58,14 @@ class Program:
 
     @classmethod
     def of(cls, function: Function[..., Any], args: Sequence[Any]) -> "Program":
-        """Trace a function. What it donates is not donated here."""
+        """Trace a function, without its donation."""
         traced = function.trace(*args)
         return cls(
             body_of(traced.jax.jaxpr), traced.arrays(tuple(args), {}), traced.paths, traced.entered
         )
 
     def watched(self, watch: Watch) -> Sampler:
-        """Compile the function, so that it returns the records of its values and nothing else."""
+        """Compile the function so that it returns only the records of its values."""
         sites: list[Site] = []
 
         def recording(*arrays: jax.Array) -> list[Record]:
@@ -84,10 +83,10 @@ class Program:
         return sample
 
     def perturbed(self, seed: int) -> list[AnyArray]:
-        """The arrays, each number off by about as much as rounding makes of it.
+        """Perturb the arrays by about the rounding error of each number.
 
-        What the same program makes of these shows how much its values depend on rounding, and so on
-        the order in which a sum is made.
+        The results show how much the program's values depend on rounding, for example on the order
+        of a sum.
         """
         # The relative error of the coarsest dtype in which the function computes.
         amount = float(jnp.finfo(jnp.float32).eps)
@@ -121,17 +120,17 @@ def _perturbed(array: AnyArray, amount: float, rng: np.random.Generator) -> AnyA
 
 
 Copies = Callable[[], Sequence[Any]]
-"""Makes copies of the arguments of a call, where they should be."""
+"""Function that copies the arguments of a call to their devices."""
 
 
 class Both:
-    """A function on one device, and on a mesh.
+    """Function on one device and on a mesh.
 
     Attributes:
         unsharded: the function on one device.
-        on_device: makes copies of its arguments, on this device.
+        on_device: copies its arguments to that device.
         sharded: the function on the mesh.
-        on_mesh: makes copies of its arguments, sharded.
+        on_mesh: copies its arguments to the mesh, sharded.
     """
 
     def __init__(
@@ -150,35 +149,37 @@ class Both:
     def of(
         cls, fn: Callable[..., Any], args: Sequence[Any], layouts: LayoutTree, mesh: Mesh
     ) -> "Both":
-        """The two, for the layouts of the arguments.
+        """Prepare a function for layouts of its arguments.
 
         Raises:
-            AssertionError: the layouts shard nothing.
-            ShardingError: a layout does not fit; a shard_map has a mesh of its own.
+            AssertionError: if the layouts shard nothing.
+            ShardingError: if a layout does not fit.
+            ShardingError: if a shard_map has its own mesh.
         """
-        # One layout stands for all arguments, and so for the activations between them.
+        # A single layout applies to all arguments, and therefore to activations.
         rules = layouts if isinstance(layouts, Layout) else None
         sharded = fn if isinstance(fn, Function) else jit(fn, mesh=mesh, rules=rules)
         plain = sharded.__wrapped__
         plan, on_mesh = _sharded(plain, args, layouts, mesh)
-        # With such layouts, as those whose axes no argument has, a test passes in any case.
+        # If the layouts shard nothing, for example because no argument has their axes, a test would
+        # always pass.
         if all(row.spec is None or row.copies == mesh.size for row in plan.rows):
             raise AssertionError(
                 f"the layouts shard no argument over the mesh {plan.view}, so nothing would be "
                 "compared"
             )
         if _has_shard_map(sharded.trace(*on_mesh()).jax.jaxpr):
-            # It has no meaning without a mesh, so one device is a mesh too.
+            # A shard_map needs a mesh, so the one device becomes a mesh.
             device = np.reshape(mesh.devices.flat[0], (1,) * mesh.devices.ndim)
             single = Mesh(device, mesh.axis_names, axis_types=mesh.axis_types)
             _, on_device = _sharded(plain, args, layouts, single)
             return cls(sharded.on_mesh(single), on_device, sharded, on_mesh)
         on_device = _copies(tuple(args), repeat(jax.devices()[0]))
-        # Without rules and mesh: an error in what is constrained by them would be in both programs.
+        # Without rules and mesh, since a wrong constraint would otherwise be in both programs.
         return cls(jit(plain), on_device, sharded, on_mesh)
 
     def programs(self) -> tuple[Program, Program]:
-        """The two as programs whose values can be looked at."""
+        """Trace both functions as programs whose values can be recorded."""
         return (
             Program.of(self.unsharded, self.on_device()),
             Program.of(self.sharded, self.on_mesh()),
@@ -186,11 +187,12 @@ class Both:
 
 
 def _has_shard_map(program: AnyJaxpr) -> bool:
-    """Whether a function has a shard_map of its own. The layers of functree do without one if there
-    is no mesh.
+    """Return whether a function has a shard_map, apart from functree's layers.
+
+    Layers work without their shard_map if there is no mesh.
 
     Raises:
-        ShardingError: a shard_map has its mesh from the user's code, and not from the context.
+        ShardingError: if a shard_map has a mesh from the user's code, and not from the context.
     """
     found = False
     for eqn in all_equations(program):
@@ -198,7 +200,7 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
             continue
         source = line_of(eqn)
         found = found or source is None or not is_layer(source.file)
-        # functree's own `shard_map` gives JAX a mesh in any case.
+        # functree's `shard_map` always gives JAX a mesh.
         if isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn):
             raise ShardingError(
                 "assert_same_as_unsharded runs the function on a mesh of one device too, but the "
@@ -209,7 +211,7 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
 
 
 def _is_by_functree(eqn: JaxprEqn) -> bool:
-    """Return whether functree has called the function of JAX that makes an equation."""
+    """Return whether functree called the JAX function that made an equation."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return False
@@ -222,21 +224,20 @@ def _is_by_functree(eqn: JaxprEqn) -> bool:
 def _sharded(
     fun: Callable[..., Any], args: Sequence[Any], layouts: LayoutTree, mesh: Mesh
 ) -> tuple[Plan, Copies]:
-    """The plan of the arguments, and what makes copies of them, sharded by it."""
+    """Return the plan of the arguments, and a function that copies them with its shardings."""
     signature, bound = Signature.of(fun)
     call = signature.bind(*bound.with_bound(tuple(args), {}))
     leaves, parts = ParameterLayouts("layouts", layouts, signature).read(call)
     plan = plan_leaves(leaves, parts, agreed_mesh(mesh, own_meshes(parts)), allow_unspecified=True)
-    # Without a layout (`None`) an array is left to the function, as an uncommitted one is.
+    # Without a layout (`None`), an array stays uncommitted.
     targets = [None if row.spec is None else plan.sharding(row) for row in plan.rows]
     copies = _copies(call, targets)
-    # Without what a method or a partial brings along, which the call adds again.
+    # Without the bound arguments of a method or partial, which the call adds again.
     return plan, lambda: list(copies())[len(bound.args) :]
 
 
 def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
-    """What makes copies of a tree, each array on its device or with its sharding; None leaves it on
-    the host."""
+    """Build a function that copies a tree to targets. None keeps an array on the host."""
     skeleton, arrays = Skeleton.apart(tree)
 
     def copies() -> Sequence[Any]:
@@ -250,13 +251,13 @@ def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
 
 
 def _host_copy(array: AnyArray) -> jax.Array | np.ndarray:
-    """A value of its own: neither on a mesh, nor in the memory of the array.
+    """Copy an array, so that the copy is not on a mesh and shares no memory.
 
-    A function that donates its arguments may otherwise delete those of the caller, by a buffer that
-    both have.
+    Otherwise, a function that donates its arguments could delete the caller's arrays through a
+    shared buffer.
     """
     copy = np.array(numbers(array))
-    # numpy has no keys: their words are copied.
+    # NumPy has no random keys, so their words are copied.
     if isinstance(array, jax.Array) and is_key(array.dtype):
         return jax.random.wrap_key_data(jnp.asarray(copy), impl=jax.random.key_impl(array))
     return copy

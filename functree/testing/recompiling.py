@@ -1,4 +1,4 @@
-"""A step, or a block of code ─► the assertion that it compiles nothing again, or why it does."""
+"""Assertions check that a step or a block of code is not compiled again, and say why it is."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,17 +27,18 @@ from functree.tree.nodes import children
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
-# The event of a compilation by XLA. A program that comes from the compilation cache has it too: to
-# look there takes time as well.
+# The event of a compilation by XLA. A hit of the compilation cache has it too, which takes time as
+# well.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
 @contextmanager
 def assert_no_recompile() -> Iterator[None]:
-    """Assert that nothing is compiled while the context is entered, in any thread.
+    """Assert that nothing is compiled inside a `with` block, in any thread.
 
     Raises:
-        AssertionError: something was. The message says what, and of functions of functree why.
+        AssertionError: if a function was compiled. The message names it, with the reason if
+            functree compiled it.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -52,8 +53,8 @@ def assert_no_recompile() -> Iterator[None]:
         AssertionError: 1 compilation
           <lambda>: compilation 2: x: shape (3,) → (4,)
     """
-    # From two sides: functree's own functions tell why they compile, JAX only that something is
-    # compiled, by whomever.
+    # Two sources: functree's functions give reasons for their compilations. JAX reports all
+    # compilations, without reasons.
     explained: list[tuple[str, Compilation]] = []
     heard: list[str] = []
 
@@ -62,7 +63,7 @@ def assert_no_recompile() -> Iterator[None]:
             heard.append(str(kwargs.get("fun_name")))
 
     def note(name: str, compilation: Compilation) -> None:
-        # A shared one was compiled for another wrapper of the same function, and was found ready.
+        # A shared program was already compiled for another wrapper of the same function.
         if not compilation.shared:
             explained.append((name, compilation))
 
@@ -73,7 +74,7 @@ def assert_no_recompile() -> Iterator[None]:
     finally:
         observers.remove(note)
         jax.monitoring.unregister_event_duration_listener(listen)
-    # JAX calls the program of `f` by the name `jit(f)`.
+    # JAX names the program of `f` `jit(f)`.
     known = {f"jit({name})" for name, _ in explained}
     lines = [f"  {name}: {compilation}" for name, compilation in explained]
     for name in heard:
@@ -84,19 +85,19 @@ def assert_no_recompile() -> Iterator[None]:
 
 
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Assert that the state that a step returns is like the one that it takes.
+    """Assert that a step returns a state like its input, so that the next step compiles nothing.
 
-    Then the next step compiles nothing. The state is every argument with donated arrays; if there
-    is none, the first argument. It is compared with the part of the result that has its paths:
-    structure, static values, shapes, dtypes, weak types, shardings. Nothing is run.
+    The state is every argument with donated arrays, or otherwise the first argument. It is compared
+    with the part of the result that has its paths. Structure, static values, shapes, dtypes, weak
+    types and shardings must be equal. The step is compiled, but not run.
 
     Args:
-        step: the step, which may be made by `ft.jit`.
+        step: the step, which may be a function of `ft.jit`.
         args: its arguments, which may be abstract.
 
     Raises:
-        AssertionError: the state differs. The message has the paths.
-        FunctreeError: `step` is not a function.
+        AssertionError: if the state differs. The message has the paths.
+        FunctreeError: if `step` is not a function.
 
     Examples:
         >>> def step(state, x):
@@ -119,20 +120,20 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
             "assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`"
         )
     function = step if isinstance(step, Function) else jit(step)
-    # Compiled, since only then it is known how the results are sharded: with no `out_shardings=`
-    # that is the compiler's choice.
+    # The step must be compiled: without `out_shardings=`, the compiler chooses the result's
+    # shardings.
     traced = function.trace(*args)
     compiled = traced.lower().compile()
-    # Abstract arrays are what every node takes in the place of its own: the types and shardings by
-    # themselves are refused by those whose class checks what it holds.
+    # Every node accepts abstract arrays. Classes that check their fields refuse bare types and
+    # shardings.
     given, by_name = compiled.abstract_arguments
     signature, _ = Signature.of(function.__wrapped__)
     names = [*signature.positional[: len(given)], *by_name]
     arguments = dict(zip(names, [*given, *by_name.values()], strict=True))
-    # The program knows only arrays. What else a state has is in the arguments themselves.
+    # The program has only arrays. The static values are in the arguments.
     for name, argument in zip(names, args, strict=False):
         arguments[name] = Skeleton.of(argument).fill(tree_leaves(arguments[name]))
-    # What is donated is given away for its successor, so that it is the state.
+    # An argument with donated arrays is replaced by its successor, so it is state.
     states = list(dict.fromkeys(path[0] for path in traced.donated))
     result = compiled.abstract_result(traced.jax.jaxpr.out_avals)
     found: list[str] = []
@@ -145,11 +146,11 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
 
 
 def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
-    """What differs between a state and the part of a result that replaces it."""
-    # A step returns its state beside a loss, in a tuple or under a name of its own. So the part is
-    # found by its paths: that with the most paths of the state; of several that with the fewest
-    # others, since the loss beside a state may stand at a path that the state has too, such as
-    # `1`; and of these the outermost.
+    """Yield the differences between a state and the part of the result that replaces it."""
+    # A step may return its state in a tuple with a loss, or under a new name. The part with the
+    # most paths of the state replaces it. Among several, it is the part with the fewest other
+    # paths, since the path of a loss, such as `1`, may occur in the state too. Among those, it is
+    # the outermost.
     paths, new, most = set(arrays_by_path(state)), None, (0, 0)
     for part in _parts(result):
         own = set(arrays_by_path(part))
@@ -160,7 +161,7 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
         yield f"  {name}: no part of the result has its paths"
         return
     for one in _differences(state, new):
-        # An array that the step does not use has no sharding in the program.
+        # The program has no sharding for an array that the step does not use.
         if one.kind == "sharding" and one.before == sharding_text(None):
             continue
         path = Path((*name, *one.path))
@@ -168,7 +169,7 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
 
 
 def _parts(tree: Tree) -> Iterator[Tree]:
-    """A tree and all trees in it, the outermost first."""
+    """Yield a tree and all trees inside it, the outermost first."""
     waiting = [tree]
     while waiting:
         node = waiting.pop(0)
@@ -177,10 +178,10 @@ def _parts(tree: Tree) -> Iterator[Tree]:
 
 
 def _differences(before: Tree, after: Tree) -> tuple[Difference, ...]:
-    """What would be the reasons for a compilation, of calls with these trees."""
+    """Return the differences for which a call with the second tree would be compiled again."""
     situations: list[Situation] = []
     for tree in (before, after):
         skeleton, arrays = Skeleton.apart(tree)
-        # Without a mesh and rules, which are those of the call in both cases.
+        # Mesh and rules are the same in both calls, so they are left out.
         situations.append(Situation.of(CallGroup(skeleton.learn(tree)), arrays, None, None))
     return differences(*situations)

@@ -1,5 +1,4 @@
-"""What one device has of a value and what each device of a mesh has of it ─► how these lie to each
-other."""
+"""`relate` finds how the parts of a value on a mesh relate to the value on one device."""
 
 import itertools
 import math
@@ -14,16 +13,16 @@ from jax.sharding import PartitionSpec
 from functree.devices.specs import axes_text, entry, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
-"""For each dimension of an array: the mesh axes that cut it."""
+"""Mesh axes that cut each dimension of an array."""
 
 
 class Compared(NamedTuple):
-    """What is compared of a value.
+    """Data of a value that is compared.
 
     Attributes:
-        whole: a number or an array for each of its tiles on one device, by the indices of the tile.
-        tolerance: how much these may differ; a number, or one for each of them.
-        parts: the same of its part on each device of the mesh, by its indices on the mesh.
+        whole: a number or an array for each tile on one device, by the indices of the tile.
+        tolerance: the tolerance, as one number or one for each element of `whole`.
+        parts: the same numbers or arrays for each device of the mesh, by its indices on the mesh.
     """
 
     whole: np.ndarray
@@ -32,7 +31,7 @@ class Compared(NamedTuple):
 
 
 class Kind(Enum):
-    """How the parts that devices have of a value lie to the whole."""
+    """Kind of relation between the parts on devices and the whole value."""
 
     SAME = "each device has its part of the same value"
     PARTIAL = "the devices have terms of a sum that is the value"
@@ -43,12 +42,12 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Relation:
-    """How the parts that devices have of a value lie to the whole.
+    """Relation between the parts on devices and the whole value.
 
     Attributes:
-        kind: how.
-        assignment: how the value is cut; empty if that is not known.
-        over: the mesh axes over which the sum, or the mean, is not taken yet.
+        kind: the kind of relation.
+        assignment: the mesh axes that cut the value; empty if they are unknown.
+        over: the mesh axes over which a sum or mean is still missing.
     """
 
     kind: Kind
@@ -64,7 +63,7 @@ class Relation:
 
     @property
     def missing(self) -> str:
-        """What is not taken yet: `sum` or `mean`; empty if nothing is."""
+        """Missing reduction: `sum` or `mean`; empty if there is none."""
         return _REDUCTIONS.get(self.kind, "")
 
 
@@ -78,12 +77,12 @@ OTHER = Relation(Kind.OTHER)
 def relate(
     whole: np.ndarray, tolerance: np.ndarray, parts: np.ndarray, axes: Mapping[str, int]
 ) -> Relation:
-    """How the parts on devices lie to the whole.
+    """Find the relation between the parts on devices and the whole value.
 
     Args:
         whole: a number or an array for each tile of the whole, by the indices of the tile.
-        tolerance: how much each may differ; a number, or one for each of them.
-        parts: the same of each device, by its indices on the mesh.
+        tolerance: the tolerance, as one number or one for each element of `whole`.
+        parts: the same numbers or arrays for each device, by its indices on the mesh.
         axes: the sizes of the mesh axes, in the order of these indices.
     """
     ndim = parts.ndim - len(axes)
@@ -107,7 +106,7 @@ def _terms(
     assignment: Assignment,
     axes: Mapping[str, int],
 ) -> Relation | None:
-    """Return whether a sum or a mean of the parts over some mesh axes is what is expected."""
+    """Return the relation if the sum or mean of the parts over some mesh axes is as expected."""
     used = set(itertools.chain(*assignment))
     free = [axis for axis in axes if axis not in used and axes[axis] > 1]
     for number in range(1, len(free) + 1):
@@ -123,7 +122,7 @@ def _terms(
 
 
 def assignments(tiles: Sequence[int], axes: Mapping[str, int]) -> Iterator[Assignment]:
-    """All ways to cut an array into tiles by mesh axes. An axis cuts one dimension at most."""
+    """Yield all ways to cut an array into tiles along mesh axes, each used at most once."""
     if not tiles:
         yield ()
         return
@@ -138,7 +137,7 @@ def assignments(tiles: Sequence[int], axes: Mapping[str, int]) -> Iterator[Assig
 
 
 def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int]) -> np.ndarray:
-    """What each device has of a whole, by its indices on the mesh."""
+    """Return the tile of each device, by its indices on the mesh."""
     coordinates = dict(zip(axes, np.indices(tuple(axes.values())), strict=True))
     tile: list[np.ndarray] = []
     for cut in assignment:
@@ -152,8 +151,10 @@ def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int
 
 
 def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
-    """Whether numbers are equal but for a tolerance. Those that are not finite agree if both are
-    not."""
+    """Return whether numbers are equal within a tolerance.
+
+    Two numbers that are not finite agree.
+    """
     if not np.issubdtype(expected.dtype, np.inexact):
         return bool(np.all((expected == found) | (tolerance > 0)))
     bad = ~np.isfinite(expected)

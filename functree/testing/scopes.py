@@ -1,5 +1,7 @@
-"""The bodies of a program on one device and of the same on a mesh ─► the steps that both have, and
-where records of their values are."""
+"""`Pairs` matches the steps of two programs, on one device and on a mesh.
+
+A `Place` finds the records of a body's values.
+"""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,17 +14,17 @@ from functree.testing.intermediates import RAN, Site, manual_axes, slots
 from functree.testing.steps import Body, Step
 
 Records = Mapping[Site, np.ndarray]
-"""What a program has recorded, by the places of its values."""
+"""Records of a program by the sites of its values."""
 
 
 @dataclass(frozen=True, eq=False)
 class Around:
-    """A step that runs a body.
+    """Step that runs a body.
 
     Attributes:
-        body: the body in which the step is.
+        body: the body that contains the step.
         index: its index there.
-        where: which iteration, or which branch; empty for a shard_map.
+        where: the iteration or branch, in words; empty for a shard_map.
     """
 
     body: Body
@@ -32,14 +34,14 @@ class Around:
 
 @dataclass(frozen=True, eq=False)
 class Place:
-    """Where a body is in its program, at one iteration of each loop around it.
+    """Place of a body in its program, at one iteration of each loop around it.
 
     Attributes:
         at: its site.
         axes: the sizes of the mesh axes that are Manual here.
-        view: for each loop around it, from the outside: the dimension that records have for its
-            iterations, once those of the loops before are gone, and the index in it.
-        around: the steps around it, from the outside.
+        view: for each loop around it, the outermost first, the dimension of records for its
+            iterations and the index in it. Dimensions of earlier loops are already removed.
+        around: the steps around it, the outermost first.
     """
 
     at: Site = ()
@@ -49,48 +51,48 @@ class Place:
 
     @property
     def where(self) -> list[str]:
-        """The iterations and branches around, in words, from the inside."""
+        """Iterations and branches around the body, in words, the innermost first."""
         return [one.where for one in reversed(self.around) if one.where]
 
     def of(self, records: Records, *site: int) -> np.ndarray | None:
-        """The record of a value, by its site in the body; None if there is none."""
+        """Return the record of a value from its site in the body, or None if there is none."""
         record = records.get((*self.at, *site))
         return None if record is None else self.viewed(record)
 
     def viewed(self, record: np.ndarray) -> np.ndarray:
-        """A record at these iterations."""
+        """Select these iterations from a record."""
         for dim, index in self.view:
             record = np.take(record, index, dim)
         return record
 
     def inside(self, body: Body, index: int, inner: int = 0, where: str = "") -> "Place":
-        """The place of a body that a step of this body runs."""
+        """Return the place of a body that a step of this body runs."""
         around = (*self.around, Around(body, index, where))
         return replace(self, at=(*self.at, index, inner), around=around)
 
     def in_shard_map(self, body: Body, index: int) -> "Place":
-        """The place of the body of a shard_map."""
+        """Return the place of a shard_map's body."""
         step = body.steps[index]
         new = {axis: step.params["mesh"].shape[axis] for axis in manual_axes(step)}
         return replace(self.inside(body, index), axes={**self.axes, **new})
 
     def in_iteration(self, body: Body, index: int, slot: int, where: str) -> "Place":
-        """The place of the body of a loop, whose iterations records have in a dimension."""
+        """Return the place of a loop's body at the iteration with this index in records."""
         view = (*self.view, (len(self.axes), slot))
         return replace(self.inside(body, index, 0, where), view=view)
 
 
 @dataclass(frozen=True, eq=False)
 class Pairs:
-    """The steps that two bodies have in common.
+    """Steps that two bodies have in common.
 
-    The bodies are of one function, traced on one device and on a mesh. So most steps are the same.
-    A function may ask for the mesh, though, and then do something else.
+    The bodies come from one function, traced on one device and on a mesh, so most steps are the
+    same. A function that asks for the mesh may compute differently.
 
     Attributes:
         left: the body on one device.
         right: the body on the mesh.
-        steps: the indices of each step that both have, in the left body and in the right one.
+        steps: the indices of each common step in the left and the right body.
     """
 
     left: Body
@@ -99,7 +101,7 @@ class Pairs:
 
     @classmethod
     def of(cls, left: Body, right: Body) -> "Pairs":
-        """Pair two bodies. Steps that only say where an array is are in no pair."""
+        """Pair two bodies, without steps that only place arrays."""
         first, second = _keys(left), _keys(right)
         one, other = list(first), list(second)
         common = _common(list(first.values()), list(second.values()))
@@ -107,7 +109,7 @@ class Pairs:
 
     @cached_property
     def inner(self) -> dict[tuple[int, int], tuple["Pairs", ...]]:
-        """For each pair of steps that have bodies: the pairs in these."""
+        """Pairs of the inner bodies, for each pair of steps that have bodies."""
         found: dict[tuple[int, int], tuple[Pairs, ...]] = {}
         for i, j in self.steps:
             one, other = self.left.steps[i].bodies, self.right.steps[j].bodies
@@ -117,17 +119,19 @@ class Pairs:
 
     @cached_property
     def left_of(self) -> dict[int, int]:
-        """For each step of the right body that is in a pair: the other one."""
+        """Left step of each paired right step, by index."""
         return {j: i for i, j in self.steps}
 
     @cached_property
     def right_of(self) -> dict[int, int]:
-        """For each step of the left body that is in a pair: the other one."""
+        """Right step of each paired left step, by index."""
         return dict(self.steps)
 
     def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:
-        """Each pair, those of inner bodies too, with the place of its step on one device, and
-        whether a shard_map is around."""
+        """Yield all pairs, including inner bodies.
+
+        Each has the site of its left step, both steps, and whether it is inside a shard_map.
+        """
         for i, j in self.steps:
             one, other = self.left.steps[i], self.right.steps[j]
             yield (*at, i), one, other, manual
@@ -137,11 +141,11 @@ class Pairs:
 
 
 def _keys(body: Body) -> dict[int, Hashable]:
-    """What the steps of a body have in common with those in their pairs, by index."""
+    """Return the key of each step by index. Paired steps have equal keys."""
     found: dict[int, Hashable] = {}
     for index, step in enumerate(body.steps):
         if not step.places:
-            # Not their shapes: in a shard_map these are local.
+            # Without shapes, which are local in a shard_map.
             kinds = [
                 (str(getattr(one, "dtype", one)), getattr(one, "ndim", 0)) for one in step.types
             ]
@@ -150,8 +154,8 @@ def _keys(body: Body) -> dict[int, Hashable]:
 
 
 def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """The positions of a longest common subsequence."""
-    # Most bodies are equal, and what is equal at both ends takes no search.
+    """Return the positions of a longest common subsequence."""
+    # Most bodies are equal, and common ends need no search.
     most = min(len(one), len(other))
     start = next((i for i in range(most) if one[i] != other[i]), most)
     rest = most - start
@@ -167,7 +171,7 @@ def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[in
 
 @dataclass(frozen=True, eq=False)
 class Scope:
-    """A body on one device and the same on a mesh, at one iteration of each loop around it.
+    """Body on one device and on a mesh, at one iteration of each loop around it.
 
     Attributes:
         pairs: the bodies.
@@ -181,15 +185,15 @@ class Scope:
 
     @property
     def axes(self) -> Mapping[str, int]:
-        """The sizes of the mesh axes that are Manual here."""
+        """Sizes of the mesh axes that are Manual here."""
         return self.right.axes
 
     def step(self, index: int) -> Step:
-        """A step on the mesh."""
+        """Return a step on the mesh."""
         return self.pairs.right.steps[index]
 
     def in_shard_map(self, i: int, j: int) -> "Scope":
-        """The body of a shard_map."""
+        """Return the scope of a shard_map's body."""
         return Scope(
             self.pairs.inner[i, j][0],
             self.left.in_shard_map(self.pairs.left, i),
@@ -197,9 +201,8 @@ class Scope:
         )
 
     def in_iterations(self, i: int, j: int, left: Records, right: Records) -> Iterator["Scope"]:
-        """The body of a loop at each iteration that both loops have, in the order in which they
-        run."""
-        # Devices may run a loop more or less often.
+        """Yield the scope of a loop's body at each common iteration, in order."""
+        # Devices may run a loop different numbers of times.
         ran = [self.left.of(left, i, 0, RAN), self.right.of(right, j, 0, RAN)]
         one, other = (0 if count is None else int(count.min()) for count in ran)
         first = slots(self.pairs.left.steps[i], one)
@@ -218,7 +221,7 @@ class Scope:
             )
 
     def in_branch(self, i: int, j: int, left: Records, right: Records) -> "Scope | None":
-        """The branch of a conditional that ran; None if devices ran different ones."""
+        """Return the scope of the branch that ran, or None if devices ran different branches."""
         for inner, pairs in enumerate(self.pairs.inner[i, j]):
             ran = [self.left.of(left, i, inner, RAN), self.right.of(right, j, inner, RAN)]
             if all(one is not None and one.all() for one in ran):

@@ -1,5 +1,4 @@
-"""Records of a function's values on one device and on a mesh ─► the first operation whose values
-differ."""
+"""`Search` finds the first operation whose values differ between one device and a mesh."""
 
 import itertools
 from dataclasses import dataclass
@@ -24,16 +23,16 @@ _BY_COMPILER = (
 
 @dataclass(frozen=True, eq=False)
 class Finding:
-    """The first operation whose values differ.
+    """First operation whose values differ.
 
     Attributes:
-        scope: the body in which it is.
+        scope: its body.
         index: its index in the body.
-        result: which of its results.
-        relation: how the parts on devices lie to the value on one device.
-        note: what is known of the reason; empty if nothing is.
-        only: `"mesh"` or `"device"` if only one of the programs has it.
-        before: in this case, the index of the last step on the mesh that both have.
+        result: the index of the result that differs.
+        relation: the relation between the parts on devices and the value on one device.
+        note: the reason, in words; empty if it is unknown.
+        only: `"mesh"` or `"device"` if only one of the programs has the operation.
+        before: in this case, the index on the mesh of the last common step.
         other: in this case, the index of the first step that only the other program has.
     """
 
@@ -48,22 +47,22 @@ class Finding:
 
     @property
     def step(self) -> Step:
-        """The operation."""
+        """Step of the operation."""
         if self.only == "device":
             return self.scope.pairs.left.steps[self.index]
         return self.scope.step(self.index)
 
 
 class Search:
-    """The search for the first difference.
+    """Search for the first difference.
 
-    Outside of shard_maps each value is a whole, so the first that differs is what is searched.
-    Inside, a device has what it has: a term of a sum, its index, its own maximum. So the search
-    begins at a wrong result and goes back to where values that are the same make one that is not.
+    Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside,
+    values may differ legitimately: terms of a sum, a device's index, or its own maximum. There, the
+    search goes back from a wrong result to a step with correct inputs.
 
     Args:
         sums: the records.
-        values: the values of some steps themselves.
+        values: whole values of some steps.
     """
 
     def __init__(self, sums: Checksums, values: Values | None = None):
@@ -71,7 +70,7 @@ class Search:
         self._compared = (values or sums).compared
 
     def first(self, scope: Scope) -> Finding | None:
-        """The first difference in a body that no shard_map is around; None if there is none."""
+        """Return the first difference in a body outside shard_maps, or None if there is none."""
         for _, j in scope.pairs.steps:
             for result, value in enumerate(scope.step(j).outs):
                 differs = self._relation(scope, j, result).kind is Kind.OTHER
@@ -84,17 +83,17 @@ class Search:
         return None
 
     def _relation(self, scope: Scope, j: int, result: int) -> Relation:
-        """How the parts of a result on the devices lie to the value on one device."""
+        """Return the relation between the parts of a result and the value on one device."""
         compared = self._compared(scope, j, result)
         return UNKNOWN if compared is None else relate(*compared, scope.axes)
 
     def _of_value(self, scope: Scope, value: Number) -> Relation:
-        """The same for a value of the body on the mesh."""
+        """Return the relation for a value of the body on the mesh."""
         made = scope.pairs.right.makers.get(value)
         return UNKNOWN if made is None else self._relation(scope, *made)
 
     def _wrong_output(self, scope: Scope, one: Number, other: Number) -> Finding | None:
-        """The difference of an output of which no pair of steps has the checksums."""
+        """Return the finding for an output whose steps are not paired."""
         maker, its = scope.pairs.left.makers.get(one), scope.pairs.right.makers.get(other)
         if maker is None or its is None:
             return None
@@ -106,7 +105,7 @@ class Search:
         if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
             return None
         whole, size = left
-        # How much it depends on rounding is not known, and it is not what is searched.
+        # Its dependence on rounding is unknown, so the margin is wide.
         margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
         if agree(whole, right, margin):
             return None
@@ -115,7 +114,7 @@ class Search:
     # From a value that differs to the operation at fault
 
     def explained(self, scope: Scope, value: Number) -> Finding | None:
-        """The finding for a value of the body on the mesh that differs."""
+        """Return the finding for a value of the body on the mesh that differs."""
         index, result, unpaired = self._origin(scope, value)
         i = scope.pairs.left_of.get(index)
         only_left = self._only_left(scope, i)
@@ -128,8 +127,10 @@ class Search:
         return Finding(scope, index, result, relation, self._note(scope, i, index, relation))
 
     def _origin(self, scope: Scope, value: Number) -> tuple[int, int, set[int]]:
-        """The first step, with its result, on which a value depends and whose inputs are the same;
-        and the steps without counterpart on the way to it."""
+        """Find the first step with correct inputs on which a value depends, with its result.
+
+        Also return the unpaired steps on the way to it.
+        """
         found: list[tuple[bool, int, int, set[int]]] = []
         seen, left = set[Number](), [value]
         while left:
@@ -141,24 +142,25 @@ class Search:
             causes, unpaired = self._causes(scope, scope.step(index))
             left.extend(causes)
             if not causes:
-                # Terms of a sum are not wrong by themselves, so what is neither them nor the value
-                # comes first.
+                # Terms of a sum are not wrong by themselves, so other values come first.
                 are_terms = bool(self._relation(scope, index, result).missing)
                 found.append((are_terms, index, result, unpaired))
         if found:
             return min(found, key=lambda one: one[:3])[1:]
-        # If each is caused by another one, there is only the value itself.
+        # If each cause has another cause, only the value itself is left.
         return *scope.pairs.right.makers[value], set()
 
     def _causes(self, scope: Scope, step: Step) -> tuple[set[Number], set[int]]:
-        """What a step takes that is not the same, through values of which nothing is known; and the
-        steps without counterpart on the way."""
+        """Find the wrong inputs of a step, looking through values that cannot be compared.
+
+        Also return the unpaired steps on the way.
+        """
         body, causes, unpaired = scope.pairs.right, set[Number](), set[int]()
         seen, left = set[tuple[Number, bool]](), [(value, step) for value in step.ins]
         while left:
             value, taker = left.pop()
             summed = taker.name in _SUMS
-            # What depends on no input depends on the index of the device, and has to differ.
+            # A value that depends on no input depends on the device's index, and must differ.
             if (value, summed) in seen or value not in body.makers or value not in body.dependent:
                 continue
             seen.add((value, summed))
@@ -169,14 +171,13 @@ class Search:
                 if i is None and not scope.step(index).places:
                     unpaired.add(index)
                 left.extend((one, scope.step(index)) for one in scope.step(index).ins)
-            # To a sum over devices belong terms, so these are no cause if it is wrong.
+            # A sum over devices takes terms, so terms do not make it wrong.
             elif known.kind is not Kind.SAME and not (known.missing and summed):
                 causes.add(value)
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """The first step that only the program on one device has, and on which another one
-        depends."""
+        """Return the first step that only the left program has, and on which a step depends."""
         if i is None:
             return None
         body, found = scope.pairs.left, list[int]()
@@ -199,7 +200,7 @@ class Search:
     def _structural(
         self, scope: Scope, index: int, result: int, unpaired: set[int], only_left: int | None
     ) -> Finding:
-        """The finding where the programs have different operations."""
+        """Return the finding where the programs have different operations."""
         if index not in scope.pairs.left_of:
             unpaired = {*unpaired, index}
         if not unpaired and only_left is not None:
@@ -211,7 +212,7 @@ class Search:
         return Finding(scope, first, result, UNKNOWN, only="mesh", before=before, other=only_left)
 
     def _note(self, scope: Scope, i: int, j: int, relation: Relation) -> str:
-        """What is known of the reason of a difference; empty if nothing is."""
+        """Explain a difference, or return an empty string."""
         step = scope.step(j)
         if relation.missing:
             return f"its {relation.missing} over {axes_text(relation.over)} is missing"
@@ -226,7 +227,7 @@ class Search:
         return ""
 
     def _is_same_operation(self, scope: Scope, i: int, j: int) -> bool:
-        """Return whether both programs have an operation, and agree on all that it takes."""
+        """Return whether both programs have an operation, and agree on its inputs."""
         one, other = scope.pairs.left.steps[i], scope.step(j)
         if one.bodies or one.outside or not _has_same_params(one, other):
             return False
@@ -242,7 +243,7 @@ class Search:
         return True
 
     def _summed_twice(self, scope: Scope, step: Step) -> str:
-        """Return whether a sum over mesh axes is of what is the same there."""
+        """Explain a sum over mesh axes of values that are already equal or summed there."""
         relation = self._of_value(scope, step.ins[0])
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
@@ -256,7 +257,7 @@ class Search:
     # Into what a step runs
 
     def _inside(self, scope: Scope, i: int, j: int, result: int) -> Finding | None:
-        """The finding in the body of a step whose result differs; None if it is the step itself."""
+        """Return the finding in the bodies of a step, or None if the step itself is at fault."""
         if (i, j) not in scope.pairs.inner:
             return None
         name = scope.step(j).name
@@ -272,7 +273,7 @@ class Search:
         return None
 
     def _in_body(self, scope: Scope) -> Finding | None:
-        """The finding in a body that is run in another one."""
+        """Return the finding in an inner body."""
         if not scope.axes:
             return self.first(scope)
         for value in scope.pairs.right.outputs:
@@ -297,7 +298,7 @@ class Search:
         return Finding(scope, j, result, relation, note)
 
     def _copies(self, scope: Scope, j: int, result: int) -> tuple[str, ...]:
-        """The mesh axes along which a result of a shard_map should be the same, and is not."""
+        """Return the mesh axes along which copies of a shard_map's result differ."""
         step = scope.step(j)
         if step.name != "shard_map":
             return ()
@@ -321,19 +322,19 @@ class Search:
 
 
 def _has_same_params(one: Step, other: Step) -> bool:
-    """Return whether two operations are the same, wherever their results are."""
+    """Return whether two operations are the same, apart from shardings."""
     names = [name for name in one.params if "sharding" not in name]
-    # A parameter may be an array, which is compared element by element.
+    # A parameter may be an array, which is compared by element.
     return all(np.all(one.params[name] == other.params.get(name)) for name in names)
 
 
 def _misshapen(scope: Scope, i: int | None, j: int, result: int) -> bool:
-    """Return whether a shard_map makes an array of another shape than on one device."""
+    """Return whether a shard_map's result has a different shape than on one device."""
     step = scope.step(j)
     if i is None or scope.axes or step.name != "shard_map":
         return False
     one, other = scope.pairs.left.steps[i].types[result], step.types[result]
-    # What is kept for its backward pass is there once for each device.
+    # Residuals for its backward pass exist once for each device.
     spec = step.params["out_specs"][result]
     if len(spec) == 1 and set(mesh_axes(spec[0])) == set(manual_axes(step)):
         return False

@@ -1,4 +1,4 @@
-"""A traced function ─► a `Body`: its operations in a row, the functions that it calls inlined."""
+"""A `Body` lists the operations of a traced function, with inlined calls."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,30 +23,30 @@ from functree.tree.jaxprs import AnyJaxpr, inner_programs, is_random, scan_sizes
 T = TypeVar("T")
 
 Number = int
-"""The number of a value in a body."""
+"""Number of a value in a body."""
 
-# Equations that only run another program. What is recomputed for the backward pass is computed here
-# as if it were kept, which changes no value.
+# Equations that only run another program. Recomputed values are treated as if they were kept, which
+# does not change them.
 _CALLS = frozenset(
     "jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr".split()
 )
 
-# Equations that run programs of their own.
+# Equations with bodies.
 _WITH_BODIES = frozenset("scan while cond shard_map".split())
 
-# Operations that say where an array is, or what is known of its type, and change no value.
+# Operations that place an array or change its type, without changing values.
 _PLACING = frozenset(
     "sharding_constraint reshard mesh_cast layout_constraint device_put copy optimization_barrier "
     "pvary pcast retyped".split()
 )
 
-# They would only print again.
+# Equations that would only print again.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 class Source(NamedTuple):
-    """A line of the user's source."""
+    """Line of the user's source."""
 
     file: str
     line: int
@@ -55,24 +55,24 @@ class Source(NamedTuple):
         return f"{self.file}:{self.line}"
 
 
-# By identity: a step stands for one place in one program.
+# Compared by identity, since a step is one operation of one program.
 @dataclass(frozen=True, eq=False)
 class Step:
-    """An operation of a body.
+    """Operation of a body.
 
     Attributes:
-        name: that of JAX's primitive.
+        name: the name of JAX's primitive.
         params: its parameters.
-        ins: the values that it takes.
-        outs: the values that it makes.
-        types: the types of these.
+        ins: its inputs.
+        outs: its results.
+        types: the types of its results.
         source: the innermost line of the user's model around it; None if there is none.
         draws: whether it draws random numbers, or makes keys for them.
-        bodies: what it runs: the body of a loop or of a shard_map, the branches of a conditional.
-        operands: how many of the values its bodies do not take, and a loop takes for the constants
-            of its body and to carry. The others follow.
-        acts: whether it does something beside making values, such as writing to a `jax.Ref`.
-        run: the operation itself, from arrays to arrays.
+        bodies: the body of a loop or shard_map, or the branches of a conditional.
+        operands: how many inputs its bodies do not get, are constants of a loop's body, and are
+            carried by a loop. All other inputs follow.
+        acts: whether it has side effects, such as writing to a `jax.Ref`.
+        run: the operation as a function from arrays to arrays.
     """
 
     name: str
@@ -89,17 +89,20 @@ class Step:
 
     @property
     def outside(self) -> bool:
-        """Whether it runs what is not compiled from the program: Python, or a kernel."""
+        """Whether it runs code that is not in the program: Python, or a kernel."""
         return self.acts or "call" in self.name
 
     @property
     def places(self) -> bool:
-        """Whether it only says where an array is."""
+        """Whether it only places an array."""
         return self.name in _PLACING
 
     def body_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Something for each value that it takes ─► for the constants of its body, for what a loop
-        carries from one iteration to the next, and for what else the body takes."""
+        """Divide a sequence with one element per input for the step's body.
+
+        The three lists are for the constants of the body, the values that a loop carries, and the
+        rest.
+        """
         skipped, constants, carried = self.operands
         given = list(ins)[skipped:]
         end = constants + carried
@@ -108,13 +111,13 @@ class Step:
 
 @dataclass(frozen=True, eq=False)
 class Body:
-    """A program as its operations in a row. Each value in it has a number of its own.
+    """Program as a list of operations. Each value in it has a unique number.
 
     Attributes:
-        inputs: the values that it takes.
-        constants: the values that it has from the start.
-        steps: the operations that its outputs need, in the order in which they run.
-        outputs: the values that it returns.
+        inputs: its inputs.
+        constants: its constants, by number.
+        steps: the operations that its outputs need, in order.
+        outputs: its outputs.
     """
 
     inputs: tuple[Number, ...]
@@ -124,8 +127,7 @@ class Body:
 
     @cached_property
     def makers(self) -> Mapping[Number, tuple[int, int]]:
-        """For each value that a step makes: the index of the step, and that of the value in its
-        results."""
+        """Index of the step that makes each value, and the value's index among the results."""
         return {
             value: (index, result)
             for index, step in enumerate(self.steps)
@@ -134,10 +136,9 @@ class Body:
 
     @cached_property
     def crossing(self) -> frozenset[Number]:
-        """The values that leave the line of source on which they are made, or the body.
+        """Values that leave their source line, or the body.
 
-        These are enough to find the line on which something goes wrong, and are half of all
-        values.
+        They are half of all values, and enough to find the line on which something goes wrong.
         """
         found = set(self.outputs)
         for step in self.steps:
@@ -152,9 +153,9 @@ class Body:
 
     @cached_property
     def dependent(self) -> frozenset[Number]:
-        """The values that depend on an input, or are random.
+        """Values that depend on an input, or are random.
 
-        Of the others, those in a shard_map are made of the index of the device.
+        Other values in a shard_map may depend on the device's index.
         """
         found = set(self.inputs)
         for step in self.steps:
@@ -163,7 +164,7 @@ class Body:
         return frozenset(found)
 
     def all_steps(self) -> Iterator[Step]:
-        """All steps, those of inner bodies too."""
+        """Yield all steps, including inner bodies."""
         for step in self.steps:
             yield step
             for body in step.bodies:
@@ -171,12 +172,12 @@ class Body:
 
 
 def body_of(program: AnyJaxpr, source: Source | None = None) -> Body:
-    """The body of a traced program.
+    """Build the body of a traced program.
 
     Args:
         program: the program.
-        source: the line for operations that no line of the user's model is around, as in the body
-            of a loop that a library has made.
+        source: the line for operations that are on no line of the user's model, as in the body of a
+            library's loop.
     """
     flat = _Flat()
     inputs = [flat.new() for _ in _open(program).invars]
@@ -189,17 +190,17 @@ def _open(program: AnyJaxpr) -> Jaxpr:
 
 
 class _Flat:
-    """The steps of one body, as they are collected."""
+    """Collector of the steps of one body."""
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
         self.constants: dict[Number, Any] = {}
-        self.new: Callable[[], Number] = itertools.count().__next__  # a number for a value
+        self.new: Callable[[], Number] = itertools.count().__next__  # returns a new number
 
     def inline(
         self, program: AnyJaxpr, inputs: Sequence[Number], source: Source | None
     ) -> list[Number]:
-        """Add the steps of a program; returns the numbers of its outputs."""
+        """Add the steps of a program, and return the numbers of its outputs."""
         jaxpr = _open(program)
         numbers: dict[Var, Number] = dict(zip(jaxpr.invars, inputs, strict=True))
         constants = program.consts if isinstance(program, ClosedJaxpr) else ()
@@ -225,7 +226,7 @@ class _Flat:
     def _number(self, atom: Any, numbers: Mapping[Var, Number]) -> Number:
         if not isinstance(atom, Literal):
             return numbers[atom]
-        # With its type: a Python number would take another one.
+        # With its dtype, which a Python number would not keep.
         return self._constant(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
@@ -240,12 +241,12 @@ def _step(
     programs = list(inner_programs(eqn)) if name in _WITH_BODIES else []
     operands = 0, 0, 0
     if name == "cond":
-        operands = 1, 0, 0  # which branch it is
+        operands = 1, 0, 0  # the index of the branch
     elif name == "scan":
         constants, carried = scan_sizes(eqn)
         operands = 0, constants, carried
     elif name == "while":
-        # The condition is not looked into: it says how often the body runs, which is.
+        # The condition is left out: it only decides how often the body runs, which is recorded.
         programs = [params["body_jaxpr"]]
         operands = params["cond_nconsts"], params["body_nconsts"], len(outs)
     return Step(
@@ -264,16 +265,16 @@ def _step(
 
 
 def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
-    """The function of a single equation, of arrays for all that it takes.
+    """Build the function of a single equation, from arrays to arrays.
 
-    As a program of one equation JAX runs it in the context in which it was traced, such as the mesh
-    of its types.
+    As a program with one equation, it runs in the context of its trace, such as the mesh of its
+    types.
     """
     variables: list[Var] = []
     for atom in eqn.invars:
         if not isinstance(atom, Literal) and atom not in variables:
             variables.append(atom)
-    # In the place of each variable: where it is first.
+    # The first position of each variable.
     first = [eqn.invars.index(var) for var in variables]
     info = around.debug_info.with_unknown_names()
     program = Jaxpr((), variables, eqn.outvars, [eqn], no_effects, info)
@@ -282,7 +283,7 @@ def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
-    """The steps that outputs need: a traced gradient has many others, which no program computes."""
+    """Return the steps that outputs need. A traced gradient has many others."""
     needed, kept = set(outputs), list[Step]()
     for step in reversed(steps):
         if step.acts or not needed.isdisjoint(step.outs):
@@ -292,7 +293,7 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
 
 
 def line_of(eqn: JaxprEqn) -> Source | None:
-    """The innermost line of the user's model around an equation."""
+    """Return the innermost line of the user's model around an equation."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return None

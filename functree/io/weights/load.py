@@ -107,8 +107,8 @@ def load_tensors(
     The names of tensors in `table` follow these rules:
 
     - `*` in a name is the text that the glob's `*` matched.
-    - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w":
-      "layers.{2*i+j}.w"`.
+    - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w"`
+      may have the name `"layers.{2*i+j}.w"`.
     - `{layer}`, and `{expert}` after it, count the elements of an array's leading dimensions, each
       of which has its own tensor.
     - `[0/3]` after a name is the first of three equal parts of the tensor, and `[0:2/4]` are two of
