@@ -49,8 +49,8 @@ def warn_of_losses(where: object, losses: Iterable[Loss], remedy: str) -> None:
     found = [str(loss) for loss in losses if int(loss.lost)]
     if found:
         warn(
-            f"{where}: {count(len(found), 'array')} with values that the new dtype does not hold, "
-            f"and that are others now: {listed(found)}; {remedy}"
+            f"{where}: {count(len(found), 'array')} lost values that the new dtype cannot hold: "
+            f"{listed(found)}; {remedy}"
         )
 
 

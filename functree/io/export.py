@@ -37,7 +37,7 @@ def _are_names(value: object) -> bool:
     return TEXTS.fits(value)
 
 
-_NAMES = Takes("names of axes, or a dict from them to expressions", _are_names)
+_NAMES = Takes("names of axes, or a dict from names to expressions", _are_names)
 
 
 class Exported:
@@ -78,16 +78,15 @@ class Exported:
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
-                f"{self.exported.fun_name} takes {len(self.exported.in_avals)} arrays, in the "
-                f"order of their paths, and {len(arrays)} were given: "
-                f"{self._names() or 'see `exported.in_avals`'}"
+                f"{self.exported.fun_name} takes {count(len(self.exported.in_avals), 'array')}, "
+                f"but got {len(arrays)}: pass {self._names() or 'the arrays of `exported.in_avals`'}"
             )
         if any(map(is_deleted, arrays)):
             paths = self.paths or tuple(Path((i,)) for i in range(len(arrays)))
             raise refuse_deleted(self.exported.fun_name, paths, arrays)
         if problems := list(self._misfits(arrays)):
             raise FunctreeTypeError(
-                f"{self.exported.fun_name} cannot run: {count(len(problems), 'argument')} differ",
+                f"{self.exported.fun_name}: {count(len(problems), 'argument')} cannot be used",
                 problems,
             )
         return tuple(self.exported.call(*arrays))
@@ -114,7 +113,7 @@ class Exported:
             FunctreeError: if the bytes have changed since they were written.
             FunctreeError: if flatbuffers is not installed.
         """
-        check("nothing is read", data=(data, _BYTES))
+        check("Exported.deserialize: invalid arguments", data=(data, _BYTES))
         import_extra("flatbuffers", "export")
         function = _checked(bytes(data))
         # A newer JAX may have written them, for example.
@@ -148,7 +147,7 @@ class Exported:
             path = Path((i,)) if self.paths is None else self.paths[i]
             why = f"was exported as {array_text(wanted)}"
             if not is_array(array):
-                yield Problem(path, None, shown(array), why, "give an array")
+                yield Problem(path, None, shown(array), why, "pass an array")
             elif not _fits(array.shape, wanted.shape) or _dtype(array) != wanted.dtype:
                 yield array_problem(path, array, why, "")
 
@@ -175,15 +174,15 @@ def _checked(data: bytes) -> bytes:
     function, mark, digest = data.rpartition(_MARK)
     if not mark:
         raise FunctreeValueError(
-            f"these bytes are not an exported function: at the end of {count(len(data), 'byte')} "
-            "there is no digest of `ft.Exported.serialize`, so not all of them are there, or they "
-            "are of `jax.export` alone; if these can be trusted, "
-            "`jax.export.deserialize(bytearray(data))` reads them"
+            f"these bytes are not an exported function: the {count(len(data), 'byte')} do not end "
+            "with a digest of `ft.Exported.serialize`, so they are incomplete, or come from "
+            "`jax.export`; if you trust them, read them with "
+            "`jax.export.deserialize(bytearray(data))`"
         )
     if _digest(function) != digest:
         raise FunctreeValueError(
-            "these bytes are not an exported function: they are not what was written, since their "
-            "digest differs"
+            "these bytes are not an exported function: their digest differs, so they have changed "
+            "since they were written"
         )
     return function
 
@@ -254,7 +253,7 @@ def export(
             f"export takes a function of `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
         )
     check(
-        f"{name} cannot be exported so",
+        f"export: invalid options for {name}",
         platforms=(platforms, TEXTS.or_none()),
         symbolic=(symbolic, _NAMES.or_none()),
     )
@@ -287,7 +286,7 @@ def _with_symbols(
             why = f"no argument has this axis{did_you_mean(name, known)}"
             problems.append(Problem(None, None, f'"{name}"', why, _ANNOTATE))
     if problems:
-        raise FunctreeValueError(f"{f.__name__} cannot be exported so", problems)
+        raise FunctreeValueError(f"export: invalid options for {f.__name__}", problems)
     # In one scope, two sizes with the same name are the same size.
     scope = jax.export.SymbolicScope()
     sizes: dict[str, object] = {}

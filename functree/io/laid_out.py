@@ -60,17 +60,17 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     """Yield the problem of an array that cannot be created with its sharding."""
     value = leaf.value
     if isinstance(value, Tracer):
-        yield leaf.problem("is traced in `like`", "read it outside of jit")
+        yield leaf.problem("is traced in `like`", "read it outside `jit`")
     elif sharding is None and isinstance(value, jax.ShapeDtypeStruct):
         why = "has no sharding in `like`, and there is no layout"
-        how = "give `layout=` and a mesh, or make `like` with them"
+        how = "pass `layout=` and a mesh, or build `like` with them"
         yield leaf.problem(why, f"{how}: `ft.abstract(make, layout, mesh)`")
     elif sharding is None and isinstance(value, np.ndarray | np.generic):
         return
     elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)):
         yield leaf.problem(f"cannot be created: {missing}", "")
     elif (where := partly(sharding)) is not None:
-        yield leaf.problem(where, "give a layout on a mesh of all devices")
+        yield leaf.problem(where, "pass a layout on a mesh of all devices")
     elif not is_enabled(value.dtype):
         yield leaf.problem(not_enabled(value.dtype), ENABLE)
 
@@ -83,7 +83,7 @@ def partly(value: object) -> str | None:
     there = sorted({device.process_index for device in sharding.device_set})
     if len(there) == jax.process_count():
         return None
-    return f"is only on devices of {processes_text(there)}, and there are {jax.process_count()}"
+    return f"is only on devices of {processes_text(there)}, of {jax.process_count()} processes"
 
 
 def is_enabled(dtype: Any) -> bool:

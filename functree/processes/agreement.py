@@ -129,9 +129,7 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         raise known_to_all(FunctreeError(headline, problems))
 
 
-_REMEDY = (
-    "all processes have to run the same program, with the same configuration and the same seeds"
-)
+_REMEDY = "run the same program in all processes, with the same configuration and the same seeds"
 _MOST_LINES = 4
 
 

@@ -241,8 +241,8 @@ def _text(value: Any) -> str:
         fields = [f"{name}={_text(getattr(value, name))}" for name in names]
         return f"{kind}({', '.join(fields)})"
     raise FunctreeTypeError(
-        f"{kind} objects cannot be compared between processes: compare what they hold, as numbers, "
-        "texts, arrays, or trees of them"
+        f"{kind} objects cannot be compared between processes: pass their contents, as numbers, "
+        "strings, arrays, or trees of them"
     )
 
 

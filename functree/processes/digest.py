@@ -217,7 +217,7 @@ def _mix(x: jax.Array) -> jax.Array:
 
 # Copies differ after a device's fault, or after a `shard_map` with `check_vma=False` whose result
 # was not the same on all devices.
-_PLACE = "place it anew, with `ft.shard`"
+_PLACE = "place it again with `ft.shard`"
 
 
 def digests_of(
@@ -233,7 +233,7 @@ def digests_of(
         The digest of each array as 8 hexadecimal digits, and a problem for each array whose copies
             differ.
     """
-    with Agreement("the copies of arrays are not compared"):
+    with Agreement("the copies of arrays cannot be compared"):
         # All are started before the first is read, so that devices do not wait for this process.
         started = {name: digest_parts(array) for name, array in arrays.items()}
         read: dict[str, list[tuple[Bounds, int]]] = {}
@@ -271,6 +271,6 @@ def compared(
                     others.add(process)
         if others:
             where = f" in process {min(others)}" if len(told) > 1 else ""
-            why = f"has copies that have different values{where}, so it is not one array"
+            why = f"has copies with different values{where}"
             problems.append(Problem(Path(name), None, "", why, remedy))
     return found, problems

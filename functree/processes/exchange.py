@@ -139,15 +139,15 @@ def _check_together(place: Place, told: Sequence[Told]) -> None:
     problems: list[Problem] = []
     for process, one in enumerate(told):
         where = f" at {one.line}" if one.line else ""
-        why = f"is at its comparison {one.number}, `{one.name}`{where}"
+        why = f"is at comparison {one.number}, `{one.name}`{where}"
         problems.append(Problem(None, None, f"process {process}", why, _TOGETHER))
-    headline = f"{place.failure}: the {len(told)} processes compare different things"
+    headline = f"{place.failure}: the {len(told)} processes are at different comparisons"
     raise known_to_all(FunctreeError(headline, problems))
 
 
 _TOGETHER = (
-    "one process has called something that another has not, here or before: all have to make the "
-    "same calls in the same order"
+    "make the same calls in the same order in all processes: one has made a call that another has "
+    "not, here or earlier"
 )
 
 
@@ -170,7 +170,7 @@ def texts_of_all(text: str) -> list[str]:
     """Return the texts of all processes, in their order."""
     if jax.process_count() == 1:
         return [text]
-    place = Place.next("the processes cannot talk to each other")
+    place = Place.next("the processes cannot communicate")
     told = exchanged(place, {"text": text})
     if told is None:
         return [text] * jax.process_count()
@@ -200,7 +200,7 @@ def _check_devices(place: Place) -> None:
     problems: list[Problem] = []
     for process, number in enumerate(numbers):
         if number != usual:
-            why = f"has {number} of the {len(jax.devices())} devices, and most have {usual}"
+            why = f"has {number} of the {len(jax.devices())} devices, while most have {usual}"
             problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
     if problems:
         headline = f"{place.failure}: the {len(numbers)} processes have unequal numbers of devices"
@@ -222,8 +222,8 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
     except jax.errors.JaxRuntimeError as error:
         # Only this error reveals that another process has ended.
         text = (
-            f"{place.failure}: not all processes have come to {place}: one has ended before, comes "
-            "too late or cannot be reached; its own output says which\n"
+            f"{place.failure}: not all processes reached {place}: one has ended, is late, or "
+            "cannot be reached; look at its own output\n"
             f"{str(error).splitlines()[0]}"
         )
         raise known_to_all(FunctreeError(text)) from error
@@ -243,6 +243,6 @@ def _waiting_text(place: Place) -> str:
     if place.line:
         where = f" at {place.line}"
     return (
-        f"{who} has waited for the others for {LONG:g} s{where}, at {place}: "
-        "does each of them come there?"
+        f"{who} has waited {LONG:g} s for the others{where}, at {place}: "
+        "check that each of them gets there"
     )

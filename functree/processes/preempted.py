@@ -34,7 +34,7 @@ def preempted(step: int) -> bool:
         >>> step
         2
     """
-    check("preempted cannot tell", step=(step, EXTENT))
+    check("preempted: invalid arguments", step=(step, EXTENT))
     if jax.process_count() > 1:
         # JAX's coordination service agrees on a step. It has handled SIGTERM since initialization.
         return multihost_utils.reached_preemption_sync_point(int(step))
@@ -56,7 +56,7 @@ class _Termination:
         # Python lets only the main thread set a handler.
         if threading.current_thread() is not threading.main_thread():
             raise FunctreeError(
-                "preempted has to listen for SIGTERM in the main thread: call it there first"
+                "preempted can only listen for SIGTERM in the main thread: call it there first"
             )
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._listens = True

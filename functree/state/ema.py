@@ -51,7 +51,7 @@ def with_ema(
         ([1.0, 1.0], [0.5, 0.5])
     """
     check_optimizer(tx, ("init", "update"))
-    check("with_ema cannot average", decay=(decay, DECAY))
+    check("with_ema: invalid arguments", decay=(decay, DECAY))
     inner = optax.with_extra_args_support(tx)
 
     def init(params: Tree) -> AveragedState:
@@ -63,8 +63,7 @@ def with_ema(
     ) -> tuple[Tree, AveragedState]:
         if params is None:
             raise FunctreeTypeError(
-                "with_ema averages the parameters: pass them, "
-                "as in `tx.update(gradients, state, params)`"
+                "with_ema needs the parameters: call `tx.update(gradients, state, params)`"
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
 
@@ -94,7 +93,7 @@ def averaged(ts: TrainState[M]) -> M:
         FunctreeError: if the optimizer keeps no average, or several.
         FunctreeError: if the average was deleted.
     """
-    check("averaged has no average", ts=(ts, TRAIN_STATE))
+    check("averaged: invalid arguments", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside another transformation.
     states = outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
     found = [state.average for _, state in states]
@@ -103,8 +102,8 @@ def averaged(ts: TrainState[M]) -> M:
         if found:
             keeps = f"{len(found)} averages"
         raise FunctreeValueError(
-            f"the optimizer keeps {keeps} of the parameters: "
-            "`TrainState.create(model, ft.with_ema(tx))`"
+            f"averaged: the optimizer keeps {keeps} of the parameters: wrap the whole "
+            "optimizer once, as in `TrainState.create(model, ft.with_ema(tx))`"
         )
 
     def parameter(average: Tree, own: Tree) -> Tree:

@@ -69,8 +69,8 @@ class StateRef(eqx.Module, HoldsState):
             dtype = jnp.result_type(init)
             if not holds(dtype, init):
                 raise StateError(
-                    f"StateRef({shown(init)}): {dtype} has no room for this value: give an array "
-                    "of another dtype"
+                    f"StateRef({shown(init)}): the value does not fit into {dtype}: pass an array "
+                    "with a dtype that holds it"
                 )
         if not isinstance(init, jax.ShapeDtypeStruct):
             init = strong(jnp.asarray(init))
@@ -79,7 +79,7 @@ class StateRef(eqx.Module, HoldsState):
         if self.axes and len(self.axes) != len(self.init.shape):
             raise StateError(
                 f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
-                f"but the value has shape {tuple(self.init.shape)}"
+                f"but the value has shape {tuple(self.init.shape)}: name each dimension"
             )
         # In a stack, `init` gets a leading dimension, while these keep describing one layer.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype

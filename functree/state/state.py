@@ -67,7 +67,7 @@ class State(StateMapping):
             why = _OTHER
             # More leading dimensions mean the state of all layers of a stack.
             if shape[len(shape) - len(key.shape) :] == key.shape:
-                why = "it is that of all layers: run them by `stacked.scan(..., state=state)`"
+                why = "it covers all layers: run them with `stacked.scan(..., state=state)`"
             raise StateError(
                 f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}"
             )
@@ -96,8 +96,8 @@ class State(StateMapping):
         if isinstance(value, bool | int | float | complex) and _takes(ref.dtype, value):
             if not holds(ref.dtype, value):
                 raise StateError(
-                    f"the state at `{path}` is {array_text(ref)}, and its dtype has no room for "
-                    f"the new value {shown(value)}"
+                    f"the new value {shown(value)} does not fit into the state at `{path}`, which "
+                    f"is {array_text(ref)}: declare its `StateRef` with a wider dtype"
                 )
             if isinstance(value, int) and jnp.issubdtype(ref.dtype, jnp.inexact):
                 value = float(value)  # JAX converts no integer of more than 64 bits to bfloat16
@@ -106,7 +106,7 @@ class State(StateMapping):
             text = array_text(new) if is_array(new) else shown(new)
             raise StateError(
                 f"the state at `{path}` is {array_text(ref)}, but the new value is {text}: "
-                "shape and dtype cannot change"
+                "shape and dtype cannot change, so convert the value"
             )
         if not isinstance(new, jax.ShapeDtypeStruct):
             new = strong(jnp.asarray(new))
@@ -182,7 +182,7 @@ STATE = Takes(
 )
 """Check of the argument `state` of layers with state."""
 
-_OTHER = "is it the state of another model?"
+_OTHER = "pass the state that `ft.make_state` returned with this model"
 
 
 def _takes(dtype: DTypeLike, number: complex) -> bool:
@@ -277,12 +277,12 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
             continue
         if node.path is not None:
             raise StateError(
-                f"the StateRef at `{path}` has a path already, `{node.path}`: make the state once, "
-                "and pass it (`TrainState.create(model, tx, state=state)`)"
+                f"the StateRef at `{path}` already has the path `{node.path}`: pass the state that "
+                "was made with it, as in `TrainState.create(model, tx, state=state)`"
             )
         leaf = by_path[path / "init"]
         if leaf.path in twice:
-            raise StateError("a piece of state is known by its path", [twice[leaf.path]])
+            raise StateError("make_state: two pieces of state have one path", [twice[leaf.path]])
         first = found.setdefault(node.token, leaf)
         # If a ref is both inside and outside a stack, all layers share one piece at the outer path.
         if leaf.stacked < first.stacked:
@@ -295,13 +295,13 @@ def _refuse_declaration(path: Path, node: Tree) -> None:
     if isinstance(node, eqx.nn.StateIndex):
         raise StateError(
             f"`{path}` is an `eqx.nn.StateIndex`, whose state is in an `eqx.nn.State`: "
-            "make the model by `eqx.nn.make_with_state`, and pass its state, "
-            "`TrainState.create(model, tx, state=state)`; or use a layer of `ft.nn`"
+            "build the model with `eqx.nn.make_with_state` and pass its state, as in "
+            "`TrainState.create(model, tx, state=state)`, or use a layer of `ft.nn`"
         )
     if refs(node):
         raise StateError(
             f"{str(path) or 'the model'} is packed, so its refs cannot get paths: "
-            "make the state, then pack"
+            "call `ft.make_state` before you pack it"
         )
 
 

@@ -134,7 +134,9 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             P('model',)
         """
         check_optimizer(tx, ("init", "update"))
-        check("TrainState cannot be created", state=(state, STATE), key=(key, KEY.or_none()))
+        check(
+            "TrainState.create: invalid arguments", state=(state, STATE), key=(key, KEY.or_none())
+        )
         check_tree("TrainState.create", model)
         if mesh is not None:
             mesh_view(mesh)
@@ -214,7 +216,7 @@ def apply_gradients(
         >>> ts.model["w"].tolist(), int(ts.step)
         ([0.5, 0.5, 0.5], 1)
     """
-    check("apply_gradients cannot update", ts=(ts, TRAIN_STATE))
+    check("apply_gradients: invalid arguments", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
     found = arrays_by_path(grads)
     check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
@@ -233,10 +235,11 @@ def apply_gradients(
         if grad is None:
             problems.append(leaf.problem("has no gradient", _DIFFERENTIATE))
         elif grad.shape != leaf.shape:
-            why = f"needs a gradient of its shape, but got {array_text(grad)}"
+            why = f"has a gradient with a different shape: {array_text(grad)}"
             problems.append(leaf.problem(why, _OF_THIS_MODEL))
     if problems:
-        raise FunctreeValueError(f"{count(len(problems), 'parameter')} cannot be updated", problems)
+        wrong = count(len(problems), "parameter")
+        raise FunctreeValueError(f"apply_gradients: {wrong} cannot be updated", problems)
     spread = leaves.skeleton.spread
     updates, opt_state = _updates(ts, spread(gradients), spread(params), extra)
     model = jax.tree.map(updated, updates, ts.model, is_leaf=lambda node: node is None)
@@ -245,7 +248,7 @@ def apply_gradients(
     elif not _same_pieces(state, ts.state):
         raise StateError(
             f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
-            "is it the state of another model?"
+            "pass the state of this model"
         )
     # Without the constructor: a subclass may have more fields, and its own constructor.
     fields = dict(children(ts) or ())
@@ -268,11 +271,11 @@ def _updates(
 
 
 _DIFFERENTIATE = (
-    "give `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)` the same filter"
+    "pass the same filter to `ft.grad(loss, wrt=...)` and `TrainState.create(..., wrt=...)`"
 )
 _OF_ANOTHER_MODEL = (
-    "functree: if the model in this training state was changed, the optimizer still has the state "
-    "of the old model. Make it anew: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
+    "functree: if the model in this training state was changed, the optimizer's state still fits "
+    "the old model. Create it again: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 )
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 

@@ -63,7 +63,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         raise FunctreeTypeError(
             f"assert_layout takes a plan, `ft.plan(tree, layout, mesh)`, not {shown(plan)}"
         )
-    check("assert_layout has nothing to compare with", file=(file, LOCAL_FILE))
+    check("assert_layout: invalid arguments", file=(file, LOCAL_FILE))
     path, text = Path(file), golden_text(plan)
     # "0" means no too, so that a test can compare its file in a run that writes the others.
     if os.environ.get(UPDATE, "") not in ("", "0"):
@@ -81,7 +81,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         before.splitlines(), text.splitlines(), str(path), "the plan", lineterm="", n=1
     )
     raise AssertionError(
-        "\n".join([f"the layout is not that of {path} (if it is meant: {UPDATE}=1)", "", *lines])
+        "\n".join([f"the layout differs from {path} (to accept it: {UPDATE}=1)", "", *lines])
     )
 
 
@@ -147,7 +147,7 @@ def assert_collectives(
     # number of bytes. Ignoring them would make the assertion meaningless.
     if found.not_understood and (allow is not None or at_most is not None):
         raise AssertionError(
-            "\n  ".join(["this program cannot be held to a budget:", *found.not_understood])
+            "\n  ".join(["the program cannot be compared with a budget:", *found.not_understood])
         )
     # Both arguments are checked first, so that another failure does not hide a misspelt kind.
     allowed, budgets = _allowed(allow, found), _budgets(at_most, found)
@@ -159,7 +159,8 @@ def assert_collectives(
         total = sum(one.total for one in moved)
         if total > most:
             raise AssertionError(
-                f"{kind} moves {bytes_text(total)}, of at most {bytes_text(most)}\n{_listed(moved)}"
+                f"{kind} moves {bytes_text(total)}, which is more than {bytes_text(most)}\n"
+                f"{_listed(moved)}"
             )
 
 
@@ -175,12 +176,12 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
             largest arguments.
         FunctreeError: if `compiled` is neither a compiled function nor a ledger.
     """
-    check("assert_peak_memory has no budget", bytes=(bytes, EXTENT))
+    check("assert_peak_memory: invalid arguments", bytes=(bytes, EXTENT))
     memory = _ledger_of(compiled).memory
     if memory.peak <= bytes:
         return
     lines = [
-        f"the program needs {bytes_text(memory.peak)} on each device, of at most "
+        f"the program needs {bytes_text(memory.peak)} on each device, which is more than "
         f"{bytes_text(bytes)}",
         f"  temporaries {bytes_text(memory.temporaries)}, outputs {bytes_text(memory.outputs)}",
     ]
@@ -197,7 +198,7 @@ def _ledger_of(value: object) -> Ledger:
     make = getattr(value, "ledger", None)
     if make is None:
         raise FunctreeTypeError(
-            f"give a ledger, or a function that `ft.jit` has compiled, not {shown(value)}"
+            f"pass a ledger, or a compiled function of `ft.jit`, not {shown(value)}"
         )
     return make()
 
@@ -238,7 +239,7 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         name, axes = written
     if name not in KINDS:
         raise FunctreeValueError(
-            f"{shown(written)} is no kind of collective: {', '.join(KINDS)}"
+            f"{shown(written)} is not a kind of collective: {', '.join(KINDS)}"
             f"{did_you_mean(name, KINDS)}"
         )
     if axes is None:
@@ -265,7 +266,7 @@ def _allowed(allow: object, ledger: Ledger) -> list[_Kind]:
     # A string is a collection of letters.
     if not isinstance(allow, Collection) or isinstance(allow, str | bytes):
         raise FunctreeTypeError(
-            f"allow={shown(allow)}: give a set of kinds, such as `{{'all-reduce'}}`"
+            f"allow={shown(allow)}: pass a set of kinds, such as `{{'all-reduce'}}`"
         )
     return [_kind(one, ledger) for one in allow]
 
@@ -279,7 +280,7 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
-            f"at_most={shown(at_most)}: give a number of bytes, or one for each kind in a dict",
+            f"at_most={shown(at_most)}: pass a number of bytes, or one for each kind in a dict",
             right_type=all(map(EXTENT.is_type, budgets.values())),
         )
     return budgets

@@ -76,14 +76,14 @@ def assert_same_as_unsharded(
         ... )
     """
     check(
-        "assert_same_as_unsharded cannot compare this",
+        "assert_same_as_unsharded: invalid arguments",
         fn=(fn, FUNCTION),
         rtol=(rtol, ROOM),
         atol=(atol, ROOM),
     )
     if not isinstance(mesh, Mesh):
         raise ShardingError(
-            f"assert_same_as_unsharded runs on devices: give a `Mesh`, not {shown(mesh)}"
+            f"assert_same_as_unsharded runs on devices: pass a `Mesh`, not {shown(mesh)}"
         )
     if not isinstance(args, tuple | list):
         raise FunctreeTypeError(
@@ -102,7 +102,7 @@ def assert_same_as_unsharded(
     ]
     if problems:
         first = first_difference(*both.programs())
-        lines = ["the sharded function returns something else", *problems, _explanation(first)]
+        lines = ["the sharded function returns a different result", *problems, _explanation(first)]
         raise AssertionError("\n".join(lines))
 
 
@@ -110,9 +110,9 @@ def _explanation(first: Operation | None) -> str:
     if first is not None:
         return f"the first operation whose values differ is {first}"
     return (
-        "no operation differs by more than rounding: either `rtol` and `atol` ask for more than "
-        "sums in another order can give, or the compiler, XLA, makes the difference only while no "
-        "values are recorded"
+        "no operation differs by more than rounding: either `rtol` and `atol` are too strict for "
+        "sums in another order, or the compiler, XLA, makes the difference only while no values "
+        "are recorded"
     )
 
 
@@ -224,7 +224,7 @@ def _only_one_has(finding: Finding, many: Program) -> Operation:
         body, place, where = scope.pairs.left, scope.left, "on one device"
     what = f"only the program {where} has it"
     if finding.before is not None:
-        what += f", and the last before it that both have is {_named(scope.step(finding.before))}"
+        what += f", and the last common operation before it is {_named(scope.step(finding.before))}"
     if finding.other is not None:
         what += f"; on one device there is {_named(scope.pairs.left.steps[finding.other])}"
     return replace(described(step, finding.result, body, place, many.paths), what=what)

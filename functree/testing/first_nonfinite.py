@@ -51,11 +51,11 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
         ...     return jnp.log(x).sum()
         >>> operation = ft.testing.first_nonfinite(loss, jnp.arange(3.0))
         >>> operation.name, operation.what
-        ('log', 'it makes an infinity of finite values: 1 of 3')
+        ('log', 'it makes an infinity from finite values: 1 of 3')
         >>> ft.testing.first_nonfinite(loss, 1 + jnp.arange(3.0)) is None
         True
     """
-    check("first_nonfinite cannot run this", fn=(fn, FUNCTION))
+    check("first_nonfinite: invalid arguments", fn=(fn, FUNCTION))
     program = Program.of(fn if isinstance(fn, Function) else jit(fn), args)
     sites = frozenset(site for site, kind in crossing(program.body) if is_inexact(kind.dtype))
     watch = Watch(sites, lambda site, x: _size(x), _any_nonfinite)
@@ -229,13 +229,13 @@ def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Ar
     what = "a NaN" if finding.badness.max() == _NAN else "an infinity"
     of = "finite values" if finding.worst == _FINITE else "infinities"
     if finding.written:
-        of += ", or of a NaN that is written into the program"
+        of += ", or from a constant NaN of the program"
     body, place, result = finding.body, finding.place, finding.result
     array = arrays.get((*place.at, finding.index, result))
     bad = finding.badness > _FINITE
     step = body.steps[finding.index]
     operation = described(step, result, body, place, program.paths, array, bad)
-    return replace(operation, what=f"it makes {what} of {of}{_share(finding, array)}")
+    return replace(operation, what=f"it makes {what} from {of}{_share(finding, array)}")
 
 
 def _share(finding: _Finding, array: jax.Array | None) -> str:

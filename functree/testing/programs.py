@@ -204,8 +204,8 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
         if isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn):
             raise ShardingError(
                 "assert_same_as_unsharded runs the function on a mesh of one device too, but the "
-                f"shard_map at {source} has a mesh of its own: leave `mesh=` out, so that it takes "
-                "that of the context"
+                f"shard_map at {source} has its own mesh: leave out `mesh=`, so that it uses the "
+                "ambient mesh"
             )
     return found
 

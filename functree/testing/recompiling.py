@@ -114,7 +114,7 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
         AssertionError: the state is not closed: the next step would compile again
           state: dtype f32 → bf16
     """
-    check("assert_closed cannot check this", step=(step, FUNCTION))
+    check("assert_closed: invalid arguments", step=(step, FUNCTION))
     if not isinstance(args, tuple | list):
         raise FunctreeTypeError(
             "assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`"

@@ -16,7 +16,7 @@ from functree.testing.steps import Number, Step
 _SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 
 _BY_COMPILER = (
-    "both programs have this operation and agree on what it takes, so the compiler, XLA, makes the "
+    "both programs have this operation with the same inputs, so the compiler, XLA, makes the "
     "difference"
 )
 
@@ -221,7 +221,7 @@ class Search:
         if step.name in _SUMS:
             return self._summed_twice(scope, step)
         if step.draws:
-            return "each device draws the random numbers of its part by itself"
+            return "each device draws its own random numbers"
         if any(value not in scope.pairs.right.dependent for value in step.ins):
             return "it depends on the index of the device"
         return ""
@@ -248,10 +248,10 @@ class Search:
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
         if relation.kind is Kind.SAME and cut.isdisjoint(axes):
-            return f"what it sums over {axes_text(axes)} is already the same there"
+            return f"it sums over {axes_text(axes)}, but its input is already the same there"
         if relation.missing:
             terms = f"terms of a {relation.missing} over {axes_text(relation.over)}"
-            return f"what it sums over {axes_text(axes)} are {terms}"
+            return f"it sums over {axes_text(axes)}, but its inputs are {terms}"
         return ""
 
     # Into what a step runs
@@ -292,7 +292,7 @@ class Search:
         if relation.kind is not Kind.SAME:
             return self.explained(inner, value)
         wanted = spec_text(of_rank(spec, len(relation.assignment)))
-        note = f"in its body it is right, and lies {relation}, but `out_specs` says {wanted}"
+        note = f"it is correct in the body, sharded {relation}, but `out_specs` has {wanted}"
         if str(relation) == wanted:
             note = f"its copies along {axes_text(self._copies(scope, j, result))} differ"
         return Finding(scope, j, result, relation, note)

@@ -75,7 +75,7 @@ def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
     folder, size = copied(tmp_path), FIELDS[field]
     rewrite(folder / CONFIG, lambda given: given | {field: size})
     why = "the files have 30 tensors with 29,408 elements"
-    with refused(f"{CONFIG}: sizes that the files do not have", f'"{field}": {size}'[:99], why):
+    with refused(f"{CONFIG} has sizes that do not fit the files", f'"{field}": {size}'[:99], why):
         load(folder)
 
 
@@ -149,7 +149,7 @@ def test_what_is_no_file(what: str, tmp_path: Path) -> None:
             read()
         file.rmdir() if file.is_dir() else file.unlink()
         (tmp_path / "away").rename(file)
-    with refused(f"{WEIGHTS} is not a safetensors file: it is not a file at all"):
+    with refused(f"{WEIGHTS} is not a safetensors file: it is not a regular file"):
         (folder / INDEX).unlink()
         NO_FILES[what](folder / WEIGHTS)
         load(folder)
@@ -164,8 +164,8 @@ def test_a_pipe_is_not_overwritten(tmp_path: Path) -> None:
 
 # The names of files in an index
 
-OUTSIDE = "index.json names files outside of its folder: "
-MISSING = "index.json names files that are not there: "
+OUTSIDE = "index.json names files outside its folder: "
+MISSING = "index.json names missing files: "
 NAMES: dict[str, str] = {
     "../outside.safetensors": f'{OUTSIDE}"../outside.safetensors"',
     "/outside.safetensors": f'{OUTSIDE}"/outside.safetensors"',
@@ -221,14 +221,14 @@ def extra(shape: list[int], offsets: list[int]) -> Callable[[Head], Head]:
     return lambda head: head | {"extra": entry}
 
 
-WHOLE = f"{WEIGHTS} is not a safetensors file, or not all of it is there: "
+WHOLE = f"{WEIGHTS} is not a safetensors file, or is incomplete: "
 # Most of what a head says is compared with the file by safetensors itself.
 HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
     "offsets beyond the file": (tensor(data_offsets=[0, 10**12]), WHOLE),
     "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
     "a dtype of integers": (
         tensor(dtype="I32"),
-        "lm_head.weight has the dtype I32, and weights are",
+        "lm_head.weight has the dtype I32, but weights have",
     ),
     "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }
@@ -256,11 +256,11 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, and an array of its shape"),
-    "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
-    "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, and it has 2"),
-    "the same as itself": (row(same_as="w"), "`same_as` is w, and no row before it"),
-    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "there are two rows"),
+    "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, but an array of its shape"),
+    "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
+    "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, but it has 2"),
+    "the same as itself": (row(same_as="w"), "`same_as` is w, but no earlier row"),
+    "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "it has two rows"),
     "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
     "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
     "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
@@ -302,7 +302,7 @@ def test_meta_is_not_deeper_than_what_is_read(tmp_path: Path) -> None:
     itself: dict[str, Any] = {}
     itself["a"] = [itself, itself]
     for meta in ([deep], itself):
-        with refused("`meta` has values in one another, more than 50 times"):
+        with refused("`meta` is nested more than 50 levels deep"):
             ft.save(tmp_path / "deeper", {"w": jnp.ones(3)}, meta=meta)
 
 
@@ -337,10 +337,10 @@ def no_file(name: str) -> Change:
     return replace
 
 
-HEAD = "the head of w in the files "
+HEAD = "the header of w in the files "
 VALUES_FILES: dict[str, tuple[Change, str]] = {
-    "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has the shape [4, 8] in parts of [1000000"),
-    "parts of nothing": (in_parts(0, 8), f"{HEAD}has the shape [4, 8] in parts of [0, 8]"),
+    "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has shape [4, 8] in chunks of [1000000"),
+    "parts of nothing": (in_parts(0, 8), f"{HEAD}has shape [4, 8] in chunks of [0, 8]"),
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
@@ -363,7 +363,7 @@ def test_values_of_another_digest(saved: Path, tmp_path: Path) -> None:
     forge(
         tmp_path / "saved", lambda body: body | {"rows": [body["rows"][-1] | {"digest": "0" * 8}]}
     )
-    why = "its values are not those that were saved: their digest is f8f5d28f, and was 00000000"
+    why = "its values have changed since they were saved: their digest is f8f5d28f, and was 00000000"
     with raises("1 leaf of ", why, "restore another checkpoint", error=ft.CheckpointError):
         ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})
 

@@ -99,7 +99,7 @@ def test_a_checkpoint_in_a_bucket(run: str, emulator: Emulator) -> None:
     assert found.meta == {"tokens": 4096} and found["w"].spec == ft.P("data", None)
     assert f"{path}: 4 arrays" in str(found)
 
-    with raises(f"{path} is a checkpoint already: save to another path, or with", *()):
+    with raises(f"{path} is already a checkpoint: save to another path, or with", *()):
         ft.save(path, tree())
     ft.save(path, tree(5), overwrite=True)
     assert value(ft.restore(path, tree())) == 5
@@ -132,7 +132,7 @@ def test_nothing_else_is_ever_removed(run: str, emulator: Emulator) -> None:
     for name in mine:
         put(emulator, name)
     small = {"n": np.arange(2)}
-    with raises(f"{run}/7 is a folder that is not a checkpoint: it has `arrays-"):
+    with raises(f"{run}/7 is not a checkpoint, but has `arrays-"):
         ft.save(f"{run}/7", small, overwrite=True)
     for name in mine:
         emulator.objects.delete("bucket", name.removeprefix(f"{BUCKET}/"), {})
@@ -220,7 +220,7 @@ def test_of_two_writers_one_wins(kind: str, overwrite: bool, run: str, tmp_path:
         ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
     first, second = begun(folder, overwrite), begun(folder, overwrite)
     first.commit(manifest(first.name))
-    with raises("another process has saved a checkpoint there meanwhile"):
+    with raises("another process saved a checkpoint there first"):
         second.commit(manifest(second.name))
     second.discard()
     first.discard()
@@ -235,7 +235,7 @@ def test_a_writer_that_was_asleep_for_a_day(kind: str, run: str, tmp_path: Path)
     ft.save(run if kind == "bucket" else folder.path, {"n": np.arange(2)})
     before = read_manifest(folder), sorted(folder.names())
     draft = begun(folder, True)
-    with later(24.5), raises("this began more than a day ago", "save again"):
+    with later(24.5), raises("the save began more than a day ago", "save again"):
         draft.commit(manifest(draft.name))
     draft.discard()
     assert (read_manifest(folder), sorted(folder.names())) == before
@@ -264,16 +264,16 @@ def test_a_commit_whose_answer_is_lost(
 
 
 ADDRESSES = {
-    "s3://bucket/run": ["s3://bucket/run cannot be used", "orbax", "reaches `gs://` alone"],
+    "s3://bucket/run": ["s3://bucket/run cannot be used", "orbax", "reaches only buckets at `gs://`"],
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
-    "gs:/bucket/run": ["gs:/bucket/run has lost a slash", "give the address of a bucket as text"],
+    "gs:/bucket/run": ["gs:/bucket/run has lost a slash", "pass the address of a bucket as a string"],
     "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
     "gs://bucket//run": ["is not the address of a folder in a bucket"],
     "gs://b/run": ["gs://b/run cannot be opened", "Invalid GCS bucket name"],
-    "gs://bucket/run*": ["'gs://bucket/run*' has '*' in it"],
-    "gs://bucket/a[1]/b": ["has '[' in it, which orbax takes for something else than a name"],
-    "gs://bucket/../b": ["has '..' in it"],
-    "gs://bucket/a\nb": [r"'gs://bucket/a\nb' has '\n' in it"],
+    "gs://bucket/run*": ["'gs://bucket/run*' contains '*'"],
+    "gs://bucket/a[1]/b": ["contains '[', which orbax does not accept in a name"],
+    "gs://bucket/../b": ["contains '..'"],
+    "gs://bucket/a\nb": [r"'gs://bucket/a\nb' contains '\n'"],
 }
 
 

@@ -165,8 +165,8 @@ def without(name: str, **others: Any) -> dict[str, Any]:
     return {**{key: value for key, value in ARRAYS.items() if key != name}, **others}
 
 
-NOT_SAVED = "is in `like`, and was not saved"
-NOT_IN_LIKE = "was saved, and `like` has no such array"
+NOT_SAVED = "is in `like`, but was not saved"
+NOT_IN_LIKE = "was saved, but `like` has no such array"
 # The tree that restores ─► the paths that differ, each with the reason; and the options with which
 # the tree is restored (None: with no options).
 DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
@@ -182,7 +182,7 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
     ),
     "shape": (
         without("w", w=np.ones((4, 8), np.float32)),
-        {"w": "was saved as f32[8, 4]: another shape"},
+        {"w": "was saved as f32[8, 4], with a different shape"},
         {"only": ~ft.glob("w")},
     ),
     "dtype": (
@@ -192,12 +192,12 @@ DIFFERENCES: dict[str, tuple[Any, dict[str, str], dict[str, Any] | None]] = {
     ),
     "kind of key": (
         without("key", key=jax.random.key(0, impl="rbg")),
-        {"key": "was saved as key<fry>: random keys of another kind"},
+        {"key": "was saved as key<fry>: a different kind of random key"},
         None,
     ),
     "raw key": (
         without("key", key=jnp.zeros(2, jnp.uint32)),
-        {"key": "was saved as key<fry>: and random keys are no numbers"},
+        {"key": "was saved as key<fry>: random keys are not numbers"},
         None,
     ),
     "everything": (
@@ -227,7 +227,7 @@ def test_what_differs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         remedy = problems[0].remedy.split("only=")[1]
         assert eval(remedy, {"ft": ft}) == asked["only"]
     else:
-        assert problems[0].remedy == "to have it as bf16: cast=True"
+        assert problems[0].remedy == "pass cast=True to get it as bf16"
     found = ft.restore(tmp_path / "c", like, **asked)
     for key, value in on_mesh(ARRAYS).items():
         if key not in like or value is None:
@@ -251,17 +251,17 @@ def test_the_text_of_what_differs(tmp_path: Path) -> None:
 3 leaves cannot be restored from {tmp_path / "c"}
 
   bias   i32[4]
-      is in `like`, and was not saved
+      is in `like`, but was not saved
 
   w   bf16[8, 4]
       was saved as f32
 
   b   i32[4]
-      was saved, and `like` has no such array
+      was saved, but `like` has no such array
 
-Try: to restore the rest, and take these from `like`: \
-only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
-     to have it as bf16: cast=True"""
+Try: restore the rest, and take these from `like`, \
+with only=~(ft.glob("b") | ft.glob("bias") | ft.glob("w"))
+     pass cast=True to get it as bf16"""
     )
 
 
@@ -346,7 +346,7 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
     assert not buffers(apart["a"]) & buffers(apart["b"]) and bits(apart["b"]) == bits(w)
     with raises(
-        "b   f32[1024]", "one array with `a` in `like`, and two arrays were saved", "ft.copy"
+        "b   f32[1024]", "one array with `a` in `like`, but two arrays were saved", "ft.copy"
     ):
         ft.restore(tmp_path / "apart", {"a": w, "b": w})
 
@@ -370,7 +370,7 @@ def test_without_digests(tmp_path: Path) -> None:
     assert_same(found, tied)
     assert found["a"] is found["b"]
     ft.save(tmp_path / "apart", {"a": w, "b": w + 1}, verify=False)
-    with raises("is one array with `a` in `like`, and two arrays were saved"):
+    with raises("is one array with `a` in `like`, but two arrays were saved"):
         ft.restore(tmp_path / "apart", {"a": w, "b": w}, verify=False)
 
 
@@ -389,7 +389,7 @@ def test_where_arrays_cannot_be_created(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", {"w": jnp.ones((8, 4))})
     bare = {"w": S((8, 4), jnp.float32)}
     with raises(
-        "w   f32[8, 4]", "has no sharding in `like`, and there is no layout", "give `layout"
+        "w   f32[8, 4]", "has no sharding in `like`, and there is no layout", "pass `layout"
     ):
         ft.restore(tmp_path / "c", bare)
     with raises("cannot be laid out on mesh (data=2, model=4)", error=ft.ShardingError):
@@ -426,7 +426,7 @@ def test_copies_that_differ(tmp_path: Path) -> None:
     ]
     torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
     with raises(
-        "cannot be written", "w", "has copies that have different values, so it is not one array"
+        "cannot be written", "w", "has copies with different values"
     ):
         ft.save(tmp_path / "c", {"w": torn})
     assert not (tmp_path / "c").exists()
@@ -494,7 +494,7 @@ def test_after_surgery_the_rest_is_restored(trained: tuple[Path, Any]) -> None:
         return ft.TrainState.create(make(key, classes=3), optax.adam(1e-3), key=key)
 
     like = ft.init(create, ft.AxisRules({**TENSOR, ...: None}), MESH)(jax.random.key(5))
-    with raises("to restore the rest, and take these from `like`: ", error=ft.CheckpointError):
+    with raises("exclude these with `only=`, to restore the rest and take these from `like`", error=ft.CheckpointError):
         ft.restore(path, like)
     found = ft.restore(path, like, only=~new)
     assert found.model.head is like.model.head and found.opt_state is not ts.opt_state

@@ -89,9 +89,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         checkpoints.save(0, tree(0))
     with checkpoints:
         checkpoints.save(3, tree(3))
-        with raises("has step 3 already: remove ", "run/3 to replace it", error=ft.CheckpointError):
+        with raises("already has step 3: remove ", "run/3 to replace it", error=ft.CheckpointError):
             checkpoints.save(3, tree(4))
-        with pytest.warns(ft.FunctreeWarning, match="step 2 is saved, and .* has step 3"):
+        with pytest.warns(ft.FunctreeWarning, match="step 2 is saved, but .* from step 3 of .*run"):
             assert checkpoints.save(2, tree(2))
         with raises("has no checkpoint of step 4: its steps are 2, 3", error=ft.CheckpointError):
             checkpoints.restore(tree(0), 4)
@@ -179,7 +179,7 @@ print("end", flush=True)
     for status, out, err in ends:
         assert status == 0 and out.splitlines()[-1] == "end", err
     saved = ft.Checkpoints(tmp_path / "run").steps == (0,)
-    told = "run/0 was not saved, since the program has ended inside of `with Checkpoints`: leave it"
+    told = "run/0 was not saved, since the program ended inside `with Checkpoints`: leave the"
     assert saved or told in ends[0][2]
 
 
@@ -189,10 +189,12 @@ def test_half_a_manifest_is_no_checkpoint(tmp_path: Path) -> None:
     text = manifest.read_text()
     body = json.loads(text)
     del body["checksum"]
-    texts = "", text[: len(text) // 2], text.replace('"axes"', '"axis"'), json.dumps(body)
-    for broken in texts:
+    foreign = "is not the manifest of a checkpoint"
+    texts = {"": foreign, text[: len(text) // 2]: foreign, json.dumps(body): foreign}
+    texts[text.replace('"axes"', '"axis"')] = "has changed since it was written"
+    for broken, why in texts.items():
         manifest.write_text(broken)
-        with raises("functree.json is not ", error=ft.CheckpointError):
+        with raises(f"functree.json {why}", error=ft.CheckpointError):
             ft.restore(tmp_path / "c", tree(0))
     manifest.write_text(text)
     assert value(ft.restore(tmp_path / "c", tree(0))) == 1
@@ -270,7 +272,7 @@ with ft.Checkpoints(path + "4") as checkpoints:
         lines = [line for line in out.splitlines() if "cannot be written" in line]
         assert len(lines) == 4 and all("File too large" in line for line in lines[:3]), (out, err)
         # One that leaves by an error of its own talks to no other: it finds a word of that.
-        why = "File too large" if process == processes - 1 else "another process could not do so"
+        why = "File too large" if process == processes - 1 else "another process failed to write it"
         assert "and the last checkpoint was not saved: " in lines[3] and why in lines[3]
         assert all(int(line.split()[1]) < 10 for line in lines), lines
     if processes == 2:

@@ -111,24 +111,24 @@ MEETING = (
     "give each child a key of its own in the class's `tree_flatten_with_keys`",
 )
 NO_TEXT = (
-    "its path has a key that has no text of its own",
-    "name it by a text or a number",
+    "has a key in its path without a unique text",
+    "use a string or a number as the key",
 )
 PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "abstract": (
         lambda: [jnp.ones(2), x(2)],
         "is abstract, and has no values",
-        "save the tree that was made, not its `ft.abstract`",
+        "save the concrete tree, not its `ft.abstract`",
     ),
     "deleted": (
         lambda: [gone()],
-        "was donated, and has no values any more",
+        "was donated, and no longer has values",
         "save the state that the step returned",
     ),
     "a dtype": (
         lambda: [np.ones(2, ml_dtypes.float6_e2m3fn)],
         "has a dtype that XLA cannot convert to bytes",
-        "convert it, such as to int8",
+        "convert it, for example to int8",
     ),
     "an array twice under one key": (lambda: Meeting(TIED, TIED), *MEETING),
     "arrays of numpy": (lambda: Meeting(np.ones(2), np.zeros(2)), *MEETING),
@@ -180,14 +180,14 @@ def test_in_a_trace() -> None:
         jax.jit(lambda array: contents([array]))(jnp.ones(2))
     (problem,) = caught.value.problems
     assert problem.why == "is traced, and has no values yet"
-    assert problem.remedy == "save outside of jit"
+    assert problem.remedy == "save it outside `jit`"
 
 
 NOT_JSON: dict[str, tuple[Any, str]] = {
     "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
     "a number as a key": ({"a": {3: "x"}}, "`a key of meta['a']` is 3, which is not JSON"),
     "a text of another class": ({"a": np.str_("x")}, "`meta['a']` is "),
-    "bytes": (b"x", "`meta` is b'x', which is not JSON: write texts, numbers, lists and dicts"),
+    "bytes": (b"x", "`meta` is b'x', which is not JSON: use strings, numbers, lists and dicts"),
 }
 
 
@@ -210,7 +210,7 @@ BASE: dict[str, Any] = {"a": TIED, "b": TIED, "n": 3, "x": np.ones(2, np.float32
 OTHERS: dict[str, tuple[Callable[[], Contents], str]] = {
     "a shape": (lambda: contents(BASE | {"a": jnp.ones(5), "b": TIED}), "arrays"),
     "two arrays for one": (lambda: contents(BASE | {"b": jnp.ones(4)}), "arrays"),
-    "values of numpy": (lambda: contents(BASE | {"x": np.zeros(2, np.float32)}), "arrays of numpy"),
+    "values of numpy": (lambda: contents(BASE | {"x": np.zeros(2, np.float32)}), "NumPy arrays"),
     "a number": (lambda: contents(BASE | {"n": 4}), "static leaves"),
     "the step": (lambda: contents(BASE, step=1), "step"),
     "the meta": (lambda: contents(BASE, {"seed": 1}), "meta"),
@@ -226,6 +226,6 @@ def test_what_differs_between_processes(case: str) -> None:
 
 def test_arrays_of_jax_are_one_in_all_processes() -> None:
     facts = contents(BASE).facts()
-    assert [text.split()[0] for text in facts["arrays of numpy"]] == ["x"]
+    assert [text.split()[0] for text in facts["NumPy arrays"]] == ["x"]
     other = contents({"a": 2 * TIED}).facts()
     assert other == contents({"a": TIED}).facts()

@@ -103,7 +103,7 @@ def test_what_stays_beside_a_checkpoint(what: str, how: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_is_in_the_way_of_a_checkpoint(what: str, tmp_path: Path) -> None:
     file(tmp_path / "7" / what)
-    refused = raises("is a folder that is not a checkpoint: it has `", "save elsewhere")
+    refused = raises("is not a checkpoint, but has `", "in it: save to another path")
     for overwrite in (False, True):
         with refused:
             ft.save(tmp_path / "7", TREE, overwrite=overwrite)
@@ -138,11 +138,11 @@ def test_a_manifest_of_another_is_not_replaced(what: str, tmp_path: Path) -> Non
         left = 1 if what == "a damaged manifest" else 0
         assert len(list(path.glob("arrays-*"))) == 1 + left and ft.inspect(path).rows
         return
-    with raises("functree.json was not written by functree, and is not overwritten"):
+    with raises("functree.json was not written by functree, so it is not overwritten"):
         ft.save(path, TREE, overwrite=True)
     if what != "a folder":  # which is no step
         with (
-            pytest.warns(ft.FunctreeWarning, match="7 is not removed, since it is not of these"),
+            pytest.warns(ft.FunctreeWarning, match="7 is not removed, since `ft.Checkpoints` did not"),
             ft.Checkpoints(tmp_path, keep=1) as checkpoints,
         ):
             checkpoints.save(8, TREE)
@@ -154,7 +154,7 @@ def test_a_link_to_the_checkpoint_of_another_run_is_not_followed(tmp_path: Path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "0").symlink_to(tmp_path / "other")
     with (
-        pytest.warns(ft.FunctreeWarning, match="0 is not removed, since it is not of these"),
+        pytest.warns(ft.FunctreeWarning, match="0 is not removed, since `ft.Checkpoints` did not"),
         ft.Checkpoints(tmp_path / "run", keep=1) as checkpoints,
     ):
         checkpoints.save(1, TREE)
@@ -212,7 +212,7 @@ def test_what_writers_left_is_no_checkpoint_and_goes_after_a_day(what: str, tmp_
     path = tmp_path / "7"
     LEFT[what](path)
     (left,) = path.iterdir()
-    with raises("is not a checkpoint: it has no functree.json, so it is still written, or"):
+    with raises("is not a checkpoint: it has no functree.json, so it is still being written, or"):
         ft.inspect(path)
     with ft.Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(8, TREE)

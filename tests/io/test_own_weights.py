@@ -220,9 +220,9 @@ def test_files(tmp_path: Path) -> None:
 
 FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "none there": (lambda folder: folder / "b", ["there is no file", "b"]),
-    "an empty folder": (lambda folder: folder / "empty", ["there is no *.safetensors file"]),
+    "an empty folder": (lambda folder: folder / "empty", ["empty has no *.safetensors file"]),
     "a name in two": (
-        lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file has a tensor 'w' too"]
+        lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file also has a tensor 'w'"]
     ),
     "no file": (lambda folder: [], ["it must be the path of a file", "or of a folder, or a list of files"]),
 }  # fmt: skip
@@ -270,7 +270,7 @@ def test_like_says_where(tmp_path: Path) -> None:
     for zero in (np.float32(0), np.zeros((), np.float32)):
         number = ft.load_tensors(tmp_path / "number", {"w": zero}, {"w": "w"})["w"]
         assert type(number) is type(zero) and number == 1
-    with raises("w   f32[8, 4]", "has no sharding in `like`", "give `layout=`"):
+    with raises("w   f32[8, 4]", "has no sharding in `like`", "pass `layout=`"):
         ft.load_tensors(file, abstract(w=(8, 4)), {"w": "w"})
 
 
@@ -284,7 +284,7 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
     )
     assert apart["a"] is not apart["b"]
     with raises(
-        "b   f32[8, 4]", "is one array with `a` in `like`, and has another name", "ft.copy"
+        "b   f32[8, 4]", "is one array with `a` in `like`, but has a different name", "ft.copy"
     ):
         ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
 
@@ -300,7 +300,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
     loaded = ft.load_tensors(file, abstract(dtype, x=(8, 4)), {"x": "w"}, P("data"), MESH)
     assert loaded["x"].dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(loaded["x"], given)
-    with raises("x   f32[8, 4]", "the files have `w` as", "to have it as f32: cast=True"):
+    with raises("x   f32[8, 4]", "the files have `w` as", "pass cast=True to get it as f32"):
         ft.load_tensors(file, abstract(x=(8, 4)), {"x": "w"}, P(), MESH)
 
 
@@ -328,60 +328,60 @@ GIVEN["l.1.h"] = np.zeros((8, 4), np.float16)
 GIVEN["l.0.h"] = np.zeros((8, 4), np.float32)
 ALL = ["l.*", "qkv", "big", "[se]*"]
 CORRECT = "correct the name in `table`, or the shape in `like`"
-PARTS = "`[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4"
+PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
 NUMBERS = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-NO_PARTS = "of 3 parts there are 0 to 2, and none is asked for"
+NO_PARTS = "the 3 parts are 0 to 2, and the range has none of them"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
 REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
-        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], and not as f32[8, 4]", f'transposed? write "x.*": "l.*.t.T"\n{CORRECT}')],
+        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if it is transposed, write "x.*": "l.*.t.T"\n{CORRECT}')],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
-        [("x.1", "the files have `big` as f32[9, 9], and not as f32[8, 4]", CORRECT)],
+        [("x.1", "the files have `big` as f32[9, 9], not as f32[8, 4]", CORRECT)],
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        [("x.1", "the files have `l.1.h` as f16[8, 4], and not as f32", "to have it as f32: cast=True")],
+        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", "pass cast=True to get it as f32")],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
-        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], of which a part is asked for: f32[4, 8]", CORRECT)],
+        [("x.1", "the files have `qkv[0/3].T` as f32[24, 8], but its part must be f32[4, 8]", CORRECT)],
     ),
     "a part that cannot be": (
         {"x.*": "qkv[3/3]"}, ALL,
         [
-            ('"x.*": "qkv[3/3]"', "the pattern has 1 of `*`, and the name has 0",
-             "write as many in a name as in its pattern: each stands for the same text"),
+            ('"x.*": "qkv[3/3]"', "the pattern has 1 `*`, but the name has 0",
+             "write as many `*` in a name as in its pattern, for the same texts"),
             ('"x.*": "qkv[3/3]"', NO_PARTS, PARTS),
         ],
     ),
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
         [
-            ("x.0", "the files have no `l.*.tt`, which has to be f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
-            ("x.1", "the files have no `l.*.tt`, which has to be f32[8, 4]", CORRECT),
+            ("x.0", "the files have no `l.*.tt`, expected as f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
+            ("x.1", "the files have no `l.*.tt`, expected as f32[8, 4]", CORRECT),
         ],
     ),
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
             ("x.1", "no pattern of `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
-            ("l.1.w", "no array is read from it", 'give `table` rows for them, or leave them out: left_out=["l.1.w"]'),
+            ("l.1.w", "no array is read from it", 'add rows for them to `table`, or pass left_out=["l.1.w"]'),
         ],
     ),
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
-        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
+        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is not a number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
     ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
-            ('"x.0": <lambda>', "returns 3, and not a name", ""),
+            ('"x.0": <lambda>', "returns 3 instead of a name", ""),
             ('"x.{i}": <lambda>', NO_PARTS, PARTS),
-            ('"x.{i}": <lambda>', "`{j}` is no number of the pattern, `{layer}` or `{expert}`", NUMBERS),
+            ('"x.{i}": <lambda>', "`{j}` is not a number of the pattern, `{layer}` or `{expert}`", NUMBERS),
         ],
     ),
     "patterns for nothing": (
@@ -402,7 +402,7 @@ def test_refused(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     table, left_out, told = REFUSED[case]
     file, like = saved(tmp_path, GIVEN), {"x": [S((8, 4), np.float32)] * 2}
     monkeypatch.setattr(Tensor, "read", lambda *_: pytest.fail("a value was read"))
-    with raises(f"{file}: no weights are loaded: ") as caught:
+    with raises(f"{file} cannot be loaded: ") as caught:
         ft.load_tensors(file, like, table, P(), MESH, left_out=left_out)
     where: dict[tuple[str, str], list[str]] = {}
     for problem in caught.value.problems:
@@ -420,7 +420,7 @@ def test_a_tensor_in_another_order_is_refused(
 ) -> None:
     file = saved(tmp_path, tensors(qkv=stored))
     why = f"the files have `{name}` as f32[{stored[0]}, {stored[1]}]"
-    with raises(why, "Try: it has as many elements, in an order that no row says: load an array"):
+    with raises(why, "Try: load an array with the tensor's shape"):
         ft.load_tensors(file, abstract(x=shape), {"x": name}, P(), MESH)
 
 
@@ -430,17 +430,17 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
     "no dimension of layers": (
-        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` is a tensor for each element of a dimension, and it"]
+        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` needs a dimension with a tensor for each element"]
     ),
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
-        ["`e.T` as f32[8, 8], and not as f32[2, 8, 4]", 'transposed? write "up": "e"'],
+        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if it is transposed, write "up": "e"'],
     ),
     "a random key": (
-        {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which is read from no tensor"]
+        {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which cannot be read from a tensor"]
     ),
 }  # fmt: skip
 

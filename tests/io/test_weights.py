@@ -204,7 +204,7 @@ def test_saved_from_anywhere(place: Any, tmp_path: Path) -> None:
 
 def test_without_values(tmp_path: Path) -> None:
     model = load(MODELS / "llama")
-    with raises("no weights are saved", "embed.weight", "is abstract, and has no values"):
+    with raises("the model cannot be saved to ", "embed.weight", "is abstract, and has no values"):
         ft.save_weights(tmp_path / "new", ft.abstract(lambda: model)())
     assert not (tmp_path / "new").exists()
 
@@ -238,26 +238,26 @@ def test_what_is_refused(copied: Path) -> None:
     with pytest.raises(ft.FunctreeError) as caught:
         load(copied)
     told = f"""\
-{copied}: no weights are loaded: 3 problems
+{copied} cannot be loaded: 3 problems
 
   blocks.layer.mlp.gate   f32[3, 32, 48]   "layers embed hidden"
-      the files have no `model.layers.1.mlp.gate_proj.weight`, which has to be f32[48, 32]
+      the files have no `model.layers.1.mlp.gate_proj.weight`, expected as f32[48, 32]
 
   norm.scale   f32[32]   "embed"
-      the files have `model.norm.weight` as f32[3], and not as f32[32]
+      the files have `model.norm.weight` as f32[3], not as f32[32]
 
   more
       no array is read from it
 
 Try: `model.layers.1.mlp.gate_proj.weight`: did you mean `model.layers.2.mlp.gate_proj.weight`?
-     get files and a `config.json` that belong together: one of them is another model's"""
+     use files and a `config.json` of the same model"""
     assert str(caught.value) == told
 
 
 def test_layers_of_several_dtypes(copied: Path) -> None:
     changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
-    why = f"its layers have several dtypes: the files have `{GATE}` as f16[48, 32], and the first as f32"
-    with raises("1 problem\n", why, "say which dtype all its layers get, as `param_dtype=`"):
+    why = f"its layers have different dtypes: the files have `{GATE}` as f16[48, 32], but the first as f32"
+    with raises("1 problem\n", why, "pass `param_dtype=` to give all layers one dtype"):
         load(copied)
     gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
     assert gate.dtype == jnp.float32
@@ -276,9 +276,9 @@ def test_frequencies_in_older_files(dtype: str, copied: Path) -> None:
     for other in (FREQUENCIES * 1.02, FREQUENCIES[:2], np.ones((4, 1), "f")):
         changed(copied, **{names[1]: other.astype(jnp.dtype(dtype))})
         with raises(
-            "no weights are loaded: 1 problem\n",
+            "cannot be loaded: 1 problem\n",
             names[1],
-            "it has other frequencies than the config says",
+            "its frequencies differ from the config's",
         ):
             load(copied)
 
@@ -303,8 +303,8 @@ def test_the_table_of_the_logits_beside_a_tied_one(
         changed(folder, **{"lm_head.weight": np.ascontiguousarray(wrong)})
         with raises(
             "lm_head.weight",
-            "the config ties it to model.embed_tokens.weight, which has other values",
-            'write "tie_word_embeddings": false if it is meant, or remove the tensor',
+            "the config ties it to model.embed_tokens.weight, which has different values",
+            'set "tie_word_embeddings": false, or remove the tensor',
         ):
             load(folder)
     # The remedy.
@@ -319,7 +319,7 @@ def test_the_table_of_the_logits_beside_a_tied_one(
 @pytest.mark.parametrize("text", ['{"weight_map": 1}', '{"weight_map": {"a": 1}}', "[]"])
 def test_an_index_that_is_none(text: str, copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text(text)
-    with raises('it has to have a "weight_map", from each weight to its file'):
+    with raises('must have a "weight_map" from each weight to its file'):
         load(copied)
 
 
@@ -332,7 +332,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_float64_is_never_shortened_unasked(copied: Path) -> None:
     lacks = ["JAX has no float64 without `jax_enable_x64`", "('jax_enable_x64', True)"]
     changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
-    with raises("embed.weight", "as f64[96, 32]: ", *lacks, "say which dtype", "`param_dtype=`"):
+    with raises("embed.weight", "as f64[96, 32]: ", *lacks, "pass `param_dtype=`"):
         load(copied)
     with raises(*lacks):
         load(copied, param_dtype="float64")
@@ -349,7 +349,7 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     model = load(MODELS / "llama")
     ft.save_weights(tmp_path, model)
     with raises(
-        "has config.json, model.safetensors already",
+        "already has config.json, model.safetensors",
         "save to another folder",
     ):
         ft.save_weights(tmp_path, model)
@@ -388,7 +388,7 @@ def _mine(query: Any, key: Any, value: Any, is_causal: bool) -> Any:
 
 # Where surgery has put something ─► what it has put there, of what was there; and what is said.
 UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
-    "an int8 norm": ("norm.scale", lambda x: x.astype("int8"), "weights are of float64, float32"),
+    "an int8 norm": ("norm.scale", lambda x: x.astype("int8"), "weights have one of float64, float32"),
     "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) there"),
     "no array": ("norm.scale", lambda x: 1.0, "the family has an array there"),
     "a subclass": (
@@ -399,12 +399,12 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
     "a bias": (
         "blocks.layer.attn.query_bias",
         lambda x: jnp.zeros((3, 4, 8)),
-        "the family has None there, by the config",
+        "the family has None there, according to the config",
     ),
     "another eps": (
         "blocks.layer.attn_norm.eps",
         lambda x: 0.5,
-        "the family has 1e-06 there, by the config",
+        "the family has 1e-06 there, according to the config",
     ),
     "an attention function": (
         "blocks.layer.attn.attention",
@@ -414,7 +414,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
     "other frequencies": (
         "blocks.layer.attn.rope_scaling",
         lambda x: _Frequencies(8, 1, 4, 16),
-        "the family has None there, by the config",
+        "the family has None there, according to the config",
     ),
 }
 
@@ -438,7 +438,7 @@ def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
         changed = eqx.tree_at(
             lambda model: functools.reduce(getattr, parent.split("."), model), model, changed
         )
-    with raises("no published family computes what this model does") as error:
+    with raises("no published family computes the same as this model") as error:
         ft.save_weights(tmp_path / "new", changed)
     assert not (tmp_path / "new").exists()
     [problem] = error.value.problems

@@ -385,10 +385,10 @@ def other_mesh_of_a_step() -> Any:
 
 
 @differing(
-    "check_processes: the {count} processes compare different things",
-    *("process 0", "is at its comparison ", "`ft.check_processes` at ", "process_cases.py:"),
-    *("process {odd}", "is at its comparison ", "`ft.shard` at ", "process_cases.py:"),
-    "Try: one process has called something that another has not, here or before",
+    "check_processes: the {count} processes are at different comparisons",
+    *("process 0", "is at comparison ", "`ft.check_processes` at ", "process_cases.py:"),
+    *("process {odd}", "is at comparison ", "`ft.shard` at ", "process_cases.py:"),
+    "Try: make the same calls in the same order in all processes: one has made a call",
 )
 def one_call_apart() -> Any:
     """One process skips a comparison, and is at the next one."""
@@ -435,7 +435,7 @@ HANDED: dict[str, tuple[Callable[[], tuple[Any, Any]], list[str]]] = {
     "set": (lambda: ({"x", "y"}, {"x", "w"}), ["set{'x', 'y'}", "set{'w', 'x'}"]),
     "object": (
         lambda: ({"a": {"b": object()}}, {"a": {"b": object()}}),
-        ["a.b: object objects cannot be compared between processes: compare what they hold"],
+        ["a.b: object objects cannot be compared between processes: pass their contents"],
     ),
 }
 
@@ -518,7 +518,7 @@ def rows_that_do_not_fit() -> Any:
     return place(batch(0)[: differs(4, 3)], local=True)
 
 
-@differing("copies that have different values in process {odd}", "give the same rows")
+@differing("copies with different values in process {odd}", "give the same rows")
 def rows_of_one_part() -> Any:
     """All processes keep all rows, and one has others."""
     return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)
@@ -582,13 +582,13 @@ def saved_with_other_options() -> Any:
     return ft.save(FOLDER / "options", {"w": model().up}, verify=differs(True, False))
 
 
-@differing("is not opened", "(`ft.Checkpoints`)", "keep", "process {odd}: 2")
+@differing("cannot be opened", "(`ft.Checkpoints`)", "keep", "process {odd}: 2")
 def opened_otherwise() -> Any:
     with ft.Checkpoints(FOLDER / "opened", keep=differs(1, 2)):
         return None
 
 
-@differing("nothing is saved", "(`ft.Checkpoints.save`)", "step", "{odd}: 1")
+@differing("cannot be written", "(`ft.Checkpoints.save`)", "step", "{odd}: 1")
 def saved_at_another_step() -> Any:
     with ft.Checkpoints(FOLDER / "other_steps") as checkpoints:
         return checkpoints.save(differs(0, 1), {"w": model().up})
@@ -647,7 +647,7 @@ def loaded_by_names() -> Any:
     return [max(read), *numbers(loaded)]
 
 
-@differing("the processes read other weights", "b", "values in process {odd}", "same files")
+@differing("the processes read different weights", "b", "values in process {odd}", "same files")
 def other_tensors() -> Any:
     file = tensor_files("copies_of_tensors", np.s_[-1:])
     return ft.load_tensors(file, TENSORS, TENSOR_NAMES, ft.P(), MESH)
@@ -672,7 +672,7 @@ def tensors_of_other_names() -> Any:
     return ft.load_tensors(tensor_files("names"), TENSORS, names, ft.P(), MESH)
 
 
-@differing("is not restored", "like", "up: f32[16, 32] P(None, 'model')")
+@differing("cannot be restored", "like", "up: f32[16, 32] P(None, 'model')")
 def restored_otherwise() -> Any:
     like = ft.abstract(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
     return ft.restore(FOLDER / "model", like)
@@ -684,7 +684,7 @@ def restored_unverified() -> Any:
     return ft.restore(FOLDER / "model", like, verify=differs(True, False))
 
 
-@differing("is not restored", "(`ft.restore`)", "manifest", '"of": 1')
+@differing("cannot be restored", "(`ft.restore`)", "manifest", '"of": 1')
 def restored_from_another_manifest() -> Any:
     m = model()
     ft.save(FOLDER / "first", m, meta={"of": 0})
@@ -711,7 +711,7 @@ def loaded_with_another_config() -> Any:
     return ft.load_weights(LLAMA, ft.P(), MESH, max_seq=differs(8, 16))
 
 
-@differing("nothing is restored", "step", "process 0: 2", "process {odd}: 3")
+@differing("cannot be restored", "step", "process 0: 2", "process {odd}: 3")
 def another_step_restored() -> Any:
     return ft.Checkpoints(FOLDER / "run").restore(model(), differs(2, 3))
 
@@ -726,7 +726,7 @@ def a_model_with_functions() -> None:
     ft.save_weights(FOLDER / "functions", m)
 
 
-@differing("no weights are saved", "process {odd} differs", "merged0")
+@differing("the model cannot be saved to ", "process {odd} differs", "merged0")
 def other_model_published() -> Any:
     m = ft.load_weights(LLAMA, ft.P(), MESH)
     return ft.save_weights(FOLDER / f"merged{differs(0, 1)}", m)

@@ -65,8 +65,8 @@ def test_silent_failure_36_what_works_and_what_differs(
 ) -> None:
     told = told_by(processes, tmp_path)
     [late] = told[0]["one_comes_late"]["returned"]
-    who = f"process 0 of {processes} has waited for the others for 0.5 s at {WORKER}"
-    asked = r"\(`ft\.check_processes`\): does each of them come there\?"
+    who = f"process 0 of {processes} has waited 0.5 s for the others at {WORKER}"
+    asked = r"\(`ft\.check_processes`\): check that each of them gets there"
     assert re.fullmatch(rf"{who}:\d+, at comparison \d+ {asked}", late)
     assert told[0].keys() == CASES.keys() and alone.keys() == ALIKE.keys()
     for one in told:
@@ -170,17 +170,17 @@ APARTS: dict[str, list[list[str]]] = {
     # With gloo, which simulated devices use, the first comparison waits for half a minute.
     "left": [
         [
-            "check_processes: not all processes have come to comparison 1 (`ft.check_processes`): ",
-            "one has ended before, comes too late or cannot be reached; its own output says which",
+            "check_processes: not all processes reached comparison 1 (`ft.check_processes`): ",
+            "one has ended, is late, or cannot be reached; look at its own output",
         ],
         [],
     ],
-    "died": [["check_processes: not all processes have come to comparison 2 ", "has ended"], []],
+    "died": [["check_processes: not all processes reached comparison 2 ", "has ended"], []],
     "devices": [
         [
             "check_processes: the 2 processes have unequal numbers of devices",
             "process 1",
-            "has 2 of the 6 devices, and most have 4",
+            "has 2 of the 6 devices, while most have 4",
             "Try: give each process as many devices as the others",
         ]
     ]
@@ -238,9 +238,9 @@ os.kill(os.getpid(), signal.SIGTERM)
 """
     [(status, out, err)] = ended(started(["-c", code]), 30)
     first, *lines = out.splitlines()
-    assert "has to listen for SIGTERM in the main thread" in first, err
+    assert "can only listen for SIGTERM in the main thread" in first, err
     assert lines == ["False", "True True [1]"] and status == -signal.SIGTERM
-    with raises("preempted cannot tell", "step=-1"):
+    with raises("preempted: invalid arguments", "step=-1"):
         ft.preempted(-1)
 
 

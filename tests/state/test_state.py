@@ -178,7 +178,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
     stacked, layers = ft.make_state(ft.stack(lambda key: Counter(), 3, jax.random.key(0)))
     keyed, keys = ft.make_state(ft.StateRef(jax.random.key(0)))
     keeps = "shape and dtype cannot change"
-    foreign = "is it the state of another model?"
+    foreign = "pass the state that `ft.make_state` returned with this model"
     return {
         "shape": (lambda: state.set(ref, jnp.ones(3)), ("at `a.total` is f32[8]", "new value is f32[3]", keeps)),
         "dtype": (lambda: state.set(ref, jnp.ones(8, jnp.int32)), ("`a.total`", "f32[8]", "i32[8]", keeps)),
@@ -189,14 +189,14 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         "another shape": (lambda: state[other["a"]["total"]], ("`a.total` has shape (8,)", "ref has (3,)", foreign)),
         "another dtype": (lambda: others[number], ("`n` is f32[], but its ref is i32[]", foreign)),
         "not made": (lambda: state[Counter().calls], ("has no path yet", "`model, state = ft.make_state(model)`")),
-        "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` has a path already, `a.calls`",)),
+        "made twice": (lambda: ft.make_state(model), ("the StateRef at `a.calls` already has the path `a.calls`",)),
         "stacked": (lambda: layers[stacked.layer.total], ("`layer.total` has shape (3, 8)", "`stacked.scan(")),
         "a text": (lambda: state.set("a.total", 1), ("index a State with a `StateRef`, not with 'a.total'",)),  # pyright: ignore
         "a number as key": (lambda: state[0], ("index a State with a `StateRef`, not with 0",)),
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
         "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
-        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "make the state, then pack")),
+        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "call `ft.make_state` before you pack it")),
     }  # fmt: skip
 
 
@@ -218,7 +218,7 @@ NO_ROOM = [
 def test_a_number_for_which_the_dtype_has_no_room(dtype: str, number: complex):
     model, state = ft.make_state({"a": ft.StateRef(jnp.zeros((), dtype))})
     with raises(
-        "the state at `a` is ", "its dtype has no room for the new value", error=ft.StateError
+        "the new value ", "does not fit into the state at `a`, which is ", error=ft.StateError
     ):
         state.set(model["a"], number)
 
@@ -243,7 +243,7 @@ def test_a_number_for_which_the_dtype_has_room(dtype: str, number: complex):
     ids=str,
 )  # fmt: skip
 def test_an_initial_value_for_which_jax_has_no_dtype(init: Any, dtype: str):
-    with raises("StateRef(", f"{dtype} has no room for this value", error=ft.StateError):
+    with raises("StateRef(", f"the value does not fit into {dtype}", error=ft.StateError):
         ft.StateRef(init)
 
 

@@ -145,7 +145,7 @@ def message(fn: Any, args: Any, layouts: Any) -> list[str]:
     with pytest.raises(AssertionError) as caught:
         assert_same_as_unsharded(fn, args, layouts, MESH)
     first, *rest = str(caught.value).splitlines()
-    assert first == "the sharded function returns something else"
+    assert first == "the sharded function returns a different result"
     return rest
 
 
@@ -191,7 +191,7 @@ def test_an_operation_of_one_program_is_told() -> None:
     assert first.startswith(
         f"the first operation whose values differ is `cumsum` at {line('the first of one')}, in "
         "`y = jnp.cumsum(y, 0)  # the first of one`, of `x`: only the program on the mesh has it, and the last "
-        f"before it that both have is `sin` at {line('the last of both')}, in `y = jnp.sin(x)  # the last of both`"
+        f"common operation before it is `sin` at {line('the last of both')}, in `y = jnp.sin(x)  # the last of both`"
     )
 
 
@@ -202,7 +202,7 @@ def test_tolerances_that_rounding_exceeds_are_told() -> None:
     x = jax.random.normal(jax.random.key(0), (64, 64))
     with pytest.raises(AssertionError) as caught:
         assert_same_as_unsharded(sums, (x,), (P("data", "model"),), MESH, 0.0, 0.0)
-    assert "no operation differs by more than rounding: either `rtol` and `atol` ask" in str(
+    assert "no operation differs by more than rounding: either `rtol` and `atol` are" in str(
         caught.value
     )
 
@@ -220,7 +220,7 @@ def test_the_compiler_is_told() -> None:
     finding = Search(Checksums(sums.tiles, sums.left, [], wrong)).first(Scope(pairs))
     assert finding is not None and finding.step.name == "mul"
     assert finding.note == (
-        "both programs have this operation and agree on what it takes, so the compiler, XLA, makes the difference"
+        "both programs have this operation with the same inputs, so the compiler, XLA, makes the difference"
     )
 
 
@@ -243,8 +243,8 @@ def test_a_mesh_that_one_device_cannot_be_is_refused() -> None:
     def by_functree(x: Any) -> Any:
         return ft.shard_map(jnp.sin, mesh=MESH, in_specs=spec, out_specs=spec)(x)
 
-    by_jax_at = f"the shard_map at {__file__}:{line('its own mesh').rpartition(':')[2]} has a mesh"
-    with raises(by_jax_at, "leave `mesh=` out", error=ft.ShardingError):
+    by_jax_at = f"the shard_map at {__file__}:{line('its own mesh').rpartition(':')[2]} has its own mesh"
+    with raises(by_jax_at, "leave out `mesh=`", error=ft.ShardingError):
         assert_same_as_unsharded(by_jax, (X,), (spec,), MESH)
     with raises(
         "sin: its mesh is (data=2, model=4), but it is called on the mesh (data=1, model=1)",
@@ -339,20 +339,20 @@ def through_a_ref(x: Any) -> Any:
 
 
 POSITIVE = jnp.abs(X) + 1
-WRITTEN = "a NaN of finite values, or of a NaN that is written into the program"
+WRITTEN = "a NaN from finite values, or from a constant NaN of the program"
 NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
-    "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity of finite values: 1 of 3", ""),
-    "a ref": (through_a_ref, jnp.arange(3.0), "log", "written to a ref", "an infinity of finite values: 1 of 3", ""),
-    "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity of finite values: 64 of 64", ""),
-    "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity of finite values: 64 of 64", "in iteration 5"),
-    "a while": (long_growth, X[0], "mul", "growth in a while", "an infinity of finite values: 8 of 8", "in iteration 219"),
-    "a branch": (branch, POSITIVE, "div", "in a branch", "an infinity of finite values: 64 of 64", "in branch 0"),
+    "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity from finite values: 1 of 3", ""),
+    "a ref": (through_a_ref, jnp.arange(3.0), "log", "written to a ref", "an infinity from finite values: 1 of 3", ""),
+    "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity from finite values: 64 of 64", ""),
+    "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity from finite values: 64 of 64", "in iteration 5"),
+    "a while": (long_growth, X[0], "mul", "growth in a while", "an infinity from finite values: 8 of 8", "in iteration 219"),
+    "a branch": (branch, POSITIVE, "div", "in a branch", "an infinity from finite values: 64 of 64", "in branch 0"),
     "a device": (
-        on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity of finite values: 64 of 256",
+        on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity from finite values: 64 of 256",
         "on 2 of 8 devices, the first of which is (data=0, model=2)",
     ),
     # `var` has a NaN in it, for no elements.
-    "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity of finite values: 3 of 3", ""),
+    "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity from finite values: 3 of 3", ""),
     "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3", ""),
 }  # fmt: skip
 

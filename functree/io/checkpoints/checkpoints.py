@@ -66,7 +66,7 @@ class Checkpoints:
         self, folder: str | os.PathLike[str], keep: int | None = 3, every: int | None = None
     ):
         check(
-            "there are no such checkpoints",
+            "Checkpoints: invalid arguments",
             folder=(folder, FOLDER),
             keep=(keep, SIZE.or_none()),
             every=(every, SIZE.or_none()),
@@ -84,7 +84,7 @@ class Checkpoints:
 
     def __enter__(self) -> Self:
         facts = {"folder": self.folder, "keep": self._keep, "every": self._every}
-        with Agreement(f"{self.folder} is not opened") as agreement:
+        with Agreement(f"{self.folder} cannot be opened") as agreement:
             agreement.compare(lambda: {name: [str(value)] for name, value in facts.items()})
         self._is_open = True
         return self
@@ -152,7 +152,7 @@ class Checkpoints:
             CheckpointError: if the previous checkpoint could not be written.
             FunctreeError: if it is called outside the `with` statement.
         """
-        check("nothing is saved", step=(step, EXTENT), force=(force, FLAG))
+        check("Checkpoints.save: invalid arguments", step=(step, EXTENT), force=(force, FLAG))
         if not self._is_open:
             raise FunctreeError(
                 "`save` writes in the background, and waits at the end of a `with` statement: "
@@ -162,7 +162,7 @@ class Checkpoints:
             return False
         # One at a time: no step is skipped, and two writes would slow each other down.
         self.wait()
-        with Agreement("nothing is saved") as agreement:
+        with Agreement(f"{self.folder} cannot be written") as agreement:
             self._check_new(int(step))
             agreement.compare(lambda: {"step": [str(step)]})
         writer = CheckpointWriter(
@@ -226,7 +226,7 @@ class Checkpoints:
             CheckpointError: if `ft.restore` raises it.
             CheckpointError: if there is no checkpoint, or none of this step.
         """
-        check("nothing is restored", step=(step, EXTENT.or_none()))
+        check("Checkpoints.restore: invalid arguments", step=(step, EXTENT.or_none()))
         self.wait()
         while True:
             found = self._found(step)
@@ -245,7 +245,7 @@ class Checkpoints:
         Raises:
             CheckpointError: if there is no checkpoint, or none of this step.
         """
-        with Agreement("nothing is restored") as agreement:
+        with Agreement(f"{self.folder} cannot be restored") as agreement:
             agreement.compare(lambda: {"step": [str(step)]})
             text = " ".join(map(str, self.steps))
         # All use the first process's list: on a network file system, the others may see the latest
@@ -273,13 +273,13 @@ class Checkpoints:
             steps = self.steps
         if step in steps:
             raise CheckpointFileError(
-                f"{self.folder} has step {step} already: remove {self.folder / str(step)} to "
+                f"{self.folder} already has step {step}: remove {self.folder / str(step)} to "
                 "replace it"
             )
         if steps and step < steps[-1]:
             warn(
-                f"step {step} is saved, and {self.folder} has step {steps[-1]}, from which a "
-                "restart would go on"
+                f"step {step} is saved, but a restart would resume from step {steps[-1]} of "
+                f"{self.folder}: remove later steps to resume from this one"
             )
 
     def __repr__(self) -> str:
@@ -301,7 +301,7 @@ class Checkpoints:
                 old = self._folder.at(str(one))
                 # A link leads to a checkpoint of another run.
                 if os.path.islink(old.path) or is_foreign(old):
-                    warn(f"{old.path} is not removed, since it is not of these checkpoints")
+                    warn(f"{old.path} is not removed, since `ft.Checkpoints` did not write it")
                 else:
                     remove_step(old)
 
@@ -316,8 +316,8 @@ def _report() -> None:
     for ended, path in _NOT_ASKED.items():
         if ended.done() and (error := ended.exception()) is not None:
             warn(
-                f"{path} was not saved, since the program has ended inside of `with Checkpoints`: "
-                f"leave it before, or call `wait()` ({error})"
+                f"{path} was not saved, since the program ended inside `with Checkpoints`: leave "
+                f"the block first, or call `wait()` ({error})"
             )
 
 

@@ -98,7 +98,7 @@ class Contents(NamedTuple):
                 values.append(f"{path} {digest(value):08x}")
         return {
             "arrays": arrays,
-            "arrays of numpy": values,
+            "NumPy arrays": values,
             "static leaves": [f"{path}: {text}" for path, text in manifest.static.items()],
             "step": [str(manifest.step)],
             "meta": json.dumps(manifest.meta, indent=1, sort_keys=True).splitlines(),
@@ -112,11 +112,12 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             yield problem
         elif str(leaf.value.dtype) in NOT_STORED:
             yield leaf.problem(
-                "has a dtype that XLA cannot convert to bytes", "convert it, such as to int8"
+                "has a dtype that XLA cannot convert to bytes", "convert it, for example to int8"
             )
         if not _is_readable(leaf.path):
             yield leaf.problem(
-                "its path has a key that has no text of its own", "name it by a text or a number"
+                "has a key in its path without a unique text",
+                "use a string or a number as the key",
             )
 
 
@@ -124,17 +125,19 @@ def not_saveable(leaf: Leaf) -> Problem | None:
     """Return the problem of an array whose values cannot be saved, or None."""
     value = leaf.value
     if isinstance(value, Tracer):
-        return leaf.problem("is traced, and has no values yet", "save outside of jit")
+        return leaf.problem("is traced, and has no values yet", "save it outside `jit`")
     if isinstance(value, jax.ShapeDtypeStruct):
         return leaf.problem(
-            "is abstract, and has no values", "save the tree that was made, not its `ft.abstract`"
+            "is abstract, and has no values", "save the concrete tree, not its `ft.abstract`"
         )
     if isinstance(value, jax.Array) and value.is_deleted():
         return leaf.problem(
-            "was donated, and has no values any more", "save the state that the step returned"
+            "was donated, and no longer has values", "save the state that the step returned"
         )
     if (where := partly(value)) is not None:
-        return leaf.problem(where, "place it for all processes: `ft.shard(tree, ft.P(), mesh)`")
+        return leaf.problem(
+            where, "place it on a mesh of all processes: `ft.shard(tree, ft.P(), mesh)`"
+        )
     return None
 
 
@@ -153,9 +156,9 @@ def _check_meta(meta: object) -> None:
     for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
         if isinstance(value, dict | list):
             most = MOST_LEVELS // 2
-            raise CheckpointError(f"`meta` has values in one another, more than {most} times")
+            raise CheckpointError(f"`meta` is nested more than {most} levels deep")
         raise CheckpointError(
-            f"`{where}` is {shown(value)}, which is not JSON: write texts, numbers, lists and dicts"
+            f"`{where}` is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
         )
 
 

@@ -197,12 +197,12 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
         fits = found == list(shape) and all(0 < part <= max(size, 1) for part, size in sizes)
     except (ValueError, LookupError, TypeError) as error:
         raise CheckpointFileError(
-            f"the head of {name} in the files cannot be read: {error}"
+            f"the header of {name} in the files cannot be read: {error}"
         ) from error
     if not fits:
         raise CheckpointFileError(
-            f"the head of {name} in the files has the shape {value_text(found)} in parts of "
-            f"{value_text(chunk)}, and the manifest {list(shape)}"
+            f"the header of {name} in the files has shape {value_text(found)} in chunks of "
+            f"{value_text(chunk)}, but the manifest has {list(shape)}"
         )
 
 
@@ -216,9 +216,8 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
-                f"{name} was read as {array.dtype}, and not as {targets[name].dtype}: orbax reads "
-                "in threads of its own, in which `jax.enable_x64` does not hold: set "
-                "`jax_enable_x64` for the whole process"
+                f"{name} was read as {array.dtype} instead of {targets[name].dtype}, since orbax's "
+                "threads do not see `jax.enable_x64`: set `jax_enable_x64` for the whole process"
             )
 
 

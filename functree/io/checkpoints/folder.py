@@ -264,14 +264,13 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
         if match.group(1) == "gs":
             return _in_bucket(text)
         raise CheckpointError(
-            f"{text} cannot be used: of all buckets orbax, which writes the arrays, reaches "
-            "`gs://` alone: save to one of these, or to a file system that all processes share, "
-            "and copy what is finished"
+            f"{text} cannot be used, since orbax reaches only buckets at `gs://`: save to such a "
+            "bucket, or to a file system that all processes share, and copy finished checkpoints"
         )
     if match := _BROKEN_ADDRESS.match(text):
         raise CheckpointError(
-            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: give the address "
-            "of a bucket as text"
+            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: pass the address "
+            "of a bucket as a string"
         )
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
     with files(f"{text} cannot be found"):  # an unknown user, or the current folder was removed
@@ -288,8 +287,8 @@ def _in_bucket(address: str) -> BucketFolder:
         )
     if found := _UNUSABLE.search(address):
         raise CheckpointError(
-            f"{address!r} has {found.group()!r} in it, which orbax takes for something else "
-            "than a name: save to another address"
+            f"{address!r} contains {found.group()!r}, which orbax does not accept in a name: "
+            "save to another address"
         )
     # Orbax needs it to reach a bucket, and does not say that it is missing.
     import_extra("gcsfs", "gcs")
@@ -356,10 +355,10 @@ def _no_checkpoint(folder: Folder) -> str:
         return f"it is {obstacle}"
     names = folder.names()
     if any(map(_OWN.fullmatch, names)):
-        return f"it has no {MANIFEST}, so it is still written, or its writer was stopped"
+        return f"it has no {MANIFEST}, so it is still being written, or its writer was stopped"
     if steps := steps_with_manifest(folder, named_steps(folder)):
         latest = folder.path / str(steps[-1])
-        return f"it has the checkpoints of several steps: give one of them, such as {latest}"
+        return f"it has the checkpoints of several steps: pass one of them, such as {latest}"
     if names or os.path.isdir(folder.path):
         return f"it has no {MANIFEST}"
     return "there is no such folder"
@@ -417,14 +416,15 @@ class Draft:
         with files(f"{folder.path} cannot be written"):
             if time.time() - self._began > DAY:
                 raise CheckpointFileError(
-                    f"{folder.path}: this began more than a day ago, so another process may have "
-                    "removed what was written: save again"
+                    f"{folder.path}: the save began more than a day ago, so another process may "
+                    "have removed its files: save again"
                 )
             self._is_committed = True
             if not folder.commit(manifest.to_json(), self._generation):
                 self._is_committed = False
                 raise CheckpointFileError(
-                    f"{folder.path}: another process has saved a checkpoint there meanwhile"
+                    f"{folder.path}: another process saved a checkpoint there first: save to "
+                    "another path"
                 )
             folder.remove(f"{self.name}{BEGUN}")
             if self._old:
@@ -435,7 +435,7 @@ class Draft:
         """Remove the written files, if possible."""
         folder = self._folder
         # Remains are swept after a day, as are later writes of orbax's threads and other processes.
-        with suppress(CheckpointError), files("what was written cannot be removed"):
+        with suppress(CheckpointError), files("the written files cannot be removed"):
             if self._is_committed:
                 # Despite the error, the manifest may exist. In a bucket, it may still appear.
                 if is_in_bucket(folder.path) or _named(folder) in (self.name, None):
@@ -457,7 +457,7 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         raise CheckpointFileError(f"{path} is {obstacle}: save to another path")
     if overwrite and is_foreign(folder):
         raise CheckpointFileError(
-            f"{path / MANIFEST} was not written by functree, and is not overwritten: save to "
+            f"{path / MANIFEST} was not written by functree, so it is not overwritten: save to "
             "another path"
         )
     found = folder.read()
@@ -465,14 +465,14 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         if overwrite:
             return found
         raise CheckpointFileError(
-            f"{path} is a checkpoint already: save to another path, or with `overwrite=True`"
+            f"{path} is already a checkpoint: save to another path, or with `overwrite=True`"
         )
     # Files of other writers are no obstacle, even a manifest written just now: the first writer
     # wins.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
     if others:
         raise CheckpointFileError(
-            f"{path} is a folder that is not a checkpoint: it has `{min(others)}`; save elsewhere"
+            f"{path} is not a checkpoint, but has `{min(others)}` in it: save to another path"
         )
     return found
 

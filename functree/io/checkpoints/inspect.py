@@ -54,8 +54,7 @@ class Checkpoint:
         """Return the row at a path, which may be an `ft.Path`, a tuple or a string."""
         if not isinstance(path, str | tuple):
             raise TypeError(
-                f"a checkpoint is indexed by a path, not by {path!r}; its rows by index are in "
-                "`.rows`"
+                f"index a checkpoint with a path, not with {path!r}; `.rows` has its rows by index"
             )
         key = Path(path)
         for row in self.rows:
@@ -94,7 +93,7 @@ class Checkpoint:
         """
         if not isinstance(other, Checkpoint | Plan):
             raise FunctreeTypeError(
-                f"a checkpoint is compared with a checkpoint or a plan, not with {shown(other)}"
+                f"Checkpoint.diff takes a checkpoint or a plan, not {shown(other)}"
             )
         meshes: list[Change] = []
         if self.sizes != dict(other.sizes):
@@ -141,7 +140,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         >>> found["w"].dtype, found.meta
         (dtype(bfloat16), {'loss': 2.5})
     """
-    check("nothing is inspected", path=(path, FILE))
+    check("inspect: invalid arguments", path=(path, FILE))
     folder = folder_at(path)
     manifest = read_manifest(folder)
     return Checkpoint(folder.path, manifest.rows, manifest.step, manifest.meta, manifest.sizes)

@@ -115,7 +115,9 @@ class Manifest(NamedTuple):
             # The checksum comes first: if a bit of the format number has flipped, the file is
             # damaged, not newer.
             if kept is not None and kept != checksum(body):
-                raise CheckpointFileError(f"{where} is not what was written: its checksum differs")
+                raise CheckpointFileError(
+                    f"{where} has changed since it was written: its checksum differs"
+                )
             manifest = read_value(body, "checkpoint", cls)
             if kept is None:
                 raise FunctreeValueError("it has no `checksum`")
@@ -148,13 +150,13 @@ def _check_rows(rows: Sequence[SavedArray]) -> None:
         why, size = "", math.prod(row.shape) * row.dtype.itemsize
         first = row if row.same_as is None else known.get(row.same_as)
         if row.path in known:
-            why = "there are two rows of it"
+            why = "it has two rows"
         elif row.bytes != size:
-            why = f"it has {row.bytes} `bytes`, and an array of its shape and dtype has {size}"
+            why = f"it has {row.bytes} `bytes`, but an array of its shape and dtype has {size}"
         elif row.spec is not None and len(row.spec) > len(row.shape):
-            why = f"its `spec` has {len(row.spec)} entries, and it has {len(row.shape)} dimensions"
+            why = f"its `spec` has {len(row.spec)} entries, but it has {len(row.shape)} dimensions"
         elif first is None or (first.shape, first.dtype) != (row.shape, row.dtype):
-            why = f"`same_as` is {row.same_as}, and no row before it is of such an array"
+            why = f"`same_as` is {row.same_as}, but no earlier row has this path, shape and dtype"
         if why:
             raise FunctreeValueError(f"`{row.path}`: {why}")
         known[row.path] = row

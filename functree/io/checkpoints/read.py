@@ -158,7 +158,7 @@ def restore(
         >>> ft.restore(folder / "linear", like, layout, mesh).weight.sharding.spec
         P(None, 'data')
     """
-    check("nothing is restored", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
+    check("restore: invalid arguments", path=(path, FILE), cast=(cast, FLAG), verify=(verify, FLAG))
     check_tree("restore", like)
     place, asked = folder_at(path), None
     folder = place.path
@@ -166,7 +166,7 @@ def restore(
         asked = as_filter(only)
 
     while True:
-        with Agreement(f"{folder} is not restored") as agreement:
+        with Agreement(f"{folder} cannot be restored") as agreement:
             manifest = read_manifest(place)
             leaves, shardings = laid_out(like, layout, mesh, asked)
             wanted = _wanted_arrays(folder, manifest, leaves, shardings, asked, cast)
@@ -179,7 +179,7 @@ def restore(
             break
         except CheckpointError:
             # If another process has replaced the checkpoint meanwhile, the new one is read.
-            with Agreement(f"{folder} is not restored"):
+            with Agreement(f"{folder} cannot be restored"):
                 newest = read_manifest(place).arrays
             if text_of_first(str(newest)) == str(manifest.arrays):
                 raise
@@ -231,12 +231,12 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
             All processes do so, since orbax needs the same number of calls in each.
     """
     try:
-        with Agreement(f"{folder} is not restored"), files(f"{folder} cannot be read"):
+        with Agreement(f"{folder} cannot be restored"), files(f"{folder} cannot be read"):
             arrays = load_arrays(values, targets)
     except CheckpointError as error:
         names = list(targets)
         if len(names) == 1:
-            remedy = "restore another checkpoint: the files of this one are damaged, or the disk is"
+            remedy = "restore another checkpoint: the files of this one, or the disk, are damaged"
             problem = Problem(Path(names[0]), None, "", str(error), remedy)
             raise CheckpointFileError(f"{folder} cannot be restored", [problem]) from error
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
@@ -255,7 +255,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
     # Each process reads separately, so copies may differ.
     full = {name: value for name, value in stored.items() if value.size}
     digests, problems = digests_of(
-        full, "restore another checkpoint: a process reads other values than the others"
+        full, "restore another checkpoint: the processes read different values"
     )
     without = 0
     for one in wanted:
@@ -264,7 +264,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
         if one.row.digest is None:
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
-            why = "its values are not those that were saved: their digest is "
+            why = "its values have changed since they were saved: their digest is "
             remedy = "restore another checkpoint: the files of this one have changed"
             problems.append(one.leaf.problem(f"{why}{found}, and was {one.row.digest}", remedy))
     if problems:
@@ -304,7 +304,7 @@ def _arrays(
         arrays[one.leaf.path] = made[key]
     # Last, since reading a number waits for its device.
     warn_of_losses(
-        f"{folder} is restored", losses, "give these arrays in `like` the dtype that was saved"
+        f"{folder} was restored", losses, "give these arrays in `like` the dtype that was saved"
     )
     return arrays
 
@@ -343,12 +343,12 @@ def _wanted_arrays(
     for leaf, _ in taken:
         problems += _differences(leaf, rows.get(leaf.path), cast)
     for leaf in alone:
-        problems.append(leaf.problem("was saved, and `like` has no such array", ""))
+        problems.append(leaf.problem("was saved, but `like` has no such array", ""))
     differ = {Path(problem.path or ()) for problem in problems}
     remedy = ""
     if only is not None and all(leaf.path in differ for leaf, _ in taken):
         # A filter without these arrays would match nothing, which is an error.
-        remedy = f"correct only={only!r}, which matches nothing else, or `like`"
+        remedy = f"correct `like`, or only={only!r}, which matches nothing else"
     elif not differ.issuperset((*rows, *known)):
         remedy = _remedy(differ, only)
     # A different dtype has its own remedy.
@@ -376,34 +376,34 @@ _MOST = 6
 def _remedy(differ: Collection[Path], only: Filter | None) -> str:
     """Say how to restore all other arrays."""
     if len(differ) > _MOST:
-        return "to restore the rest, and take these from `like`: a filter without them as `only=`"
+        return "exclude these with `only=`, to restore the rest and take these from `like`"
     # As JSON, so that keys with quotes or backslashes can be pasted.
     texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
     globs = " | ".join(f"ft.glob({text})" for text in texts)
     written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
     if only is not None:
         written = f"({only!r}) & {written}"
-    return f"to restore the rest, and take these from `like`: only={written}"
+    return f"restore the rest, and take these from `like`, with only={written}"
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
     """Yield the problems of an array in `like` that differs from the saved one."""
     if row is None:
-        yield leaf.problem("is in `like`, and was not saved", "")
+        yield leaf.problem("is in `like`, but was not saved", "")
         return
     if leaf.shape != row.shape:
-        yield leaf.problem(f"was saved as {_saved_leaf(row).text}: another shape", "")
+        yield leaf.problem(f"was saved as {_saved_leaf(row).text}, with a different shape", "")
     if leaf.value.dtype == row.dtype:
         return
     saved, wanted = dtype_text(row.dtype), dtype_text(leaf.value.dtype)
     if is_key(row.dtype) or is_key(leaf.value.dtype):
-        other, how = "and random keys are no numbers", "save and restore typed keys alike"
+        other, how = "random keys are not numbers", "use typed keys in the checkpoint and in `like`"
         if is_key(row.dtype) and is_key(leaf.value.dtype):
-            other = "random keys of another kind"
-            how = "make `like` with the same `jax.random.key(..., impl=)`"
+            other = "a different kind of random key"
+            how = "build `like` with the same `jax.random.key(..., impl=)`"
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
-        yield leaf.problem(f"was saved as {saved}", f"to have it as {wanted}: cast=True")
+        yield leaf.problem(f"was saved as {saved}", f"pass cast=True to get it as {wanted}")
 
 
 def _matched(
@@ -463,5 +463,5 @@ def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator
         other = first.setdefault(id(leaf.value), row)
         stored_once = (other.same_as or other.path) == (row.same_as or row.path)
         if not stored_once and (row.digest is None or row.digest != other.digest):
-            why = f"is one array with `{other.path}` in `like`, and two arrays were saved"
-            yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")
+            why = f"is one array with `{other.path}` in `like`, but two arrays were saved"
+            yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")

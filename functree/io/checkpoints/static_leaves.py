@@ -49,7 +49,7 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
                 tuple(leaf.shape),
                 "a mutable reference",
                 "has values that can change while they are written",
-                "save what is in it: `jax.freeze(ref)`, or `ref[...]`",
+                "save its value: `jax.freeze(ref)`, or `ref[...]`",
             )
         elif unheld(leaf) is not None:
             yield unheld_problem(path, leaf)
@@ -74,10 +74,10 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     for name, then in lost.items():
         others.append(f"`{name}` was {_short(then)} and is not in `like`")
     if numbers:
-        remedy = "a number that is to be saved has to be an array: `jnp.asarray(...)`"
+        remedy = "convert numbers that should be saved: `jnp.asarray(...)`"
         warn(f"Python numbers are not restored, and come from `like`: {listed(numbers)}; {remedy}")
     if others:
-        remedy = "make `like` as the tree that was saved, or keep what is to be saved in `meta=`"
+        remedy = "build `like` like the saved tree, or save these values in `meta=`"
         warn(f"static leaves are not restored, and come from `like`: {listed(others)}; {remedy}")
 
 

@@ -70,7 +70,12 @@ def save(
         >>> print(ft.inspect(folder / "model").meta)
         {'tokens': 1000}
     """
-    check("nothing is saved", path=(path, FILE), verify=(verify, FLAG), overwrite=(overwrite, FLAG))
+    check(
+        "save: invalid arguments",
+        path=(path, FILE),
+        verify=(verify, FLAG),
+        overwrite=(overwrite, FLAG),
+    )
     writer = CheckpointWriter(folder_at(path), tree, meta, verify=verify, overwrite=overwrite)
     with Agreement(f"{path} cannot be written"):
         writer.finish()
@@ -104,7 +109,7 @@ class CheckpointWriter:
         step: int | None = None,
     ):
         self._folder, self._failure = folder, f"{folder.path} cannot be written"
-        self._another = f"{self._failure}: another process could not do so"
+        self._another = f"{self._failure}: another process failed to write it"
         options = [f"verify={verify}, overwrite={overwrite}"]
         # Compared before the folder is made, so that different trees leave no files.
         with Agreement(self._failure) as agreement:
@@ -242,7 +247,7 @@ class CheckpointWriter:
             found, torn = digests_of(stored)
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
-                    f"{self._failure}: other values are read from the disk for {listed(differ)}"
+                    f"{self._failure}: the values on the disk differ for {listed(differ)}"
                 )
 
     def _next_targets(self) -> dict[str, Target]:
@@ -273,7 +278,7 @@ def _check_seen(folder: Folder, name: str) -> None:
         if time.monotonic() > until:
             raise CheckpointFileError(
                 f"process {jax.process_index()} does not see the folder {folder.path} that process "
-                "0 writes to: give a path on a file system that all processes share"
+                "0 writes to: pass a path on a file system that all processes share"
             )
         time.sleep(0.05)
 

@@ -81,24 +81,26 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
     if others := [file for file in files if not os.path.isfile(file)]:
         if not os.path.lexists(others[0]):
             raise FunctreeError(f"there is no file {others[0]}")
-        raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a file at all")
+        raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a regular file")
     for file in files:
         try:
             handle = safetensors.safe_open(file, framework="np")
         except (safetensors.SafetensorError, OSError) as error:
             raise FunctreeError(
-                f"{file} is not a safetensors file, or not all of it is there: {error}"
+                f"{file} is not a safetensors file, or is incomplete: {error}"
             ) from None
         for name in handle.keys():
             # The folder may hold files of two models, for example.
             if name in tensors:
-                raise FunctreeError(f"{file}: another file has a tensor {name!r} too")
+                raise FunctreeError(
+                    f"{file}: another file also has a tensor {name!r}: load only one of them"
+                )
             # An unread slice, whose shape and dtype come from the header of the file.
             source = handle.get_slice(name)
             kind = source.get_dtype()
             if kind not in dtypes:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, and weights are of {', '.join(dtypes)}"
+                    f"{file}: {name} has the dtype {kind}, but weights have {', '.join(dtypes)}"
                 )
             tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(dtypes[kind]), source)
     return tensors
@@ -118,7 +120,7 @@ def files_of(folder: Path) -> list[Path]:
     if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))
         if not found:
-            raise FunctreeError(f"{folder}: there is no *.safetensors file")
+            raise FunctreeError(f"{folder} has no *.safetensors file")
         return found
     if not os.path.isfile(index):
         raise FunctreeError(f"{index} cannot be read: it is not a file")
@@ -126,9 +128,9 @@ def files_of(folder: Path) -> list[Path]:
     # Links in the folder are followed, since Hugging Face's cache consists of links. A path in a
     # file must not lead elsewhere.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
-        raise FunctreeError(f"{index} names files outside of its folder: {listed(outside)}")
+        raise FunctreeError(f"{index} names files outside its folder: {listed(outside)}")
     if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
-        raise FunctreeError(f"{index} names files that are not there: {listed(missing)}")
+        raise FunctreeError(f"{index} names missing files: {listed(missing)}")
     return [folder / name for name in names]
 
 
@@ -156,5 +158,5 @@ def _file_names(index: Path) -> set[str]:
         raise FunctreeError(f"{index} is not JSON: {error}") from None
     files = named.get("weight_map") if isinstance(named, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise FunctreeError(f'{index}: it has to have a "weight_map", from each weight to its file')
+        raise FunctreeError(f'{index} must have a "weight_map" from each weight to its file')
     return set(files.values())

@@ -167,7 +167,7 @@ class Weight(NamedTuple):
         name = row = listed(missing)
         if len(missing) == len(self.names):
             name, row = self.row.name.name, TensorName.parse(self.row.row).name
-        why = f"the files have no `{{}}`, which has to be {self._expected()}"
+        why = f"the files have no `{{}}`, expected as {self._expected()}"
         return Fault(why, name, row, self.terms.misfit, missing[0])
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
@@ -178,12 +178,12 @@ class Weight(NamedTuple):
             hint = self._transposed(tensor.shape) or self._other_order(tensor.shape)
             remedy = "\n".join(filter(None, (hint, self.terms.misfit)))
             is_part = self.row.name.part != WHOLE
-            than = ", of which a part is asked for: " if is_part else ", and not as "
+            than = ", but its part must be " if is_part else ", not as "
             return found + than + self._expected(), remedy
         if dtypes == "like" and tensor.dtype != self.dtype:
-            return f"{found}, and not as {wanted}", self.terms.dtype.format(dtype=wanted)
+            return f"{found}, not as {wanted}", self.terms.dtype.format(dtype=wanted)
         if dtypes == "files" and tensor.dtype != self.dtype:
-            why = f"its layers have several dtypes: {found}, and the first as {wanted}"
+            why = f"its layers have different dtypes: {found}, but the first as {wanted}"
             return why, self.terms.dtype
         if dtypes == "files" and not is_enabled(tensor.dtype):
             return f"{found}: {not_enabled(tensor.dtype)}", f"{ENABLE}\n{self.terms.dtype}"
@@ -211,7 +211,7 @@ class Weight(NamedTuple):
         if TensorForm.fitting(self.shape, stored, other, self.kept) is None:
             return ""
         row = f"{row}.T" if name.order is None else row.removesuffix(".T")
-        return f"transposed? write {row_text(self.row.pattern, row)}"
+        return f"if it is transposed, write {row_text(self.row.pattern, row)}"
 
     def _other_order(self, stored: Sequence[int]) -> str:
         """Return a remedy if the tensor's elements are in a different order, or an empty string."""
@@ -219,8 +219,8 @@ class Weight(NamedTuple):
         if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
             return ""
         return (
-            "it has as many elements, in an order that no row says: load an array in the order of "
-            "the files, and transpose it in a function of `ft.jit`"
+            "load an array with the tensor's shape, and transpose it in a function of `ft.jit`: "
+            "no row can describe this order of the elements"
         )
 
 
@@ -251,8 +251,8 @@ def fitted(
     # row
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
-            why = "is a random key, which is read from no tensor"
-            problems.append(leaf.problem(why, "load the parts of the tree that have weights"))
+            why = "is a random key, which cannot be read from a tensor"
+            problems.append(leaf.problem(why, "load only the parts of the tree that have weights"))
             continue
         if leaf.path not in named:
             nameless.append(leaf)
@@ -260,7 +260,7 @@ def fitted(
         row, name = named[leaf.path], named[leaf.path].name
         stacked = len(name.places)
         if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
-            why = f"`{name.name}` is a tensor for each element of a dimension, and it has none"
+            why = f"`{name.name}` needs a dimension with a tensor for each element"
             problems.append(leaf.problem(why, ""))
             continue
         weight = Weight(leaf, sharding, row, name.tensors(leaf.shape), tensors, terms)
@@ -312,8 +312,8 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             continue
         other = first.setdefault(id(leaf.value), leaf)
         if named[leaf.path].text != named[other.path].text:
-            why = f"is one array with `{other.path}` in `like`, and has another name"
-            yield leaf.problem(why, "untie them in `like`: `ft.copy` one of them")
+            why = f"is one array with `{other.path}` in `like`, but has a different name"
+            yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")
 
 
 def _faulty(

@@ -59,7 +59,7 @@ T = TypeVar("T")
 _Array = jax.Array | np.ndarray | np.generic
 _File = str | os.PathLike[str]
 _FILES = Takes(
-    f"{LOCAL_FILE.text}; or of a folder, or a list of files",
+    f"{LOCAL_FILE.text}, or of a folder, or a list of files",
     lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
@@ -74,17 +74,17 @@ _TABLE = Takes(
 # The terms of `load_tensors` and of `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
-    dtype="to have it as {dtype}: cast=True",
+    dtype="pass cast=True to get it as {dtype}",
     misfit="correct the name in `table`, or the shape in `like`",
-    unread="give `table` rows for them, or leave them out: left_out=",
+    unread="add rows for them to `table`, or pass left_out=",
     lost="give these arrays in `like` the dtype of the files",
 )
 _OF_PUBLISHED = Terms(
     dtypes="files",
-    dtype="say which dtype all its layers get, as `param_dtype=`",
-    misfit="get files and a `config.json` that belong together: one of them is another model's",
+    dtype="pass `param_dtype=` to give all layers one dtype",
+    misfit="use files and a `config.json` of the same model",
     unread="",
-    lost="give a `param_dtype=` that holds them, such as that of the files: None",
+    lost="pass a `param_dtype=` that holds them, or None for the dtype of the files",
 )
 
 
@@ -155,7 +155,7 @@ def load_tensors(
     check_tree("load_tensors", like)
     given = _listed(files)
     check(
-        "no weights are loaded",
+        "load_tensors: invalid arguments",
         files=(given, _FILES),
         table=(table, _TABLE),
         left_out=(left_out, TEXTS),
@@ -182,11 +182,11 @@ def _opened(given: Sequence[_File]) -> list[FilePath]:
 
 
 def _failure(where: object) -> str:
-    return f"{where}: no weights are loaded"
+    return f"{where} cannot be loaded"
 
 
 def _reading(where: object) -> ForeignErrors:
-    return ForeignErrors(FunctreeError, f"{where}: the weights cannot be read")
+    return ForeignErrors(FunctreeError, f"{where} cannot be read")
 
 
 def _loaded(
@@ -293,7 +293,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
         read = dict(zip(paths, once.values(), strict=True))
         _, differ = digests_of(read, "give all processes the same files")
         if differ:
-            raise FunctreeError(f"{where}: the processes read other weights", differ)
+            raise FunctreeError(f"{where}: the processes read different weights", differ)
     return [once[key] for key in own]
 
 
@@ -350,12 +350,12 @@ def load_weights(
         ((2, 8, 4, 2), 2)
     """
     check(
-        "no weights are loaded",
+        "load_weights: invalid arguments",
         folder=(folder, LOCAL_FOLDER),
         param_dtype=(param_dtype, FLOATING.or_none()),
     )
     if layout is None:
-        raise ShardingError("no weights are loaded: the layout is None; write `P()` to replicate")
+        raise ShardingError("load_weights: the layout is None: pass `P()` to replicate")
     if param_dtype is not None and not is_enabled(param_dtype):
         raise FunctreeValueError(f"{_failure(folder)}: {not_enabled(param_dtype)}; {ENABLE}")
     with Agreement(_failure(folder)):
@@ -399,7 +399,7 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
             why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
             problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
-        failure = f"{published.file}: sizes that the files do not have"
+        failure = f"{published.file} has sizes that do not fit the files"
         raise FunctreeError(failure, dict.fromkeys(problems))  # two fields may have the same size
 
 
@@ -427,13 +427,13 @@ def _repeated(
     for name, tensor in tensors.items():
         if name.endswith(_FREQUENCIES):
             is_same = _are_frequencies(tensor, config)
-            why = "it has other frequencies than the config says", "correct the config"
+            why = "its frequencies differ from the config's", "correct the config"
         elif config.tie_embedding and name == head.name and table in tensors:
             # The embedding's table is never transposed: (vocab, embed).
             is_same = _are_equal(tensors[table], tensor, transposed=head.order is None)
             why = (
-                f"the config ties it to {table}, which has other values",
-                'write "tie_word_embeddings": false if it is meant, or remove the tensor',
+                f"the config ties it to {table}, which has different values",
+                'set "tie_word_embeddings": false, or remove the tensor',
             )
         else:
             continue

@@ -72,9 +72,9 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         >>> sorted(file.name for file in (folder / "weights").iterdir())
         ['config.json', 'model.safetensors']
     """
-    check("no weights are saved", folder=(folder, LOCAL_FOLDER), model=(model, _MODEL))
+    check("save_weights: invalid arguments", folder=(folder, LOCAL_FOLDER), model=(model, _MODEL))
     folder = FilePath(folder)
-    failure = f"{folder}: no weights are saved"
+    failure = f"the model cannot be saved to {folder}"
     leaves = read(model).leaves
     # All checks come before the first file is made.
     with Agreement(failure) as agreement:
@@ -89,7 +89,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
             there = _weights_in(folder)
         if there:
             raise FunctreeError(
-                f"{folder} has {', '.join(there)} already: save to another folder, or remove them"
+                f"{folder} already has {', '.join(there)}: save to another folder, or remove them"
             )
         facts = {
             "folder": [str(folder)],
@@ -139,8 +139,8 @@ def _names(
     for leaf in leaves:
         name = names.get(leaf.path)
         if name is None or name.part != WHOLE or name.order:
-            why = f'the table of `ft.nn.families["{family}"]` does not say how a file has it'
-            problems.append(leaf.problem(why, "give it a name, which may end with `.T`"))
+            why = f'the table of `ft.nn.families["{family}"]` does not name a whole tensor for it'
+            problems.append(leaf.problem(why, "add a name, which may end with `.T`"))
     if problems:
         raise FunctreeValueError(failure, problems)
     return names
@@ -276,11 +276,11 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
 _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
 # The same for fields of the config, with the fields that every family supports.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
-_HEADLINE = "no published family computes what this model does"
-_OPTIONS = "give it the options of one of these, or keep it by `ft.save`, which takes any model"
-_REPLACE = "put the array or the layer that the family has there, such as by `ft.select`"
+_HEADLINE = "save_weights: no published family computes the same as this model"
+_OPTIONS = "use the options of one of these, or save it with `ft.save`, which accepts any model"
+_REPLACE = "replace it with the family's array or layer, for example with `ft.select`"
 _PLAIN = (
-    "if it computes what `jax.nn.dot_product_attention` does, move the arrays into a model with "
+    "if it computes the same as `jax.nn.dot_product_attention`, move the arrays into a model with "
     '`attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
     'model.config, attention="auto"), key=jax.random.key(0))`, and `jax.tree.unflatten('
     "jax.tree.structure(plain), jax.tree.leaves(model))`"
@@ -348,7 +348,7 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
         if not isinstance(given, str):
             yield Problem(Path(keys), None, _text(given), "no family has it", _PLAIN)
     elif is_array(given) or isinstance(given, eqx.Module) or given != published:
-        why = f"the family has {_text(published)} there, by the config"
+        why = f"the family has {_text(published)} there, according to the config"
         yield Problem(Path(keys), None, _text(given), why, _REPLACE)
 
 
@@ -361,7 +361,7 @@ def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> 
         yield Problem(Path(keys), None, shown(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
         # Integers, for example, which readers would load without their scales.
-        why = f"weights are of {', '.join(DTYPES.values())}"
+        why = f"weights have one of {', '.join(DTYPES.values())}"
         remedy = 'convert it: `jax.tree.map(lambda x: x.astype("float32"), model)`'
         yield Problem(Path(keys), None, shown(given), why, remedy)
 

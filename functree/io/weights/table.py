@@ -195,20 +195,20 @@ class _Row(NamedTuple):
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
         ours = self.numbers.count("")
         if ours != theirs:
-            why = f"the pattern has {ours} of `*`, and the name has {theirs}"
-            remedy = "write as many in a name as in its pattern: each stands for the same text"
+            why = f"the pattern has {ours} `*`, but the name has {theirs}"
+            remedy = "write as many `*` in a name as in its pattern, for the same texts"
             yield Problem(None, None, self.text, why, remedy)
         yield from self.misread(self.name)
 
     def misread(self, text: object) -> Iterator[Problem]:
         """Yield problems of a name's text."""
         if not isinstance(text, str):
-            yield Problem(None, None, self.text, f"returns {shown(text)}, and not a name")
+            yield Problem(None, None, self.text, f"returns {shown(text)} instead of a name")
             return
         part = TensorName.parse(text).part
         if not part.first < part.stop <= part.of:
-            why = f"of {part.of} parts there are 0 to {part.of - 1}, and none is asked for"
-            remedy = "`[0/3]` is the first of 3 parts, and `[0:2/4]` the first two of 4"
+            why = f"the {part.of} parts are 0 to {part.of - 1}, and the range has none of them"
+            remedy = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
             yield Problem(None, None, self.text, why, remedy)
         numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
         for place in _NUMBER.finditer(text):
@@ -217,7 +217,7 @@ class _Row(NamedTuple):
             except (SyntaxError, ValueError, ZeroDivisionError):
                 is_number = False
             if not is_number:
-                why = f"`{place[0]}` is no number of the pattern, `{{layer}}` or `{{expert}}`"
+                why = f"`{place[0]}` is not a number of the pattern, `{{layer}}` or `{{expert}}`"
                 remedy = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
                 yield Problem(None, None, self.text, why, remedy)
 
