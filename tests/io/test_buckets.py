@@ -264,9 +264,16 @@ def test_a_commit_whose_answer_is_lost(
 
 
 ADDRESSES = {
-    "s3://bucket/run": ["s3://bucket/run cannot be used", "orbax", "reaches only buckets at `gs://`"],
+    "s3://bucket/run": [
+        "s3://bucket/run cannot be used",
+        "orbax",
+        "reaches only buckets at `gs://`",
+    ],
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
-    "gs:/bucket/run": ["gs:/bucket/run has lost a slash", "pass the address of a bucket as a string"],
+    "gs:/bucket/run": [
+        "gs:/bucket/run has lost a slash",
+        "pass the address of a bucket as a string",
+    ],
     "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
     "gs://bucket//run": ["is not the address of a folder in a bucket"],
     "gs://b/run": ["gs://b/run cannot be opened", "Invalid GCS bucket name"],

@@ -425,9 +425,7 @@ def test_copies_that_differ(tmp_path: Path) -> None:
         for i, device in enumerate(jax.devices())
     ]
     torn = jax.make_array_from_single_device_arrays((4,), NamedSharding(MESH, ft.P()), pieces)
-    with raises(
-        "cannot be written", "w", "has copies with different values"
-    ):
+    with raises("cannot be written", "w", "has copies with different values"):
         ft.save(tmp_path / "c", {"w": torn})
     assert not (tmp_path / "c").exists()
 
@@ -494,7 +492,10 @@ def test_after_surgery_the_rest_is_restored(trained: tuple[Path, Any]) -> None:
         return ft.TrainState.create(make(key, classes=3), optax.adam(1e-3), key=key)
 
     like = ft.init(create, ft.AxisRules({**TENSOR, ...: None}), MESH)(jax.random.key(5))
-    with raises("exclude these with `only=`, to restore the rest and take these from `like`", error=ft.CheckpointError):
+    with raises(
+        "exclude these with `only=`, to restore the rest and take these from `like`",
+        error=ft.CheckpointError,
+    ):
         ft.restore(path, like)
     found = ft.restore(path, like, only=~new)
     assert found.model.head is like.model.head and found.opt_state is not ts.opt_state

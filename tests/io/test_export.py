@@ -163,7 +163,9 @@ def test_bytes_that_are_not_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
         with raises("their digest differs, so they have changed since they were written"):
             ft.Exported.deserialize(flipped(data, 72))
         for bad in (plain, data[:900]):
-            with raises("do not end with a digest of `ft.Exported.serialize`, so they are incomplete"):
+            with raises(
+                "do not end with a digest of `ft.Exported.serialize`, so they are incomplete"
+            ):
                 ft.Exported.deserialize(bad)
     # The remedy, and the bytes without functree
     for given in (plain, data):

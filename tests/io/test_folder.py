@@ -142,7 +142,9 @@ def test_a_manifest_of_another_is_not_replaced(what: str, tmp_path: Path) -> Non
         ft.save(path, TREE, overwrite=True)
     if what != "a folder":  # which is no step
         with (
-            pytest.warns(ft.FunctreeWarning, match="7 is not removed, since `ft.Checkpoints` did not"),
+            pytest.warns(
+                ft.FunctreeWarning, match="7 is not removed, since `ft.Checkpoints` did not"
+            ),
             ft.Checkpoints(tmp_path, keep=1) as checkpoints,
         ):
             checkpoints.save(8, TREE)

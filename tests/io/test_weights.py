@@ -388,7 +388,11 @@ def _mine(query: Any, key: Any, value: Any, is_causal: bool) -> Any:
 
 # Where surgery has put something ─► what it has put there, of what was there; and what is said.
 UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
-    "an int8 norm": ("norm.scale", lambda x: x.astype("int8"), "weights have one of float64, float32"),
+    "an int8 norm": (
+        "norm.scale",
+        lambda x: x.astype("int8"),
+        "weights have one of float64, float32",
+    ),
     "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) there"),
     "no array": ("norm.scale", lambda x: 1.0, "the family has an array there"),
     "a subclass": (

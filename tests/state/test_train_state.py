@@ -401,7 +401,9 @@ def test_the_average_inside_of_others_and_misuse():
         ft.averaged(ft.TrainState.create(net(), twice()))
     for decay in (1, -0.1, float("nan")):
         with raises(
-            "with_ema: invalid arguments", f"decay={decay!r}", "it must be at least 0 and less than 1"
+            "with_ema: invalid arguments",
+            f"decay={decay!r}",
+            "it must be at least 0 and less than 1",
         ):
             ft.with_ema(optax.sgd(1.0), decay)
     tx = ft.with_ema(optax.sgd(1.0))

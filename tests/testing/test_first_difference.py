@@ -243,7 +243,9 @@ def test_a_mesh_that_one_device_cannot_be_is_refused() -> None:
     def by_functree(x: Any) -> Any:
         return ft.shard_map(jnp.sin, mesh=MESH, in_specs=spec, out_specs=spec)(x)
 
-    by_jax_at = f"the shard_map at {__file__}:{line('its own mesh').rpartition(':')[2]} has its own mesh"
+    by_jax_at = (
+        f"the shard_map at {__file__}:{line('its own mesh').rpartition(':')[2]} has its own mesh"
+    )
     with raises(by_jax_at, "leave out `mesh=`", error=ft.ShardingError):
         assert_same_as_unsharded(by_jax, (X,), (spec,), MESH)
     with raises(

@@ -269,7 +269,7 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in read.names}
 
 
-# Which family computes what a model does
+# The family of a model.
 
 # Fields of layers that do not affect the result, or that users choose when they load weights, such
 # as the dtype of activations and the capacity of experts.
