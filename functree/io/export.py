@@ -78,8 +78,9 @@ class Exported:
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
-                f"{self.exported.fun_name} takes {count(len(self.exported.in_avals), 'array')}, but "
-                f"got {len(arrays)}: pass {self._names() or 'the arrays of `exported.in_avals`'}"
+                f"{self.exported.fun_name} takes {count(len(self.exported.in_avals), 'array')}, "
+                f"but got {len(arrays)}: pass "
+                f"{self._names() or 'the arrays of `exported.in_avals`'}"
             )
         if any(map(is_deleted, arrays)):
             paths = self.paths or tuple(Path((i,)) for i in range(len(arrays)))

@@ -20,7 +20,7 @@ from functree.tree.paths import Path
 class _Token:
     """Identity of a piece of state: two refs with one token are the same piece.
 
-    Refs cannot be compared by identity themselves, since `jax.tree.map` rebuilds modules.
+    Refs themselves cannot be compared by identity, since `jax.tree.map` rebuilds modules.
     """
 
 

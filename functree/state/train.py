@@ -76,7 +76,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     wrt: Filter = eqx.field(static=True)
 
     def __repr__(self) -> str:
-        # A plan's state of specs has no short text.
+        # The short text of a plan's state of specs is empty, so it is shown in full.
         return short_text(self) or super().__repr__()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
