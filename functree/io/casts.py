@@ -1,7 +1,7 @@
 """A cast changes an array's dtype, and counts the values that the new dtype cannot hold.
 
-Rounding a float is no loss. A value is lost if a fraction becomes an integer, a number is out of
-range, an integer dtype has no NaN, or an imaginary part is dropped.
+Rounding is not a loss. A value is lost if it is out of range, if a fraction or a NaN becomes an
+integer, or if an imaginary part is dropped.
 """
 
 import functools

@@ -231,9 +231,9 @@ def export(
         symbolic: the axes whose sizes are not fixed, by their names in the parameters' annotations:
             `["batch"]`. A dict gives expressions of JAX's symbolic sizes: `{"batch": "8*b"}`.
 
-        Raises:
-            FunctreeError: if `f` is not a function of `ft.jit`.
-            FunctreeError: if no argument has an axis in `symbolic`.
+    Raises:
+        FunctreeError: if `f` is not a function of `ft.jit`.
+        FunctreeError: if no argument has an axis in `symbolic`.
 
     Examples:
         >>> @ft.jit

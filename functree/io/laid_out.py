@@ -83,7 +83,8 @@ def partly(value: object) -> str | None:
     there = sorted({device.process_index for device in sharding.device_set})
     if len(there) == jax.process_count():
         return None
-    return f"is only on devices of {processes_text(there)}, of {jax.process_count()} processes"
+    owners = processes_text(there)
+    return f"is only on devices of {owners}, but there are {jax.process_count()} processes"
 
 
 def is_enabled(dtype: Any) -> bool:

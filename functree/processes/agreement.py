@@ -104,7 +104,7 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
 def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
     """Raise FunctreeError if the lines of a name differ between processes."""
-    reports = [one.report for one in told]
+    reports = [message.report for message in told]
     problems: list[Problem] = []
     names: dict[str, None] = {}  # a set that keeps their order
     for report in reports:
@@ -113,13 +113,13 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
         # The majority counts as right. If there is none, the first process does.
         usual = max(lines, key=lines.count)
-        others = [process for process, own in enumerate(lines) if own != usual]
+        others = [process for process, texts in enumerate(lines) if texts != usual]
         if others:
             text = _difference(lines, lines.index(usual), others)
             problems.append(Problem(None, None, name, text, remedy))
     if problems:
-        lines = [[one.line] for one in told]
-        others = [process for process, own in enumerate(lines) if own != lines[0]]
+        lines = [[message.line] for message in told]
+        others = [process for process, texts in enumerate(lines) if texts != lines[0]]
         if others:
             # Different lines alone are no mistake. If facts differ too, one process probably
             # skipped a call.
@@ -164,8 +164,8 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
 
 def _first_difference(here: str, there: str) -> int:
     """Return the index of the first character that differs."""
-    for index, (one, other) in enumerate(zip(here, there, strict=False)):
-        if one != other:
+    for index, (left, right) in enumerate(zip(here, there, strict=False)):
+        if left != right:
             return index
     return min(len(here), len(there))
 

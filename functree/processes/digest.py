@@ -239,8 +239,8 @@ def digests_of(
         read: dict[str, list[tuple[Bounds, int]]] = {}
         for name, parts in started.items():
             read[name] = [(part.bounds, part.read()) for part in parts]
-    found, problems = compared(read, remedy)
-    return {name: f"{digest_of(parts):08x}" for name, parts in found.items()}, problems
+    merged, problems = compared(read, remedy)
+    return {name: f"{digest_of(parts):08x}" for name, parts in merged.items()}, problems
 
 
 def compared(
@@ -257,12 +257,12 @@ def compared(
     Returns:
         The digests of all parts of each array, and a problem for each array whose copies differ.
     """
-    mine = {name: sorted(set(own)) for name, own in parts.items()}
+    mine = {name: sorted(set(digests)) for name, digests in parts.items()}
     told = list(map(json.loads, texts_of_all(json.dumps(mine))))
-    found: dict[str, dict[Bounds, int]] = {}
+    merged: dict[str, dict[Bounds, int]] = {}
     problems: list[Problem] = []
     for name in mine:
-        numbers = found[name] = {}
+        numbers = merged[name] = {}
         others: set[int] = set()  # the processes whose value for a part differs from an earlier one
         for process, arrays in enumerate(told):
             for bounds, number in arrays[name]:
@@ -273,4 +273,4 @@ def compared(
             where = f" in process {min(others)}" if len(told) > 1 else ""
             why = f"has copies with different values{where}"
             problems.append(Problem(Path(name), None, "", why, remedy))
-    return found, problems
+    return merged, problems

@@ -120,7 +120,7 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
 def _raise_failures(place: Place, told: Sequence[Told]) -> None:
     """Raise an error if a process reports one."""
-    failed = [process for process, one in enumerate(told) if "error" in one.report]
+    failed = [process for process, message in enumerate(told) if "error" in message.report]
     if failed:
         # The first of several errors: mostly they are the same.
         report = told[failed[0]].report
@@ -134,12 +134,12 @@ def _raise_failures(place: Place, told: Sequence[Told]) -> None:
 
 def _check_together(place: Place, told: Sequence[Told]) -> None:
     """Raise FunctreeError if the processes are at different comparisons."""
-    if len({(one.name, one.number) for one in told}) == 1:
+    if len({(message.name, message.number) for message in told}) == 1:
         return
     problems: list[Problem] = []
-    for process, one in enumerate(told):
-        where = f" at {one.line}" if one.line else ""
-        why = f"is at comparison {one.number}, `{one.name}`{where}"
+    for process, message in enumerate(told):
+        where = f" at {message.line}" if message.line else ""
+        why = f"is at comparison {message.number}, `{message.name}`{where}"
         problems.append(Problem(None, None, f"process {process}", why, _TOGETHER))
     headline = f"{place.failure}: the {len(told)} processes are at different comparisons"
     raise known_to_all(FunctreeError(headline, problems))
@@ -174,7 +174,7 @@ def texts_of_all(text: str) -> list[str]:
     told = exchanged(place, {"text": text})
     if told is None:
         return [text] * jax.process_count()
-    return [one.report["text"] for one in told]
+    return [message.report["text"] for message in told]
 
 
 def text_of_first(text: str) -> str:

@@ -96,25 +96,25 @@ def averaged(ts: TrainState[M]) -> M:
     check("averaged: invalid arguments", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside another transformation.
     states = outermost(ts.opt_state, lambda _, node: isinstance(node, AveragedState))
-    found = [state.average for _, state in states]
-    if len(found) != 1:
+    averages = [state.average for _, state in states]
+    if len(averages) != 1:
         keeps = "no average"
-        if found:
-            keeps = f"{len(found)} averages"
+        if averages:
+            keeps = f"{len(averages)} averages"
         raise FunctreeValueError(
             f"averaged: the optimizer keeps {keeps} of the parameters: wrap the whole "
             "optimizer once, as in `TrainState.create(model, ft.with_ema(tx))`"
         )
 
-    def parameter(average: Tree, own: Tree) -> Tree:
+    def parameter(average: Tree, value: Tree) -> Tree:
         if _is_empty(average):
-            return own
-        return average.astype(own.dtype)
+            return value
+        return average.astype(value.dtype)
 
     # An average in the parameter's dtype is returned uncast, so `astype` would not notice that it
     # was deleted.
-    check_deleted("averaged", found[0])
-    return jax.tree.map(parameter, found[0], ts.model, is_leaf=_is_empty)
+    check_deleted("averaged", averages[0])
+    return jax.tree.map(parameter, averages[0], ts.model, is_leaf=_is_empty)
 
 
 def _is_empty(node: Tree) -> bool:

@@ -132,13 +132,13 @@ class State(StateMapping):
         Values that the layer does not declare are shared too, since it may get a ref as an
         argument.
         """
-        shared, own = dict(self._values), dict[Path, AnyArray]()
+        shared, stacked = dict(self._values), dict[Path, AnyArray]()
         for ref in refs(layer):
             path = self._known(ref)
             if self._values[path].ndim > len(ref.shape):
-                own[path] = self._values[path]
+                stacked[path] = self._values[path]
                 shared.pop(path, None)  # a layer may have one ref twice
-        return shared, own
+        return shared, stacked
 
     def _known(self, ref: StateRef) -> Path:
         if not isinstance(ref, StateRef):
@@ -269,7 +269,7 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
     """Return the initial value of each piece of state in a model, by the token of its refs."""
     by_path = {leaf.path: leaf for leaf in leaves}
     twice = {problem.path: problem for problem in meeting(leaves)}
-    found: dict[object, Leaf] = {}
+    pieces: dict[object, Leaf] = {}
     declarations = (StateRef, eqx.nn.StateIndex, PackedTree)
     for path, node in outermost(model, lambda _, node: isinstance(node, declarations)):
         if not isinstance(node, StateRef):
@@ -283,11 +283,11 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
         leaf = by_path[path / "init"]
         if leaf.path in twice:
             raise StateError("make_state: two pieces of state have one path", [twice[leaf.path]])
-        first = found.setdefault(node.token, leaf)
+        first = pieces.setdefault(node.token, leaf)
         # If a ref is both inside and outside a stack, all layers share one piece at the outer path.
         if leaf.stacked < first.stacked:
-            found[node.token] = leaf
-    return found
+            pieces[node.token] = leaf
+    return pieces
 
 
 def _refuse_declaration(path: Path, node: Tree) -> None:

@@ -218,7 +218,7 @@ def apply_gradients(
     """
     check("apply_gradients: invalid arguments", ts=(ts, TRAIN_STATE))
     leaves = read(ts.model)
-    found = arrays_by_path(grads)
+    by_path = arrays_by_path(grads)
     check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
     # Both lists have None for frozen parameters, which the optimizer does not get.
     params: list[AnyArray | None] = []
@@ -229,7 +229,7 @@ def apply_gradients(
             params.append(None)
             gradients.append(None)
             continue
-        grad = found.get(leaf.path)
+        grad = by_path.get(leaf.path)
         params.append(leaf.value)
         gradients.append(grad)
         if grad is None:

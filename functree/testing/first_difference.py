@@ -262,7 +262,7 @@ def _difference_text(difference: float, compared: Compared) -> str:
 
 def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
     """Return the largest difference, and the devices that have one."""
-    found: list[tuple[float, np.ndarray]] = []
+    candidates: list[tuple[float, np.ndarray]] = []
     dims = tuple(range(len(scope.axes), compared.parts.ndim))
     tiles = compared.whole.shape[: compared.whole.ndim - len(dims)]
     for assignment in assignments(tiles, scope.axes):
@@ -276,5 +276,7 @@ def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
         margin = on_devices(
             np.broadcast_to(compared.tolerance, compared.whole.shape), assignment, scope.axes
         )
-        found.append((float(distance.max(initial=0)), np.asarray((distance > margin).any(dims))))
-    return min(found, key=lambda one: one[0])
+        candidates.append(
+            (float(distance.max(initial=0)), np.asarray((distance > margin).any(dims)))
+        )
+    return min(candidates, key=lambda one: one[0])

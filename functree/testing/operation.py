@@ -152,7 +152,7 @@ def _paths_taken(
 
 
 def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
-    """Map each value that depends on a single argument to its path, and other values to None.
+    """Map each value of a single argument to the argument's path, and values of several to None.
 
     A value of one argument, such as a normalized weight, counts as that argument. A value of two is
     an activation, which has no name.

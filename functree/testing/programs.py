@@ -99,7 +99,7 @@ class Program:
 
     @property
     def _rounding(self) -> float:
-        """The relative error of the coarsest dtype in which the function computes."""
+        """Relative error of the coarsest dtype in which the function computes."""
         coarsest = rounding(np.dtype(np.float32))
         for step in self.body.all_steps():
             for kind in step.types:
@@ -241,11 +241,11 @@ def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
     skeleton, arrays = Skeleton.apart(tree)
 
     def copies() -> Sequence[Any]:
-        found: list[Any] = []
+        copied: list[Any] = []
         for array, target in zip(arrays, targets, strict=False):
             copy = _host_copy(array)
-            found.append(copy if target is None else jax.device_put(copy, target))
-        return skeleton.fill(found)
+            copied.append(copy if target is None else jax.device_put(copy, target))
+        return skeleton.fill(copied)
 
     return copies
 

@@ -136,12 +136,12 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     # An argument with donated arrays is replaced by its successor, so it is state.
     states = list(dict.fromkeys(path[0] for path in traced.donated))
     result = compiled.abstract_result(traced.jax.jaxpr.out_avals)
-    found: list[str] = []
+    lines: list[str] = []
     for name in states or names[:1]:
-        found += _lines(Path((name,)), arguments[name], result)
-    if found:
+        lines += _lines(Path((name,)), arguments[name], result)
+    if lines:
         raise AssertionError(
-            "\n".join(["the state is not closed: the next step would compile again", *found])
+            "\n".join(["the state is not closed: the next step would compile again", *lines])
         )
 
 
@@ -160,12 +160,12 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     if not most[0]:
         yield f"  {name}: no part of the result has its paths"
         return
-    for one in _differences(state, new):
+    for difference in _differences(state, new):
         # The program has no sharding for an array that the step does not use.
-        if one.kind == "sharding" and one.before == sharding_text(None):
+        if difference.kind == "sharding" and difference.before == sharding_text(None):
             continue
-        path = Path((*name, *one.path))
-        yield f"  {Difference(path, *one[1:])}"
+        path = Path((*name, *difference.path))
+        yield f"  {Difference(path, *difference[1:])}"
 
 
 def _parts(tree: Tree) -> Iterator[Tree]:

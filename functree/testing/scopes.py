@@ -110,12 +110,12 @@ class Pairs:
     @cached_property
     def inner(self) -> dict[tuple[int, int], tuple["Pairs", ...]]:
         """Pairs of the inner bodies, for each pair of steps that have bodies."""
-        found: dict[tuple[int, int], tuple[Pairs, ...]] = {}
+        pairs: dict[tuple[int, int], tuple[Pairs, ...]] = {}
         for i, j in self.steps:
             one, other = self.left.steps[i].bodies, self.right.steps[j].bodies
             if one and len(one) == len(other):
-                found[i, j] = tuple(map(Pairs.of, one, other))
-        return found
+                pairs[i, j] = tuple(map(Pairs.of, one, other))
+        return pairs
 
     @cached_property
     def left_of(self) -> dict[int, int]:
@@ -142,15 +142,15 @@ class Pairs:
 
 def _keys(body: Body) -> dict[int, Hashable]:
     """Return the key of each step by index. Paired steps have equal keys."""
-    found: dict[int, Hashable] = {}
+    keys: dict[int, Hashable] = {}
     for index, step in enumerate(body.steps):
         if not step.places:
             # Without shapes, which are local in a shard_map.
             kinds = [
                 (str(getattr(one, "dtype", one)), getattr(one, "ndim", 0)) for one in step.types
             ]
-            found[index] = step.name, step.source, tuple(kinds)
-    return found
+            keys[index] = step.name, step.source, tuple(kinds)
+    return keys
 
 
 def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:

@@ -474,7 +474,7 @@ def other_mesh() -> Any:
 
 @differing(
     "(the array): f32[8, 16] ",
-    "Try: if each process has rows of its own, say `local=True`; else all processes have to",
+    "Try: if each process has rows of its own, say `local=True`; else run the same program",
 )
 def other_batch() -> Any:
     return place(batch(differs(0, 1)))
@@ -561,7 +561,7 @@ def saved_in_a_bucket_that_one_does_not_reach() -> Any:
         return ft.save("gs://bucket/unreached", model())
 
 
-@differing("w   f32[3]", "only on devices of process 0, and there are {count}", "ft.shard(tree")
+@differing("w   f32[3]", "only on devices of process 0, but there are {count}", "ft.shard(tree")
 def saved_by_one_alone() -> Any:
     return ft.save(FOLDER / "alone", {"w": jnp.ones(3)})
 

@@ -1,7 +1,7 @@
 """Orbax writes arrays by name to files, and reads them back.
 
-Random keys are stored as words, and dtypes that zarr lacks as bytes. The stored array has the same
-bits in the same order, and therefore the same digest.
+Random keys are stored as words, and dtypes that zarr lacks as bytes. An array and its stored form
+have the same bits in the same order, and therefore the same digest.
 
 Before orbax reads, the headers of the arrays are compared with the manifest, since tensorstore
 trusts them. It allocates chunks of any size, and parses nested JSON recursively. Either may end the

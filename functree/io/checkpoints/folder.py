@@ -328,7 +328,7 @@ The first process has begun to write here, or a process could not write its part
 """
 
 # The values, orbax's temporary folders, the notes of processes, and the locks of earlier versions.
-# If a process is killed while it writes a manifest, tensorstore leaves the last one.
+# If a process is killed while it writes a manifest, tensorstore leaves `functree.json.__lock`.
 _OWN = re.compile(
     rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
 )
@@ -366,12 +366,12 @@ def _no_checkpoint(folder: Folder) -> str:
 
 def named_steps(folder: Folder) -> list[int]:
     """Return the steps that have a folder, even if it holds no checkpoint."""
-    found: list[int] = []
+    steps: list[int] = []
     for name in folder.names():
         # `007`, or 7 in the digits of another script, would be the same step as `7`.
         if name.isascii() and name.isdigit() and str(int(name)) == name:
-            found.append(int(name))
-    return sorted(found)
+            steps.append(int(name))
+    return sorted(steps)
 
 
 def steps_with_manifest(folder: Folder, steps: list[int]) -> list[int]:

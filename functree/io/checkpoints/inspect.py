@@ -100,14 +100,14 @@ class Checkpoint:
             meshes.append(Change(Path(), "mesh", self.sizes, dict(other.sizes)))
         # A plan has no values.
         has_values = isinstance(other, Checkpoint)
-        found = changes(
+        differences = changes(
             {row.path: row for row in self.rows},
             {row.path: row for row in other.rows},
             lambda path: path,
             lambda _, row: _properties(row, has_values),
             lambda _, row: ("array", f"{array_text(row)} {_spec(row)}"),
         )
-        return Diff((*meshes, *found))
+        return Diff((*meshes, *differences))
 
     def _notes(self) -> list[str]:
         """Return the lines below the table."""
@@ -172,7 +172,7 @@ def _spec(row: SavedArray | Row) -> str:
 
 
 def _properties(row: Any, has_values: bool) -> dict[str, Any]:
-    found = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
+    properties = {"array": array_text(row), "axes": str(row.axes), "spec": _spec(row)}
     if has_values:
-        found["digest"] = row.digest
-    return found
+        properties["digest"] = row.digest
+    return properties

@@ -133,8 +133,8 @@ def restore(
         layout: the layout of the tree. By default, each array is sharded as in `like`.
         mesh: a mesh, or None for the current mesh.
         only: a filter of the arrays to restore. All other arrays come from `like`, and are neither
-            read nor compared. Classes and functions in the filter see only `like`. Every part of
-            the filter must match an array in the checkpoint or in `like`.
+            read nor compared. Classes and functions in the filter see only `like`. Each pattern,
+            class and function in it must match an array in the checkpoint or in `like`.
         cast: whether an array is cast to the dtype in `like`. Values that this dtype cannot hold,
             such as 300.7 in int8, are a warning by path. Rounding is not.
         verify: whether the digests of the values are checked.
@@ -143,7 +143,7 @@ def restore(
         CheckpointError: if `path` is not a checkpoint.
         CheckpointError: if the arrays in the checkpoint and in `like` differ in path, shape, dtype
             or kind of random key. The error lists all differences, and nothing is read.
-        CheckpointError: if a part of `only` matches no array.
+        CheckpointError: if a pattern, class or function in `only` matches no array.
         CheckpointError: if an array in `like` has no sharding, and there is no layout.
         CheckpointError: if the data have changed since they were saved.
         ShardingError: if the layout does not fit the tree.

@@ -27,14 +27,14 @@ def static_texts(tree: Tree) -> dict[str, str]:
 
     Leaves whose text is an address are left out, since it differs between processes.
     """
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
         if is_array(leaf):
             continue
         text = _text(leaf)
         if text is not None:
-            found[str(path)] = _short(text)
-    return found
+            texts[str(path)] = _short(text)
+    return texts
 
 
 def unsaveable(tree: Tree) -> Iterator[Problem]:

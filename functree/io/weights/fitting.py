@@ -247,8 +247,7 @@ def fitted(
     problems: list[Problem] = []
     nameless: list[Leaf] = []
     asked: set[str] = set()
-    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of the
-    # row
+    faults: dict[str, list[tuple[Leaf, list[Fault]]]] = defaultdict(list)  # by the pattern of a row
     for leaf, sharding in zip(leaves, shardings, strict=True):
         if is_key(leaf.value.dtype):
             why = "is a random key, which cannot be read from a tensor"

@@ -102,7 +102,8 @@ def load_tensors(
 
     The arrays are created sharded, and each process reads only the slices that its devices keep. If
     a tensor joins neighbouring dimensions of an array, such as heads and head size, it is split
-    like the array. Dimensions of size 1 are dropped and added as needed.
+    like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
+    problems, before anything is read.
 
     The names of tensors in `table` follow these rules:
 
@@ -320,7 +321,8 @@ def load_weights(
     """Load a published model from `config.json` and `*.safetensors`.
 
     The families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe. The arrays
-    are created sharded, and each process reads only the slices that its devices keep.
+    are created sharded, and each process reads only the slices that its devices keep. One error
+    lists all problems, before anything is read.
 
     Args:
         folder: the folder with the files.
