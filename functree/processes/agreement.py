@@ -28,7 +28,7 @@ class Agreement:
     An error in one process is raised in the others too, which would otherwise wait for it forever.
     The facts that are compared inside must be the same in all processes:
 
-        with Agreement("nothing is saved") as agreement:
+        with Agreement("the state cannot be saved") as agreement:
             plan = make_plan()  # if one process raises an error here, all of them raise it
             agreement.compare(lambda: {"plan": facts_of(plan)})  # as they do if the plans differ
 

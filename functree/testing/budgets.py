@@ -81,7 +81,13 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         before.splitlines(), text.splitlines(), str(path), "the plan", lineterm="", n=1
     )
     raise AssertionError(
-        "\n".join([f"the layout differs from {path} (to accept it: {UPDATE}=1)", "", *lines])
+        "\n".join(
+            [
+                f"the layout differs from {path}: if that is intended, run with {UPDATE}=1",
+                "",
+                *lines,
+            ]
+        )
     )
 
 
