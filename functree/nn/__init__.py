@@ -1,4 +1,4 @@
-"""Layers whose axes are named, and a Llama-like transformer made of them."""
+"""This package exports layers with named axes, and a Llama-like transformer built from them."""
 
 from functree.compiled.sources import name_lines_of as _name_lines_of
 from functree.nn.attention.layer import Attention
@@ -49,7 +49,7 @@ __all__ = [
     "families",
 ]
 
-# Not the modules that all layers share, such as `weights.py`: the line that calls them says more.
+# Shared modules such as `weights.py` are not listed: the line that calls them is more useful.
 _name_lines_of(
     Attention,
     BatchNorm,
@@ -71,8 +71,8 @@ _name_lines_of(
 
 
 def __dir__() -> list[str]:
-    """The public names, for `dir` and completion.
+    """Return the public names, for `dir` and completion.
 
-    Submodules are attributes of their package, so `nn.linear` would stand beside `nn.Linear`.
+    Submodules are attributes of their package, so `nn.linear` would appear next to `nn.Linear`.
     """
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -1,14 +1,16 @@
-"""An activation ─► its sharding: by the ambient rules, by its type, or on each device's shards.
+"""Layers shard their activations through the functions in this module.
 
-The layers get the sharding of an activation in one of three ways, all of which are here:
+activation ─► its sharding, from the ambient rules, from its type, or on each device's shards
 
-- On Auto mesh axes the compiler chooses a sharding. `activation` and `inputs` constrain its choice,
-  by the names of the axes and the ambient `AxisRules`.
-- On Explicit mesh axes the sharding is part of the array's type, and JAX derives the type of a
-  result from those of the operands. `gather_last` and `indices_along` are for operations where it
-  cannot; for products with weights see `weights.py`.
-- `on_shards` leaves no choice: a `jax.shard_map` in which each device computes with its own batches
-  and heads.
+There are three ways to shard an activation:
+
+- On Auto mesh axes, the compiler chooses a sharding. `activation` and `inputs` constrain this
+  choice, using the names of the axes and the ambient `AxisRules`.
+- On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of a result
+  from the types of its operands. `gather_last` and `indices_along` serve operations for which it
+  cannot. For products with weights, see `weights.py`.
+- `on_shards` leaves no choice to the compiler: it runs a `jax.shard_map` in which each device
+  computes with its own batches and heads.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,23 +35,23 @@ Entries = tuple[Entry, ...]
 HEADS = "batch seq heads _"
 KV_HEADS = "batch seq kv_heads _"
 
-# By the ambient rules
+# From the ambient rules
 
 
 def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
-    """`x`, constrained by the names of its axes and the ambient rules.
+    """Constrain `x` using the names of its axes and the ambient rules.
 
-    Without ambient `AxisRules` (`ft.jit(rules=...)`, `with ft.axis_rules(rules):`) it does nothing,
-    so the same model also runs on one device, and under a layout that is for parameters only.
+    Without ambient `AxisRules` (`ft.jit(rules=...)`, `with ft.axis_rules(rules):`), return `x`
+    unchanged. The same model can then run on one device, or with a layout for parameters only.
 
     Args:
         x: the activation. If it has fewer dimensions than there are names, the outermost names are
-            left out, "batch" first. If it has more, the outer dimensions have no names, and the
-            compiler chooses its sharding.
+            dropped, starting with "batch". If it has more, the outer dimensions have no names, and
+            the compiler chooses the sharding.
         axes: the names of the dimensions, outermost first.
 
     Raises:
-        ShardingError: as in `ft.constrain`, if the rules do not fit.
+        ShardingError: if the rules do not fit, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.activations import activation
@@ -57,8 +59,8 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
         (2, 3)
     """
     names = axes.split()
-    # There may be several batch dimensions. The rules know one "batch", and a spec has an entry for
-    # each dimension: `None` for the others would gather them.
+    # There may be several batch dimensions. Rules have one "batch", and a spec has an entry for
+    # each dimension: `None` for the other batch dimensions would gather them.
     if not has_axis_rules() or x.ndim > len(names):
         return x
     return constrain(x, " ".join(names[len(names) - x.ndim :]))
@@ -66,7 +68,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
 @contextmanager
 def unsharded_sequence() -> Iterator[None]:
-    """Leave "seq" unsharded by the ambient rules inside: for a model that is called with a cache.
+    """Leave "seq" unsharded by the ambient rules in this context, for a model with a cache.
 
     Examples:
         >>> from functree.nn.activations import unsharded_sequence
@@ -79,24 +81,25 @@ def unsharded_sequence() -> Iterator[None]:
     if rules is None:
         yield
         return
-    # A step may have one token, which no mesh axis divides: that would be a ShardingError.
+    # A step may have a single token, which no mesh axis divides, so it would be a ShardingError.
     with axis_rules(with_tables(rules, lambda table: with_rule(table, "seq", None))):
         yield
 
 
 def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array, "... embed"], ...]:
-    """A layer's input, once for each product, sharded as that product needs it.
+    """Return a layer's input once for each product, sharded as that product needs it.
 
-    If rules shard the sequence between the layers by mesh axes that shard the products themselves
-    (sequence parallelism: Korthikanti et al., "Reducing activation recomputation", 2022), it is
-    gathered here, once for all products. The compiler's partitioner alone would move weights too.
+    With sequence parallelism (Korthikanti et al., "Reducing activation recomputation", 2022), rules
+    shard the sequence between layers over mesh axes that shard the products themselves. The input
+    is gathered here, once for all products. The compiler's partitioner alone would move weights
+    too.
 
     Args:
         x: the input, with axes "batch seq embed".
-        products: the axes of each product but for those of the batch and the sequence.
+        products: the axes of each product, without batch and sequence.
 
     Raises:
-        ShardingError: as in `ft.constrain`, if the rules do not fit.
+        ShardingError: if the rules do not fit, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.activations import inputs
@@ -110,44 +113,45 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
         return (x,) * len(products)
     names = ["batch", "seq"][max(0, 3 - x.ndim) :]
     *between, embed = spec(" ".join([*names, "embed"]))
-    # By the entries of batch and sequence: products that need the same ones share one array, so
-    # that there is one gather, and backward one sum over the gradients of all of them.
+    # Keyed by the entries of batch and sequence. Products with equal entries share one array: there
+    # is one gather, and in the backward pass one sum over all their gradients.
     gathered: dict[Entries, Array] = {tuple(between): x}
-    found: list[Array] = []
+    result: list[Array] = []
     for product in products:
-        # A mesh axis shards one dimension of an array. In the spec of the product's result, those
-        # that shard "hidden" are not left for "seq": its first entries say how the input has to be.
+        # A mesh axis shards only one dimension of an array. In the spec of the product's result,
+        # mesh axes that shard "hidden" are not available to "seq". Its first entries are the
+        # input's.
         of_result = tuple(spec(" ".join([*names, product])))
         outer = of_result[: len(names)]
         if outer not in gathered:
             used = [axis for entry in of_result for axis in mesh_axes(entry)]
             summed = without(PartitionSpec(embed), used)
-            # Constrained before the gather as well as after it: otherwise the partitioner may
-            # gather what `x` is computed from, which may have a wider dtype.
+            # Constrained before the gather as well: otherwise the partitioner may instead gather
+            # the operands from which `x` is computed, which may have a wider dtype.
             before = constrain_to(x, [*names, "embed"], [*between, embed])
             gathered[outer] = constrain_to(before, [*names, "embed"], [*outer, *summed])
-        found.append(gathered[outer])
-    return tuple(found)
+        result.append(gathered[outer])
+    return tuple(result)
 
 
 def constrain_to(
     x: Shaped[Array, "..."], names: Sequence[str], entries: Sequence[Entry]
 ) -> Shaped[Array, "..."]:
-    """`x`, constrained to the entries of a spec, with the names of its dimensions for the error.
+    """Constrain `x` to the entries of a spec; errors use the names of the dimensions.
 
     Raises:
-        ShardingError: a mesh axis does not divide its dimension.
+        ShardingError: if a mesh axis does not divide its dimension.
     """
-    # The entries become rules, one for each name, since `constrain` checks rules before JAX sees
-    # the spec, and its message says which dimension does not fit.
+    # The entries become rules, one for each name. `constrain` checks rules before JAX sees the
+    # spec, and its message names the dimension that does not fit.
     return constrain(x, " ".join(names), AxisRules(dict(zip(names, entries, strict=True))))
 
 
-# By the type of an array, which has a sharding along Explicit mesh axes
+# From the type of an array, which has a sharding along Explicit mesh axes
 
 
 def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
-    """The first mesh with Explicit axes in the types of some arrays; None if there is none."""
+    """Return the first mesh with Explicit axes in the types of the arrays, or None."""
     for array in arrays:
         mesh = jax.typeof(array).sharding.mesh
         if AxisType.Explicit in mesh.axis_types:
@@ -156,20 +160,20 @@ def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
 
 
 def entries_of(x: Array) -> Entries:
-    """The spec in the type of `x`, which names Explicit axes only: an entry for each dimension."""
+    """Return the spec in the type of `x`, padded to its rank; it has Explicit axes only."""
     return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
 def out_sharding(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding | None:
-    """The value for `out_sharding=` of JAX, which has to be None without Explicit axes."""
+    """Return the value for JAX's `out_sharding=`, which must be None without Explicit axes."""
     return None if mesh is None else NamedSharding(mesh, PartitionSpec(*entries))
 
 
 def gather_last(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """`x`, with its last dimension unsharded if mesh axes are Explicit; on Auto axes as it is.
+    """Unshard the last dimension of `x` on Explicit mesh axes; return `x` unchanged on Auto ones.
 
-    On Explicit axes JAX sorts, accumulates and looks up only along a dimension whose type is not
-    sharded. On Auto axes the partitioner gathers it where that is needed.
+    On Explicit axes, JAX sorts, accumulates and looks up only along a dimension that its type does
+    not shard. On Auto axes, the partitioner gathers the dimension where necessary.
 
     Examples:
         >>> from functree.nn.activations import gather_last
@@ -183,14 +187,14 @@ def gather_last(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def indices_along(x: Shaped[Array, "*batch size"]) -> Int[Array, "*batch size"]:
-    """0, 1, 2, … along the last dimension of `x`, broadcast to its shape and sharded like it.
+    """Return 0, 1, 2, … along the last dimension of `x`, with its shape and sharding.
 
     Examples:
         >>> from functree.nn.activations import indices_along
         >>> indices_along(jnp.ones((2, 3)))[0]
         Array([0, 1, 2], dtype=int32)
     """
-    # The type of a `jnp.arange` is replicated. Compared with the targets of a loss it would give an
+    # `jnp.arange` has a replicated type. Compared with the targets of a loss, it would give an
     # array as large as the logits, with the whole vocabulary on each device.
     sharding = out_sharding(explicit_mesh(x), entries_of(x))
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=sharding)
@@ -200,7 +204,7 @@ def indices_along(x: Shaped[Array, "*batch size"]) -> Int[Array, "*batch size"]:
 
 
 def on_one_device() -> bool:
-    """Whether what is traced runs on one device, or on the shards of one."""
+    """Return whether the traced code runs on one device, or on one device's shards."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return jax.device_count() == 1
@@ -208,31 +212,31 @@ def on_one_device() -> bool:
 
 
 def is_partly_manual() -> bool:
-    """Whether this is traced in a shard_map that leaves several devices to the compiler."""
+    """Return whether the caller runs in a shard_map that leaves several devices to the compiler."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and not on_one_device()
 
 
 def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpec] | None:
-    """How arrays are sharded, if that is known: by their types, or by the ambient rules.
+    """Return how the arrays are sharded, read from their types or the ambient rules.
 
     Args:
-        arrays: the arrays; on Explicit axes they may have more dimensions in front.
-        names: the names of the last dimensions of each, such as "batch _ heads _". A dimension that
-            is called `_` is unsharded in the spec. One that is called `seq` is sharded as that of
-            the first array, by those mesh axes that shard nothing else: the parts of a sequence
-            that is sharded while heads are mixed (context parallelism).
+        arrays: the arrays. On Explicit axes, they may have more leading dimensions than names.
+        names: the names of each array's last dimensions, such as "batch _ heads _". The spec leaves
+            a dimension named `_` unsharded. A dimension named `seq` is sharded like `seq` in the
+            first array, over the mesh axes that shard nothing else. These hold the parts of a
+            sequence that is sharded inside attention (context parallelism).
 
     Returns:
-        A spec for each array; None if neither types nor rules say how they are sharded. The rules
-        know one batch dimension: they say nothing of several, or of one that `jax.vmap` hides.
+        A spec for each array, or None if neither types nor rules determine the specs. Rules cover
+        one batch dimension, so they do not apply to several, or to one that `jax.vmap` hides.
 
     Raises:
-        ShardingError: the rules do not fit the arrays.
+        ShardingError: if the rules do not fit the arrays.
     """
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    # Without the sequence, since all other dimensions come before it, in whatever order rules are.
+    # Without the sequence: all other dimensions take precedence, whatever the order of the rules.
     others = [_without_sequence(text) for text in names]
     first = names[0].split()
     if AxisType.Auto not in mesh.axis_types:
@@ -257,15 +261,14 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
 
 
 def _check_fits(x: Array, names: str, entries: Entries) -> None:
-    """Raise ShardingError if mesh axes do not divide a dimension."""
+    """Raise a ShardingError if mesh axes do not divide a dimension."""
     for size, entry in zip(x.shape, entries, strict=True):
         if size % devices_along(mesh_axes(entry)):
-            constrain(x, names)  # whose error says which dimension, and what to do
+            constrain(x, names)  # raises an error that names the dimension and the remedy
 
 
 def sequence_by_rules(names: str) -> Entry:
-    """The mesh axes of "seq" in an array with these axes, by the ambient rules: those that shard
-    nothing else in it.
+    """Return the mesh axes that the ambient rules give only to "seq" in an array with these axes.
 
     Examples:
         >>> from functree.nn.activations import sequence_by_rules
@@ -292,7 +295,7 @@ def _without_sequence(names: str) -> str:
 
 
 def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
-    """A spec with an entry for the dimensions that are called "seq"."""
+    """Set the entries of the dimensions named "seq"."""
     entries, named = list(one), names.split()
     for i, name in enumerate(named, len(entries) - len(named)):
         if name == "seq":
@@ -303,17 +306,17 @@ def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
 def _agreeing(
     arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str]
 ) -> list[PartitionSpec]:
-    """The specs of arrays, with the same entry for all dimensions of one name.
+    """Return the arrays' specs, with equal entries for all dimensions of the same name.
 
     Args:
         arrays: the arrays.
-        own: the entries of each by itself, for its last dimensions.
-        names: the names of these.
+        own: each array's own entries, for its last dimensions.
+        names: the names of these dimensions.
     """
-    # The first array in which a dimension of this name is sharded decides. Others, such as
-    # segments or the lengths of prompts, may come replicated from the user, and are resharded. By
-    # rules, heads may have a mesh axis of the batch in the queries, and not in the keys, whose
-    # heads have a rule of their own: what shards another dimension of one array is left out.
+    # The first array in which a named dimension is sharded decides. The others are resharded:
+    # segments or prompt lengths, for instance, may come replicated from the user. Heads of queries
+    # may use a mesh axis of the batch while heads of keys, which have a rule of their own, do not.
+    # So a mesh axis that shards another dimension of one of the arrays is left out.
     entry_of: dict[str, Entry] = {"_": None}
     for entries, text in zip(own, names, strict=True):
         for name, one in zip(text.split(), entries, strict=True):
@@ -330,30 +333,29 @@ def _agreeing(
 
 
 def _beside(name: str, names: Sequence[str]) -> set[str]:
-    """The names of the other dimensions of arrays that have one of this name."""
-    found: set[str] = set()
+    """Return the names of the other dimensions in arrays that have a dimension of this name."""
+    neighbours: set[str] = set()
     for text in names:
         if name in text.split():
-            found |= set(text.split()) - {name}
-    return found
+            neighbours |= set(text.split()) - {name}
+    return neighbours
 
 
 def on_shards(
     fun: Callable[..., Array], arrays: Sequence[Array], names: Sequence[str], check_vma: bool = True
 ) -> Array:
-    """`fun` of arrays, computed on each device with its shards; the result is sharded as the first.
+    """Apply `fun` on each device to its shards; the result is sharded like the first array.
 
-    A kernel cannot be partitioned by the compiler, so it needs this. Other computations gain by it:
-    nothing is left to the partitioner, and no device computes with heads that are not its own.
-
-    Where it is not known how the arrays are sharded, `fun` is applied to the whole arrays.
+    The compiler cannot partition a kernel, so kernels need this. Other computations benefit too:
+    nothing is left to the partitioner, and no device computes with another device's heads. If the
+    sharding of the arrays is unknown, `fun` is applied to the whole arrays.
 
     Args:
-        fun: a function of the arrays, of which the first has heads. If each device has all key and
-            value heads, `fun` gets those that its query heads use.
+        fun: a function of the arrays, the first of which has heads. If each device has all key and
+            value heads, `fun` receives those that its query heads use.
         arrays: the arrays.
         names: the names of their dimensions, as in `specs_of`.
-        check_vma: as in `jax.shard_map`: kernels do not tell along which mesh axes their results
+        check_vma: as in `jax.shard_map`. Kernels do not declare along which mesh axes their results
             vary.
     """
     if on_one_device():
@@ -362,16 +364,16 @@ def on_shards(
     if specs is None:
         return fun(*arrays)
     wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
-    # Along mesh axes of one device nothing differs: queries that vary along one, and keys that do
-    # not, would have gradients of other types than JAX finds.
+    # Nothing differs along a mesh axis of size 1. If queries vary along one and keys do not, their
+    # gradients would have types that JAX does not expect.
     single = {name for name, size in mesh.shape.items() if size == 1}
     specs = [without(one, single) for one in specs]
     heads = specs[0][-2]
     selects: list[bool] = []
     for i, (text, one) in enumerate(zip(names, specs, strict=True)):
-        # For instance 8 query heads over a mesh axis of 4, and 2 key heads, which are replicated.
-        # A slice of each would not fit together: so all key heads enter, and each device selects
-        # those of its query heads.
+        # Example: 8 query heads over a mesh axis of size 4, with 2 key heads, which are replicated.
+        # Slices of both would not match, so all key heads enter, and each device selects the ones
+        # that its query heads use.
         selects.append("kv_heads" in text and one[-2] != heads)
         if selects[i]:
             specs[i] = PartitionSpec(*one[:-2], None, None)
@@ -385,7 +387,7 @@ def on_shards(
             own.append(x)
         return fun(*own)
 
-    # Inside an outer `shard_map` some axes are Manual already, and may not be mapped again.
+    # Inside an outer `shard_map`, some axes are already Manual and cannot be mapped again.
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     mapped = jax.shard_map(
         of_shards, in_specs=tuple(specs), out_specs=specs[0], axis_names=free, check_vma=check_vma
@@ -394,11 +396,11 @@ def on_shards(
 
 
 def resharded(x: Array, wanted: PartitionSpec) -> Array:
-    """An array as `jax.shard_map` requires it: on Explicit axes its type has to have the spec.
+    """Reshard `x` as `jax.shard_map` requires: on Explicit axes, its type must have the spec.
 
     Examples:
         >>> from functree.nn.activations import resharded
-        >>> resharded(jnp.ones(3), ft.P()).shape  # on no Explicit axes
+        >>> resharded(jnp.ones(3), ft.P()).shape  # without Explicit axes
         (3,)
     """
     mesh = jax.sharding.get_abstract_mesh()
@@ -410,21 +412,21 @@ def resharded(x: Array, wanted: PartitionSpec) -> Array:
 def _heads_of_queries(
     x: Shaped[Array, "*batch kv_heads head_dim"], own: int, total: int, axes: Entry
 ) -> Shaped[Array, "*batch own_kv_heads head_dim"]:
-    """Of all key or value heads, those that the query heads on this device use.
+    """Select the key or value heads that the query heads on this device use.
 
     Args:
         x: keys or values with all heads.
         own: the number of query heads on this device.
         total: the number of all query heads.
-        axes: the mesh axes over which these are sharded.
+        axes: the mesh axes over which the query heads are sharded.
     """
     if own == total:
         return x
     group = total // x.shape[-2]
     first = jax.lax.axis_index(mesh_axes(axes)) * own
     if own % group and group % own:
-        # A device has parts of several groups: of 12 query heads in groups of 3 each of 6 devices
-        # has 2, the second one heads 2 and 3, of groups 0 and 1. So each query head gets a copy of
-        # its key head, and the groups that `fun` sees are of one.
+        # A device may have parts of several groups. With 12 query heads in groups of 3 on 6
+        # devices, the second device has heads 2 and 3, of groups 0 and 1. Each query head therefore
+        # gets a copy of its key head, and `fun` sees groups of one head.
         return jnp.take(x, (first + jnp.arange(own)) // group, axis=-2)
     return jax.lax.dynamic_slice_in_dim(x, first // group, max(1, own // group), x.ndim - 2)

@@ -1,4 +1,4 @@
-"""A batch of vectors ─► the same with mean 0 and variance 1 in each channel; averages are state."""
+"""`BatchNorm` normalizes each channel of a batch and keeps running averages as state."""
 
 from collections.abc import Sequence
 from typing import Annotated
@@ -34,15 +34,15 @@ AxisNames = Annotated[
 
 
 class BatchNorm(eqx.Module):
-    """`(x - mean) / sqrt(variance + eps) · weight + bias`, with the statistics of each channel.
+    """Batch normalization: `(x - mean) / sqrt(variance + eps) · weight + bias`, per channel.
 
-    A channel is an index of the last dimension; mean and variance are over all other dimensions
-    (Ioffe & Szegedy, "Batch normalization", 2015). It is computed in float32 or wider.
+    A channel is an index of the last dimension. Mean and variance are taken over all other
+    dimensions, in float32 or wider (Ioffe & Szegedy, "Batch normalization", 2015).
 
-    In training the statistics are those of the batch, and their running averages are kept as state.
-    In inference the averages are used. Under jit the statistics are those of the whole batch, also
-    if it is sharded. Inside shard_map or vmap they are those of the local part of the batch, unless
-    `axis_name` has the axes over which it is split.
+    In training, the batch's own statistics are used, and their running averages are kept as state.
+    In inference, the averages are used. Under jit, the statistics cover the whole batch, even if it
+    is sharded. Inside shard_map or vmap they cover the local part of the batch, unless `axis_name`
+    lists the axes over which the batch is split.
 
     Args:
         size: the number of channels, which is the size of the last dimension.
@@ -51,15 +51,15 @@ class BatchNorm(eqx.Module):
         channelwise_affine: whether to scale and shift, with a weight (initially one) and a bias
             (initially zero).
         momentum: the weight of the old average in each call.
-        inference: whether to use the averages and not to update them; `eqx.nn.inference_mode` sets
+        inference: whether to use the averages without updating them; `eqx.nn.inference_mode` sets
             it.
         axes: the name of the last dimension.
         param_dtype: the dtype of the weight and the bias. The averages are float32 or wider.
 
     Raises:
-        FunctreeError: `size` is not a positive integer, or another argument does not fit; (when
-            called) there is neither a batch dimension nor `axis_name`.
-        AxesError: `axes` is not one name.
+        FunctreeError: if `size` is not a positive integer, or another argument is invalid.
+        FunctreeError: (when called) if `x` has no batch dimension and `axis_name` is None.
+        AxesError: if `axes` is not one name.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(2, momentum=0.5))
@@ -95,8 +95,8 @@ class BatchNorm(eqx.Module):
         self.axes = one_axis("BatchNorm", axes)
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
-        # An average of bfloat16 would stand still: with a momentum of 0.99 it moves by a hundredth
-        # of the difference, and of a difference of 20 % that is less than its precision of 8 bits.
+        # A bfloat16 average would not move. With a momentum of 0.99, an update is 1 % of the
+        # difference. For a difference of 20 %, that is below the 8-bit precision of bfloat16.
         wide = accumulator(param_dtype)
         self.mean = StateRef(jnp.zeros((size,), wide), self.axes)
         self.var = StateRef(jnp.ones((size,), wide), self.axes)
@@ -107,7 +107,7 @@ class BatchNorm(eqx.Module):
         self.eps, self.momentum, self.inference = eps, momentum, inference
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which differ from instance to instance."""
+        """Return the axes of this instance's leaves, which differ between instances."""
         return names(
             {"weight": self.axes, "bias": self.axes, "mean.init": self.axes, "var.init": self.axes}
         )
@@ -115,16 +115,16 @@ class BatchNorm(eqx.Module):
     def __call__(
         self, x: Float[Array, "*batch size"], state: State, *, inference: bool | None = None
     ) -> tuple[Float[Array, "*batch size"], State]:
-        """The normalized batch, in the dtype of `x`, and the state with the new averages.
+        """Return the normalized batch, in the dtype of `x`, and the state with the new averages.
 
         Args:
             x: the batch.
             state: the state with the averages.
-            inference: in place of the field of this name; `None`: the field.
+            inference: overrides the field of this name; `None` uses the field.
 
         Raises:
-            FunctreeError: there is neither a batch dimension nor `axis_name`; `state` is not an
-                `ft.State`.
+            FunctreeError: if `x` has no batch dimension and `axis_name` is None.
+            FunctreeError: if `state` is not an `ft.State`.
         """
         check("BatchNorm cannot be called", state=(state, STATE))
         wide = x.astype(accumulator(x.dtype))
@@ -136,8 +136,8 @@ class BatchNorm(eqx.Module):
             mean, var = self._statistics(wide)
             state = state.set(self.mean, self._averaged(state[self.mean], mean))
             state = state.set(self.var, self._averaged(state[self.var], var))
-        # Mean and variance have the shape (size,), as weight and bias do: so the same function
-        # applies them, and on Explicit axes it reshards them like `x`.
+        # Mean and variance have the shape (size,), as weight and bias do. The same function applies
+        # them, and on Explicit axes it reshards them like `x`.
         unit = affine(wide, jax.lax.rsqrt(var + self.eps), -mean * jax.lax.rsqrt(var + self.eps))
         return affine(unit, self.weight, self.bias).astype(x.dtype), state
 
@@ -152,18 +152,19 @@ class BatchNorm(eqx.Module):
             )
 
         def over_batch(x: Array) -> Array:
-            # Under jit this is the mean of the whole batch, however it is sharded. Inside shard_map
-            # or vmap it is that of a part, and all parts have equally many examples.
+            # Under jit, this is the mean of the whole batch, however it is sharded. Inside
+            # shard_map or vmap it is the mean of one part, and all parts have the same number of
+            # examples.
             mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
             return mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
 
-        # Not mean(x²) - mean²: that loses precision where the mean is large.
+        # Not mean(x²) - mean²: it loses precision if the mean is large.
         mean = over_batch(x)
         return mean, over_batch(affine(x, None, -mean) ** 2)
 
     def _averaged(self, old: Float[Array, "size"], new: Float[Array, "size"]) -> Array:
-        # On Explicit axes the average keeps its own sharding, however the channels of `x` are
-        # sharded: otherwise a step would return state with another sharding than it takes, and be
-        # compiled again.
+        # On Explicit axes, the average keeps its own sharding, however the channels of `x` are
+        # sharded. Otherwise a step would return state that is sharded differently from its
+        # argument, and would be compiled again.
         new = broadcast_like(new.astype(old.dtype), old)
         return self.momentum * old + (1 - self.momentum) * new

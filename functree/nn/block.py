@@ -1,4 +1,4 @@
-"""A Llama-like block: attention and a feed-forward layer, each behind a norm."""
+"""A Llama-like block runs attention and a feed-forward layer, each after a norm."""
 
 import equinox as eqx
 import jax
@@ -20,14 +20,14 @@ CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, Tr
 
 
 class Block(eqx.Module):
-    """A block of Llama: norm, attention, residual sum; norm, SwiGLU or experts, residual sum. With
-    `norms="after"`, each norm is of the result, before the sum.
+    """A Llama block: norm, attention, residual sum; then norm, SwiGLU or experts, residual sum.
 
-    It takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
+    With `norms="after"`, each norm applies to the layer's result, before the residual sum. A block
+    takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
-    For `ft.offload` and other policies, `x` has the name `"block_input"`. If it is offloaded and no
+    For `ft.offload` and other policies, `x` is named `"block_input"`. If it is offloaded and no
     other value is kept, a stack of blocks keeps nothing on the device. The attention and the
-    feed-forward layer name values too.
+    feed-forward layer name further values.
 
     Args:
         attn_norm: the norm before the attention, or after it.
@@ -54,7 +54,7 @@ class Block(eqx.Module):
     def create(
         cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray
     ) -> "Block":
-        """A block with the sizes of a config.
+        """Create a block with a config's sizes.
 
         Args:
             config: the sizes and options.
@@ -62,7 +62,7 @@ class Block(eqx.Module):
             key: is split for all of them.
 
         Raises:
-            FunctreeError: an argument does not fit.
+            FunctreeError: if an argument is invalid.
         """
         check(
             "Block cannot be built", config=(config, CONFIG), init=(init, FUNCTION), key=(key, KEY)
@@ -101,7 +101,7 @@ class Block(eqx.Module):
         segments: Segments = None,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq embed"]:
-        """The block of `x`.
+        """Apply the block to `x`.
 
         Args:
             x: the tokens' vectors.
@@ -111,7 +111,7 @@ class Block(eqx.Module):
 
         Raises:
             FunctreeError: as in `Attention` and `MoE`.
-            ShardingError: the ambient rules do not fit the activations.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         return self._fed(self._attended(x, positions, segments, in_order))[0]
 
@@ -122,8 +122,12 @@ class Block(eqx.Module):
         segments: Segments = None,
         in_order: bool = True,
     ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
-        """The block of `x`, and the losses of its experts; arguments and errors are those of a
-        call, and a block without experts is an error."""
+        """Apply the block to `x` and return its experts' losses too.
+
+        Raises:
+            FunctreeError: as in `Attention` and `MoE`, or if the block has no experts.
+            ShardingError: if the ambient rules do not fit the activations.
+        """
         y, losses = self._fed(self._attended(x, positions, segments, in_order))
         if losses is None:
             what, why = f"mlp={type(self.mlp).__name__}", "the config has no experts"
@@ -139,8 +143,7 @@ class Block(eqx.Module):
         filled: Int[Array, "batch"],
         cache: LayerCache,
     ) -> tuple[Float[Array, "batch seq embed"], LayerCache]:
-        """The block of `x`, and the new keys and values; arguments are those of
-        `Attention.decode`."""
+        """Apply the block to `x`, and return the new keys and values as `Attention.decode` does."""
         x = checkpoint_name(x, "block_input")
         given = self._given(x, self.attn_norm)
         mixed, new = self.attn.decode(given, positions, filled, cache)
@@ -149,35 +152,35 @@ class Block(eqx.Module):
     def _attended(
         self, x: Array, positions: Positions, segments: Segments, in_order: bool
     ) -> Float[Array, "*batch seq embed"]:
-        """The sum of `x` and the attention."""
+        """Add the attention's result to `x`."""
         x = checkpoint_name(x, "block_input")
-        # Another layer in its place need not know an order.
+        # A layer that replaces the attention may not have this parameter.
         order = {} if in_order else {"in_order": False}
         mixed = self.attn(self._given(x, self.attn_norm), positions, segments, **order)
         return self._sum(x, mixed, self.attn_norm)
 
     def _fed(self, x: Array) -> tuple[Float[Array, "*batch seq embed"], MoELosses | None]:
-        """The sum of `x` and the feed-forward layer, and the losses if it has experts."""
+        """Add the feed-forward layer's result to `x`, and return the losses if it has experts."""
         fed, losses = self.mlp(self._given(x, self.mlp_norm)), None
-        if isinstance(fed, tuple):  # also of a layer that surgery has put there
+        if isinstance(fed, tuple):  # also true for a layer inserted by surgery
             fed, losses = fed
         return self._sum(x, fed, self.mlp_norm), losses
 
     def _given(self, x: Array, norm: RMSNorm) -> Array:
-        """What a layer is given of `x`."""
+        """Return a layer's input for the block's value `x`."""
         return norm(x) if self.norms == "before" else x
 
     def _sum(self, x: Array, result: Array, norm: RMSNorm) -> Array:
-        """The sum of `x` and the result of a layer."""
+        """Add a layer's result to `x`."""
         if self.norms == "after":
             result = norm(result)
-        # Both sums are constrained: the residual stream is what a scan carries from block to block,
-        # so that it has the same sharding before and after each.
+        # Both sums are constrained. The scan carries the residual stream from block to block, so
+        # its sharding must be the same before and after each block.
         return activation(x + result, "batch seq embed")
 
 
 def _feed_forward(config: TransformerConfig, init: Initializer, key: PRNGKeyArray) -> MLP | MoE:
-    """The feed-forward layer of a block, or its experts."""
+    """Create a block's feed-forward layer, or its experts."""
     dtype, hidden = config.param_dtype, config.hidden
     if config.experts is None or config.top_k is None:
         multiply = config.dot_general

@@ -1,4 +1,4 @@
-"""`Cache`: the keys and values of the tokens so far, for all layers of a model."""
+"""`Cache` holds the keys and values of the tokens so far, for all layers of a model."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from functree.nn.attention.layer import Attention
 from functree.nn.config import compute_dtype_of, first_layer, sizes_of
 from functree.nn.weights import as_int32
 
-# Not by its class, whose module imports this one.
+# Without the class, since its module imports this one.
 _MODEL = Takes(
     "an `ft.nn.Transformer`",
     lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
@@ -30,23 +30,23 @@ LayersCache = tuple[NewTokens, NewTokens]
 Slots = Float[Array, "layers batch slots kv_heads head_dim"]
 """Keys or values in a cache."""
 
-# The slots are `_`, which is never sharded: at which one a token is written is a value, and a shard
-# of the slots could not tell from its shape whether it has that one.
+# The slots are `_`, which is never sharded. The slot of a token depends on values, and a shard of
+# the slots could not tell from its shape whether it has that slot.
 _AXES = "layers batch _ kv_heads head_dim"
 
 
 class Cache(eqx.Module):
-    """The keys and values of the tokens so far, which a model does not compute again.
+    """The keys and values of the tokens so far, so that a model does not recompute them.
 
-    It is immutable: `logits, cache = model.decode(tokens, cache)`. Donate it, and it is updated in
-    place. With a window it forgets the tokens that nothing attends to any more. Without one it
-    has room for `length` tokens, and the logits of those behind them are NaN.
+    A cache is immutable: `logits, cache = model.decode(tokens, cache)`. Donate it to update it in
+    place. With a window, it drops tokens that no later token attends to. Without one it has room
+    for `length` tokens, and the logits of later tokens are NaN.
 
     Args:
         key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of
-            a token is its position modulo their number.
+            a token is its position modulo the number of slots.
         value: the values of each layer.
-        filled: how many tokens each row has had.
+        filled: the number of tokens that each row has had.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -66,20 +66,17 @@ class Cache(eqx.Module):
 
     @classmethod
     def create(cls, model: Any, batch: int, length: int) -> "Cache":
-        """An empty cache.
+        """Create an empty cache, sharded by the ambient rules.
 
         Args:
             model: the `ft.nn.Transformer`.
             batch: the number of rows.
-            length: for how many tokens of each row; with a window it holds no more than that.
-
-        Returns:
-            A cache in which no row has a token, sharded by the ambient rules.
+            length: the number of tokens per row. With a window, the cache has at most one slot for
+                each token of the window.
 
         Raises:
-            FunctreeError: `length` is longer than the model's `max_seq`, or an argument does not
-                fit.
-            ShardingError: the ambient rules do not fit.
+            FunctreeError: if `length` exceeds the model's `max_seq`, or an argument is invalid.
+            ShardingError: if the ambient rules do not fit.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -101,7 +98,7 @@ class Cache(eqx.Module):
                 f"a cache for {length} tokens is longer than the model's max_seq={model.max_seq}: "
                 "shorten it, or build the model with a larger max_seq"
             )
-        # Nothing attends to a token that is a window or more before it: its slot is free again.
+        # No token attends to one that is a window or more before it, so its slot is free again.
         slots, window = length, _window(model)
         if window is not None:
             slots = min(length, window)
@@ -112,31 +109,31 @@ class Cache(eqx.Module):
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
 
     def most_tokens(self, model: Any) -> int:
-        """How many tokens a row may have in a model."""
+        """Return how many tokens a row may have with this model."""
         slots, window = self.key.shape[2], _window(model)
-        # With a slot for each token of the window, only tokens that nothing attends to are
-        # overwritten. With fewer slots than that, one too many would overwrite what is needed.
+        # With a slot for each token of the window, a new token overwrites only one that nothing
+        # attends to. With fewer slots, it would overwrite a token that is still needed.
         if window is not None and slots >= window:
             return model.max_seq
         return min(slots, model.max_seq)
 
     def fits(self, model: Any) -> bool:
-        """Whether it is a cache for a model."""
+        """Return whether this cache was made for a model like this one."""
         layers, _, _, kv_heads, head_dim = self.key.shape
         return (layers, kv_heads, head_dim, self.key.dtype) == _of_slot(model)
 
     def extended(
         self, key: NewTokens, value: NewTokens, lengths: Int[Array, "batch"] | None = None
     ) -> "Cache":
-        """The cache with more tokens.
+        """Return the cache with the new tokens added.
 
         Args:
-            key: their keys in each layer.
-            value: their values in each layer.
-            lengths: how many of them each row has, from the left; by default all.
+            key: the new tokens' keys in each layer.
+            value: the new tokens' values in each layer.
+            lengths: the number of new tokens in each row, from the left; by default all.
         """
-        # Once for all layers, into the donated cache. If layers returned the cache itself, the loop
-        # over them would copy all of it for each token.
+        # Written once for all layers, into the donated cache. If layers returned the cache, the
+        # loop over them would copy all of it for each token.
         names = [_AXES, _AXES, "batch", "batch"]
         filled = as_int32(self.filled)
         write = _write
@@ -151,7 +148,7 @@ class Cache(eqx.Module):
 
 
 def _of_slot(model: Any) -> tuple[int, int, int, np.dtype]:
-    """The layers, heads, and size and dtype of a head, of which a cache of a model has a slot."""
+    """Return a slot's sizes in a cache of this model: layers, heads, head size, and the dtype."""
     kv_heads, head_dim = sizes_of(model.blocks, ["kv_heads", "head_dim"])
     return len(model.blocks), kv_heads, head_dim, compute_dtype_of(model)
 
@@ -164,9 +161,9 @@ def _window(model: Any) -> int | None:
 def _write_next(
     cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
 ) -> Slots:
-    """One more token in each row, in place."""
+    """Write one more token to each row, in place."""
     rows = jnp.arange(filled.shape[0])
-    # Each row is written once, in order, at a slot that exists: nothing of that has to be checked.
+    # Each row is written once, in order, at a slot that exists, so JAX need not check anything.
     return cached.at[:, rows, filled % cached.shape[2]].set(
         new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
     )
@@ -175,12 +172,12 @@ def _write_next(
 def _write(
     cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
 ) -> Slots:
-    """More tokens in each row: each slot gets the last one that belongs there."""
-    # A gather of the token for each slot, and not a scatter of the tokens: several of them may
-    # belong to one slot of a window, and a scatter does not say which of them stays.
+    """Write more tokens to each row; each slot gets the last token that belongs there."""
+    # This gathers a token for each slot instead of scattering the tokens. Several tokens may belong
+    # to one slot of a window, and a scatter does not define which of them remains.
     index = cached_positions(filled + lengths, cached.shape[2]) - filled[:, None]
-    # (batch, slots) ─► (1, batch, slots, 1, 1). Negative where the slot keeps an earlier token, or
+    # (batch, slots) ─► (1, batch, slots, 1, 1). Negative where the slot keeps an earlier token or
     # is still empty.
     index = index[None, :, :, None, None]
-    found = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2)
-    return jnp.where(index >= 0, found, cached)
+    tokens = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2)
+    return jnp.where(index >= 0, tokens, cached)

@@ -1,5 +1,4 @@
-"""The sizes and options of a transformer ─► `TransformerConfig`, checked when it is created; and
-those of a model that exists, read from its layers."""
+"""A config holds a transformer's sizes and options, and can be read from an existing model."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -44,10 +43,10 @@ Norms = Annotated[
         lambda value: value in ("before", "after"),
     ),
 ]
-"""Where the norms of a block are: before its layers, or after each of them."""
+"""Where a block's norms are: before its layers, or after each of them."""
 
-# One spelling of each value: equal dtypes such as `jnp.float32` and `"float32"` have unequal
-# hashes, and the numbers of NumPy have no JSON.
+# One spelling per value: equal dtypes such as `jnp.float32` and `"float32"` hash differently, and
+# NumPy's numbers have no JSON form.
 _SPELLINGS = {
     int: int,
     int | None: int,
@@ -67,46 +66,46 @@ class TransformerConfig:
         layers: the number of blocks.
         heads: the number of query heads in each block.
         kv_heads: the number of key and value heads, a divisor of `heads`.
-        head_dim: the size of one head, even.
+        head_dim: the size of one head, which must be even.
         hidden: the size inside the feed-forward layer.
         max_seq: the length of the longest sequence that the model accepts.
         rope_theta: the base of the rotary frequencies.
-        tie_embedding: whether the logits are computed with the table of the embedding.
+        tie_embedding: whether the logits are computed with the embedding's table.
         remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`,
             `ft.offload(...)`, a policy.
         param_dtype: the dtype in which the parameters are created.
-        compute_dtype: the dtype of the activations and of the logits. Weights are cast to it in the
-            computation. Norms, rotations and softmax are computed in float32 or wider in any case.
+        compute_dtype: the dtype of the activations and logits, to which weights are cast for the
+            computation. Norms, rotations and softmax always use float32 or wider.
         norm_eps: the `eps` of the norms.
         attention_bias: whether queries, keys and values have biases, as in Qwen 2.
-        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3; `"all"`:
-            over all heads together, as in OLMo 2.
-        norms: where the norms of a block are: `"before"` its attention and feed-forward layer, or
-            `"after"` each, before the sum, as in OLMo 2.
-        window: how many tokens a token attends to at most, itself among them, as in Mistral;
-            `None`: all before it.
+        qk_norm: whether queries and keys are normalized over `head_dim`, as in Qwen 3. `"all"`
+            normalizes over all heads together, as in OLMo 2.
+        norms: where a block's norms are: `"before"` its attention and feed-forward layer, or
+            `"after"` each of them, before the residual sum, as in OLMo 2.
+        window: the maximum number of tokens that a token attends to, including itself, as in
+            Mistral; `None` for all earlier tokens.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
         attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
             or a function of the arguments of `jax.nn.dot_product_attention`; see `ft.nn.Attention`.
-        context: how the parts of a sequence attend to each other, where the rules shard "seq" by
+        context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads: `"auto"`, `"gather"`, `"heads"` or `"ring"`; see
             `ft.nn.Attention`.
-        microbatches: the number of micro-batches that run through the blocks, if the rules shard
-            these (`{"layers": "pipe"}`): as in `Stacked.scan`.
-        experts: the number of experts in each block, which then has an `ft.nn.MoE` in the place of
-            the feed-forward layer; `None`: there are none.
-        top_k: how many experts compute a token.
-        capacity: the factor of an expert's capacity, as in `ft.nn.MoE`; `None`: nothing is dropped.
+        microbatches: the number of micro-batches in the pipeline, if the rules shard the blocks
+            (`{"layers": "pipe"}`), as in `Stacked.scan`.
+        experts: the number of experts in each block, which then has an `ft.nn.MoE` as its
+            feed-forward layer; `None` for no experts.
+        top_k: the number of experts that compute a token.
+        capacity: the factor of an expert's capacity, as in `ft.nn.MoE`; `None` to drop no token.
         expert_hidden: the size inside an expert; by default `hidden`.
         normalize: whether the weights of a token's experts are divided by their sum.
-        dispatch: how tokens come to experts that are sharded, as in `ft.nn.MoE`.
-        dot_general: what multiplies activations by weights, except for the table of an embedding
-            and the routers: a hashable function of the arguments of `jax.lax.dot_general`; `None`:
-            that function itself.
+        dispatch: how tokens reach sharded experts, as in `ft.nn.MoE`.
+        dot_general: a hashable function that multiplies activations by weights. It takes the
+            arguments of `jax.lax.dot_general`, which is the default. The embedding's table and the
+            routers do not use it.
 
     Raises:
-        FunctreeError: fields are wrong; the error lists all of them.
+        FunctreeError: if fields are invalid; the error lists all of them.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -165,19 +164,19 @@ _KINDS, _HINTS = kinds_of(TransformerConfig), get_type_hints(TransformerConfig)
 
 
 def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """The problems of the numbers of heads. That one is no size is a problem of its own."""
+    """Yield the problems with the numbers of heads, if all of them are sizes."""
     heads, kv_heads, head_dim = config.heads, config.kv_heads, config.head_dim
     if is_size(heads) and is_size(kv_heads) and is_size(head_dim):
         yield from head_problems(heads, kv_heads, head_dim)
 
 
 def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """The problems of the fields of experts."""
+    """Yield the problems with the fields of experts."""
     if config.experts is not None:
         if config.top_k is None:
             why = "how many experts compute a token is not said"
             yield Problem(None, None, "top_k=None", why, "give it, such as top_k=2")
-        # The order of a config's fields is that of `expert_problems`.
+        # The fields are in the order of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)
         return
@@ -188,7 +187,7 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
             yield Problem(None, None, f"{name}={value}", why, "give experts= too")
 
 
-# The config of a model that exists
+# The config of an existing model
 
 L = TypeVar("L")
 
@@ -196,11 +195,11 @@ _UNKNOWN = "the sizes and options of a model cannot be read from its layers"
 
 
 def config_of(model: Any, norms: Norms) -> TransformerConfig:
-    """The config of a `Transformer`, read from its layers; errors are those of `model.config`.
+    """Read the config of a `Transformer` from its layers; `model.config` documents the errors.
 
     Args:
         model: the model.
-        norms: where the norms of its blocks are, which stand above this module.
+        norms: where the norms of its blocks are; this module cannot import `Block`.
     """
     names = ["embed", "heads", "kv_heads", "head_dim", "hidden"]
     sizes = dict(zip(names, sizes_of(model.blocks, names), strict=True))
@@ -238,14 +237,14 @@ _OF_EXPERTS = ("top_k", "capacity", "normalize", "dispatch")
 
 
 def first_layer(tree: Tree, kind: type[L]) -> L | None:
-    """The first layer of a class in a part of a model, however deep; None if there is none."""
+    """Return the first layer of a class in a part of a model, at any depth, or None."""
     for _, layer in outermost(tree, lambda _, node: isinstance(node, kind)):
         return layer
     return None
 
 
 def layer_of(tree: Tree, kind: type[L]) -> L:
-    """As `first_layer`; raises FunctreeError if there is none."""
+    """Return the first layer as `first_layer` does, or raise a FunctreeError."""
     layer = first_layer(tree, kind)
     if layer is None:
         raise FunctreeValueError(f"{_UNKNOWN}: it has no `ft.nn.{kind.__name__}`")
@@ -253,39 +252,39 @@ def layer_of(tree: Tree, kind: type[L]) -> L:
 
 
 def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
-    """The sizes of some axes in a part of a model, by the names that layers give to dimensions.
+    """Read the sizes of some axes in a part of a model, using the names of its dimensions.
 
-    So they are also found in an adapter around a weight, and in a layer of another class.
+    This works even for an adapter around a weight, and for a layer of another class.
 
     Raises:
-        FunctreeError: no array has such an axis.
+        FunctreeError: if no array has such an axis.
 
     Examples:
         >>> from functree.nn.config import sizes_of
         >>> sizes_of(ft.nn.MLP(4, 8, key=jax.random.key(0)), ["hidden", "embed"])
         (8, 4)
     """
-    found: dict[str | None, int] = {}
+    sizes: dict[str | None, int] = {}
     for leaf in read(tree).leaves:
         for name, size in zip(leaf.axes, leaf.shape, strict=False):
-            found.setdefault(name, size)
-    missing = [name for name in names if name not in found]
+            sizes.setdefault(name, size)
+    missing = [name for name in names if name not in sizes]
     if missing:
         why = "no array has an axis of this name"
         remedy = 'name it where the layer declares its array: `Float[Array, "embed hidden"]`'
         problems = [Problem(None, None, f'"{name}"', why, remedy) for name in missing]
         raise FunctreeValueError(_UNKNOWN, problems)
-    return tuple(found[name] for name in names)
+    return tuple(sizes[name] for name in names)
 
 
 def compute_dtype_of(model: Any) -> np.dtype:
-    """The dtype of a model's activations, which is that of the vectors of its tokens."""
+    """Return the dtype of a model's activations, which is the dtype of its tokens' vectors."""
     embedding = layer_of(model.embed, Embedding)
     return embedding.compute_dtype or embedding.weight.dtype
 
 
 def _qk_norm(attn: Attention) -> QKNorm:
-    """The `qk_norm` of an attention."""
+    """Return the `qk_norm` of an attention."""
     norm = attn.query_norm
     if norm is None:
         return False
@@ -294,7 +293,7 @@ def _qk_norm(attn: Attention) -> QKNorm:
 
 
 def _param_dtype(model: Any) -> np.dtype:
-    """The dtype of the first parameter that is not quantized."""
+    """Return the dtype of the first parameter that is not quantized."""
     for leaf in jax.tree.leaves(model):
         if is_array(leaf) and is_floating(leaf.dtype):
             return leaf.dtype

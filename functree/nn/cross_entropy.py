@@ -1,4 +1,4 @@
-"""A language model and texts ─► the mean cross-entropy, without an array of all logits."""
+"""`cross_entropy` averages a language model's loss without creating an array of all logits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -34,7 +34,7 @@ from functree.placing.ambient import has_axis_rules, spec
 from functree.transforms.compiled_once import compiled_once
 from functree.tree.arrays import Tree
 
-# Mesh axes of the vocabulary do not shard the sequence while its logits are computed.
+# Mesh axes of the vocabulary do not shard the sequence while logits are computed.
 _LOGITS = "batch seq vocab"
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
@@ -54,34 +54,36 @@ def cross_entropy(
     balance: float = 0.0,
     router_z: float = 0.0,
 ) -> Float[Array, ""]:
-    """The mean cross-entropy of the tokens that follow, in nats, in float32.
+    """Compute the mean cross-entropy of the next tokens, in nats, in float32.
 
-    The logits of all tokens would be the largest array of a training step. So they are computed for
-    a part of the sequence at a time. If the loss is differentiated, its gradient is computed in the
-    same pass, and no logits are computed twice. (So `jax.jvp` does not differentiate it, unless
-    `chunk` covers the whole sequence.)
+    The logits of all tokens would be the largest array of a training step, so they are computed for
+    one chunk of the sequence at a time. If the loss is differentiated, its gradient is computed in
+    the same pass, and no logits are computed twice. `jax.jvp` can therefore differentiate it only
+    if `chunk` covers the whole sequence.
 
     Args:
         model: the model.
         tokens: the tokens.
-        targets: the token that follows each of them, of any integer dtype. One that is not in the
-            vocabulary makes the loss NaN, unless the mask leaves it out.
+        targets: the token that follows each token, of any integer dtype. A target outside the
+            vocabulary makes the loss NaN, unless the mask excludes it.
         positions: as in a call of the model.
         segments: as in a call of the model.
         in_order: as in a call of the model.
-        chunk: of how many positions of the sequence the logits are held at one time; the last may
-            be fewer. Where the sequence is sharded while logits are computed, of each part.
-        mask: which positions count; by default all. The loss is 0 if none does. Numbers are
-            weights of the positions; one that is negative or NaN makes the loss NaN.
-        z_loss: the factor of the squared logarithm of the sum of exponentials, which is added to
-            keep logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
-        balance: the factor of `MoELosses.balance`, summed over the blocks, which is added to keep
+        chunk: the number of positions whose logits are held at one time; the last chunk may have
+            fewer. If the sequence is sharded while logits are computed, it applies to each shard.
+        mask: the positions that count; by default all. The loss is 0 if none does. Numbers are
+            weights of the positions; a negative or NaN weight makes the loss NaN.
+        z_loss: the factor of the squared logarithm of the sum of exponentials, a penalty that keeps
+            logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
+        balance: the factor of `MoELosses.balance`, summed over the blocks, a penalty that keeps
             experts evenly used (Mixtral uses 0.02, "Switch transformers" 0.01).
-        router_z: the factor of `MoELosses.z`, likewise (Zoph et al., "ST-MoE", 2022, uses 1e-3).
+        router_z: the factor of `MoELosses.z`, summed over the blocks (Zoph et al., "ST-MoE", 2022,
+            uses 1e-3).
 
     Raises:
-        FunctreeError: targets or mask do not have the shape of the tokens, a loss of experts is
-            asked of a model without any, or another value does not fit.
+        FunctreeError: if `targets` or `mask` differs in shape from `tokens`.
+        FunctreeError: if `balance` or `router_z` is set and the model has no experts.
+        FunctreeError: if another value is invalid.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -132,7 +134,7 @@ def _mean(
     balance: float,
     router_z: float,
 ) -> Float[Array, ""]:
-    """The mean over the positions that count. Args are those of `cross_entropy`."""
+    """Compute the mean over the positions that count; see `cross_entropy` for the arguments."""
     tokens, targets, mask = given["tokens"], given["targets"], given["mask"]
     added = jnp.zeros((), jnp.float32)
     if balance or router_z:
@@ -142,28 +144,28 @@ def _mean(
         x = model.features(tokens, positions, segments, in_order)
     x = _before_the_head(x)
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    # With a negative weight the mean would be of no positions, or divided by too few.
+    # A negative weight would divide by too small a count.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
     loss = partial(_sum, chunk, z_loss)
     total = _on_batches(loss, model.head, x, as_int32(targets), weights)
     count = weights.sum()
-    # Both branches of a `where` are differentiated: 0 / 0 in this one would make gradients NaN.
+    # JAX differentiates both branches of a `where`: 0 / 0 here would make the gradients NaN.
     return jnp.where(count == 0, 0, total / jnp.where(count == 0, 1, count)) + added
 
 
 def _before_the_head(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq embed"]:
-    """The vectors of the tokens of which each device computes the logits."""
+    """Shard the vectors of the tokens for the product with the head."""
     if not has_axis_rules() or x.ndim != 3:
         return activation(x, "batch _ embed")
-    # A device that has a part of the vocabulary needs the whole sequence, gathered once: otherwise
-    # each chunk would be gathered for itself. Along other mesh axes it keeps its part.
+    # A device with a shard of the vocabulary needs the whole sequence, gathered once. Otherwise
+    # each chunk would be gathered separately. Along other mesh axes, a device keeps its own part.
     seq = sequence_by_rules(_LOGITS)
     batch, _, embed = without(spec("batch _ embed"), mesh_axes(seq))
     return constrain_to(x, ["batch", "seq", "embed"], [batch, seq, embed])
 
 
 def _is_real(value: object) -> bool:
-    """Whether a value is an array of flags or real numbers: a complex one would lose a part."""
+    """Return whether a value is an array of flags or real numbers; casts lose imaginary parts."""
     if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return False
     return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
@@ -178,7 +180,7 @@ Loss = Callable[
     ],
     Float[Array, ""],
 ]
-"""The sum of the losses: of the head, vectors, targets, and the weight of each."""
+"""The sum of the losses, as a function of the head, vectors, targets, and weights."""
 
 
 def _on_batches(
@@ -188,10 +190,10 @@ def _on_batches(
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
 ) -> Float[Array, ""]:
-    """The loss, computed on each device for its own batches, and its own part of the sequence.
+    """Compute the loss on each device for its own batches and its own part of the sequence.
 
-    So the weights of the head are gathered once, and their gradients are summed once. In a loop
-    over chunks that the compiler's partitioner sees, both would be done for each chunk.
+    The head's weights are gathered once, and their gradients are summed once. In a loop over chunks
+    that the compiler partitions, both would happen for each chunk.
     """
     outer = _outer([x, targets, weights])
     axes = tuple(axis for one in outer for axis in mesh_axes(one))
@@ -201,21 +203,22 @@ def _on_batches(
         return loss(eqx.combine(arrays, static), *parts)
 
     def of_batches(arrays: Head, *parts: Array) -> Array:
-        # Marked as different on each device, so that their gradients are sums over its own batches,
-        # and become the whole sum once, where they leave the `shard_map`. Of what is equal on all
-        # devices JAX would sum the gradient where it is used: in each chunk.
+        # Marked as different on each device: each device sums gradients over its own batches, and
+        # the total is summed once, when the gradients leave the `shard_map`. For a value that is
+        # equal on all devices, JAX would sum the gradient where the value is used, which is in each
+        # chunk.
         own = jax.tree.map(lambda array: varying_over(array, axes), arrays)
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
     if not axes:
-        # On Explicit axes targets may come sharded as the sequence is between layers, by a mesh
+        # On Explicit axes, targets may be sharded as the sequence is between layers, over a mesh
         # axis that shards the vocabulary here.
         own = PartitionSpec(*entries_of(x)[:-1])
         return without_varying(of_arrays)(
             arrays, x, resharded(targets, own), resharded(weights, own)
         )
-    # Only along the axes of batch and sequence. Along others the head stays sharded as it is, such
-    # as the vocabulary over `model`, and the partitioner does the rest.
+    # Only along the axes of batch and sequence. The head stays sharded along other axes, such as
+    # the vocabulary over `model`, and the partitioner does the rest.
     whole, batch = PartitionSpec(), PartitionSpec(*outer)
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
@@ -224,14 +227,14 @@ def _on_batches(
     if mesh.manual_axes:
         parts = [resharded(x, PartitionSpec(*batch, *entries_of(x)[2:])) for x in parts]
     elif AxisType.Explicit in mesh.axis_types:
-        # JAX 0.10 gathers what enters here along the other mesh axes, if these are Explicit. It has
-        # no Auto axes inside a shard_map of Explicit ones.
+        # JAX 0.10 gathers operands along the other mesh axes if these are Explicit. It has no Auto
+        # axes inside a shard_map over Explicit ones.
         mapped = jax.sharding.auto_axes(mapped, out_sharding=whole)
     return without_varying(mapped)(arrays, *parts)
 
 
 def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
-    """How batches and sequences are sharded while logits are computed; none if it is not known."""
+    """Return how batch and sequence are sharded for the logits; empty if that is unknown."""
     if on_one_device():
         return ()
     specs = specs_of(arrays, ["batch seq _", "batch seq", "batch seq"])
@@ -255,10 +258,10 @@ def _sum(
     targets: Int[Array, "*batch seq"],
     weights: Float[Array, "*batch seq"],
 ) -> Float[Array, ""]:
-    """The sum of the losses, by chunks of the sequence."""
+    """Sum the losses, one chunk of the sequence at a time."""
     seq = x.shape[-2]
-    # What is left by whole chunks is one of its own, and not padded: a sequence of one chunk is no
-    # loop, and can be differentiated twice or forward.
+    # The rest after the last full chunk is a chunk of its own, without padding. A sequence of one
+    # chunk has no loop, so it supports forward and second derivatives.
     whole = seq // chunk * chunk if seq > chunk else 0
     total = jnp.zeros((), jnp.float32)
     if whole:
@@ -271,7 +274,7 @@ def _sum(
 
 
 _Given = tuple[Head, Float[Array, "*batch seq embed"]]
-"""What the loss is differentiated by."""
+"""The values that the loss is differentiated with respect to."""
 
 
 def _of_chunk(
@@ -281,19 +284,19 @@ def _of_chunk(
     z_loss: float,
 ) -> Float[Array, ""]:
     head, x = given
-    # (*batch, seq, vocab). Cast behind the product: exponentials of bfloat16 logits would be summed
+    # (*batch, seq, vocab). Cast after the product: exponentials of bfloat16 logits would be summed
     # over the vocabulary with 8 bits of precision.
     logits = head(x).astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    # The logit of the target, by a sum and not by an index: the vocabulary may be sharded, and an
-    # index would gather the logits.
+    # The logit of the target is a masked sum: the vocabulary may be sharded, and an index would
+    # gather the logits.
     is_target = indices_along(logits) == targets[..., None]
     loss = log_total - jnp.where(is_target, logits, 0).sum(-1)
     if z_loss:
         loss += z_loss * log_total**2
-    # A target that is no token is equal to no index, and would give a loss that looks right.
+    # A target outside the vocabulary matches no index. Without NaN, its loss would look valid.
     loss = jnp.where((targets >= 0) & (targets < logits.shape[-1]), loss, jnp.nan)
-    # A product alone would not mask it: NaN times 0 is NaN.
+    # A product alone would not mask NaN: NaN times 0 is NaN.
     return jnp.where(weights > 0, loss * weights, 0).sum()
 
 
@@ -305,15 +308,15 @@ def _of_chunks(
     chunk: int,
     z_loss: float,
 ) -> Float[Array, ""]:
-    """The loss, as it is computed if it is not differentiated."""
+    """Compute the loss when it is not differentiated."""
     head, x = given
 
     def add(total: Array, i: Int[Array, ""]) -> tuple[Array, None]:
         own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
         return total + _of_chunk((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss), None
 
-    # Of `weights`: inside the `shard_map` a sum over own batches differs between devices, and a
-    # carry of a scan has to be typed so from the start.
+    # Derived from `weights`: inside the `shard_map`, a sum over a device's own batches varies
+    # between devices, and the carry of a scan needs that type from the start.
     start = jnp.zeros_like(weights, shape=())
     return jax.lax.scan(add, start, jnp.arange(x.shape[-2] // chunk))[0]
 
@@ -327,12 +330,12 @@ def _forward(
     chunk: int,
     z_loss: float,
 ) -> tuple[Float[Array, ""], tuple[Tree, Array]]:
-    """The loss, and its gradient: of a sum, so that the backward pass only multiplies it.
+    """Compute the loss and its gradient together; the backward pass only scales the gradient.
 
-    JAX's own way would keep the logits of all chunks for the backward pass, or compute them twice.
+    JAX's own rule would keep all chunks' logits for the backward pass, or compute them twice.
     """
     head, x = given
-    # In float32 or wider: the gradient of the head is a sum over all chunks.
+    # In float32 or wider: the head's gradient is a sum over all chunks.
     zeros = jax.tree.map(
         lambda w: jnp.zeros_like(w, accumulator(w.dtype)), eqx.filter(head, eqx.is_inexact_array)
     )
@@ -359,7 +362,7 @@ def _backward(
     given: _Given,
     *args: object,
 ) -> Tree:
-    """The gradient of the loss, times its cotangent, in the dtypes of the parameters."""
+    """Multiply the gradient by the cotangent, in the parameters' dtypes."""
     like = eqx.filter(given, eqx.is_inexact_array)
     return jax.tree.map(
         lambda one, w: (cotangent * one.astype(cotangent.dtype)).astype(w.dtype), gradient, like
@@ -367,5 +370,5 @@ def _backward(
 
 
 def _chunk(x: Array, i: Int[Array, ""], size: int, axis: int) -> Array:
-    """Chunk `i` along a dimension."""
+    """Return chunk `i` along a dimension."""
     return jax.lax.dynamic_slice_in_dim(x, i * size, size, axis)

@@ -1,4 +1,4 @@
-"""An activation ─► the same activation, with random elements set to zero in training."""
+"""`Dropout` sets random elements of an activation to zero in training."""
 
 from typing import Any
 
@@ -13,20 +13,21 @@ from functree.errors import FunctreeTypeError
 
 
 class Dropout(eqx.Module):
-    """Sets each element to zero with probability `p`, and divides the others by `1 - p`.
+    """A layer that zeroes each element with probability `p`, and divides the others by `1 - p`.
 
-    So the expectation is that of `x` (Srivastava et al., "Dropout", 2014). In inference it does
-    nothing. The result has the dtype of `x`.
+    The expectation stays unchanged (Srivastava et al., "Dropout", 2014). In inference, the layer
+    returns `x`. The result has the dtype of `x`.
 
-    The same key drops the same elements, however `x` is sharded. Inside shard_map it would drop the
-    same elements of each shard: there, fold `jax.lax.axis_index` into the key.
+    The same key drops the same elements, however `x` is sharded. Inside shard_map, all shards would
+    drop the same elements: fold `jax.lax.axis_index` into the key there.
 
     Args:
         p: the probability.
-        inference: whether to do nothing; `eqx.nn.inference_mode` sets it.
+        inference: whether to return `x` unchanged; `eqx.nn.inference_mode` sets it.
 
     Raises:
-        FunctreeError: `p` is not in [0, 1); (when called) there is no key in training.
+        FunctreeError: if `p` is not in [0, 1).
+        FunctreeError: (when called) if there is no key in training.
 
     Examples:
         >>> x = ft.nn.Dropout(0.5)(jnp.ones(8), key=jax.random.key(0))
@@ -49,15 +50,15 @@ class Dropout(eqx.Module):
         key: PRNGKeyArray | None = None,
         inference: bool | None = None,
     ) -> Float[Array, "*shape"]:
-        """`x` with random zeros.
+        """Zero random elements of `x`.
 
         Args:
             x: any array.
-            key: the random key; in inference none is needed.
-            inference: in place of the field of this name; `None`: the field.
+            key: the random key; not needed in inference.
+            inference: overrides the field of this name; `None` uses the field.
 
         Raises:
-            FunctreeError: there is no key in training.
+            FunctreeError: if there is no key in training.
         """
         if inference is None:
             inference = self.inference
@@ -68,7 +69,7 @@ class Dropout(eqx.Module):
                 "Dropout in training needs a key: `layer(x, key=key)`; or pass `inference=True`"
             )
         typed = jax.typeof(x).sharding
-        # On Explicit axes the random bits need a sharding, that of x. On Auto axes JAX rejects
+        # On Explicit axes, the random bits need the sharding of `x`. On Auto axes, JAX rejects
         # `out_sharding=`.
         options: dict[str, Any] = {}
         if not typed.mesh.empty and AxisType.Explicit in typed.mesh.axis_types:

@@ -1,4 +1,4 @@
-"""Tokens ─► vectors; and by the same table, vectors ─► logits."""
+"""`Embedding` maps tokens to vectors, and vectors to logits with the same table."""
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ _TOKENS = Takes("an array of integers", is_integers)
 
 
 class Embedding(eqx.Module):
-    """A table with one vector for each token, its row: `(*batch)` ─► `(*batch, embed)`.
+    """A table with one row for each token: `(*batch)` ─► `(*batch, embed)`.
 
     Args:
         vocab_size: the number of rows.
@@ -32,10 +32,11 @@ class Embedding(eqx.Module):
         init: the initializer of the table; by default normal with standard deviation 0.02.
         key: the key for the table.
         param_dtype: the dtype of the table.
-        compute_dtype: the dtype of the result; `None`: `param_dtype`, and for `logits` that of `x`.
+        compute_dtype: the dtype of the result. By default, `param_dtype`, and for `logits` the
+            dtype of `x`.
 
     Raises:
-        FunctreeError: a size is not a positive integer, or another argument does not fit.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
 
     Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -61,25 +62,25 @@ class Embedding(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """The rows of the tokens, in `compute_dtype`; NaN for a token outside the vocabulary.
+        """Look up the tokens' rows, in `compute_dtype`; a token outside the vocabulary gives NaN.
 
         Args:
-            tokens: the tokens, with axes "batch seq" or "seq" for the ambient rules.
+            tokens: the tokens, whose axes are "batch seq" or "seq" for the ambient rules.
 
         Raises:
-            FunctreeError: the tokens are not integers.
-            ShardingError: the ambient rules do not fit the table or its rows.
+            FunctreeError: if the tokens are not integers.
+            ShardingError: if the ambient rules do not fit the table or its rows.
         """
         check("Embedding cannot read these tokens", tokens=(tokens, _TOKENS))
-        # Cast after the lookup: the rows of the tokens are fewer than those of the table.
+        # Cast after the lookup: tokens have fewer rows than the table.
         vectors = lookup(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
     def logits(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch vocab"]:
-        """The product of `x` with each row, in `compute_dtype`: logits by a tied embedding.
+        """Compute logits with the table: the product of `x` with each row, in `compute_dtype`.
 
-        Tied embeddings are from Press & Wolf, "Using the output embedding to improve language
-        models" (2017).
+        This is a tied embedding (Press & Wolf, "Using the output embedding to improve language
+        models", 2017).
 
         Examples:
             >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -93,16 +94,16 @@ class Embedding(eqx.Module):
 def lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "*batch"]
 ) -> Float[Array, "*batch embed"]:
-    """The rows of a table for tokens, each device with its own rows and its own tokens.
+    """Look up the tokens' rows in a table, on each device with its own rows and tokens.
 
-    Without ambient `AxisRules` nothing is constrained.
+    Without ambient `AxisRules`, nothing is constrained.
 
     Args:
         table: the table.
         tokens: the tokens to look up, with axes "batch seq" or "seq".
 
     Raises:
-        ShardingError: as in `ft.constrain`, if the rules do not fit.
+        ShardingError: if the rules do not fit, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.embedding import lookup
@@ -112,16 +113,16 @@ def lookup(
     if not has_axis_rules() or tokens.ndim > 2:
         return rows(table, tokens)
     names = ["batch", "seq"][2 - tokens.ndim :]
-    # One spec for tokens and table, in which a mesh axis is used once, by the first rule.
+    # One spec for tokens and table, so the first rule for a mesh axis uses it for only one of them.
     *outer, vocab, embed = spec(" ".join([*names, "vocab", "embed"]))
-    # So the table is replicated along the mesh axes of the tokens. Under FSDP this gathers it: the
+    # The table is replicated along the mesh axes of the tokens. Under FSDP, this gathers it: the
     # partitioner alone would move the vectors of all tokens instead.
     table = constrain_to(table, ["vocab", "embed"], [vocab, embed])
-    # And where rules shard the sequence between the layers by the mesh axes of the vocabulary,
-    # "seq" has lost them in this spec: each device looks up the tokens of the whole sequence in its
-    # own rows. With a sharded sequence the table would be gathered.
+    # If rules shard the sequence between layers over the vocabulary's mesh axes, "seq" does not
+    # have these in this spec. Each device looks up the tokens of the whole sequence in its own
+    # rows. With a sharded sequence, the table would be gathered.
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types and is_partly_manual():
-        # Left to the partitioner, a lookup ends the process there (in jax 0.12).
+        # The partitioner would end the process on this lookup (jax 0.12).
         tokens = constrain_to(tokens, names, outer)
         return rows_on_shards(table, tokens, (vocab, embed), tuple(outer))
     return constrain_to(rows(table, tokens), [*names, "embed"], [*outer, embed])

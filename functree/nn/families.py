@@ -1,8 +1,8 @@
-"""`config.json` of a published model ─► a `TransformerConfig`, and the names of its tensors.
+"""A published model's `config.json` becomes a `TransformerConfig` and a table of tensor names.
 
-A family is two functions: one reads the fields of `config.json`, the other makes a table of names.
-A field that no function reads is refused: a field that is passed over would load every weight, and
-compute something else.
+A family is two functions: one reads the fields of `config.json`, the other makes the table of
+names. A field that no function reads is refused. If it were ignored, all weights would load, and
+the model would compute something different.
 """
 
 import json
@@ -29,18 +29,18 @@ _REQUIRED = object()
 
 
 class ConfigReader:
-    """The fields of a `config.json`, of which each that is read is recorded.
+    """A reader of a `config.json` that records which fields were read.
 
-    A value that is not understood is a problem, and the default stands in its place: so one error
-    lists all problems.
+    For a value that it does not understand, it records a problem and continues with the default, so
+    one error lists all problems.
 
     Args:
         given: the fields.
 
     Attributes:
         given: the fields.
-        names: the names of those that were read.
-        problems: what is not understood.
+        names: the names of the fields that were read.
+        problems: the values that are not understood.
     """
 
     def __init__(self, given: Mapping[str, Any]):
@@ -51,13 +51,13 @@ class ConfigReader:
     def __call__(
         self, name: str, text: str, fits: Callable[[Any], bool], default: Any = _REQUIRED
     ) -> Any:
-        """The value of a field.
+        """Read the value of a field.
 
         Args:
             name: the field.
-            text: the values that are understood, for messages.
-            fits: whether a value is one of them.
-            default: what an absent field means; without it the field has to be there.
+            text: describes the accepted values in messages.
+            fits: whether a value is accepted.
+            default: the value of an absent field; without a default, the field is required.
         """
         self.names.add(name)
         if name in self.given:
@@ -70,33 +70,34 @@ class ConfigReader:
         return None if default is _REQUIRED else default
 
     def size(self, name: str, default: Any = _REQUIRED) -> Any:
-        """The positive integer in a field; with a default of None it may be null."""
+        """Read a field with a positive integer; with a default of None, null is accepted too."""
         if default is None:
             return self(name, "a positive integer or null", _is_size_or_none, None)
         return self(name, "a positive integer", is_size, default)
 
     def number(self, name: str, default: float) -> float:
-        """The positive number in a field."""
+        """Read a field with a positive number."""
         return self(name, "a positive number", _is_positive, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """The flag in a field."""
+        """Read a field with a flag."""
         return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
-        """Refuse a field that has another value than these; an absent one has the first."""
-        # As texts: `True` is 1 in Python, and in JSON it is not.
+        """Refuse a field that has none of these values; an absent field has the first."""
+        # Compared as texts: in Python `True` equals 1, in JSON it does not.
         texts = [json.dumps(one) for one in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
     def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
-        """The one value that several fields give; which of them a reader follows depends on its
-        version, so they have to say the same.
+        """Return the value that several fields share, or record a problem if they differ.
+
+        Which of the fields a library reads depends on its version, so they have to agree.
 
         Args:
-            what: what they give, for messages.
-            values: the value in each field that is there.
-            default: the value if none is.
+            what: what the fields contain, for messages.
+            values: the value of each field that is present.
+            default: the value if no field is present.
         """
         first = next(iter(values), "")
         for name, value in values.items():
@@ -105,7 +106,7 @@ class ConfigReader:
         return values.get(first, default)
 
     def unread_problems(self) -> list[Problem]:
-        """A problem for each field that was not read."""
+        """Return a problem for each field that was not read."""
         problems: list[Problem] = []
         for name, value in self.given.items():
             if name not in self.names:
@@ -133,13 +134,13 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Whether a value is a token, several (models for chats end a text by any of two), or null."""
+    """Return whether a value is a token, a list of tokens (chat models have several), or null."""
     tokens = value if isinstance(value, list) else [value]
     return value is None or all(type(token) is int for token in tokens)
 
 
 def _is_full_attention(value: Any) -> bool:
-    """Whether no layer has a window."""
+    """Return whether no layer has a window."""
     if value is None:
         return True
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
@@ -153,7 +154,7 @@ SIZES = {
     "intermediate_size": "hidden",
     "max_position_embeddings": "max_seq",
 }
-"""The sizes that each `config.json` has, and the fields of our config that they are."""
+"""The sizes that every `config.json` has, with the names of our config's fields."""
 
 FIELDS = {
     **SIZES,
@@ -166,11 +167,11 @@ FIELDS = {
     "num_experts_per_tok": "top_k",
     "norm_topk_prob": "normalize",
 }
-"""All fields that are one of our config, of which each family has some."""
+"""All fields that have a counterpart in our config; each family has some of them."""
 
 
-# Configurations. Where a field is absent, it means what Hugging Face's class takes by default, and
-# not what our own config does: `rms_norm_eps` is 1e-6.
+# Configurations. An absent field has the default of Hugging Face's class, which may differ from our
+# config's default: `rms_norm_eps` is 1e-6.
 
 
 def _common(
@@ -181,7 +182,7 @@ def _common(
     norm_eps: float = 1e-6,
     rope_theta: float = 1e4,
 ) -> dict[str, Any]:
-    """The fields that all families have."""
+    """Read the fields that all families have."""
     read.only("architectures", [f"{architecture}ForCausalLM"], None)
     read.only("hidden_act", "silu")
     read.only("attention_dropout", 0.0, 0)
@@ -191,8 +192,8 @@ def _common(
         read(name, "tokens or null", _is_token, None)
     for name in ("transformers_version", "_name_or_path"):
         read(name, "a text", TEXT.fits, "")
-    # Older files call it "torch_dtype". It is the dtype of the training: `load_weights` goes by
-    # the tensors.
+    # Older files call it "torch_dtype". It is the dtype of the training; `load_weights` uses the
+    # dtypes of the tensors.
     floats = "a dtype of floating-point numbers"
     older = read("torch_dtype", floats, is_floating, jnp.float32)
     return {
@@ -207,7 +208,7 @@ def _common(
 
 
 def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
-    """The rotation, in `rope_parameters`; older files have `rope_theta` and `rope_scaling`."""
+    """Read the rotation: `rope_parameters`, or `rope_theta` and `rope_scaling` in older files."""
     thetas: dict[str, float] = {}
     scalings: dict[str, Llama3Rope | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -227,15 +228,15 @@ def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
 
 _ROPE = 'of {"rope_type": "default"} or "llama3", with the fields of that alone'
 LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
-"""The names of the fields of a `Llama3Rope` in a `config.json`, in their order."""
+"""The names of a `Llama3Rope`'s fields in a `config.json`, in the class's order."""
 
 
 def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
-    """The base and the scaling of a rotation; None if it is not understood, such as YaRN's."""
+    """Return a rotation's base and scaling, or None if it is not understood, such as YaRN's."""
     if not isinstance(value, dict):
         return None
     given = dict(value)
-    # Some files have both names, and older ones only "type".
+    # Some files have both names, older ones only "type".
     older = given.pop("type", None)
     kind = given.pop("rope_type", older)
     if not all(map(_is_positive, given.values())):
@@ -260,13 +261,13 @@ def _llama(read: ConfigReader) -> dict[str, Any]:
 
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:
-    # It has to be there: an absent window is 4,096 to Hugging Face's class.
+    # It is required: for Hugging Face's class, an absent window is 4,096.
     window = read("sliding_window", "a positive integer or null", _is_size_or_none)
     return {**_common(read, "Mistral"), "window": window}
 
 
 def _qwen(read: ConfigReader, architecture: str, kv_heads: Any = None) -> dict[str, Any]:
-    # Qwen's windows are for some layers only, and off in all published models.
+    # Qwen's windows apply to some layers only, and are off in all published models.
     read.only("use_sliding_window", False)
     read.only("use_mrope", False)
     read.size("sliding_window", None)
@@ -285,14 +286,14 @@ def _qwen3(read: ConfigReader) -> dict[str, Any]:
 
 
 def _of_training(read: ConfigReader) -> None:
-    """Read the fields of experts that say nothing about what is computed."""
+    """Read the fields of experts that do not change the result."""
     read("router_aux_loss_coef", "a number", is_number, 0)
     read.flag("output_router_logits", False)
 
 
 def _mixtral(read: ConfigReader) -> dict[str, Any]:
     _of_training(read)
-    read("router_jitter_noise", "a number", is_number, 0)  # noise that is for training only
+    read("router_jitter_noise", "a number", is_number, 0)  # noise in training only
     return {
         **_common(read, "Mixtral", kv_heads=_REQUIRED, norm_eps=1e-5, rope_theta=1e6),
         "window": read.size("sliding_window", None),
@@ -304,10 +305,10 @@ def _mixtral(read: ConfigReader) -> dict[str, Any]:
 def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
     _of_training(read)
     read.only("attention_bias", False)
-    # Experts in each layer.
+    # All layers have experts.
     read.only("decoder_sparse_step", 1)
     read.only("mlp_only_layers", [], None)
-    # Newer files have the first name.
+    # Newer files use the first name.
     names = ("num_local_experts", "num_experts")
     experts = {name: read.size(name, 128) for name in names}
     given = {name: number for name, number in experts.items() if read.given.get(name) == number}
@@ -341,11 +342,11 @@ def _olmoe(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-# Tables of names. The files have matrices as PyTorch does, (out, in): hence `.T`.
+# Tables of names. Files have PyTorch's matrices, (out, in), hence `.T`.
 
 
 def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
-    """The names in families without experts."""
+    """Return the names in families without experts."""
     layer, attention = "model.layers.{layer}", "model.layers.{layer}.self_attn"
     norms = "input_layernorm", "post_attention_layernorm"
     if config.norms == "after":
@@ -373,7 +374,7 @@ def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str
 def _names_of_experts(
     config: TransformerConfig, tensors: Collection[str] = (), module: str = "mlp"
 ) -> dict[str, str]:
-    """The names in families with experts, of which files have a tensor for each, or one for all."""
+    """Return the names in families with experts; files have a tensor per expert, or one for all."""
     first = f"model.layers.{{layer}}.{module}"
     names = _names(config) | {"blocks.layer.mlp.router": f"{first}.gate.weight.T"}
     if f"model.layers.0.{module}.experts.gate_up_proj" in tensors:
@@ -386,7 +387,7 @@ def _names_of_experts(
 
 
 def _names_of_mixtral(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
-    """Mixtral's own names; newer files have those of the other family with experts."""
+    """Return Mixtral's own names; newer files use the names of other families with experts."""
     if "model.layers.0.mlp.gate.weight" in tensors:
         return _names_of_experts(config, tensors)
     names = _names_of_experts(config, tensors, "block_sparse_moe")
@@ -409,21 +410,22 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
     "olmo2": (_olmo2, _names),
     "olmoe": (_olmoe, _names_of_experts),
 }
-"""The families of published models that `ft.load_weights` knows, by `model_type`. Add to it for
-another model with the same layers.
+"""The families of published models that `ft.load_weights` supports, by `model_type`.
+
+Add a family to it to load another model with the same layers.
 
 A family is two functions. The first takes a reader of `config.json`, and returns the fields of the
-`ft.nn.TransformerConfig`. A field that it does not read is refused, such as `clip_qkv`:
+`ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, is refused:
 
 - `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
-  a field. A field without a default has to be there.
-- `read.only(name, value, *others)` refuses other values; an absent field has the first.
+  a field. A field without a default is required.
+- `read.only(name, value, *others)` refuses all values but these; an absent field has the first.
 - `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
-  says for messages which these are.
+  describes these values in messages.
 
-The second takes the config and the names of the tensors in the files, none if the model is to be
-saved. It returns the table from the paths of the `Transformer` to these names, as
-`ft.load_tensors` takes it.
+The second function takes the config and the names of the tensors in the files, which are empty if
+the model is being saved. It returns the table from the paths of the `Transformer` to these names,
+as `ft.load_tensors` takes it.
 
     >>> llama, names = ft.nn.families["llama"]
     >>> def my_llama(read):
@@ -435,7 +437,7 @@ saved. It returns the table from the paths of the `Transformer` to these names, 
 
 # Reading a file
 
-# The fields that one chooses when a model is loaded; the others are those of the weights.
+# The fields that a user may choose when a model is loaded; the weights determine the others.
 CHOSEN = (
     "compute_dtype",
     "remat",
@@ -448,7 +450,7 @@ CHOSEN = (
     "dot_general",
 )
 
-# What families with experts have that our layers do not.
+# Features of families with experts that our layers do not have.
 _REFUSED = {
     "deepseek": (
         "experts that all tokens have, and dense first layers, which would be a second stack"
@@ -462,10 +464,10 @@ _REFUSED["deepseek_v3"] = _REFUSED["deepseek_v2"]
 
 
 def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
-    """The config of a published model.
+    """Read the config of a published model.
 
     Args:
-        path: its `config.json`, or the folder with it.
+        path: its `config.json`, or the folder that contains it.
         **fields: other values for `compute_dtype`, `remat`, `attention`, `context`,
             `microbatches`, `max_seq`, `capacity`, `dispatch` or `dot_general`.
 
@@ -473,8 +475,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         The config. Its `param_dtype` is the "dtype" in the file.
 
     Raises:
-        FunctreeError: there is no such file; the family is unknown; a field is missing or not
-            understood. The error lists all of them.
+        FunctreeError: if there is no such file, or its family is unknown.
+        FunctreeError: if fields are missing or not understood; the error lists all of them.
 
     Examples:
         >>> config = ft.nn.config_from_json("no such folder")
@@ -488,13 +490,13 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
 
 
 class PublishedConfig(NamedTuple):
-    """What a `config.json` says.
+    """The contents of a `config.json`.
 
     Attributes:
         file: the file.
         given: its fields.
-        config: what they mean.
-        names: the function of the family that makes its table of names.
+        config: the config that they describe.
+        names: the family's function that makes the table of names.
     """
 
     file: Path
@@ -504,7 +506,7 @@ class PublishedConfig(NamedTuple):
 
 
 def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
-    """What a `config.json` says; arguments and errors are those of `config_from_json`."""
+    """Read a `config.json`; see `config_from_json` for arguments and errors."""
     file, given = _read_file(path)
     family = _family(file, given)
     read, found = understood(family, given)
@@ -516,7 +518,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     if problems:
         failure = f"{file}: {count(len(problems), 'field')} not understood"
         raise FunctreeValueError(failure, problems)
-    # What Hugging Face computes if the file does not have them, or has null.
+    # Hugging Face's values for fields that are absent or null.
     if found["kv_heads"] is None:
         found["kv_heads"] = found["heads"]
     if found["head_dim"] is None:
@@ -524,8 +526,8 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     try:
         config = TransformerConfig(**{**found, **fields})
     except FunctreeError as error:
-        # Such as numbers of heads that do not fit each other: a message without the file would be
-        # about fields that nobody has written.
+        # For example, numbers of heads that do not fit each other. The message needs the file,
+        # since users did not write these fields themselves.
         raise FunctreeValueError(
             f"{file}: no transformer can be built with these fields", error.problems
         ) from None
@@ -533,19 +535,19 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
 
 
 def understood(family: str, given: Mapping[str, Any]) -> tuple[ConfigReader, dict[str, Any]]:
-    """What the function of a family has read of a `config.json`, and what it returns."""
+    """Read a `config.json` with a family's function, and return the reader and the result."""
     read = ConfigReader(given)
     try:
         return read, families[family][0](read)
     except USERS_ERRORS:
-        # A value that is missing may be what the function cannot go on without.
+        # The function may have failed because of a missing value, which is already a problem.
         if not read.problems:
             raise
     return read, {}
 
 
 def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
-    """A `config.json`, and its fields."""
+    """Read a `config.json`, and return its path and its fields."""
     file = Path(path)
     if file.suffix != ".json":
         file /= "config.json"
@@ -563,7 +565,7 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _family(file: Path, given: Mapping[str, Any]) -> str:
-    """The family that a `config.json` names."""
+    """Return the family that a `config.json` names."""
     name = given.get("model_type")
     if isinstance(name, str) and name in families:
         return name

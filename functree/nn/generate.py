@@ -1,4 +1,4 @@
-"""A language model and prompts ─► the prompts, and the tokens that continue them."""
+"""`generate` continues prompts with a language model, token by token."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -48,9 +48,9 @@ _PROMPTS = Takes(
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
 _STOP = Takes("a token, or several", POSITIONS.fits)
-# The least length that prompts are padded to: 1, 2, 4 and 8 would be programs of their own.
+# The least length that prompts are padded to: 1, 2, 4 and 8 would be separate programs.
 _LEAST = 16
-# Divided by a smaller one, logits would be infinite in float32.
+# Dividing by a smaller temperature would make logits infinite in float32.
 _LEAST_TEMPERATURE = 1e-30
 _INT32 = np.iinfo(np.int32)
 
@@ -58,14 +58,14 @@ IntArray = Int[Array | np.ndarray, "..."]
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen. Its values are arrays, so that others need no other program.
+    """How the next token is chosen; the values are arrays, so that they all share one program.
 
     Attributes:
-        key: the random key; None: the likeliest token is chosen.
+        key: the random key; None to choose the likeliest token.
         temperature: divides the logits.
-        top_k: only so many of the likeliest tokens are chosen from; None: all.
-        top_p: only the likeliest tokens are chosen from, so many that their probability is at least
-            this; None: all.
+        top_k: the number of likeliest tokens to choose from; None for all.
+        top_p: choose among the fewest likeliest tokens whose probabilities sum to at least this;
+            None for all.
     """
 
     key: PRNGKeyArray | None
@@ -89,8 +89,8 @@ def generate(
 ) -> Int[Array, "batch seq"]:
     """Continue prompts token by token, with a cache of keys and values.
 
-    One program is compiled for all prompts that are padded to the same power of two, and for all
-    values of `temperature`, `top_k` and `top_p`.
+    Prompts that are padded to the same power of two share one compiled program, as do all values of
+    `temperature`, `top_k` and `top_p`.
 
     `top_k` is from Fan et al., "Hierarchical neural story generation" (2018), `top_p` from Holtzman
     et al., "The curious case of neural text degeneration" (2020).
@@ -99,25 +99,25 @@ def generate(
         model: the model.
         prompts: a prompt in each row, of any integer dtype.
         length: the number of new tokens.
-        lengths: the length of each prompt, if they differ: what follows in a row is padding. Each
-            is continued at its own end.
+        lengths: the length of each prompt, if they differ; the rest of a row is padding. Each
+            prompt is continued at its own end.
         key: the random key, for a `temperature` above 0.
-        temperature: 0 chooses the likeliest token. Else tokens are drawn, with logits that are
-            divided by it.
-        top_k: draw from so many of the likeliest tokens only.
-        top_p: draw from the likeliest tokens only, so many that their probabilities sum up to it.
-        stop: a token, or several, behind which a row ends.
-        pad: what stands behind the end of a row.
+        temperature: divides the logits before tokens are drawn; 0 chooses the likeliest token.
+        top_k: draw only from this number of likeliest tokens.
+        top_p: draw only from the fewest likeliest tokens whose probabilities sum to this.
+        stop: a token, or several, after which a row ends.
+        pad: the padding after the end of a row.
 
     Returns:
-        The prompts, each with its new tokens: an array that is `length` wider. It has their dtype,
-        or int32 if that one does not hold all tokens and `pad`. Where no token can be chosen, since
-        the logits are NaN, it is -1, or the largest number of an unsigned dtype; so are all behind
-        it.
+        The prompts, each followed by its new tokens: an array that is `length` wider. It has the
+        dtype of the prompts, or int32 if that dtype cannot hold all tokens and `pad`. If the logits
+        are NaN, no token can be chosen: this token and all later ones are -1, or the largest number
+        of an unsigned dtype.
 
     Raises:
-        FunctreeError: the sequences would be longer than the model's `max_seq`; a value does not
-            fit; there is no key for a temperature above 0.
+        FunctreeError: if the sequences would be longer than the model's `max_seq`.
+        FunctreeError: if `temperature` is above 0 and there is no key.
+        FunctreeError: if another value is invalid.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -139,7 +139,7 @@ def generate(
         pad=(pad, POSITION),
     )
     seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
-    # As Python's integers, of which no one wraps.
+    # As Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, vocab, prompts, length, lengths)
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
@@ -155,11 +155,11 @@ def generate(
         None if top_p is None else np.float32(top_p),
     )
     padded: Any = prompts
-    # A number, and not an array that nobody has placed beside the model.
+    # A NumPy number: a JAX array would be uncommitted next to a model on a mesh.
     ends: Any = np.asarray(seq, np.int32) if lengths is None else lengths
-    # Of lengths whose values are not known, one that is too large would count the padding.
+    # Without known lengths, padding could count as tokens of the prompt.
     if _is_known(ends):
-        # Not so long that no room is left for the new tokens.
+        # At most so long that there is room for the new tokens.
         padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
     padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))
@@ -167,32 +167,32 @@ def generate(
     return _first_columns(tokens, seq + length)
 
 
-# Of these values each is one that its parameter takes. `lengths` may still be anything.
+# `check` has accepted these values already, except for `lengths`, which may be anything.
 
 
 def _prompt_problems(
     model: Transformer, vocab: int, prompts: IntArray, length: int, lengths: IntArray | None
 ) -> list[Problem]:
-    """What is wrong with prompts and lengths."""
-    found: list[Problem] = []
+    """Return the problems with prompts and lengths."""
+    problems: list[Problem] = []
     batch, seq = prompts.shape
     if seq + length > model.max_seq:
         why = f"with prompts of {seq} it is more than the model's max_seq={model.max_seq}"
         remedy = "shorten them, or build the model with a larger max_seq"
-        found.append(Problem(None, None, f"length={length}", why, remedy))
+        problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
         why = f"it must be an array of an integer for each of {batch} prompts"
-        found.append(Problem(None, None, f"lengths={shown(lengths)}", why))
+        problems.append(Problem(None, None, f"lengths={shown(lengths)}", why))
     elif lengths is not None and _is_known(lengths):
-        # A prompt without a token has no vector from which the first token could be chosen.
-        if not all(0 < one <= seq for one in np.asarray(lengths)):
+        # A prompt without tokens has no vector from which the first new token could be chosen.
+        if not all(0 < size <= seq for size in np.asarray(lengths)):
             why = f"a prompt has from 1 to {seq} tokens"
-            found.append(Problem(None, None, f"lengths={lengths}", why))
-    # Of prompts whose values are not known, a token that the model does not have gives NaN.
+            problems.append(Problem(None, None, f"lengths={lengths}", why))
+    # If the prompts' values are unknown, a token outside the vocabulary gives NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
         why = f"the model has {vocab} tokens, and some are not among them: {_first_few(unknown)}"
-        found.append(Problem(None, None, "prompts", why))
-    return found
+        problems.append(Problem(None, None, "prompts", why))
+    return problems
 
 
 def _option_problems(
@@ -204,25 +204,25 @@ def _option_problems(
     stops: np.ndarray,
     pad: int,
 ) -> list[Problem]:
-    """What is wrong with the options."""
-    found: list[Problem] = []
+    """Return the problems with the options."""
+    problems: list[Problem] = []
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
-        found.append(Problem(None, None, what, f"the model has {vocab} tokens"))
+        problems.append(Problem(None, None, what, f"the model has {vocab} tokens"))
     if not _INT32.min <= pad <= _INT32.max:
-        found.append(Problem(None, None, f"pad={pad}", "it must be a number that int32 holds"))
+        problems.append(Problem(None, None, f"pad={pad}", "it must be a number that int32 holds"))
     if temperature and key is None:
         what, why = f"temperature={temperature}", "tokens are drawn with a key"
-        found.append(Problem(None, None, what, why, "key=jax.random.key(0)"))
+        problems.append(Problem(None, None, what, why, "key=jax.random.key(0)"))
     for name, value in (("top_k", top_k), ("top_p", top_p)):
         if value is not None and not temperature:
             why = "at temperature 0 the likeliest token is chosen, whatever it is"
-            found.append(Problem(None, None, f"{name}={value}", why, "temperature=1.0"))
-    return found
+            problems.append(Problem(None, None, f"{name}={value}", why, "temperature=1.0"))
+    return problems
 
 
 def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
-    """The tokens of known prompts, without their padding where that is known."""
+    """Return the tokens of known prompts, without their padding if that is known."""
     tokens = np.asarray(prompts)
     if lengths is None or not is_integers(lengths) or not _is_known(lengths):
         return tokens
@@ -232,8 +232,8 @@ def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
 
 
 def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
-    """The tokens that a vocabulary does not have."""
-    # The dtypes of less than a byte are not numpy's: a larger number does not compare with them.
+    """Return the tokens outside a vocabulary."""
+    # NumPy lacks dtypes of less than a byte, and a larger number does not compare with them.
     if tokens.dtype.itemsize < 8:
         tokens = tokens.astype(np.int64)
     return np.unique(tokens[(tokens < 0) | (tokens >= vocab)])
@@ -244,41 +244,41 @@ def _first_few(tokens: np.ndarray) -> str:
 
 
 def _is_known(x: IntArray) -> bool:
-    """Whether this process has the values of an array: it is neither traced nor on other hosts."""
+    """Return whether this process has an array's values: it is not traced, nor on other hosts."""
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
 
 
 def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
-    """The dtype of the result."""
+    """Return the dtype of the result."""
     own = jnp.iinfo(prompts.dtype)
-    # One number more than there are tokens: that of no token, which -1 is in an unsigned dtype.
+    # One number more than there are tokens: in an unsigned dtype, the largest number means -1.
     holds_all = vocab <= own.max and own.min <= pad <= own.max
     return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
-# Around the program. On the host: each would be a program of its own for each length of prompts.
+# These run on the host: in JAX, each would be a separate program for each length of prompts.
 
 
 def _bucket(seq: int) -> int:
-    """The length that prompts are padded to: a power of two."""
+    """Return the length that prompts are padded to: a power of two."""
     return max(_LEAST, 1 << (seq - 1).bit_length())
 
 
 def _padded(prompts: IntArray, seq: int) -> IntArray:
-    """Prompts padded to a length; those whose values are not known stay as they are."""
+    """Pad prompts to a length; return prompts with unknown values unchanged."""
     if not _is_known(prompts) or prompts.shape[1] == seq:
         return prompts
     padded = np.pad(np.asarray(prompts), [(0, 0), (0, seq - prompts.shape[1])])
-    # Those that were put on a mesh go back there. Others are placed by the rules of the call.
+    # Prompts on a mesh are placed there again. The call's rules place others.
     if isinstance(prompts, jax.Array) and prompts.committed:
         return jax.device_put(padded, prompts.sharding)
     return padded
 
 
 def _first_columns(tokens: Array, seq: int) -> Array:
-    """The first tokens of each row."""
+    """Return the first tokens of each row."""
     if tokens.shape[1] == seq or not _is_known(tokens):
         return tokens[:, :seq]
     return jax.device_put(np.asarray(tokens)[:, :seq], tokens.sharding)
@@ -289,8 +289,7 @@ def _first_columns(tokens: Array, seq: int) -> Array:
 _Carry = tuple[
     Int[Array, ""], Int[Array, "batch"], Cache, Int[Array, "batch new+1"], Bool[Array, "batch"]
 ]
-"""The number of tokens so far, the last of each row, the cache, all of them, and which rows have
-ended."""
+"""The number of tokens so far, each row's last token, the cache, all tokens, and the ended rows."""
 
 
 @jit
@@ -301,26 +300,26 @@ def generation(
     sampling: Sampling,
     stops: tuple[Int[Array, ""], ...],
     pad: Int[Array, ""],
-    new_tokens: range,  # a number that differs would be warned of, as one that could be traced
+    new_tokens: range,  # an integer would get a warning that it could be traced
 ) -> Int[Array, "batch _"]:
-    """The prompts, each with its new tokens and then padding, as one program.
+    """Continue the prompts as one program: prompts, new tokens, then padding.
 
-    The dtype of the result is that of `pad`.
+    The result has the dtype of `pad`.
     """
-    # On Explicit axes they may come with a sharded sequence, which no rule says.
+    # On Explicit axes, prompts may arrive with a sharded sequence that no rule asks for.
     prompts, seq = gather_last(prompts), prompts.shape[1]
     length, dtype = len(new_tokens), pad.dtype
-    # All tokens are int32 inside, so that none wraps.
+    # All tokens are int32 inside, so that none overflows.
     prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
     if not lengths.ndim:
-        lengths = lengths + 0 * prompts[:, 0]  # sharded as the prompts are, on Explicit axes too
-    # A length that is not known here, and is none, gives a row without new tokens.
+        lengths = lengths + 0 * prompts[:, 0]  # sharded like the prompts, even on Explicit axes
+    # An invalid length, which may be unknown until now, gives a row without new tokens.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
     prompts = on_shards(_zeroed, [prompts, lengths], ["batch _", "batch"])
     last, new = _read_prompts(model, prompts, given)
     with unsharded_sequence():
         tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
-    # To an unsigned dtype -1 is cast as its largest number.
+    # A cast to an unsigned dtype turns -1 into its largest number.
     return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
         dtype
     )
@@ -329,29 +328,28 @@ def generation(
 def _zeroed(
     prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
 ) -> Int[Array, "batch seq"]:
-    """The prompts, with tokens in the place of their padding, which may be anything."""
-    # Of a number that is no token the vector is NaN, and so are the sums over all vectors of which
-    # its weight is 0.
+    """Replace the padding of prompts, which may be anything, with tokens."""
+    # The vector of an invalid token is NaN, and so is a sum over vectors in which its weight is 0.
     return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
 
 
 def _read_prompts(
     model: Transformer, prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
 ) -> tuple[Float[Array, "batch 1 embed"], LayersCache]:
-    """The vector of the last token of each prompt, and the keys and values of all tokens.
+    """Return the vector of each prompt's last token, and the keys and values of all tokens.
 
     Args:
         model: the model.
-        prompts: the prompts, padded at their right with tokens.
-        lengths: the length of each; the vector of a row that has no such token is NaN.
+        prompts: the prompts, padded on the right with valid tokens.
+        lengths: the length of each; a row with an invalid length gets NaN.
     """
     batch, seq = prompts.shape
-    # All prompts at once, behind a cache without slots. In parts where the rules shard a sequence
-    # while heads are mixed, unless the prompts have no equal parts.
+    # All prompts at once, after a cache without slots. If rules shard the sequence inside
+    # attention, it stays sharded, unless the parts would be unequal.
     if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
         features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
-        # A sum over parts, of which all others are zeros: the vectors themselves stay where they
-        # are. No row is at -1, so that the sum over such a row is 0 as well, and no token.
+        # A masked sum over the sharded sequence leaves the vectors where they are. No index equals
+        # -1, so a row without tokens has the sum 0, and `is_last` is false for it.
         index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
         is_last = (index == lengths[:, None] - 1)[..., None]
         last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
@@ -363,7 +361,7 @@ def _read_prompts(
 
 
 def _context_parts() -> int:
-    """In how many parts a sequence is while heads are mixed, by the ambient rules."""
+    """Return how many parts the ambient rules cut a sequence into inside attention."""
     if not has_axis_rules() or on_one_device():
         return 1
     return devices_along(mesh_axes(sequence_by_rules(HEADS)))
@@ -372,8 +370,8 @@ def _context_parts() -> int:
 def _last(
     x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
 ) -> Float[Array, "batch 1 embed"]:
-    """The vector of the last token of each row; NaN if the row does not have so many tokens."""
-    # Beyond the last row JAX gives NaN too, but takes -1 for one from the end.
+    """Return the vector of each row's last token, or NaN if the row does not have this token."""
+    # JAX gives NaN beyond the last row too, but counts -1 from the end.
     index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
     return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
@@ -388,46 +386,46 @@ def _continued(
     pad: Int[Array, ""],
     sizes: tuple[int, int],
 ) -> Int[Array, "batch new+1"]:
-    """The new tokens of each row, and one more for the padding behind its end.
+    """Return each row's new tokens, and one padding token more.
 
     Args:
         model: the model.
-        last: the vector of the last token of each prompt.
+        last: the vector of each prompt's last token.
         new: the keys and values of the prompts.
-        lengths: the length of each.
+        lengths: the length of each prompt.
         sampling: how a token is chosen.
-        stops: the tokens behind which a row ends.
-        pad: what stands there.
+        stops: the tokens after which a row ends.
+        pad: the padding after the end of a row.
         sizes: the length of the longest prompt, and the number of new tokens.
     """
     seq, length = sizes
-    # With room for the new tokens. Tokens behind the end of a shorter prompt were computed, and are
-    # not written: `lengths`.
+    # With room for the new tokens. Positions after the end of a shorter prompt were computed but
+    # are not written, because of `lengths`.
     cache = Cache.create(model, last.shape[0], seq + length).extended(*new, lengths=lengths)
     # (batch, 1, embed): logits are computed for the last tokens only.
     logits = model.logits(last)
     first = _next_token(logits[:, 0], sampling, jnp.int32(0))
-    # (batch, length + 1): one more, for the padding behind the end.
+    # (batch, length + 1): one more, for the padding after the end.
     tokens = jnp.where(jnp.arange(length + 1)[None] == 0, first[:, None], pad)
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         i, _, _, _, ended = carry
-        # Without stops no row ends: `all` would be a collective in each step.
+        # Without stops, no row ends, and `all` would be a collective in each step.
         return (i < length) & ~ended.all() if stops else i < length
 
     def step(carry: _Carry) -> _Carry:
         i, token, cache, tokens, ended = carry
-        # Padding need not be a token.
+        # Padding may be outside the vocabulary.
         logits, cache = model.decode(jnp.where(ended, 0, token)[:, None], cache)
-        # A row has ended after the stop itself, which is a part of the result.
+        # A row ends after the stop token, which is a part of the result.
         for stop in stops:
             ended |= token == stop
         token = jnp.where(ended, pad, _next_token(logits[:, 0], sampling, i))
         tokens = jax.lax.dynamic_update_slice_in_dim(tokens, token[:, None], i, 1)
         return i + 1, token, cache, tokens, ended
 
-    # `first != first` is False for each row, and sharded like `first` on Explicit axes: a carry has
-    # to keep its type.
+    # `first != first` is False for each row, and sharded like `first` on Explicit axes, where a
+    # carry must keep its type.
     start = jnp.int32(1), first, cache, tokens, first != first
     *_, tokens, _ = jax.lax.while_loop(goes_on, step, start)
     return tokens
@@ -438,23 +436,23 @@ def _appended(
     tokens: Int[Array, "batch new+1"],
     lengths: Int[Array, "batch"],
 ) -> Int[Array, "batch seq+new"]:
-    """Each prompt, followed by its own new tokens, and then by the last one, which is padding."""
+    """Join each prompt, its own new tokens, and the last one of these, which is padding."""
     new = tokens.shape[1] - 1
-    # Which new token is at each position: negative for the prompt, clipped to the padding behind.
+    # The new token at each position: negative for the prompt, clipped to the padding after the end.
     index = jnp.arange(prompts.shape[1] + new)[None] - lengths[:, None]
-    found = jnp.take_along_axis(tokens, jnp.clip(index, 0, new), axis=1)
-    return jnp.where(index < 0, jnp.pad(prompts, [(0, 0), (0, new)]), found)
+    following = jnp.take_along_axis(tokens, jnp.clip(index, 0, new), axis=1)
+    return jnp.where(index < 0, jnp.pad(prompts, [(0, 0), (0, new)]), following)
 
 
 def _next_token(
     logits: Float[Array, "batch vocab"], sampling: Sampling, i: Int[Array, ""]
 ) -> Int[Array, "batch"]:
-    """The next token of each row, by the logits; `i` is the number of tokens before it.
+    """Choose each row's next token from its logits; `i` is the number of new tokens before it.
 
-    It is -1 if a logit is NaN: `argmax` would take that one. The model gives NaN for -1 too, so
-    that all tokens behind it are -1.
+    If a logit is NaN, the token is -1, since `argmax` would return the NaN's index. The model gives
+    NaN for -1 too, so all later tokens are -1.
     """
-    # The vocabulary whole: it is sorted and summed over. For a step these logits are few.
+    # The vocabulary is gathered, because it is sorted and summed over. A step has few logits.
     logits = activation(gather_last(logits), "batch _")
     if sampling.key is None:
         chosen = jnp.argmax(logits, axis=-1)
@@ -466,22 +464,24 @@ def _next_token(
 def _drawn(
     logits: Float[Array, "batch vocab"], sampling: Sampling, key: PRNGKeyArray
 ) -> Int[Array, "batch"]:
-    """A token of each row, drawn with its probability by the logits."""
-    # Without the largest one, which divided by a small temperature might be infinite.
+    """Draw a token for each row, with the probabilities of its logits."""
+    # Relative to the largest logit, which could become infinite when divided by a small
+    # temperature.
     logits = logits.astype(jnp.float32)
     logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
     least = jnp.finfo(logits.dtype).min
     if sampling.top_k is not None:
         falling = -jnp.sort(-logits, axis=-1)
-        # An index that is an array, so that all values of `top_k` share a program: `jax.lax.top_k`
-        # takes a number.
+        # The index is an array, so that all values of `top_k` share a program. `jax.lax.top_k`
+        # needs a Python integer.
         last = jnp.minimum(sampling.top_k, logits.shape[-1]) - 1
         lowest = jax.lax.dynamic_slice_in_dim(falling, last, 1, 1)
         logits = jnp.where(logits < lowest, least, logits)
     if sampling.top_p is not None:
         falling = -jnp.sort(-logits, axis=-1)
         weights = jax.nn.softmax(falling)
-        # A token is kept if those that are likelier sum up to less; the likeliest always.
+        # A token is kept if the likelier ones sum to less than `top_p`; the likeliest is always
+        # kept.
         kept = jnp.cumsum(weights, axis=-1) - weights < sampling.top_p
         lowest = jnp.min(jnp.where(kept | (falling == falling[:, :1]), falling, jnp.inf), axis=-1)
         logits = jnp.where(logits < lowest[:, None], least, logits)

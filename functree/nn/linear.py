@@ -1,4 +1,4 @@
-"""Vectors ─► vectors, by a linear map whose axes are named when it is created."""
+"""`Linear` maps vectors to vectors, with axes that are named when it is created."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -21,25 +21,26 @@ from functree.tree.interfaces import Matrices
 
 
 class Linear(eqx.Module):
-    """`x @ weight + bias`, over the last dimension of `x`.
+    """A linear layer: `x @ weight + bias`, over the last dimension of `x`.
 
     Args:
         in_size: the size of the last dimension of `x`.
         out_size: the size of the last dimension of the result.
-        axes: the names of the two dimensions of the weight, input and output. The bias has the
-            second name.
+        axes: the names of the weight's two dimensions, input and output. The bias has the second
+            name.
         use_bias: whether to add a bias, which is initially zero.
         init: the initializer of the weight; by default truncated normal with variance `1 /
             in_size`.
         key: the key for the weight.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
-        dot_general: what multiplies by the weights, a hashable function of the arguments of
-            `jax.lax.dot_general`; `None`: that function itself.
+        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+            `x`.
+        dot_general: a hashable function that multiplies by the weight. It takes the arguments of
+            `jax.lax.dot_general`, which is the default.
 
     Raises:
-        AxesError: `axes` does not have two names.
-        FunctreeError: a size is not a positive integer, or another argument does not fit.
+        AxesError: if `axes` does not have two names.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
 
     Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))
@@ -81,20 +82,21 @@ class Linear(eqx.Module):
         self.dot_general = dot_general
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which differ from instance to instance."""
+        """Return the axes of this instance's leaves, which differ between instances."""
         return names(weight=self.axes, bias=Axes(self.axes[1]))
 
     def __matrix_dimensions__(self) -> Matrices:
-        """The weight, for `ft.nn.matrix_dimensions`; a table of a vocabulary is no matrix."""
-        # It has one vector for each token, and in most batches most of them have no gradient.
+        """Declare the weight as a matrix for `ft.nn.matrix_dimensions`, unless a vocabulary's."""
+        # A vocabulary's weight has one vector per token, most of which get no gradient from a
+        # batch.
         if "vocab" in self.axes:
             return {}
         return {"weight": (-2, -1)}
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
-        """The product and the bias, in `compute_dtype`. No sharding is constrained.
+        """Multiply by the weight and add the bias, in `compute_dtype`, without constraints.
 
-        Its axes are given at each use, so only the caller knows what those of `x` are.
+        The axes of `x` differ from use to use, so only the caller can constrain shardings.
         """
         x, weight = cast(self.compute_dtype, x, self.weight)
         y = product(x, weight, dot_general=self.dot_general)

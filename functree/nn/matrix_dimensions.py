@@ -1,4 +1,4 @@
-"""A model ─► a function that says which parameters are matrices, as `optax.contrib.muon` asks."""
+"""`matrix_dimensions` tells `optax.contrib.muon` which parameters of a model are matrices."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,24 +20,23 @@ from functree.tree.skeleton.kinds import ARRAY, LEAVES, NONE
 
 
 def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
-    """Which parameters of a model are matrices, for `optax.contrib.muon`.
+    """Return a function that tells `optax.contrib.muon` which parameters are matrices.
 
-    By itself, Muon takes each array of two dimensions for a matrix. The table of an embedding is
-    one, and so are the scales of the norms in a stack of layers; the weights of a stack are none,
-    nor are those of attention, which have a dimension for the heads.
+    By default, Muon treats each array with two dimensions as a matrix. This includes the table of
+    an embedding, and the scales of the norms in a stack of layers. It excludes the weights of a
+    stack, and the weights of attention, which have a dimension for the heads.
 
-    The layers of `ft.nn` say which of their arrays are matrices: the weights of `Linear`,
-    `Attention` and `MLP`. Those of a vocabulary are none: the table of an embedding, the weight of
-    a `Linear` with the axis `"vocab"`, and the `unembed` of a `Transformer`. Norms and biases are
-    none.
+    The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`.
+    Weights of a vocabulary are not matrices: the table of an embedding, the weight of a `Linear`
+    with the axis `"vocab"`, and the `unembed` of a `Transformer`. Norms and biases are not either.
 
-    A module of your own says it by a method `__matrix_dimensions__`. The method returns a mapping
-    from the names of fields to the dimensions that are summed over and those of the result, counted
-    from the end, so that they hold for a stack of layers too: `{"weight": (-2, -1)}`; several
-    dimensions are a tuple: `{"query": (-3, (-2, -1))}`. A `MuonDimensionNumbers` may be given, too.
-    All other dimensions count matrices. None means that nothing below the field is a matrix.
-    Instead of a field, a path below the module may be given: `"proj.weight"`. If modules inside of
-    each other speak of the same array, the outermost decides. What nobody speaks of is no matrix.
+    Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from the
+    names of fields to a pair: the dimensions summed over, and the dimensions of the result. Count
+    them from the end, so that they hold for a stack of layers too: `{"weight": (-2, -1)}`. Write
+    several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. A `MuonDimensionNumbers` is accepted
+    as well. All other dimensions count matrices. None means that nothing below the field is a
+    matrix. A key may also be a path below the module: `"proj.weight"`. If nested modules declare
+    the same array, the outermost decides. An array that no module declares is not a matrix.
 
     Args:
         model: the model; it may be abstract.
@@ -49,8 +48,10 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
             other array.
 
     Raises:
-        FunctreeError: `model` is not a tree of arrays; a method `__matrix_dimensions__` returns
-            something else; (when called) a parameter has a path that the model does not have.
+        FunctreeError: if `model` is not a tree of arrays.
+        FunctreeError: if a method `__matrix_dimensions__` returns an invalid value.
+        FunctreeError: (when the function is called) if the model has no array at a parameter's
+        path.
 
     Examples:
         >>> import optax
@@ -73,45 +74,45 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
         ...     def __matrix_dimensions__(self):
         ...         return {"weight": (-1, -2)}
         >>> experts = Experts(jnp.ones((4, 2)), jnp.ones((2, 8, 4)))
-        >>> found = ft.nn.matrix_dimensions(experts)(experts)
-        >>> found.router, found.weight
+        >>> dimensions = ft.nn.matrix_dimensions(experts)(experts)
+        >>> dimensions.router, dimensions.weight
         (None, MuonDimensionNumbers(reduction_axis=-1, output_axis=-2))
     """
     check_tree("matrix_dimensions", model)
     known = _by_path(model)
 
     def dimensions(parameters: Tree) -> Tree:
-        found: list[MuonDimensionNumbers | None] = []
+        result: list[MuonDimensionNumbers | None] = []
         problems: list[Problem] = []
         for keys, node, kind in walk(parameters, in_model=True):
             if kind not in LEAVES or kind is NONE:
                 continue
-            # In the place of a stack's array, there may be a tuple with the arrays of its layers.
+            # Instead of a stack's array, there may be a tuple with the arrays of its layers.
             at = first_beginning(keys, known)
-            found.append(None if at is None else known[at])
+            result.append(None if at is None else known[at])
             if at is None and kind is ARRAY:
                 problems.append(_unknown(keys, node))
         if problems:
             headline = f"which of {count(len(problems), 'parameter')} are matrices is not known"
             raise FunctreeValueError(headline, problems)
-        return jax.tree.structure(parameters).unflatten(found)
+        return jax.tree.structure(parameters).unflatten(result)
 
     return dimensions
 
 
 def _unknown(keys: Keys, array: Tree) -> Problem:
-    """The problem of a parameter that the model does not have."""
+    """Return the problem of a parameter that the model does not have."""
     why = "the model that `matrix_dimensions` was called with has no array at this path"
     remedy = "call `ft.nn.matrix_dimensions` with the model that is trained"
     return Problem(Path(keys), tuple(array.shape), shown(array), why, remedy)
 
 
 class _Statement(NamedTuple):
-    """What a module says about one of its fields.
+    """A module's declaration about one of its fields.
 
     Attributes:
         by: the class and the field, for messages.
-        dimensions: the dimensions; None for no matrix.
+        dimensions: the dimensions, or None if it is not a matrix.
     """
 
     by: str
@@ -119,7 +120,7 @@ class _Statement(NamedTuple):
 
 
 def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
-    """The dimensions of each array of a model; None if it is no matrix."""
+    """Return the dimensions of each array of a model, or None if it is not a matrix."""
     about, problems, right_type = _statements(model)
     found: dict[Keys, MuonDimensionNumbers | None] = {}
     for leaf in read(model).leaves:
@@ -135,8 +136,10 @@ def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
 
 
 def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:
-    """What the modules of a model say, by the path of what it is about; what cannot be read; and
-    whether no value is of a wrong type."""
+    """Collect the modules' declarations by path, with their problems.
+
+    The last result is whether all values have a right type.
+    """
     about: dict[Keys, _Statement] = {}
     problems: list[Problem] = []
     right_type = True
@@ -158,7 +161,7 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
                 problems.append(Problem(path, None, by, str(error), _TAKES))
                 right_type = right_type and isinstance(error, ValueError)
                 continue
-            # Modules come before those inside them, and the outermost decides.
+            # `walk` yields modules before those inside them, and the outermost decides.
             if first_beginning(path, about) is None:
                 about[path] = statement
     return about, problems, right_type
@@ -173,8 +176,7 @@ _RETURNS = "return a mapping from names of fields: " + _TAKES
 
 
 def _place(node: Tree, name: object) -> Keys:
-    """The keys from a module to what a name is for. Raises TypeError or ValueError if there is
-    none."""
+    """Return the keys from a module to a named node. Raises TypeError or ValueError if invalid."""
     if not isinstance(name, str):
         raise TypeError(f"{shown(name)} is not the name of a field")
     keys = Path.parse(name)
@@ -187,8 +189,7 @@ def _place(node: Tree, name: object) -> Keys:
 
 
 def _read(value: Any) -> MuonDimensionNumbers | None:
-    """What a module says, in the form of optax. Raises TypeError or ValueError for anything else
-    than what `_TAKES` speaks of."""
+    """Convert a declared value to optax's form. Raises TypeError or ValueError if it is invalid."""
     if value is None:
         return None
     is_pair = isinstance(value, tuple | list) and len(value) == 2
@@ -210,23 +211,23 @@ def _is_integer(value: object) -> bool:
 
 
 def _group(dimensions: Any) -> tuple[Any, ...]:
-    """The dimensions of a group, of which one alone may be given as a number."""
+    """Return a group's dimensions as a tuple; a single one may be a number."""
     return tuple(dimensions) if isinstance(dimensions, tuple | list) else (dimensions,)
 
 
 def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
-    """The dimensions of a group, as optax takes them."""
+    """Return a group's dimensions as optax takes them."""
     if isinstance(dimensions, tuple | list):
         return tuple(map(int, dimensions))
     return int(dimensions)
 
 
 def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
-    """Why an array, or a layer of a stack, does not have some dimensions; empty if it has."""
-    # In a trace of an optimizer for single layers, stacks have no dimensions.
+    """Return why an array, or a layer of a stack, lacks some dimensions; empty if it has all."""
+    # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
     stacked = len(stack_sizes(leaf))
     has = len(leaf.shape) - stacked
-    needed = max(-one for group in dimensions for one in _group(group))
+    needed = max(-dimension for group in dimensions for dimension in _group(group))
     if needed <= has:
         return ""
     text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"

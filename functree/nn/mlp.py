@@ -1,4 +1,4 @@
-"""Vectors ─► vectors, by the feed-forward layer of a transformer (SwiGLU)."""
+"""`MLP` is the feed-forward layer of a transformer (SwiGLU): it maps vectors to vectors."""
 
 import equinox as eqx
 import jax
@@ -21,11 +21,11 @@ from functree.tree.interfaces import Matrices
 
 
 class MLP(eqx.Module):
-    """`(silu(x @ gate) * (x @ up)) @ down`, over the last dimension of `x`.
+    """A SwiGLU layer: `(silu(x @ gate) * (x @ up)) @ down`, over the last dimension of `x`.
 
-    This is SwiGLU (Shazeer, "GLU variants improve transformer", 2020), as in Llama.
+    SwiGLU is from Shazeer, "GLU variants improve transformer" (2020), and is used in Llama.
 
-    For `ft.offload` and other policies, `x @ gate` and `x @ up` have the names `"mlp_gate"` and
+    For `ft.offload` and other policies, `x @ gate` and `x @ up` are named `"mlp_gate"` and
     `"mlp_up"`. If both are kept, no product with a weight is recomputed.
 
     Args:
@@ -35,12 +35,13 @@ class MLP(eqx.Module):
             (size summed over).
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
-        dot_general: what multiplies by the weights, a hashable function of the arguments of
-            `jax.lax.dot_general`; `None`: that function itself.
+        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+            `x`.
+        dot_general: a hashable function that multiplies by the weights. It takes the arguments of
+            `jax.lax.dot_general`, which is the default.
 
     Raises:
-        FunctreeError: a size is not a positive integer, or another argument does not fit.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
 
     Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape
@@ -73,30 +74,30 @@ class MLP(eqx.Module):
         self.dot_general = dot_general
 
     def __matrix_dimensions__(self) -> Matrices:
-        """The three matrices, for `ft.nn.matrix_dimensions`."""
+        """Declare the three matrices for `ft.nn.matrix_dimensions`."""
         return dict.fromkeys(("gate", "up", "down"), (-2, -1))
 
     def __call__(self, x: Float[Array, "*batch embed"]) -> Float[Array, "*batch embed"]:
-        """The layer of each vector, in `compute_dtype`.
+        """Apply the layer to each vector, in `compute_dtype`.
 
         Args:
-            x: the vectors, with axes "batch seq embed" for the ambient rules.
+            x: the vectors, whose axes are "batch seq embed" for the ambient rules.
 
         Raises:
-            ShardingError: the ambient rules do not fit the activations.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         x, gate, up, down = cast(self.compute_dtype, x, self.gate, self.up, self.down)
-        # Both products need the same input: it is gathered once, if the sequence is sharded.
+        # Both products need the same input, so a sharded sequence is gathered once.
         (x,) = inputs(x, "hidden")
-        # What has a name can be kept by a policy of `remat`. The products are what is expensive to
-        # compute again; `silu` and the multiplication behind them cost nearly nothing.
+        # A `remat` policy can keep named values. The products are expensive to recompute; `silu`
+        # and the multiplication after them cost nearly nothing.
         gated = checkpoint_name(product(x, gate, dot_general=self.dot_general), "mlp_gate")
         raised = checkpoint_name(product(x, up, dot_general=self.dot_general), "mlp_up")
-        # (batch, seq, hidden), sharded along "hidden" as the weights are. Where rules shard "seq"
-        # by the same mesh axis, the partitioner would shard this along the sequence instead, by
-        # all-to-alls, and gather the weights.
+        # (batch, seq, hidden), sharded along "hidden" like the weights. If rules shard "seq" over
+        # the same mesh axis, the partitioner alone would shard this along the sequence instead,
+        # using all-to-alls, and gather the weights.
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
-        # (batch, seq, embed). With "hidden" sharded each device has a part of the sum: it becomes
-        # an all-reduce, or a reduce-scatter if "seq" is sharded between the layers.
+        # (batch, seq, embed). If "hidden" is sharded, each device has a part of the sum. Adding
+        # them is an all-reduce, or a reduce-scatter if "seq" is sharded between layers.
         summed = product(hidden, down, dot_general=self.dot_general)
         return activation(summed, "batch seq embed")

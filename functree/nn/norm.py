@@ -1,4 +1,4 @@
-"""Vectors ─► normalized vectors, scaled and shifted."""
+"""The layers in this module normalize vectors, then scale and shift them."""
 
 from typing import Annotated
 
@@ -38,24 +38,24 @@ Sizes = Annotated[
 
 
 class RMSNorm(eqx.Module):
-    """`x / sqrt(mean(x²) + eps) · scale`, over the last dimension, or several of them together.
+    """Root-mean-square normalization: `x / sqrt(mean(x²) + eps) · scale`.
 
-    From Zhang & Sennrich, "Root mean square layer normalization" (2019). It is computed in float32
-    or wider, whatever the dtype of `x` is.
+    It covers the last dimension, or several last dimensions together, in float32 or wider, whatever
+    the dtype of `x` (Zhang & Sennrich, "Root mean square layer normalization", 2019).
 
     Args:
         size: the size of the last dimension, or a tuple of sizes.
-        eps: is added to the mean square, so that the result for zeros is finite; by default that of
-            Llama 2 and 3.
+        eps: is added to the mean square, so that the result for zeros is finite. The default is
+            from Llama 2 and 3.
         init: the initializer of the scale; by default ones.
-        axes: the name of the last dimension; as many names as there are sizes.
+        axes: the name of the last dimension, or one name for each size.
         key: the key for the scale, if `init` needs one.
         param_dtype: the dtype of the scale.
-        compute_dtype: the dtype of the result; `None`: that of `x`.
+        compute_dtype: the dtype of the result; by default the dtype of `x`.
 
     Raises:
-        AxesError: `axes` is not one name for each size.
-        FunctreeError: a size is not a positive integer, or another argument does not fit.
+        AxesError: if `axes` does not have one name for each size.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
 
     Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
@@ -86,13 +86,13 @@ class RMSNorm(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which differ from instance to instance."""
+        """Return the axes of this instance's leaves, which differ between instances."""
         return names(scale=self.axes)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """The normalized vectors, in `compute_dtype`."""
-        # The squares of bfloat16 would be summed with 8 bits of precision, and those of float16 are
-        # infinite from 256 on. The cast back comes after the scale, so that it is rounded once.
+        """Normalize the vectors, with a result in `compute_dtype`."""
+        # Squares of bfloat16 would be summed with 8 bits of precision, and float16 squares are
+        # infinite from 256 on. The cast comes after the scale, so that the result is rounded once.
         wide = x.astype(accumulator(x.dtype))
         last = tuple(range(-self.scale.ndim, 0))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=last, keepdims=True) + self.eps)
@@ -101,23 +101,23 @@ class RMSNorm(eqx.Module):
 
 
 class LayerNorm(eqx.Module):
-    """`(x - mean) / sqrt(variance + eps) · weight + bias`, over the last dimension.
+    """Layer normalization: `(x - mean) / sqrt(variance + eps) · weight + bias`.
 
-    From Ba et al., "Layer normalization" (2016). It is computed in float32 or wider, whatever the
-    dtype of `x` is.
+    It covers the last dimension, in float32 or wider, whatever the dtype of `x` (Ba et al., "Layer
+    normalization", 2016).
 
     Args:
         size: the size of the last dimension.
         eps: is added to the variance, so that the result for constant vectors is finite.
-        use_weight: whether to scale, by a weight that is initially one.
-        use_bias: whether to shift, by a bias that is initially zero.
+        use_weight: whether to scale, with a weight that is initially one.
+        use_bias: whether to shift, with a bias that is initially zero.
         axes: the name of the last dimension.
         param_dtype: the dtype of the weight and the bias.
-        compute_dtype: the dtype of the result; `None`: that of `x`.
+        compute_dtype: the dtype of the result; by default the dtype of `x`.
 
     Raises:
-        AxesError: `axes` is not one name.
-        FunctreeError: `size` is not a positive integer, or another argument does not fit.
+        AxesError: if `axes` is not one name.
+        FunctreeError: if `size` is not a positive integer, or another argument is invalid.
 
     Examples:
         >>> print(ft.nn.LayerNorm(3)(jnp.array([1.0, 2.0, 3.0])).round(3))
@@ -148,12 +148,12 @@ class LayerNorm(eqx.Module):
         self.eps, self.compute_dtype = eps, dtype_or_none(compute_dtype)
 
     def __axis_names__(self) -> Names:
-        """The axes of this instance's leaves, which differ from instance to instance."""
+        """Return the axes of this instance's leaves, which differ between instances."""
         return names(weight=self.axes, bias=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        """The normalized vectors, in `compute_dtype`."""
-        # Not mean(x²) - mean(x)²: that loses the variance where the mean is large, in float32 too.
+        """Normalize the vectors, with a result in `compute_dtype`."""
+        # Not mean(x²) - mean(x)²: with a large mean it loses the variance, even in float32.
         wide = x.astype(accumulator(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
         unit = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + self.eps)
@@ -162,19 +162,19 @@ class LayerNorm(eqx.Module):
 
 
 def one_axis(layer: str, axes: str | Axes) -> Axes:
-    """The name of the last dimension, for a layer. Raises AxesError if `axes` is not one name."""
+    """Return the name of a layer's last dimension. Raises AxesError if `axes` is not one name."""
     return named_axes(layer, axes, 1)
 
 
 def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
-    """The names of the last dimensions, for a layer. Raises AxesError if they are not as many."""
-    found = Axes.of(axes)
-    if len(found) != number:
+    """Return the names of a layer's last dimensions. Raises AxesError for a different number."""
+    given = Axes.of(axes)
+    if len(given) != number:
         names = 'one name, that of the last dimension, such as "embed"'
         if number > 1:
             names = f'{number} names, those of the last dimensions, such as "heads head_dim"'
-        raise AxesError(f'{layer}(axes="{found}"): give {names}')
-    return found
+        raise AxesError(f'{layer}(axes="{given}"): give {names}')
+    return given
 
 
 def affine(
@@ -182,7 +182,7 @@ def affine(
     weight: Float[Array, "size"] | None,
     bias: Float[Array, "size"] | None,
 ) -> Float[Array, "*batch size"]:
-    """`x · weight + bias` over the last dimension; a weight or bias that is None is left out."""
+    """Compute `x · weight + bias` over the last dimension; leave out a weight or bias of None."""
     if weight is not None:
         x = x * broadcast_like(weight.astype(x.dtype), x)
     if bias is not None:

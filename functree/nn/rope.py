@@ -1,4 +1,4 @@
-"""Queries or keys ─► the same, rotated by their positions (RoPE)."""
+"""`rope` rotates queries or keys by their positions (RoPE)."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -24,26 +24,26 @@ Scaling = Annotated[
         lambda value: callable(value) and isinstance(value, Hashable),
     ),
 ]
-"""A hashable function of the frequencies, in radians per position, that returns other ones."""
+"""A hashable function that changes the frequencies, in radians per position."""
 
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """The frequencies of Llama 3.1 and later, for longer sequences than it was trained on first.
+    """The frequency scaling of Llama 3.1 and later, which extends the length of sequences.
 
-    Waves that are long beside the first sequences are slowed down, short ones are kept, and in
-    between it is interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024; `rope_type:
-    llama3` in published weights). It is a function from frequencies in radians per position,
-    `(head_dim / 2,)`, to others.
+    Long waves, compared with the original sequences, are slowed down. Short ones are kept, and the
+    rest is interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024). Published weights
+    call this `rope_type: llama3`. A scaling maps frequencies in radians per position,
+    `(head_dim / 2,)`, to new ones.
 
     Args:
-        factor: by how much the longest waves are slowed down.
+        factor: how much the longest waves are slowed down.
         low: waves longer than `original / low` positions are slowed down by the whole factor.
         high: waves shorter than `original / high` positions are kept.
-        original: the length of the sequences of the first training.
+        original: the length of the sequences in the original training.
 
     Raises:
-        FunctreeError: a value is not positive, or `high` is not above `low`.
+        FunctreeError: if a value is not positive, or `high` is not above `low`.
 
     Examples:
         >>> scaling = ft.nn.Llama3Rope(factor=8, low=1, high=4, original=8192)
@@ -66,15 +66,15 @@ class Llama3Rope:
             raise FunctreeValueError(
                 f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`"
             )
-        # One spelling: the numbers of NumPy have no JSON.
+        # One spelling per value: NumPy's numbers have no JSON form.
         for name in numbers:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "original", int(self.original))
 
     def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
-        """The frequencies, slowed down."""
-        # The number of waves in a sequence of the first training. A wave that did not fit into one
-        # was never seen whole: its angles are brought back into what was seen.
+        """Slow down the frequencies of long waves."""
+        # The number of waves in an original sequence. Training never saw a whole period of a longer
+        # wave, so its angles are scaled back into the range that was seen.
         waves = self.original * frequencies / (2 * math.pi)
         kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor
@@ -89,16 +89,16 @@ def rope(
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Rotate dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
 
-    So the product of a query and a key depends on the difference of their positions (Su et al.,
-    "RoFormer", 2021). The pairs of dimensions are those of the Llama weights of Hugging Face. (In
-    Meta's weights neighbouring dimensions are pairs.) It is computed in float32 or wider, and
-    returned in the dtype of `x`.
+    The product of a query and a key then depends on the difference of their positions (Su et al.,
+    "RoFormer", 2021). The dimensions are paired as in Hugging Face's Llama weights; Meta's weights
+    pair neighbouring dimensions. The result is computed in float32 or wider, and has the dtype of
+    `x`.
 
     Args:
-        x: queries or keys; `head_dim` is even.
-        theta: the base of the frequencies; by default that of the paper and of Llama 2.
+        x: queries or keys; `head_dim` must be even.
+        theta: the base of the frequencies; the default is from the paper and Llama 2.
         positions: the position of each token in its sequence; by default 0, 1, 2, …
-        scaling: changes the frequencies, as `Llama3Rope` does; by default they stay.
+        scaling: a function that changes the frequencies, such as `Llama3Rope`.
 
     Examples:
         >>> from functree.nn.rope import rope
@@ -106,7 +106,7 @@ def rope(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     seq, _, head_dim = x.shape[-3:]
-    # bfloat16 has no integer above 256 that is odd: neighbouring positions would be one.
+    # bfloat16 has no odd integer above 256, so neighbouring positions would be equal.
     dtype = accumulator(x.dtype)
     if positions is None:
         positions = jnp.arange(seq, dtype=dtype)
@@ -116,8 +116,8 @@ def rope(
     # (*#batch, seq) and (pairs,) ─► (*#batch, seq, pairs)
     angles = positions[..., None] * frequencies[(None,) * positions.ndim]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    # The tables are broadcast over the heads only here, after `cos` and `sin`: earlier, the
-    # compiled program is longer.
+    # The tables are broadcast over the heads only here, after `cos` and `sin`. Doing it earlier
+    # makes the compiled program longer.
     cos, sin = _for_heads(jnp.cos(angles), first), _for_heads(jnp.sin(angles), first)
     return jnp.concatenate(
         [first * cos - second * sin, second * cos + first * sin], axis=-1
@@ -130,7 +130,7 @@ def frequencies_of(
     scaling: Scaling | None = None,
     dtype: DTypeLike = jnp.float32,
 ) -> Float[Array, "pairs"]:
-    """The frequencies of the rotation, in radians per position.
+    """Return the frequencies of the rotation, in radians per position.
 
     Examples:
         >>> from functree.nn.rope import frequencies_of
@@ -144,8 +144,10 @@ def frequencies_of(
 def _sharded_as(
     positions: Int[Array, "*#batch seq"], x: Float[Array, "*batch seq heads head_dim"]
 ) -> Int[Array, "*#batch seq"]:
-    """Positions, sharded as the tokens of `x` on Explicit axes: mesh axes that shard the sequence
-    between layers may shard heads here."""
+    """Shard positions like the tokens of `x` on Explicit axes.
+
+    Mesh axes that shard the sequence between layers may shard heads here.
+    """
     mesh = explicit_mesh(x)
     if mesh is None:
         return positions
@@ -159,5 +161,5 @@ def _sharded_as(
 def _for_heads(
     table: Float[Array, "*#batch seq pairs"], x: Float[Array, "*batch seq heads pairs"]
 ) -> Float[Array, "*batch seq heads pairs"]:
-    """A table for all batches and heads."""
+    """Broadcast a table over all batches and heads."""
     return jnp.broadcast_to(table[..., None, :], x.shape)

@@ -1,4 +1,4 @@
-"""Layers ─► layers around or between them: a sequence, a compiled layer, a constraint."""
+"""These layers wrap or connect other layers: a sequence, a compiled layer, a constraint."""
 
 import inspect
 from collections.abc import Callable, Iterable
@@ -23,17 +23,16 @@ T = TypeVar("T")
 class Sequential(eqx.Module):
     """A sequence of layers, applied to `x` in order.
 
-    Each layer takes what the one before it returns, usually an array; shapes and dtypes are those
-    of the layers. A layer that declares state is called with `state=` and returns `(x, state)`. A
-    layer with a parameter `key` gets its own key. `ft.select(model)....insert_after(layer)` inserts
-    further layers.
+    Each layer receives the previous layer's result, usually an array. A layer that declares state
+    is called with `state=` and returns `(x, state)`. A layer with a parameter `key` receives its
+    own key. `ft.select(model)....insert_after(layer)` inserts further layers.
 
     Args:
         layers: modules, or functions of one argument.
 
     Raises:
-        FunctreeError: `layers` is not a list or a tuple; (when called) a layer declares state, but
-            `state=` is not given.
+        FunctreeError: if `layers` is not a list or a tuple.
+        FunctreeError: (when called) if a layer declares state and `state=` is missing.
 
     Examples:
         >>> mlp = ft.nn.Sequential(
@@ -52,22 +51,22 @@ class Sequential(eqx.Module):
     def __call__(
         self, x: Any, *, state: State | None = None, key: PRNGKeyArray | None = None
     ) -> Any:
-        """The layers of `x`.
+        """Apply the layers to `x` in order.
 
         Args:
-            x: what the first layer takes.
-            state: the state of all layers; `None` if none declares state.
+            x: the argument of the first layer.
+            state: the state of all layers; `None` if no layer declares state.
             key: the random key, which is split for the layers.
 
         Returns:
-            What the last layer returns; with `state` a pair of that and the new state.
+            The result of the last layer, or with `state` a pair of this result and the new state.
 
         Raises:
-            FunctreeError: a layer declares state, but `state` is not given; it is not an
-                `ft.State`.
+            FunctreeError: if a layer declares state and `state` is missing.
+            FunctreeError: if `state` is not an `ft.State`.
         """
         check("Sequential cannot be called", state=(state, STATE.or_none()))
-        # More than are used, if some layers take no key.
+        # Some of the keys are not used if some layers take no key.
         keys = iter(()) if key is None else iter(jax.random.split(key, len(self.layers)))
         for i, layer in enumerate(self.layers):
             options: dict[str, Any] = {}
@@ -76,7 +75,8 @@ class Sequential(eqx.Module):
             if not refs(layer):
                 x = layer(x, **options)
                 continue
-            # Declared state, such as the averages of a `BatchNorm`, would be lost without a sign.
+            # Without this error, declared state such as a `BatchNorm`'s averages would be lost
+            # silently.
             if state is None:
                 raise FunctreeTypeError(
                     f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
@@ -90,15 +90,15 @@ class Sequential(eqx.Module):
         return len(self.layers)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """A layer; for a slice a shorter `Sequential`, which has the same layers."""
+        """Return a layer or, for a slice, a shorter `Sequential` with the same layers."""
         if isinstance(index, slice):
             return Sequential(self.layers[index])
         return self.layers[index]
 
 
 def _takes(layer: Callable[..., Any], name: str) -> bool:
-    """Whether a layer has a parameter of this name."""
-    # The signature of a `Jitted` is `(*args, **kwargs)`: it passes all arguments to its body.
+    """Return whether a layer has a parameter of this name."""
+    # The signature of a `Jitted` is `(*args, **kwargs)`, since it passes all arguments to its body.
     while isinstance(layer, Jitted):
         layer = layer.body
     try:
@@ -110,18 +110,19 @@ def _takes(layer: Callable[..., Any], name: str) -> bool:
 
 
 class Constrain(eqx.Module):
-    """A layer that constrains its input by `ft.constrain`: to be inserted into an existing model.
+    """A layer that constrains its input with `ft.constrain`, for insertion into an existing model.
 
     It returns its input, with the same shapes and dtypes.
 
     Args:
         layout: the axes of an array (`"batch seq embed"`), or a layout for a tree.
-        rules: the rules for these axes; the ambient rules if not given. If there are none, it does
-            nothing.
+        rules: the rules for these axes; by default the ambient rules. Without any rules, the layer
+            does nothing.
 
     Raises:
-        AxesError, RuleError: `layout` is neither axes nor a layout.
-        ShardingError: (when called) the layout or the rules do not fit the input.
+        AxesError: if `layout` names invalid axes.
+        RuleError: if `layout` or `rules` is not a layout.
+        ShardingError: (when called) if the layout or the rules do not fit the input.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -142,23 +143,23 @@ class Constrain(eqx.Module):
         self.rules = None if rules is None else as_layout(rules)
 
     def __call__(self, x: T) -> T:
-        # `constrain` raises for names without rules on a mesh. A layer does not, so that the model
-        # also runs under a layout that is for parameters only.
+        # `constrain` raises for names without rules on a mesh. A layer does not, so the same model
+        # can run with a layout for parameters only.
         if isinstance(self.layout, Axes) and self.rules is None and not has_axis_rules():
             return x
         return constrain(x, self.layout, self.rules)
 
 
 class Jitted(eqx.Module):
-    """A layer that compiles the call of another layer by `ft.jit`.
+    """A layer that compiles the call of another layer with `ft.jit`.
 
-    It takes and returns what that layer does. Inside another jit it is a part of that program.
+    It has that layer's arguments and results. Inside another jit, it is a part of that program.
 
     Args:
-        body: any layer. It is available as `jitted.body`.
+        body: any layer, available as `jitted.body`.
 
     Raises:
-        FunctreeError: `body` is not a function.
+        FunctreeError: if `body` is not a function.
 
     Examples:
         >>> layer = ft.nn.Jitted(ft.nn.LayerNorm(4))
@@ -179,5 +180,5 @@ def _call(body: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return body(*args, **kwargs)
 
 
-# One function for all `Jitted`s, so that layers of equal structure share compiled programs.
+# One function for all `Jitted`s, so that layers with equal structure share compiled programs.
 _run = jit(_call)

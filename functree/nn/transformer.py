@@ -1,4 +1,4 @@
-"""Tokens ─► logits, by a Llama-like language model."""
+"""`Transformer` is a Llama-like language model: it maps tokens to logits."""
 
 import dataclasses
 from typing import Any
@@ -40,16 +40,16 @@ Tokens = Int[Array, "*batch seq"]
 
 
 class Head(eqx.Module):
-    """Computes the logits of the tokens that follow, by a table of tokens or a linear layer.
+    """A head that computes next-token logits with an embedding's table or a linear layer.
 
     Args:
-        weights: the table of an embedding, or a linear layer.
+        weights: an embedding, or a linear layer.
     """
 
     weights: Embedding | Linear
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits for the output of `Transformer.features`, in its dtype."""
+        """Compute the logits for the output of `Transformer.features`, in its dtype."""
         if isinstance(self.weights, Embedding):
             logits = self.weights.logits(x)
         else:
@@ -58,9 +58,9 @@ class Head(eqx.Module):
 
 
 class Transformer(eqx.Module, ShownByPlan):
-    """A decoder with the architecture of Llama; made by `Transformer.create`.
+    """A decoder with the architecture of Llama, created with `Transformer.create`.
 
-    It maps tokens, `Int[Array, "*batch seq"]`, to the logits of those that follow them,
+    It maps tokens, `Int[Array, "*batch seq"]`, to the logits of the next tokens,
     `Float[Array, "*batch seq vocab"]` (Touvron et al., "LLaMA: open and efficient foundation
     language models", 2023). The embedding returns vectors in the `compute_dtype`, and every
     layer after it computes in the dtype of its input.
@@ -69,18 +69,18 @@ class Transformer(eqx.Module, ShownByPlan):
         embed: the table of the tokens.
         blocks: the stack of blocks.
         norm: the norm before the logits.
-        unembed: computes the logits; `None`: they are computed with the table of the embedding.
+        unembed: the layer that computes the logits; `None` to use the table of the embedding.
         max_seq: the length of the longest sequence that it accepts.
         remat: what the backward pass recomputes, as in `Stacked.scan`.
-        microbatches: the number of micro-batches that run through the blocks, as in `Stacked.scan`.
-        hidden: the `hidden` of a config whose experts have another size, which no layer has; `None`
-            otherwise.
+        microbatches: the number of micro-batches in the pipeline, as in `Stacked.scan`.
+        hidden: the config's `hidden`, if its experts have a different size, so that no layer has
+            it; `None` otherwise.
 
-    These options are changed by `dataclasses.replace(model, remat="full")`. The layers keep all
-    others, so that `model.config` is read from them.
+    Change these options with `dataclasses.replace(model, remat="full")`. The layers keep all other
+    options, and `model.config` reads them from there.
 
     Raises:
-        FunctreeError: an option does not fit.
+        FunctreeError: if an option is invalid.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -114,21 +114,21 @@ class Transformer(eqx.Module, ShownByPlan):
     def config(self) -> TransformerConfig:
         """The sizes and options that the model computes with, read from its layers.
 
-        Layers that surgery has put in the place of others are told as they are. `param_dtype` is
-        the dtype of the first parameter of floating-point numbers. Without experts `normalize` and
-        `dispatch` are the defaults.
+        Layers that surgery has replaced are described as they are now. `param_dtype` is the dtype
+        of the first floating-point parameter. Without experts, `normalize` and `dispatch` have
+        their defaults.
 
         Raises:
-            FunctreeError: the model has no `ft.nn.Attention`, no `ft.nn.RMSNorm` or no
-                `ft.nn.Embedding`; no array has an axis that the config gives the size of, as in a
-                part of a model.
+            FunctreeError: if the model has no `ft.nn.Attention`, `ft.nn.RMSNorm` or
+            `ft.nn.Embedding`.
+            FunctreeError: if no array has an axis whose size the config needs, as in a part of a
+            model.
         """
         block = first_layer(self.blocks, Block)
         return config_of(self, "before" if block is None else block.norms)
 
     def __matrix_dimensions__(self) -> Matrices:
-        """That what computes the logits is no matrix, for `ft.nn.matrix_dimensions`, whatever class
-        it is of; its blocks speak for themselves."""
+        """Declare for `ft.nn.matrix_dimensions` that `unembed` is no matrix, whatever its class."""
         return {"unembed": None}
 
     @classmethod
@@ -140,7 +140,7 @@ class Transformer(eqx.Module, ShownByPlan):
         embed_init: Initializer = small_normal,
         key: PRNGKeyArray,
     ) -> "Transformer":
-        """A model with the sizes and options of a config.
+        """Create a model with a config's sizes and options.
 
         Args:
             config: the sizes and options.
@@ -149,7 +149,7 @@ class Transformer(eqx.Module, ShownByPlan):
             key: is split for all of them.
 
         Raises:
-            FunctreeError: an argument does not fit.
+            FunctreeError: if an argument is invalid.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -166,7 +166,7 @@ class Transformer(eqx.Module, ShownByPlan):
             embed_init=(embed_init, FUNCTION),
             key=(key, KEY),
         )
-        # Three in any case, so that a tied model has the same blocks as one that is not.
+        # Always three, so that tied and untied models have the same blocks.
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
         unembed = None
@@ -182,7 +182,7 @@ class Transformer(eqx.Module, ShownByPlan):
                 dot_general=config.dot_general,
             )
         return cls(
-            # Here alone the dtype is cast: every layer after it computes in that of its input.
+            # The only cast: every later layer computes in the dtype of its input.
             embed=Embedding(
                 config.vocab_size,
                 config.embed,
@@ -209,23 +209,23 @@ class Transformer(eqx.Module, ShownByPlan):
         segments: Segments = None,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq vocab"]:
-        """For each token, the logits of the token that follows it, in the `compute_dtype`.
+        """Compute the logits of each next token, in the `compute_dtype`.
 
         Args:
             tokens: the tokens.
             positions: the position of each token, by which queries and keys are rotated; by default
                 0, 1, 2, …
-            segments: the segment of each token, an integer. A token attends only to those of its
-                own before it, so that several texts can be packed in one sequence. By default
-                all are in one.
-            in_order: whether the tokens are in the order of their sequence. If not, as behind
+            segments: the segment of each token, an integer. A token attends only to earlier tokens
+                of its own segment, so that one sequence can pack several texts. By default, all
+                tokens are in one segment.
+            in_order: whether the tokens are in the order of their sequence. If not, as after
                 `ft.nn.zigzag`, a token attends to those whose position is not after its own.
 
         Raises:
-            FunctreeError: the sequence is empty, or longer than `max_seq`; positions or segments
-                have another shape; `in_order=False` without positions, or with a function as
-                `attention`.
-            ShardingError: the ambient rules do not fit the activations.
+            FunctreeError: if the sequence is empty, or longer than `max_seq`.
+            FunctreeError: if positions or segments do not have the shape of the tokens.
+            FunctreeError: if `in_order=False` without positions, or with a function as `attention`.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         return self.logits(self.features(tokens, positions, segments, in_order))
 
@@ -236,9 +236,9 @@ class Transformer(eqx.Module, ShownByPlan):
         segments: Segments = None,
         in_order: bool = True,
     ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
-        """The logits, and the losses of the experts, summed over the blocks.
+        """Compute the logits, and the losses of the experts, summed over the blocks.
 
-        Arguments and errors are those of a call. A model without experts is an error.
+        Arguments and errors are as in a call. A model without experts is an error.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -254,21 +254,21 @@ class Transformer(eqx.Module, ShownByPlan):
     def decode(
         self, tokens: Int[Array, "batch seq"], cache: Cache, positions: Positions = None
     ) -> tuple[Float[Array, "batch seq vocab"], Cache]:
-        """The logits of tokens that others in a cache precede, and the cache with these too.
+        """Compute the logits of tokens that follow a cache's tokens, and extend the cache.
 
         Args:
             tokens: the next tokens of each row.
             cache: keys and values of the tokens before these.
-            positions: the position of each token; by default they go on behind those in the cache.
+            positions: the position of each token; by default they continue those in the cache.
 
         Returns:
             `(logits, cache)`. Logits after the last token that the cache has room for, or that
                 `max_seq` allows, are NaN.
 
         Raises:
-            FunctreeError: as in a call; the cache has other rows than the tokens, or is of another
-                model.
-            ShardingError: the ambient rules do not fit the activations.
+            FunctreeError: as in a call.
+            FunctreeError: if the cache has different rows than the tokens, or is for another model.
+            ShardingError: if the ambient rules do not fit the activations.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -281,8 +281,8 @@ class Transformer(eqx.Module, ShownByPlan):
         """
         with unsharded_sequence():
             x, new = self.features_with_cache(tokens, cache, positions)
-            # How many tokens a row has had is a value, and not known while this is traced. One too
-            # many would overwrite an earlier one, and give logits that look right.
+            # The number of tokens that a row has had is unknown in a trace. A token too many would
+            # overwrite an earlier one, and its logits would look valid.
             beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self)
             x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
@@ -294,9 +294,9 @@ class Transformer(eqx.Module, ShownByPlan):
         segments: Segments = None,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq embed"]:
-        """The normalized output of the last block, from which the logits are computed.
+        """Compute the normalized output of the last block, from which the logits are computed.
 
-        Arguments and errors are those of a call; the vectors are in the `compute_dtype`.
+        Arguments and errors are as in a call. The vectors are in the `compute_dtype`.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -316,23 +316,25 @@ class Transformer(eqx.Module, ShownByPlan):
         segments: Segments = None,
         in_order: bool = True,
     ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
-        """The features, and the losses of the experts; see `with_losses`."""
+        """Compute the features, and the losses of the experts; see `with_losses`."""
         x, given, options = self._scan_inputs(tokens, positions, segments, in_order)
         blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.with_losses)
         x, each = blocks.scan(x, *given, collect=True, **options)
-        return self.norm(x), MoELosses(*(one.sum() for one in each))
+        return self.norm(x), MoELosses(*(loss.sum() for loss in each))
 
     def features_with_cache(
         self, tokens: Int[Array, "batch seq"], cache: Cache, positions: Positions = None
     ) -> tuple[Float[Array, "batch seq embed"], LayersCache]:
-        """The features, and the keys and values of the tokens in each layer, which are the
-        arguments of `cache.extended`; see `decode`."""
+        """Compute the features, and the keys and values of the tokens in each layer; see `decode`.
+
+        The keys and values are the arguments of `cache.extended`.
+        """
         check_tokens(self.max_seq, tokens, positions)
         check_cache(self, tokens, cache)
         x = activation(self.embed(tokens), "batch seq embed")
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
-        # Each layer reads its own part, and returns keys and values of the new tokens only.
+        # Each layer reads its own part, and returns the keys and values of the new tokens only.
         blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.decode)
         x, new = blocks.scan(
             x,
@@ -347,16 +349,16 @@ class Transformer(eqx.Module, ShownByPlan):
     def _scan_inputs(
         self, tokens: Tokens, positions: Positions, segments: Segments, in_order: bool
     ) -> tuple[Float[Array, "*batch seq embed"], list[Any], ScanOptions]:
-        """The input of the first block, what each block gets besides, and the options of a scan."""
+        """Return the first block's input, each block's other arguments, and options of the scan."""
         check_tokens(self.max_seq, tokens, positions, segments, in_order)
         x = activation(self.embed(tokens), "batch seq embed")
         if self.microbatches is not None and positions is not None:
-            # By row, since the blocks run on micro-batches.
+            # One row of positions per example, since the blocks run on micro-batches.
             positions = jnp.broadcast_to(positions, x.shape[:-1])
         given: list[Any] = []
         if positions is not None or segments is not None:
             given = [positions, segments]
-        by_row = tuple(i for i, one in enumerate(given) if one is not None)
+        by_row = tuple(i for i, argument in enumerate(given) if argument is not None)
         if not in_order:
             given.append(False)
         return (
@@ -370,20 +372,20 @@ class Transformer(eqx.Module, ShownByPlan):
         )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """The logits for the output of `features`, in its dtype.
+        """Compute the logits for the output of `features`, in its dtype.
 
         Raises:
-            ShardingError: the ambient rules do not fit the activations.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         return self.head(*inputs(x, "vocab"))
 
     @property
     def head(self) -> "Head":
-        """What computes the logits, without the rest of the model."""
+        """The head that computes the logits, without the rest of the model."""
         return Head(self.embed if self.unembed is None else self.unembed)
 
 
-# What a model reads
+# The arguments that a model accepts
 
 TOKENS = Takes(
     "an array of integers, with a dimension for the sequence",
@@ -400,7 +402,7 @@ def check_tokens(
     segments: Segments = None,
     in_order: bool = True,
 ) -> None:
-    """Raise FunctreeError for tokens that a model cannot read, and for what does not fit them.
+    """Raise a FunctreeError for tokens that a model cannot read, or arguments that do not fit them.
 
     Args:
         max_seq: the length of the longest sequence that the model accepts.
@@ -422,7 +424,7 @@ def check_tokens(
         )
     problems: list[Problem] = []
     right_type = True
-    # Positions may be those of all rows.
+    # All rows may share their positions.
     for name, value, shapes in (
         ("positions", positions, [tokens.shape, (seq,)]),
         ("segments", segments, [tokens.shape]),
@@ -437,7 +439,7 @@ def check_tokens(
 
 
 def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
-    """Raise FunctreeError for a cache that does not go with a model and its next tokens."""
+    """Raise a FunctreeError for a cache that does not fit a model and its next tokens."""
     check(_HEADLINE, cache=(cache, _CACHE))
     problems: list[Problem] = []
     rows = cache.filled.shape[0]

@@ -1,10 +1,10 @@
-"""A weight ─► initialized, cast to the dtype of the computation, multiplied by an activation.
+"""Weights are initialized here, cast to the dtype of the computation, and multiplied.
 
-All products with weights are made here. On Auto mesh axes the compiler chooses the sharding of a
-product. On Explicit ones JAX requires `out_sharding=` if there is more than one possibility, as for
-FSDP, row-parallel layers and embeddings. Here the rule is always the same: dimensions of the
-activation keep their sharding. Dimensions of the weight keep theirs, except for mesh axes that the
-activation uses already.
+All products with weights are made in this module. On Auto mesh axes, the compiler chooses the
+sharding of a product. On Explicit ones, JAX requires `out_sharding=` if there are several
+possibilities, as for FSDP, row-parallel layers and embeddings. The rule is always the same:
+dimensions of the activation keep their sharding. Dimensions of the weight keep theirs, except for
+mesh axes that the activation uses already.
 """
 
 from collections.abc import Callable
@@ -23,39 +23,40 @@ from functree.devices.varying import without_varying
 from functree.nn.activations import Entries, entries_of, explicit_mesh, out_sharding
 from functree.tree.skeleton.static_value import is_hashable
 
-# How it is initialized
+# Initializers
 
-# The key is `Any`: JAX types it as an array, and constant initializers take `None` as well.
+# The key is `Any`: JAX types it as an array, but constant initializers also accept `None`.
 Initializer = Annotated[Callable[[Any, tuple[int, ...], DTypeLike], Array], FUNCTION]
 """An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array."""
 
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
 """The default for matrices: truncated normal, with variance 1 / (size that is summed over).
 
-So a product has the variance of its input (LeCun et al., "Efficient BackProp", 1998).
+The variance of a product is then the variance of its input (LeCun et al., "Efficient BackProp",
+1998).
 """
 
 small_normal: Initializer = jax.nn.initializers.normal(0.02)
 """The default for embeddings, as in GPT-2 (Radford et al., 2019)."""
 
-# In which dtype it is used: weights may be kept in one and multiplied in another
+# Dtypes: weights may be kept in one dtype and multiplied in another
 
 
 def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
-    """A dtype as `np.dtype`, whatever it is given as; `None` stays `None`.
+    """Convert a dtype to `np.dtype`; `None` stays `None`.
 
     Examples:
         >>> from functree.nn.weights import dtype_or_none
         >>> dtype_or_none("float32") == dtype_or_none(jnp.float32)
         True
     """
-    # Layers keep it as a static field. In several spellings, equal layers would not compare equal,
-    # and would be compiled once each.
+    # Layers keep it as a static field. With several spellings of a dtype, equal layers would
+    # compare unequal, and would be compiled once each.
     return None if dtype is None else jnp.dtype(dtype)
 
 
 def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...]:
-    """`x` and `weights` in the dtype of the computation: `dtype`, or that of `x` if it is `None`.
+    """Cast `x` and `weights` to `dtype`, or to the dtype of `x` if it is `None`.
 
     Examples:
         >>> from functree.nn.weights import cast
@@ -65,25 +66,25 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
         ... ]
         ['bfloat16', 'bfloat16']
     """
-    # All are cast, before the product and before anything is gathered for it: so collectives move
-    # the narrow dtype, and under strict promotion JAX accepts the product at all.
+    # All are cast before the product, and before anything is gathered for it. Collectives then move
+    # the narrow dtype, and JAX accepts the product under strict promotion.
     dtype = x.dtype if dtype is None else dtype
     return tuple(array.astype(dtype) for array in (x, *weights))
 
 
 def accumulator(dtype: DTypeLike) -> np.dtype:
-    """The dtype for sums over many terms of `dtype`: float32 or wider.
+    """Return the dtype for sums over many terms of `dtype`: float32 or wider.
 
     Examples:
         >>> from functree.nn.weights import accumulator
         >>> accumulator(jnp.bfloat16)
         dtype('float32')
     """
-    # numpy's promotion: JAX's own function raises under strict promotion.
+    # NumPy's promotion: JAX's own function raises under strict promotion.
     return np.promote_types(dtype, np.float32)
 
 
-# How it is multiplied
+# Products
 
 DotGeneral = Annotated[
     Callable[..., Array],
@@ -93,8 +94,9 @@ DotGeneral = Annotated[
         is_hashable,
     ),
 ]
-"""What multiplies activations by weights, a function of the arguments of `jax.lax.dot_general`: the
-two arrays, the dimension numbers, and on Explicit mesh axes `out_sharding=`."""
+"""A function that multiplies activations by weights; its arguments are those that
+`jax.lax.dot_general` takes: the two arrays, the dimension numbers, and on Explicit mesh axes
+`out_sharding=`."""
 
 
 def product(
@@ -103,13 +105,13 @@ def product(
     summed: int = 1,
     dot_general: DotGeneral | None = None,
 ) -> Float[Array, "..."]:
-    """The product of an activation and a weight, in their dtype.
+    """Multiply an activation by a weight, in their dtype.
 
     Args:
         x: the activation, whose last `summed` dimensions are summed over.
-        weight: the weight, whose first `summed` dimensions are the same.
-        summed: how many dimensions are summed over, such as two for ("heads head_dim").
-        dot_general: what multiplies them; None for JAX's own.
+        weight: the weight, whose first `summed` dimensions have the same sizes.
+        summed: the number of dimensions that are summed over, such as two for ("heads head_dim").
+        dot_general: the function that multiplies them; None for JAX's own.
 
     Examples:
         >>> from functree.nn.weights import product
@@ -122,7 +124,7 @@ def product(
     if dot_general is None:
         return jnp.tensordot(x, weight, axes=summed, out_sharding=sharding)
     last, first = tuple(range(x.ndim - summed, x.ndim)), tuple(range(summed))
-    # A function of another library need not know `out_sharding`, which only Explicit axes need.
+    # Other libraries' functions may lack `out_sharding`, which only Explicit axes need.
     options = {} if sharding is None else {"out_sharding": sharding}
     return dot_general(x, weight, ((last, first), ((), ())), **options).astype(x.dtype)
 
@@ -132,7 +134,7 @@ def product_of_each(
     weight: Float[Array, "experts size out"],
     dot_general: DotGeneral | None = None,
 ) -> Float[Array, "experts rows out"]:
-    """The products of the activations and the weights of several experts, on one device's shards.
+    """Multiply the activations and weights of several experts, on one device's shards.
 
     Examples:
         >>> from functree.nn.weights import product_of_each
@@ -146,9 +148,9 @@ def product_of_each(
 def rows(
     table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]
 ) -> Float[Array, "*batch embed"]:
-    """The row of a table at each index: the product of the table and one-hot vectors, not computed.
+    """Look up the row of a table at each index, with Explicit mesh axes too.
 
-    An index that is negative, or not less than the number of rows, gets a row of NaN.
+    A negative index, or one that is not less than the number of rows, gets a row of NaN.
 
     Examples:
         >>> from functree.nn.weights import rows
@@ -158,17 +160,17 @@ def rows(
     kept, mesh = entries_of(index), explicit_mesh(index, table)
     of_table = _without_axes_of(kept, entries_of(table))
     if mesh is not None:
-        # Without the mesh axes of the tokens, as under FSDP: the table is gathered, and backward
-        # its gradient is scattered. The partitioner alone would move the gradients of all rows
-        # that are looked up.
+        # Without the mesh axes of the tokens, as under FSDP: the table is gathered, and in the
+        # backward pass its gradient is scattered. The partitioner alone would move the gradients of
+        # all rows that are looked up.
         table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
         if mesh.manual_axes:
-            # JAX does not differentiate a lookup with `out_sharding=` there.
+            # JAX cannot differentiate a lookup with `out_sharding=` there.
             return rows_on_shards(table, index, of_table, kept)
     sharding = out_sharding(mesh, (*kept, of_table[-1]))
-    # "fill" is NaN for floating-point numbers. JAX's default clips the index, and takes a negative
-    # one for one from the end: a token that the vocabulary does not have would get the row of
-    # another one, without a sign of it.
+    # "fill" is NaN for floating-point numbers. By default, JAX clips an index, and counts a
+    # negative one from the end. A token outside the vocabulary would silently get another token's
+    # row.
     return table.at[as_int32(index)].get(
         mode="fill", wrap_negative_indices=False, out_sharding=sharding
     )
@@ -180,15 +182,15 @@ def rows_on_shards(
     of_table: Entries,
     of_index: Entries,
 ) -> Float[Array, "*batch embed"]:
-    """`rows`, where each device looks up its own indices in its own rows, and they are summed.
+    """Look up each device's own indices in its own rows, and sum the results; see `rows`.
 
-    It is for the body of a shard_map that leaves some mesh axes to the compiler.
+    This is for the body of a shard_map that leaves some mesh axes to the compiler.
 
     Args:
         table: the table.
         index: the indices.
-        of_table: how the table is sharded.
-        of_index: how the indices are sharded: by other mesh axes.
+        of_table: the spec of the table.
+        of_index: the spec of the indices, over different mesh axes.
     """
     mesh, vocab = jax.sharding.get_abstract_mesh(), table.shape[0]
     # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
@@ -200,10 +202,10 @@ def rows_on_shards(
         if axes:
             own = index - jax.lax.axis_index(axes) * table.shape[0]
         is_own = (own >= 0) & (own < table.shape[0])
-        found = jnp.where(is_own[..., None], rows(table, own), 0)
+        own_rows = jnp.where(is_own[..., None], rows(table, own), 0)
         if axes:
-            found = jax.lax.psum(found, axes)  # one of them is not 0
-        return jnp.where(is_token[..., None], found, jnp.nan)
+            own_rows = jax.lax.psum(own_rows, axes)  # only one of the terms is not 0
+        return jnp.where(is_token[..., None], own_rows, jnp.nan)
 
     mapped = jax.shard_map(
         of_shard,
@@ -215,34 +217,34 @@ def rows_on_shards(
 
 
 def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
-    """Indices of any integer dtype as int32; one that int32 does not hold is its nearest number.
+    """Cast indices of any integer dtype to int32, and clip those that int32 cannot hold.
 
     Examples:
         >>> from functree.nn.weights import as_int32
         >>> as_int32(jnp.array([200, 3], jnp.uint8)) + 100
         Array([300, 103], dtype=int32)
     """
-    # In a narrow dtype sums wrap, and the number of rows may be none of its numbers, so that JAX
-    # cannot compare with it. From a wide one a cast alone would wrap: 2 ** 32 + 5 would be row 5.
+    # A narrow dtype may overflow in sums, and may be unable to represent the number of rows, with
+    # which JAX compares it. A cast from a wide dtype would overflow: 2 ** 32 + 5 would be row 5.
     own, wanted = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
     if own.max > wanted.max:
-        # The method, and not `jnp.clip`, which would cast an array of numpy first.
+        # The method instead of `jnp.clip`, which would cast a NumPy array first.
         index = index.clip(max(own.min, wanted.min), wanted.max)
     return index.astype(jnp.int32)
 
 
 def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """A weight broadcast to the shape of `x`, along its last dimensions, and sharded like `x`.
+    """Broadcast a weight to the shape of `x`, along its last dimensions, and shard it like `x`.
 
     Examples:
         >>> from functree.nn.weights import broadcast_like
         >>> broadcast_like(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)
     """
-    # Explicit in any case: with `jax.numpy_rank_promotion="raise"` JAX does not add dimensions.
+    # Written out, since JAX adds no dimensions with `jax.numpy_rank_promotion="raise"`.
     entries, mesh, first = entries_of(x), explicit_mesh(x, weight), x.ndim - weight.ndim
     if mesh is not None:
-        # The type of the weight may have a mesh axis that shards the batch of `x`, as under FSDP.
+        # The weight's type may have a mesh axis that shards the batch of `x`, as under FSDP.
         weight = jax.sharding.reshard(weight, out_sharding(mesh, entries[first:]))
     return jax.lax.broadcast_in_dim(
         weight, x.shape, range(first, x.ndim), out_sharding=out_sharding(mesh, entries)
@@ -250,6 +252,6 @@ def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Flo
 
 
 def _without_axes_of(kept: Entries, entries: Entries) -> Entries:
-    """`entries` without the mesh axes in `kept`: a mesh axis shards one dimension of an array."""
+    """Remove the mesh axes in `kept` from `entries`: one axis shards one dimension of an array."""
     used = {axis for entry in kept for axis in mesh_axes(entry)}
     return tuple(without(PartitionSpec(*entries), used))

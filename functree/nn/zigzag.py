@@ -1,4 +1,4 @@
-"""A sequence ─► the same in an order in which all of its parts have equally much to attend to."""
+"""`zigzag` reorders a sequence so that causal attention is the same work for all its parts."""
 
 from typing import Any
 
@@ -24,24 +24,25 @@ def zigzag(
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
     """Order a sequence so that causal attention is equal work for all of its parts.
 
-    In order, the last part attends to all others and the first to itself alone. So the sequence is
-    cut into two pieces for each part, and part `i` gets piece `i` and the one that is as far from
-    the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Tokens, targets, masks and
-    segments are ordered alike, before they are placed; the model then takes the positions and
-    `in_order=False`. An array of numpy stays one.
+    In the usual order, the last part attends to all others and the first only to itself. `zigzag`
+    cuts the sequence into two pieces per part. Part `i` gets piece `i` and the piece equally far
+    from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Order tokens, targets,
+    masks and segments alike, before you place them. Then pass the positions and `in_order=False`
+    to the model. A NumPy array stays one.
 
-    Only `context="gather"` and `"ring"` gain by it: devices that exchange heads have equal work in
-    any order. Attention is computed in chunks then, since the kernels mask by the order.
+    Only `context="gather"` and `"ring"` benefit: devices that exchange heads have equal work in any
+    order. Attention is then computed in chunks, since the kernels mask by index.
 
     Args:
-        x: what is ordered along its second dimension.
+        x: an array to order along its second dimension.
         parts: the number of devices along the mesh axes of the sequence.
 
     Returns:
-        The array, and the position of each token.
+        The ordered array, and the position of each token.
 
     Raises:
-        FunctreeError: `2 * parts` does not divide the sequence; it is sharded along Explicit axes.
+        FunctreeError: if `2 * parts` does not divide the sequence.
+        FunctreeError: if the sequence is sharded along Explicit axes.
 
     Examples:
         >>> tokens, positions = ft.nn.zigzag(jnp.arange(8)[None] * 10, 2)
@@ -66,7 +67,7 @@ def zigzag(
 def _ordered(x: Any, index: np.ndarray) -> Any:
     if isinstance(x, np.ndarray):
         return x[:, index]
-    # JAX cannot look up along a dimension whose type is sharded, and it would move all tokens.
+    # JAX cannot look up along a dimension that its type shards, and it would move all tokens.
     if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
         raise FunctreeValueError(
             f"zigzag: the sequence of {shown(x)} is sharded already: order it before it is placed"
