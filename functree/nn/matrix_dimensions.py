@@ -43,9 +43,8 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
     Returns:
         A function for `muon_weight_dimension_numbers=`. It takes the parameters: a tree with the
-            structure of the model, in which some may be missing, or dicts with the same keys. It
-            returns the same tree with `MuonDimensionNumbers` for each matrix, and None for every
-            other array.
+            structure of the model, in which some may be missing, or dicts with the same keys. Its
+            result has `MuonDimensionNumbers` in place of each matrix, and None for other arrays.
 
     Raises:
         FunctreeError: if `model` is not a tree of arrays.

@@ -1,7 +1,7 @@
-"""How the matrices of some stacks are sharded ─► whole matrices on each device, and shards again.
+"""An exchange turns shards of the matrices in stacks into whole matrices, and back.
 
-The layers of a stack are sharded within their matrices, as their parameters are. For a computation
-on whole matrices each device gets some of the layers instead, and these whole.
+The layers of a stack are sharded within their matrices, like their parameters. For a computation on
+whole matrices, each device gets whole matrices of some layers instead.
 """
 
 import math
@@ -21,18 +21,19 @@ _Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """The exchange of the matrices of some stacks of layers, all of one shape and sharded alike.
+    """An exchange of the matrices in some stacks, with the same layer shape and sharding.
 
     The methods that take arrays are for the body of a `shard_map`.
 
     Attributes:
         sizes: the number of devices along each mesh axis.
-        stacks: the sizes of each stack on a device: of the whole stack, unless mesh axes shard its
-            layers. A single matrix is a stack of one, without sizes.
+        stacks: the sizes of each stack on a device. They equal the whole stack's sizes, unless mesh
+            axes shard its layers. A single matrix is a stack of one, without sizes.
         layer: the shape of one layer.
-        dims: for each dimension of it the mesh axes that shard it.
+        dims: the mesh axes that shard each dimension of a layer.
         exchanged: the mesh axes over which shards of matrices are exchanged for layers.
-        sliced: those along which matrices are replicated, and each device takes some of the layers.
+        sliced: the mesh axes along which matrices are replicated, and each device takes some of the
+            layers.
     """
 
     sizes: Mapping[str, int]
@@ -50,24 +51,25 @@ class Exchange:
         stacked: int,
         over: Sequence[str] | None = None,
     ) -> "Exchange":
-        """The exchange for one parameter.
+        """Create the exchange for one parameter.
 
         Args:
             sizes: the size of each mesh axis.
-            shape: the shape of the parameter, with its stacks.
-            spec: how it is sharded.
-            stacked: the number of leading dimensions that are those of stacks.
-            over: the mesh axes over which the layers are spread; None for all that shard it.
+            shape: the shape of the parameter, including the dimensions of its stacks.
+            spec: how the parameter is sharded.
+            stacked: the number of leading dimensions that belong to stacks.
+            over: the mesh axes over which the layers are spread; None for all that shard the
+                parameter.
         """
         entries: list[_Axes] = []
-        for one in of_rank(spec, len(shape)).partitions:
-            # XLA's partitioner refuses a collective over a mesh axis of one device (in jax 0.12).
-            entries.append(tuple(axis for axis in mesh_axes(one) if sizes[axis] > 1))
+        for dim_entry in of_rank(spec, len(shape)).partitions:
+            # XLA's partitioner refuses a collective over a mesh axis of size 1 (jax 0.12).
+            entries.append(tuple(axis for axis in mesh_axes(dim_entry) if sizes[axis] > 1))
         stack: list[int] = []
         for size, axes in zip(shape[:stacked], entries[:stacked], strict=True):
             stack.append(size // _product(sizes, axes))
         sharding = sum(entries[stacked:], ())
-        # Over the mesh axes of the stack the layers are spread already.
+        # The mesh axes of the stack already spread the layers.
         of_stack = sum(entries[:stacked], ())
         exchanged = sharding
         if over is not None:
@@ -87,23 +89,23 @@ class Exchange:
 
     @property
     def kind(self) -> Hashable:
-        """How matrices are exchanged: equal for exchanges that differ in their stacks only."""
+        """How matrices are exchanged; equal for exchanges that differ only in their stacks."""
         return self.layer, self.dims, self.exchanged, self.sliced
 
     @property
     def gathered(self) -> _Axes:
-        """The mesh axes that shard the matrices, and over which no layers are spread."""
+        """The mesh axes that shard the matrices and do not spread layers."""
         return tuple(axis for axis in sum(self.dims, ()) if axis not in self.exchanged)
 
     def joined_with(self, others: Sequence["Exchange"]) -> "Exchange":
-        """The exchange of this one's layers and those of others of its kind, as of one stack."""
-        return replace(self, stacks=sum((one.stacks for one in others), self.stacks))
+        """Return an exchange for the layers of this one and of others of its kind, as one stack."""
+        return replace(self, stacks=sum((other.stacks for other in others), self.stacks))
 
     def of_one(self) -> "Exchange":
-        """The same, but a single layer is gathered by all devices.
+        """Return an exchange in which all devices gather a single layer.
 
-        That moves half as much as to bring it to one device and back, and the other devices have
-        nothing else to do.
+        This moves half as much as sending the layer to one device and back, while the other devices
+        would be idle.
         """
         if self.layers > 1:
             return self
@@ -111,12 +113,12 @@ class Exchange:
 
     @property
     def layers(self) -> int:
-        """The number of layers that a device has a shard of."""
+        """The number of layers of which a device has shards."""
         return sum(map(math.prod, self.stacks))
 
     @property
     def own(self) -> int:
-        """The number of whole layers that a device gets."""
+        """The number of whole layers on a device."""
         return -(-self.layers // self._devices)
 
     @property
@@ -125,13 +127,13 @@ class Exchange:
         return _product(self.sizes, (*self.sliced, *self.exchanged))
 
     def idle(self) -> Shaped[Array, ""] | None:
-        """Whether this device has only copies of the layers of others; None if no device has."""
+        """Return whether this device has only copies of others' layers; None if no device has."""
         if (self._devices - 1) * self.own < self.layers:
             return None
         return _index((*self.sliced, *self.exchanged)) * self.own >= self.layers
 
     def whole(self, shards: Sequence[Shaped[Array, "..."]]) -> Shaped[Array, "own ..."]:
-        """The shards that this device has of each stack ─► its own layers, whole."""
+        """Turn this device's shards of each stack into its own whole layers."""
         x = self._taken(shards)
         shard = x.shape[1:]
         x = x.reshape(-1, self.own, *shard)
@@ -139,8 +141,8 @@ class Exchange:
             x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
         if self.gathered:
             x = jax.lax.all_gather(x, self.gathered)
-        # The leading dimensions count shards. Each dimension of a matrix is joined from those of
-        # its mesh axes and its own.
+        # The leading dimensions count shards. Each dimension of a matrix is joined from the
+        # dimensions of its mesh axes and its own shard.
         counted = (*self.gathered, *self.exchanged)
         x = x.reshape(*(self.sizes[axis] for axis in counted), self.own, *shard)
         order = [len(counted)]
@@ -149,7 +151,7 @@ class Exchange:
         return x.transpose(order).reshape(self.own, *self.layer)
 
     def shards(self, x: Shaped[Array, "own ..."]) -> list[Shaped[Array, "..."]]:
-        """The layers of this device, whole ─► its shards of each stack."""
+        """Turn this device's whole layers into its shards of each stack."""
         counted = (*self.gathered, *self.exchanged)
         split = [self.own]
         places: dict[str, int] = {}
@@ -169,11 +171,11 @@ class Exchange:
         return self._given(x.reshape(-1, *shard))
 
     def _taken(self, arrays: Sequence[Array]) -> Array:
-        """All layers in one dimension ─► those that this device has to do with, by `sliced`."""
+        """Join all layers in one dimension, and take this device's slice along `sliced`."""
         layers: list[Array] = []
         for stack, array in zip(self.stacks, arrays, strict=True):
             layers.append(array.reshape(math.prod(stack), *array.shape[len(stack) :]))
-        # Copies fill up. Zeros would be matrices that nobody has, which may have no inverse.
+        # Copies fill the rest. Zeros would be matrices without an inverse.
         missing = self._devices * self.own - self.layers
         layers *= 1 + -(-missing // self.layers)
         x = layers[0] if len(layers) == 1 else jnp.concatenate(layers)
@@ -182,23 +184,23 @@ class Exchange:
         return jax.lax.dynamic_slice_in_dim(x, _index(self.sliced) * size, size)
 
     def _given(self, x: Array) -> list[Array]:
-        """The inverse: all layers, in their stacks."""
+        """Gather all layers and return them in their stacks: the inverse of `_taken`."""
         if self.sliced:
             x = jax.lax.all_gather(x, self.sliced, tiled=True)
-        found: list[Array] = []
+        arrays: list[Array] = []
         start = 0
         for stack in self.stacks:
             end = start + math.prod(stack)
-            found.append(x[start:end].reshape(*stack, *x.shape[1:]))
+            arrays.append(x[start:end].reshape(*stack, *x.shape[1:]))
             start = end
-        return found
+        return arrays
 
 
 def _product(sizes: Mapping[str, int], axes: _Axes) -> int:
-    """The number of devices along mesh axes."""
+    """Return the number of devices along mesh axes."""
     return math.prod(sizes[axis] for axis in axes)
 
 
 def _index(axes: _Axes) -> Any:
-    """The index of this device along mesh axes."""
+    """Return the index of this device along mesh axes."""
     return jax.lax.axis_index(axes) if axes else 0

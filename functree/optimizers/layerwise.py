@@ -1,4 +1,4 @@
-"""An optimizer ─► one for which each layer of a stack is its own leaf."""
+"""`layerwise` makes an optimizer treat each layer of a stack as its own leaf."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -37,32 +37,33 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
-    """Make each layer of a stack its own leaf for an optimizer.
+    """Make an optimizer treat each layer of a stack as its own leaf.
 
-    An optimizer sees an array of an `ft.Stacked` as one leaf with a dimension of layers. Most
-    optimizers do not care. Those that look at the shape or the norm of a leaf do, such as
-    adafactor, lamb and muon: they take stacked vectors for a matrix, and have one norm for all
-    layers. With `layerwise` they compute what they compute for a list of the layers. Leaves that
-    are in no stack stay as they are.
+    An optimizer sees an array of an `ft.Stacked` as one leaf with a dimension for the layers. Most
+    optimizers give the same result for that. Those that use the shape or the norm of a leaf, such
+    as adafactor, lamb and muon, do not: they treat stacked vectors as a matrix, and compute one
+    norm for all layers. With `layerwise`, the result is the same as for a list of the layers.
+    Leaves outside of stacks stay as they are.
 
-    The optimizer is mapped over the dimension of the layers by `jax.vmap`, so the compiled program
-    does not grow with their number. Its state has the paths of `tx.init` for one layer. What
-    belongs to a parameter of a stack has the dimension of the layers in front, and is laid out with
-    the parameter by `ft.plan_optimizer`; a count or a learning rate is there once.
+    `jax.vmap` maps the optimizer over the dimension of the layers, so the compiled program does not
+    grow with their number. Its state has the paths of `tx.init` for one layer. State that belongs
+    to a stack's parameter has a leading dimension for the layers, and `ft.plan_optimizer` lays it
+    out with the parameter. A count or a learning rate exists once.
 
-    What looks at all leaves at once, such as a global norm, belongs outside:
-    `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. So does what
-    draws random numbers. `masked`, `multi_transform`, `MultiSteps` and `inject_hyperparams` may be
-    outside or inside.
+    Transforms that combine all leaves, such as a global norm, belong outside:
+    `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. So do
+    transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
+    `inject_hyperparams` may be outside or inside.
 
     Args:
         tx: any optax optimizer that acts on each leaf alone. Other arguments of its `update`, such
             as `value=`, are passed on.
 
     Raises:
-        FunctreeError: if `tx` is not an optimizer; (when called) if it looks at several leaves at
-            once, and one of them is in a stack; if its state has a random key; if the state is not
-            that of this optimizer.
+        FunctreeError: if `tx` is not an optimizer.
+        FunctreeError: (when called) if `tx` combines several leaves, one of which is in a stack.
+        FunctreeError: (when called) if the optimizer's state has a random key.
+        FunctreeError: (when called) if the state belongs to a different optimizer.
 
     Examples:
         >>> import optax
@@ -110,13 +111,15 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """How to shard a state: what has the shape of its parameter as the parameter, for
-    `jnp.zeros_like` of one layer does not see how the stack is sharded; None if the parameters are
-    not placed on the same several devices."""
+    """Return a state's shardings, or None if parameters are not on the same several devices.
+
+    State with the shape of its parameter is sharded like it: `jnp.zeros_like` of one layer does not
+    see how the stack is sharded.
+    """
     parameters: dict[Path, Any] = {leaf.path: leaf.value for leaf in params.leaves}
     if not all(map(is_concrete, parameters.values())):
         return None
-    devices = {frozenset(one.sharding.device_set) for one in parameters.values() if one.committed}
+    devices = {frozenset(x.sharding.device_set) for x in parameters.values() if x.committed}
     if len(devices) != 1 or len(next(iter(devices))) == 1:
         return None
     shardings: list[Sharding | None] = []
@@ -129,16 +132,21 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
     return shardings
 
 
-# What looks at several leaves at once
+# Checks for optimizers that combine several leaves
 
 
 def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]) -> None:
-    """Raise FunctreeError if one leaf depends on another one, or if a key is drawn from; found out
-    once for equal shapes."""
-    types = [None if one is None else trained_type(single_layers(one)) for one in (updates, params)]
+    """Raise a FunctreeError if a leaf depends on another one, or on a random key.
+
+    The result is remembered for equal shapes.
+    """
+    types = [
+        None if leaves is None else trained_type(single_layers(leaves))
+        for leaves in (updates, params)
+    ]
     key = "layers", *types, tuple(sorted(extra))
     problems = remembered(tx, key, lambda: _problems(tx, updates, params, extra), of_update=True)
-    keys = [one for one in problems if one.remedy == _NO_KEYS]
+    keys = [problem for problem in problems if problem.remedy == _NO_KEYS]
     if keys:
         raise FunctreeTypeError(
             f"`ft.layerwise` cannot map an optimizer with {count(len(keys), 'random key')}", keys
@@ -165,13 +173,14 @@ _NO_KEYS = (
 def _problems(
     tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]
 ) -> Sequence[Problem]:
-    """What of an optimizer's result depends on several leaves, and the random keys of its state.
+    """Return problems for results that depend on several leaves, and for random keys.
 
-    Its update is traced with a tuple of two layers in the place of each stack. If the optimizer
-    does not take that, such as one with labels for each array, nothing is known.
+    The optimizer's update is traced with a tuple of two layers in place of each stack. If the
+    optimizer cannot run on that, for example because it has a label for each array, there is no
+    check.
     """
     read_trees = [updates] if params is None else [params, updates]
-    stacks = {leaf.path: stack_sizes(leaf) for one in read_trees for leaf in one.leaves}
+    stacks = {leaf.path: stack_sizes(leaf) for tree in read_trees for leaf in tree.leaves}
 
     def pair(path: Path, array: AnyArray) -> Any:
         stack = stacks.get(path, ())
@@ -195,16 +204,18 @@ def _problems(
 
 
 def _keys(traced: TracedUpdate) -> Iterator[Problem]:
-    """The problems of random keys in the state."""
+    """Yield the problems of random keys in the state."""
     for (path, owner), type_ in zip(traced.inputs, traced.program.in_avals, strict=True):
         if path[0] == STATE and owner is None and _is_key(path, type_):
             yield array_problem(Path(path[1:]), type_, "is a random key", _NO_KEYS)
 
 
 def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> Iterator[Problem]:
-    """The problems of what depends on several leaves, one of which is in a stack, in a trace with
-    two layers of each stack."""
-    # The parameter that each leaf of the trace is, or is a layer of.
+    """Yield problems for results that depend on several leaves, one of which is in a stack.
+
+    The trace has two layers of each stack.
+    """
+    # The parameter for each leaf of the trace, which is the parameter or a layer of it.
     whole: dict[Path | None, Path] = {}
     for path, stack in stacks.items():
         whole |= dict.fromkeys((path / 0, path / 1) if stack else (path,), path)
@@ -214,8 +225,8 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
         own = whole.get(owner)
         stack = () if own is None else stacks[own]
         others = {whole[one] for one in on - {owner}}  # pyright: ignore[reportArgumentType]
-        found = [one for one in stacks if one in others and (stacks[one] or stack)]
-        # The path of one layer of a pair ends with its number.
+        found = [other for other in stacks if other in others and (stacks[other] or stack)]
+        # The path of a layer ends with its index in the pair.
         shown = Path(path[1:])
         if stack and path[-1] in (0, 1):
             shown = Path(path[1:-1])
@@ -223,7 +234,7 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
         if not found or (shown, is_update) in told:
             continue
         told.add((shown, is_update))
-        names = [f"`{one}`" for one in found if one != own] or ["other layers of the stack"]
+        names = [f"`{other}`" for other in found if other != own] or ["other layers of the stack"]
         what = "this leaf of the optimizer's state"
         if is_update:
             what = "its update"
@@ -232,13 +243,13 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
 
 
 def _is_key(path: Path, value: AnyArray) -> bool:
-    """Whether an array that belongs to no parameter is a random key.
+    """Return whether an array that belongs to no parameter is a random key.
 
-    A raw key is an array of numbers like others, so it has to have a name that says so.
+    A raw key is an array of integers, so only its name can identify it.
     """
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return True
     named = any(isinstance(key, str) and ("key" in key or "rng" in key) for key in path)
-    # A new function each time: JAX remembers a shape for other kinds of keys too.
+    # A new function each time, since JAX also caches the shape for other kinds of keys.
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return named and value.dtype == np.uint32 and value.shape == raw.shape

@@ -1,4 +1,4 @@
-"""Muon of optax, whose matrices are orthogonalized as a whole."""
+"""`muon` is optax's Muon, which orthogonalizes whole matrices even if they are sharded."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -25,26 +25,26 @@ def muon(
     layout: LayoutTree = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Muon, as `optax.contrib.muon`, with matrices that are orthogonalized as a whole.
+    """Create the optimizer of `optax.contrib.muon`, but orthogonalize whole matrices.
 
-    The arguments, the moments and the numbers are those of optax. Each layer of a stack is
-    a matrix of its own, as under `ft.layerwise`. If the matrices are sharded, they are exchanged
-    once before the orthogonalization, and once after it: see `ft.on_whole_matrices`.
+    It has optax's arguments and moments, and computes the same numbers. Each layer of a stack is
+    its own matrix, as in `ft.layerwise`. Sharded matrices are exchanged once before the
+    orthogonalization, and once after it: see `ft.on_whole_matrices`.
 
     Args:
-        learning_rate: as in `optax.contrib.muon`, and so are `args` and `options`. By default,
-            parameters with two dimensions (without those of their stacks) are matrices;
-            `muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)` says it for the layers of
-            `ft.nn`. For a stack, the dimensions have to be counted from the end.
-        *args: more of them.
+        learning_rate: as in `optax.contrib.muon`, like `args` and `options`. By default, parameters
+            with two dimensions, not counting stacks, are matrices. For the layers of
+            `ft.nn`, pass `muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)`. In a
+            stack, the dimensions must be counted from the end.
+        *args: further arguments.
         over: the mesh axes over which the matrices are spread; by default all that shard the
             parameter.
         layout: the layout of the model; by default the ambient one.
-        **options: more of them.
+        **options: further options.
 
     Raises:
-        FunctreeError: if `over` names no mesh axes; if `optax.contrib.muon` has no such arguments;
-            (when called) as `ft.on_whole_matrices`.
+        FunctreeError: if `over` is not mesh axes, or `optax.contrib.muon` lacks an argument.
+        FunctreeError: (when called) as in `ft.on_whole_matrices`.
 
     References:
         Jordan, `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_, 2024; Liu et
@@ -66,7 +66,7 @@ def muon(
         >>> moments.layer.up.sharding.spec
         P(None, None, 'model')
 
-        Each step is under ambient rules, which say how the matrices are sharded:
+        Run each step under ambient rules, from which it reads how the matrices are sharded:
 
         >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
     """
@@ -118,7 +118,7 @@ _RATE = Takes(
 
 
 class Momentum(NamedTuple):
-    """The state of the momentum of Muon.
+    """The state of Muon's momentum.
 
     Attributes:
         count: the number of updates.
@@ -130,7 +130,7 @@ class Momentum(NamedTuple):
 
 
 def _momentum(beta: Any, nesterov: bool, mu_dtype: Any) -> optax.GradientTransformation:
-    """The momentum of `optax.contrib.scale_by_muon`, without the orthogonalization."""
+    """Return the momentum of `optax.contrib.scale_by_muon`, without the orthogonalization."""
 
     def init(params: Any) -> Any:
         zeros = optax.tree.zeros_like(params, dtype=mu_dtype)
@@ -150,14 +150,14 @@ def _momentum(beta: Any, nesterov: bool, mu_dtype: Any) -> optax.GradientTransfo
     return optax.GradientTransformation(init, update)
 
 
-# What the orthogonalization of one matrix depends on.
+# The options that affect the orthogonalization of one matrix.
 _OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consistent_rms")
 
 
 def _orthogonalize(
     given: Mapping[str, Any], dimensions: MuonDimensionNumbers | None
 ) -> MatrixFunction:
-    """The function of one matrix: Muon of optax without momentum, decay and learning rate."""
+    """Return a function for one matrix: optax's Muon without momentum, decay and learning rate."""
 
     def orthogonalized(matrix: jax.Array) -> jax.Array:
         tx = optax.contrib.muon(
@@ -169,17 +169,16 @@ def _orthogonalize(
         )
         updates: Any
         updates, _ = tx.update(matrix, tx.init(matrix), matrix)
-        return -updates  # the learning rate of 1 has changed the sign
+        return -updates  # undoes the sign of the learning rate of 1
 
     return orthogonalized
 
 
 def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimensionNumbers | None]:
-    """The dimensions of each matrix among some parameters, as they are given to Muon of optax; None
-    for what is no matrix.
+    """Return the dimensions of each matrix, as optax's Muon takes them; None for other arrays.
 
     Raises:
-        FunctreeError: the dimensions of a stack are not counted from the end.
+        FunctreeError: if the dimensions in a stack are not counted from the end.
     """
     each: list[MuonDimensionNumbers | None] = []
     if given is None:

@@ -1,5 +1,4 @@
-"""A function of one matrix ─► a transform that applies it to whole matrices, with the layers of
-stacks spread over devices."""
+"""`on_whole_matrices` applies a function to whole matrices, spreading layers over devices."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
@@ -33,7 +32,7 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Path
 
 MatrixFunction = Callable[[jax.Array], jax.Array]
-"""A function of one matrix, which returns a matrix of the same shape and dtype."""
+"""A function of one matrix that returns a matrix of the same shape and dtype."""
 
 
 def on_whole_matrices(
@@ -41,37 +40,38 @@ def on_whole_matrices(
 ) -> optax.GradientTransformation:
     """Apply a function to each matrix of the updates, as a whole.
 
-    An optimizer such as Muon multiplies each matrix with itself, several times in each update. If
+    An optimizer such as Muon multiplies each matrix by itself, several times in each update. If
     the matrices are sharded, as under FSDP and tensor parallelism, each product moves partial sums
-    between the devices. Here the layers of a stack, and matrices of one shape, are spread over the
-    devices instead, so that each device has whole matrices: they are exchanged once before `fn`,
-    and once after it.
+    between devices. This transform instead spreads the layers of stacks, and matrices with the
+    same shape, over the devices, so that each device has whole matrices. They are exchanged once
+    before `fn`, and once after it.
 
-    The transform has no state. In an optimizer it stands between transforms that compute element
-    by element, such as moments and decay, which stay sharded as they are. `ft.muon` is made with
-    it.
+    The transform has no state. In an optimizer, place it between transforms that compute
+    elementwise, such as moments and decay, which stay sharded. `ft.muon` is built on it.
 
-    If the matrices do not fill the devices, some devices have nothing to do. A single matrix is
-    gathered by all devices, and each of them computes the same. On one device nothing moves.
+    If there are fewer matrices than devices, some devices are idle. A single matrix is gathered on
+    all devices, and each computes the same. On one device, nothing moves.
 
     Args:
-        fn: a function of one matrix: of the array of a parameter, for a stack of one layer's array.
-            It returns an array of the same shape and dtype.
+        fn: a function of one matrix, which is a parameter's array, or one layer's array for a
+            stack. It returns an array of the same shape and dtype.
         over: the mesh axes over which the matrices are spread; by default all that shard the
-            parameter. Along others they are gathered.
-        layout: the layout of the model; by default the ambient one. On Explicit axes none is
-            needed.
+            parameter. Matrices are gathered along other axes.
+        layout: the layout of the model; by default the ambient one. Explicit axes do not need it.
 
     Returns:
-        A transform of optax. Arrays with fewer than two dimensions, without those of their stacks,
-            are no matrices: leave them out by `optax.masked` or `optax.partition`.
+        An optax transform. Arrays with fewer than two dimensions, not counting stacks, are not
+            matrices: exclude them with `optax.masked` or `optax.partition`.
 
     Raises:
-        FunctreeError: if `fn` is not a function, or `over` names no mesh axes; (when called) if an
-            array is no matrix; if `fn` returns another shape or dtype; if the mesh does not have
-            the axes in `over`; inside of `ft.layerwise`, which shows one layer of each stack.
-        ShardingError: (when called) if there is a mesh with Auto axes and no layout; if the layout
-            does not fit; inside of a `shard_map`.
+        FunctreeError: if `fn` is not a function, or `over` is not mesh axes.
+        FunctreeError: (when called) if an array is not a matrix.
+        FunctreeError: (when called) if `fn` returns a different shape or dtype.
+        FunctreeError: (when called) if the mesh does not have the axes in `over`.
+        FunctreeError: (when called) if it runs inside `ft.layerwise`, which passes single layers.
+        ShardingError: (when called) if there is a mesh with Auto axes and no layout.
+        ShardingError: (when called) if the layout does not fit.
+        ShardingError: (when called) if it runs inside a `shard_map`.
 
     Examples:
         >>> import optax
@@ -106,13 +106,13 @@ def of_each_matrix(
     layout: LayoutTree,
     name: str,
 ) -> optax.GradientTransformation:
-    """The same, with a function for each leaf.
+    """Apply a function for each leaf to whole matrices; see `on_whole_matrices`.
 
     Args:
-        functions: a function from the updates and their leaves to the function for each leaf.
-            Matrices with the same function may be computed together.
-        over: as in `on_whole_matrices`, and so is `layout`.
-        layout: the layout of the model.
+        functions: returns the function for each leaf, from the updates and their leaves. Matrices
+            with the same function may be computed together.
+        over: as in `on_whole_matrices`.
+        layout: as in `on_whole_matrices`.
         name: the name of the public function, for messages.
     """
     check("there is no such transform", over=(over, _OVER))
@@ -127,11 +127,11 @@ def of_each_matrix(
         _check_matrices(matrices, name)
         mesh, specs = _specs(updates, layout, name)
         if mesh is None:
-            found = [_alone(leaf, fn) for leaf, fn in matrices]
+            results = [_alone(leaf, fn) for leaf, fn in matrices]
         else:
             _check_axes(axes or (), mesh, name)
-            found = _exchanged(matrices, mesh, specs, axes)
-        return leaves.skeleton.fill(found), state
+            results = _exchanged(matrices, mesh, specs, axes)
+        return leaves.skeleton.fill(results), state
 
     return optax.GradientTransformation(init, update)
 
@@ -140,14 +140,14 @@ _OVER = Takes(
     "a mesh axis, or several in a tuple",
     lambda value: (
         isinstance(value, str)
-        or (isinstance(value, tuple | list) and all(isinstance(one, str) for one in value))
+        or (isinstance(value, tuple | list) and all(isinstance(axis, str) for axis in value))
     ),
     lambda value: isinstance(value, str) or len(set(value)) == len(value),
 ).or_none()
 
 
 def _alone(leaf: Leaf, fn: MatrixFunction) -> jax.Array:
-    """The result for the layers of a stack, or for one matrix, on one device."""
+    """Compute the result for a matrix, or for the layers of a stack, on one device."""
     for _ in stack_sizes(leaf):
         fn = jax.vmap(fn)
     return fn(leaf.value)
@@ -159,28 +159,28 @@ def _exchanged(
     specs: Mapping[Path, PartitionSpec],
     over: Sequence[str] | None,
 ) -> list[AnyArray]:
-    """The result for each matrix, on the devices of a mesh."""
+    """Compute the result for each matrix on the devices of a mesh."""
     sizes = dict(mesh.shape)
-    # Matrices that can be computed together.
+    # Groups of matrices that can be computed together.
     alike: dict[Hashable, dict[int, Exchange]] = {}
     for i, (leaf, fn) in enumerate(matrices):
         stacked = len(stack_sizes(leaf))
         exchange = Exchange.of(sizes, leaf.shape, specs[leaf.path], stacked, over)
         alike.setdefault((id(fn), leaf.value.dtype, exchange.kind), {})[i] = exchange
-    found: dict[int, AnyArray] = {}
+    results: dict[int, AnyArray] = {}
     for exchanges in alike.values():
         own = list(exchanges.values())
         joined = own[0].joined_with(own[1:])
-        # Together, if that leaves fewer of them to each device: the layers of one stack alone do
-        # not fill the devices.
+        # Together, if each device then has fewer of them: the layers of a single stack may not
+        # fill the devices.
         groups = [(list(exchanges), joined)]
-        if joined.own == sum(one.own for one in own):
-            groups = [([i], one.of_one()) for i, one in exchanges.items()]
+        if joined.own == sum(exchange.own for exchange in own):
+            groups = [([i], exchange.of_one()) for i, exchange in exchanges.items()]
         for indices, exchange in groups:
             leaves = [matrices[i][0] for i in indices]
-            results = _on_devices(leaves, matrices[indices[0]][1], exchange, mesh, specs)
-            found.update(zip(indices, results, strict=True))
-    return [found[i] for i in range(len(matrices))]
+            of_group = _on_devices(leaves, matrices[indices[0]][1], exchange, mesh, specs)
+            results.update(zip(indices, of_group, strict=True))
+    return [results[i] for i in range(len(matrices))]
 
 
 def _on_devices(
@@ -190,7 +190,7 @@ def _on_devices(
     mesh: Mesh | AbstractMesh,
     specs: Mapping[Path, PartitionSpec],
 ) -> Sequence[jax.Array]:
-    """The results for matrices that are made whole together."""
+    """Compute the results for matrices that are exchanged together."""
     compute = jax.vmap(fn)
 
     def local(*shards: jax.Array) -> list[jax.Array]:
@@ -201,7 +201,7 @@ def _on_devices(
         return exchange.shards(jax.lax.cond(idle, jnp.zeros_like, compute, x))
 
     own = [specs[leaf.path] for leaf in leaves]
-    # JAX' types do not know that what is gathered is the same on all devices.
+    # JAX's types do not express that a gathered value is equal on all devices.
     mapped: Any = jax.shard_map(
         local, mesh=mesh, in_specs=tuple(own), out_specs=own, check_vma=False
     )
@@ -214,8 +214,9 @@ def _on_devices(
 def _specs(
     tree: Tree, layout: LayoutTree, name: str
 ) -> tuple[Mesh | AbstractMesh | None, dict[Path, PartitionSpec]]:
-    """The mesh that parameters are on, and how each of them is sharded, by its type or by the
-    layout; no mesh if they are on one device.
+    """Return the parameters' mesh and specs, from their types or the layout.
+
+    The mesh is None if the parameters are on one device.
 
     Args:
         tree: the parameters, or gradients.
@@ -223,8 +224,9 @@ def _specs(
         name: the name of the public function, for messages.
 
     Raises:
-        ShardingError: neither says it; the layout does not fit the parameters; inside of a
-            `shard_map`.
+        ShardingError: if neither types nor a layout determine the specs.
+        ShardingError: if the layout does not fit the parameters.
+        ShardingError: if it runs inside a `shard_map`.
     """
     given = ambient_rules() if layout is None else layout
     leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
@@ -239,7 +241,7 @@ def _specs(
     if given is None:
         raise _unknown(leaves, name, f"on mesh {mesh_view(mesh)}", _GIVE_LAYOUT.format(name=name))
     view = local_view(agreed_mesh(mesh, own_meshes(parts)))
-    # The tree has only what is trained, and a filter may be for something else.
+    # The tree has only trained parameters, so a filter may match nothing in it.
     decided = decide_parts(leaves, as_partial(parts), view)
     if decided.problems:
         raise ShardingError(
@@ -248,11 +250,11 @@ def _specs(
             decided.problems,
         )
     pairs = zip(decided.leaves, decided.decisions, strict=True)
-    return mesh, {leaf.path: of_rank(one.spec, len(leaf.shape)) for leaf, one in pairs}
+    return mesh, {leaf.path: of_rank(decision.spec, len(leaf.shape)) for leaf, decision in pairs}
 
 
 def _unknown(leaves: Leaves, name: str, where: str, remedy: str) -> ShardingError:
-    """The error for parameters of which nobody says how they are sharded."""
+    """Return the error for parameters whose sharding is unknown."""
     problems = [leaf.problem("its sharding is not known", remedy) for leaf in leaves.leaves]
     matrices = count(len(problems), "parameter")
     return ShardingError(
@@ -272,7 +274,7 @@ _GIVE_LAYOUT = (
 
 
 def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) -> None:
-    """Raise FunctreeError for arrays that are no matrices, or whose function changes the shape."""
+    """Raise a FunctreeError for arrays that are no matrices, or that a function changes in form."""
     problems: list[Problem] = []
     known: dict[Hashable, str | None] = {}
     for leaf, fn in matrices:
@@ -301,7 +303,7 @@ _LEAVE_OUT = "leave it out, by `optax.masked` or `optax.partition`"
 
 
 def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
-    """What a function returns for a matrix, if that is something else; else None."""
+    """Return the type of a function's result, if it differs from its matrix; otherwise None."""
     result: Any = jax.eval_shape(fn, matrix)
     if not hasattr(result, "shape"):
         return f"a {type(result).__name__}"
@@ -311,7 +313,7 @@ def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
 
 
 def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> None:
-    """Raise FunctreeError for mesh axes that the mesh does not have."""
+    """Raise a FunctreeError for axes that the mesh does not have."""
     problems: list[Problem] = []
     for axis in axes:
         if axis not in mesh.axis_names:

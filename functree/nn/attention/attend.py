@@ -1,4 +1,4 @@
-"""Queries, keys and values ─► causal attention, by what computes it best where the program runs."""
+"""`attend` computes causal attention with the best implementation for the platform."""
 
 import math
 from collections.abc import Callable
@@ -40,11 +40,11 @@ Implementation = Annotated[
         lambda value: callable(value) or value in _NAMES,
     ),
 ]
-"""What computes attention, by its name; or a function of the arguments of
+"""The name of an implementation of attention, or a function of the arguments of
 `jax.nn.dot_product_attention`."""
 
-# Up to so many queries at a time are computed with an array of their weights of all cached keys.
-# A step of generation has one; the first step of a prompt may have thousands.
+# For at most this many queries, attention holds their weights of all cached keys. A step of
+# generation has one query; the first step of a prompt may have thousands.
 _FEW = 16
 
 
@@ -59,27 +59,28 @@ def attend(
     positions: Int[Array, "*#batch seq"] | None = None,
     context: Context = "auto",
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Causal attention of the tokens of a sequence to each other.
+    """Compute causal attention between the tokens of a sequence.
 
     Args:
         query: the queries; head `h` uses key and value head `h // (heads / kv_heads)`.
         key: the keys.
         value: the values.
-        implementation: what computes it. `"splash"` is the kernel of JAX for TPUs, `"cudnn"` that
-            for GPUs, `"chunked"` never holds the weights of all queries and keys, `"xla"` does.
-            `"auto"` is the kernel of the platform that the program is lowered for, and `"chunked"`
-            elsewhere, or with a `FunctreeWarning` where a condition of the kernel does not hold.
-        window: how many tokens a token attends to at most, itself among them; None for all before
-            it.
-        segments: the segment of each token; a token attends only to those of its own. None if all
-            are in one.
+        implementation: what computes it. `"splash"` is JAX's kernel for TPUs, and `"cudnn"` its
+            kernel for GPUs. `"chunked"` never holds the weights of all queries and keys, `"xla"`
+            does. `"auto"` uses the kernel of the platform that the program is lowered for, and
+            `"chunked"` on other platforms. If the kernel cannot compute this, it uses `"chunked"`
+            with a `FunctreeWarning`.
+        window: the maximum number of tokens that a token attends to, including itself; None for all
+            earlier tokens.
+        segments: the segment of each token, which attends only to its own. None if all are in one.
         positions: the position of each token, if they are not in order.
-        context: how the parts of a sequence attend to each other, where mesh axes that shard no
-            heads shard it.
+        context: how the parts of a sequence attend to each other, if mesh axes that shard no heads
+            shard the sequence.
 
     Raises:
-        FunctreeError: a kernel that is asked for by its name is not for this platform, or cannot
-            compute this; heads cannot be exchanged for sequence.
+        FunctreeError: if `implementation` names a kernel that is not for this platform, or that
+            cannot compute this.
+        FunctreeError: if heads cannot be exchanged for sequence.
 
     Examples:
         >>> from functree.nn.attention.attend import attend
@@ -106,15 +107,15 @@ def attend(
             f"attention={implementation!r} is a kernel for {asked.devices}, and this program is "
             f'for {on}: "auto" takes it wherever it can'
         )
-    # A ring was asked for by its name, and is in chunks everywhere.
+    # A ring chosen by name computes in chunks on every platform.
     in_chunks = implementation in ("xla", "chunked") or (parts.how == "ring" and asked is None)
     if kernel is None or in_chunks:
         return plain(given)
     why = _why_not(kernel, given, parts, window)
     if why is None:
         by_kernel = _on_shards(_by_kernel(kernel, parts, window), check_vma=False)
-        # What is traced here may be lowered for several platforms, or another one: `jax.export`.
-        # So both are traced, and the one that is lowered is chosen then.
+        # A trace may be lowered for several platforms, or for a different one, as in `jax.export`.
+        # So both are traced, and lowering chooses one.
         by_platform = {kernel.platform: by_kernel}
         return jax.lax.platform_dependent(given, default=plain, **by_platform)
     problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why.rstrip(".")}'
@@ -127,21 +128,21 @@ def attend(
 
 
 def _parts(given: Inputs, context: Context) -> Parts:
-    """How the sequence is in parts while heads are mixed."""
+    """Return how the sequence is divided into parts inside attention."""
     if on_one_device():
         return WHOLE
     specs = specs_of(given.arrays, given.names)
     if specs is None:
         return WHOLE
     *_, seq, of_heads, _ = specs[0]
-    # Those of one device are no parts, and `on_shards` leaves them out too.
+    # Mesh axes of size 1 make no parts, and `on_shards` drops them too.
     axes = tuple(axis for axis in mesh_axes(seq) if devices_along((axis,)) > 1)
     heads = given.query.shape[-2] // devices_along(mesh_axes(of_heads))
     return parts_of(axes, devices_along(axes), context, heads)
 
 
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
-    """Attention in chunks on one device, of its part of the sequence."""
+    """Return attention in chunks on one device, for its part of the sequence."""
 
     def whole(given: Inputs) -> Array:
         query, key, value, segments, positions = given
@@ -160,7 +161,7 @@ def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs],
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
-    """Attention by a kernel on one device, of its part of the sequence."""
+    """Return attention by a kernel on one device, for its part of the sequence."""
 
     def whole(given: Inputs) -> Array:
         return kernel.run(*given.arrays, window=window)
@@ -174,7 +175,7 @@ def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[In
 def _in_parts(
     parts: Parts, whole: Callable[[Inputs], Array], of_part: OfPart | None
 ) -> Callable[[Inputs], Array]:
-    """Attention of whole sequences, and that of parts ─► that of sequences in such parts."""
+    """Return attention for sequences in parts, made from attention of whole ones and of a part."""
     if parts.how == "heads":
         return partial(by_heads, parts=parts, whole=whole)
     if parts.how == "gather" and of_part is not None:
@@ -183,7 +184,7 @@ def _in_parts(
 
 
 def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) -> str | None:
-    """Why a kernel cannot compute this; None if it can."""
+    """Return why a kernel cannot compute this, or None if it can."""
     if given.positions is not None:
         return "it masks by the order of the tokens, and `in_order=False` says that there is none"
     if parts.how == "ring":
@@ -200,15 +201,14 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
 def _on_shards(
     compute: Callable[[Inputs], Array], check_vma: bool = True
 ) -> Callable[[Inputs], Array]:
-    """Attention of arrays with one batch dimension ─► of any number of them, on each shard."""
+    """Extend attention of arrays with one batch dimension to any number of them, on each shard."""
 
     def of_inputs(given: Inputs) -> Array:
         arrays, structure = jax.tree.flatten(given)
 
         def of_batches(*arrays: Array) -> Array:
             # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch,
-            # seq). On the shards, where it moves nothing: to join sharded dimensions may need a
-            # gather.
+            # seq). This moves nothing on the shards; joining sharded dimensions may need a gather.
             flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
             flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
             return compute(structure.unflatten(flat)).reshape(arrays[0].shape)
@@ -226,8 +226,8 @@ def _by_function(
     window: int | None,
     segments: Int[Array, "*batch seq"] | None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """The result of a user's function, given the arguments of JAX's function that are needed."""
-    # Others are left out, and not given as None: the function need not have parameters for them.
+    """Call a user's function with those arguments of JAX's function that are needed."""
+    # Other arguments are left out instead of None: the function may lack parameters for them.
     options: dict[str, bool | tuple[int, int] | Bool[Array, "*batch 1 seq seq"]] = {
         "is_causal": True
     }
@@ -258,18 +258,18 @@ def attend_cached(
     *,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention of tokens to those before them, in a cache, and to each other.
+    """Compute causal attention of tokens to each other and to earlier tokens in a cache.
 
     Args:
         query: the queries of the tokens.
-        key: their keys.
-        value: their values.
+        key: the keys of the tokens.
+        value: the values of the tokens.
         cached_key: the keys of the tokens before them.
-        cached_value: the values of these.
-        filled: how many tokens each row had before; the last of them are in the cache, at their
-            positions modulo its length.
-        window: how many tokens a token attends to at most, itself among them; None for all before
-            it.
+        cached_value: the values of the tokens before them.
+        filled: the number of tokens that each row had before; the last of them are in the cache, at
+            their positions modulo its length.
+        window: the maximum number of tokens that a token attends to, including itself; None for all
+            earlier tokens.
     """
 
     def of_shard(
@@ -284,27 +284,27 @@ def attend_cached(
         cached = cached_positions(filled, cached_key.shape[1])
         mask = Mask(new, jnp.concatenate([cached, new], 1), window=window)
         if query.shape[1] <= _FEW:
-            # In two parts: joined in one array, the whole cache would be copied for each token.
+            # In two parts: joining them in one array would copy the whole cache for each token.
             parts = [(cached_key, cached_value), (key, value)]
             return unchunked(query, parts, mask, attends_to_some=True)
-        # With more queries the copy is small beside what they compute.
+        # With more queries, the copy is cheap compared with their attention.
         keys = jnp.concatenate([cached_key, key], 1)
         values = jnp.concatenate([cached_value, value], 1)
         return chunked(query, keys, values, mask)
 
     arrays = query, key, value, cached_key, cached_value, filled
-    # A row of a cache is whole, and so are its next tokens.
+    # A cache does not shard its rows' tokens, and the new tokens follow it.
     of_kv = "batch _ kv_heads _"
     return on_shards(of_shard, arrays, ["batch _ heads _", *[of_kv] * 4, "batch"])
 
 
 def next_positions(filled: Int[Array, "batch"], seq: int) -> Int[Array, "batch seq"]:
-    """The positions of the next tokens of rows that had so many."""
+    """Return the positions of the next tokens in rows that already have `filled` tokens."""
     return as_int32(filled)[:, None] + jnp.arange(seq, dtype=jnp.int32)[None]
 
 
 def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "batch slots"]:
-    """The position of the token in each slot of a cache; negative for an empty slot.
+    """Return the position of the token in each slot of a cache; negative for an empty slot.
 
     Examples:
         >>> from functree.nn.attention.attend import cached_positions
@@ -312,6 +312,6 @@ def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "bat
         Array([[ 0,  1, -2, -1],
                [ 4,  1,  2,  3]], dtype=int32)
     """
-    # Of all positions that are the slot modulo `slots`, the largest one up to the last token.
+    # The largest position up to the last token that is congruent to the slot modulo `slots`.
     last = as_int32(filled)[:, None] - 1
     return last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots

@@ -1,10 +1,10 @@
-"""Queries, keys and values ─► the values, weighted: without an array of all queries by all keys.
+"""Chunked attention weights values without an array of all queries by all keys.
 
-The softmax is accumulated over chunks of keys. The backward pass computes the weights of each chunk
-again, from the logarithms of their sums: Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
+The softmax is accumulated over chunks of keys. The backward pass recomputes the weights of each
+chunk from the logarithms of their sums: Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
 
-Inside, heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023), and
-`group` is the number of query heads to one of those.
+Inside, heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023).
+`group` is the number of query heads for each of these.
 """
 
 import functools
@@ -36,7 +36,7 @@ def chunked(
     mask: Mask = CAUSAL,
     chunk: float = CHUNK,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention of grouped heads. A query that attends to no key gets zeros.
+    """Compute causal attention of grouped heads; a query that attends to no key gets zeros.
 
     Products are summed, and the softmax is computed, in float32 or wider.
 
@@ -58,7 +58,7 @@ def chunked(
     if max(seq, keys) <= chunk:
         return unchunked(query, [(key, value)], mask, attends_to_some=mask.is_one_sequence)
     chunk = int(chunk)
-    # All chunks have one size, so that the loops over them are loops of one body.
+    # All chunks have the same size, so that the loops have a single body.
     more_queries, more_keys = -seq % chunk, -keys % chunk
     mixed: Queries = _in_chunks(
         chunk,
@@ -76,27 +76,27 @@ def unchunked(
     mask: Mask,
     attends_to_some: bool,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """As `chunked`, with one array of all queries by all keys.
+    """Compute attention as `chunked` does, with one array of all queries by all keys.
 
     Args:
         query: the queries.
-        parts: keys and values, (batch, keys, kv_heads, head_dim). Those of a cache and those of new
-            tokens are two parts: joined in one array, the whole cache would be copied.
-        mask: which keys each query attends to, of all parts one after the other.
+        parts: keys and values, (batch, keys, kv_heads, head_dim). A cache and new tokens are two
+            parts: joining them in one array would copy the whole cache.
+        mask: which keys each query attends to, with the keys of all parts in order.
         attends_to_some: whether each query attends to some key.
     """
     queries = grouped(query, parts[0][0].shape[2])
     of_parts = [(heads_first(key), heads_first(value)) for key, value in parts]
-    # The scores are joined in place of the keys: for each head and key they have one number, and a
-    # key has `head_dim`.
+    # The scores are joined instead of the keys: they have one number per head and key, and a key
+    # has `head_dim` numbers.
     scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
-    # Not -inf: of a query that attends to nothing all weights would be NaN, and so would be the
-    # gradients of all keys. With the least number they are equal, and zeros below.
+    # Not -inf: if a query attends to nothing, all its weights would be NaN, and so would the
+    # gradients of all keys. With the least number, they are equal, and set to zero below.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
-    # Cast to the dtype of the values, for a product of two narrow arrays with a wide sum.
+    # Cast to the dtype of the values, for a product of narrow arrays with a wide sum.
     weights = weights.astype(query.dtype)
     products: list[Array] = []
     first = 0
@@ -126,14 +126,15 @@ class _Chunks(NamedTuple):
     keys: int
 
     def keys_of(self, i: Index) -> tuple[Index, Index]:
-        """The first chunk of keys that queries of chunk `i` attend to, and the one after them.
+        """Return the first chunk of keys that chunk `i` of the queries attends to, and the end.
 
-        With positions from elsewhere these are all: where a query is is known only by its value.
+        With positions from the user, these are all chunks, since the positions are only known when
+        the program runs.
         """
         if not self.mask.is_by_order:
             return 0, self.keys
         if self.mask.offset is None:
-            # The first query of the chunk is i * size, and attends to window - 1 keys before it.
+            # The first query of the chunk is i * size, and it attends to window - 1 keys before it.
             return self._not_before(i * self.size), i + 1
         first = i * self.size + self.mask.offset
         return self._not_before(first), jnp.clip(
@@ -141,13 +142,13 @@ class _Chunks(NamedTuple):
         )
 
     def _not_before(self, query: Index) -> Index:
-        """The first chunk of keys that a query attends to, by the window."""
+        """Return the first chunk of keys in a query's window."""
         if self.mask.window is None:
             return 0
         return jnp.maximum(0, query - self.mask.window + 1) // self.size
 
     def queries_of(self, j: Index) -> tuple[Index, Index]:
-        """The first chunk of queries that attend to keys of chunk `j`, and the one after them."""
+        """Return the first chunk of queries that attend to chunk `j` of the keys, and the end."""
         if not self.mask.is_by_order:
             return 0, self.queries
         first, last = j, self.queries
@@ -156,7 +157,8 @@ class _Chunks(NamedTuple):
             offset = self.mask.offset
             first = jnp.maximum(0, j * self.size - offset) // self.size
         if self.mask.window is not None:
-            # The last key is (j + 1) * size - 1: its own query attends to it, and window - 1 after.
+            # The last key is (j + 1) * size - 1. Its own query attends to it, and window - 1 later
+            # ones.
             of_key = ((j + 1) * self.size + self.mask.window - 2 - offset) // self.size
             last = jnp.clip(of_key + 1, 0, self.queries)
         return first, last
@@ -168,31 +170,32 @@ class _Chunks(NamedTuple):
         start: _Sums,
         pair: Callable[[Index], tuple[Index, Index]],
     ) -> _Sums:
-        """What `add` makes of sums, chunk by chunk. Those are left out where no query attends to a
-        key, as their positions show: half of all, in whatever order the tokens are.
+        """Apply `add` to sums, chunk by chunk, but skip chunks in which no query attends to a key.
+
+        Positions show which chunks to skip: half of all, in whatever order the tokens are.
 
         Args:
             add: adds one chunk to the sums.
-            chunks: the first one, and the one after the last.
-            start: the sums before the first.
-            pair: a chunk ─► that of the queries and that of the keys.
+            chunks: the first chunk, and the end.
+            start: the sums before the first chunk.
+            pair: returns the indices of the queries' chunk and the keys' chunk for a chunk.
         """
         if self.mask.is_by_order:
             return jax.lax.fori_loop(*chunks, add, start)
 
-        def add_visible(one: Index, sums: _Sums) -> _Sums:
-            meets = self._meets(*pair(one))
-            return jax.lax.cond(meets, lambda sums: add(one, sums), lambda sums: sums, sums)
+        def add_visible(i: Index, sums: _Sums) -> _Sums:
+            meets = self._meets(*pair(i))
+            return jax.lax.cond(meets, lambda sums: add(i, sums), lambda sums: sums, sums)
 
         return jax.lax.fori_loop(*chunks, add_visible, start)
 
     def _meets(self, i: Index, j: Index) -> Bool[Array, ""]:
-        """Whether a query of chunk `i` may attend to a key of chunk `j`, by their positions."""
+        """Return whether a query of chunk `i` may attend to a key of chunk `j`, by positions."""
         mask = self.mask.chunk(i, j, self.size)
         queries, keys = mask.query_positions, mask.key_positions
         if queries is None or keys is None:
             return jnp.bool_(True)
-        # At a negative position there is no key, and no query whose result is used.
+        # A negative position has no key, and no query whose result is used.
         far = jnp.iinfo(jnp.int32).max
         meets = jnp.where(keys < 0, far, keys).min() <= queries.max()
         if self.mask.window is not None:
@@ -200,13 +203,14 @@ class _Chunks(NamedTuple):
         return meets
 
     def take(self, x: Array, i: Index, axis: int) -> Array:
-        """Chunk `i` along a dimension."""
+        """Return chunk `i` along a dimension."""
         return jax.lax.dynamic_slice_in_dim(x, i * self.size, self.size, axis)
 
     def scores(self, query: Queries, key: Keys, i: Index, j: Index) -> Scores:
-        """The scores of chunk `i` of the queries and chunk `j` of the keys; -inf if not visible.
+        """Compute the scores of chunk `i` of the queries and chunk `j` of the keys.
 
-        Here -inf gives no NaN: `_forward` and `_backward` subtract a finite number from it.
+        The score of an invisible key is -inf. This gives no NaN, since `_forward` and `_backward`
+        subtract a finite number from it.
         """
         mask = self.mask.chunk(i, j, self.size)
         visible = mask.visible(self.size, self.size, i * self.size, j * self.size)
@@ -214,8 +218,8 @@ class _Chunks(NamedTuple):
 
 
 Kept = tuple[Queries, Keys, Keys, Mask, Queries, PerQuery]
-"""What the backward pass needs: queries, keys, values, the mask, the result, and the logarithm of
-each query's sum of weights."""
+"""The values that the backward pass needs: queries, keys, values, the mask, the result, and the
+logarithm of each query's sum of weights."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -232,11 +236,11 @@ def _forward(
 
 
 def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple[Queries, PerQuery]:
-    """Algorithm 1 of FlashAttention: the softmax is corrected with each chunk of keys.
+    """Run algorithm 1 of FlashAttention, which corrects the softmax with each chunk of keys.
 
     Returns:
         The weighted values in the dtype of the sums, and the logarithm of each query's sum of
-        weights: infinite for one that attends to nothing.
+        weights, which is infinite for a query that attends to nothing.
     """
     dtype = accumulator(query.dtype)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
@@ -248,9 +252,9 @@ def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple
             largest, total, mixed = carry
             scores = chunks.scores(queries, chunks.take(key, j, 2), i, j)
             new = jnp.maximum(largest, scores.max(-1))
-            # A query that has attended to nothing yet: -inf - -inf would be NaN.
+            # For a query that has attended to nothing yet, -inf - -inf would be NaN.
             finite = jnp.where(new == -jnp.inf, 0, new)
-            # What was summed so far was divided by exp(largest), and is now divided by exp(new).
+            # The sums so far are relative to exp(largest), and become relative to exp(new).
             weights, shrink = jnp.exp(scores - finite[..., None]), jnp.exp(largest - finite)
             values = chunks.take(value, j, 2)
             added = _einsum("bkgst,bktd->bkgsd", weights.astype(value.dtype), values)
@@ -261,8 +265,8 @@ def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple
         largest, total, mixed = chunks.over(add, chunks.keys_of(i), start, lambda j: (i, j))
         attends = total > 0
         total = jnp.where(attends, total, 1)
-        # Infinite for a query that attends to nothing, so that its weights are zero in the backward
-        # pass.
+        # Infinite for a query that attends to nothing, so that the backward pass gives it zero
+        # weights.
         log_total = jnp.where(attends, largest + jnp.log(total), jnp.inf)
         return mixed / total[..., None], log_total
 
@@ -279,20 +283,21 @@ def _backward(chunk: int, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys
 def gradients(
     chunk: int, kept: Kept, cotangent: Queries, of_keys: DTypeLike
 ) -> tuple[Queries, Keys, Keys]:
-    """Algorithm 4 of FlashAttention: by chunks of keys, with a sum over them for the queries.
+    """Run algorithm 4 of FlashAttention: loop over chunks of keys, and sum for the queries.
 
-    With weights p, values v, and the cotangent do of the result o: dv = pᵀ do, dp = do vᵀ,
-    ds = p * (dp - o · do), dq = ds k, dk = dsᵀ q, where the scores s are scaled.
+    With weights p, values v, scaled scores s, and the cotangent do of the result o:
+
+        dv = pᵀ do, dp = do vᵀ, ds = p * (dp - o · do), dq = ds k, dk = dsᵀ q
 
     Returns:
-        The gradients of queries, in the dtype of the sums, and of keys and values in the dtype
-        that is asked for.
+        The gradients of the queries, in the dtype of the sums, and of keys and values, in the dtype
+        `of_keys`.
     """
     query, key, value, mask, mixed, log_total = kept
     dtype, scale = accumulator(query.dtype), _scale(query)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
-    # o · do, for each query: equal to the sum of p * dp over all keys, for which all chunks of keys
-    # would be needed.
+    # o · do, for each query. It equals the sum of p * dp over all keys, which would need all chunks
+    # of keys at once.
     common = (mixed.astype(dtype) * cotangent.astype(dtype)).sum(-1)
 
     def of_chunk(d_query: Array, j: Index) -> tuple[Array, tuple[Array, Array]]:
@@ -305,10 +310,10 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Cast to the dtype of the heads, as the weights are: products of two narrow arrays.
+            # Cast to the dtype of the heads, like the weights, for products of narrow arrays.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
-            # Added in place: the gradient of the queries is carried through both loops, in the wide
-            # dtype, since it is a sum over all chunks of keys.
+            # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
+            # loops carry it, in the wide dtype.
             d_queries = chunks.take(d_query, i, 3) + _einsum("bkgst,bktd->bkgsd", d_scores, keys)
             return (
                 jax.lax.dynamic_update_slice_in_dim(d_query, d_queries, i * chunk, 3),
@@ -329,7 +334,7 @@ _in_chunks.defvjp(_forward, _backward)
 
 
 def _scores(query: Queries, key: Keys) -> Scores:
-    """The products of queries and keys, divided by the root of the size of a head."""
+    """Multiply queries and keys, and divide by the square root of the head's size."""
     return _einsum("bkgsd,bktd->bkgst", query, key) * _scale(query)
 
 
@@ -338,12 +343,12 @@ def _scale(query: Queries) -> float:
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
-    """A sum of products, in float32 or wider."""
+    """Sum products, in float32 or wider."""
     return jnp.einsum(equation, a, b, preferred_element_type=accumulator(a.dtype))
 
 
 def grouped(query: Float[Array, "batch seq heads head_dim"], kv_heads: int) -> Queries:
-    """The queries, by the key and value head that they use: neighbours are a group."""
+    """Group neighbouring query heads that use the same key and value head."""
     batch, seq, heads, head_dim = query.shape
     return query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
 
@@ -358,6 +363,6 @@ def heads_first(x: Float[Array, "batch keys kv_heads head_dim"]) -> Keys:
 
 
 def _joined(chunks: Array, axis: int) -> Array:
-    """Chunks along the first dimension, joined along another one."""
+    """Join chunks, which are along the first dimension, along another dimension."""
     moved = jnp.moveaxis(chunks, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

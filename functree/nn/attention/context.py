@@ -1,10 +1,13 @@
-"""Attention on one device ─► that of sequences whose parts are on several (context parallelism).
+"""Context parallelism extends attention on one device to sequences in parts on several.
 
-What is here is for the body of a shard_map over the mesh axes that shard the sequence. Each device
-has the queries, keys and values of its own part, and all of its own heads. To attend to the tokens
-of other parts, devices exchange heads for sequence (Jacobs et al., "DeepSpeed Ulysses", 2023), or
-gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024), or pass them
-round: each adds to its queries what it reads (Liu et al., "Ring attention", 2023).
+The functions here are for the body of a shard_map over the mesh axes that shard the sequence. Each
+device has the queries, keys and values of its own part, and all of its own heads. There are three
+ways to attend to the tokens of other parts:
+
+- Devices exchange heads for sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
+- Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
+- Devices pass keys and values round, and each adds their contribution to its queries (Liu et al.,
+  "Ring attention", 2023).
 """
 
 import functools
@@ -40,16 +43,16 @@ Context = Annotated[
     _Name,
     Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
 ]
-"""How a part of a sequence attends to the others, by its name."""
+"""The name of a way in which the parts of a sequence attend to each other."""
 
 
 class Parts(NamedTuple):
-    """How sequences are in parts while heads are mixed.
+    """How sequences are divided into parts inside attention.
 
     Attributes:
-        axes: the mesh axes that shard them; none if they are whole.
+        axes: the mesh axes that shard the sequence; empty if it is unsharded.
         number: the number of parts.
-        how: how a part attends to the others; None if sequences are whole.
+        how: how a part attends to the others; None if the sequence is unsharded.
     """
 
     axes: tuple[str, ...] = ()
@@ -61,16 +64,16 @@ WHOLE = Parts()
 
 
 def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) -> Parts:
-    """How a part of a sequence attends to the others.
+    """Choose how a part of a sequence attends to the others.
 
     Args:
         axes: the mesh axes that shard the sequence, and no heads.
         count: the number of devices along them.
-        context: what was asked for.
-        heads: the number of query heads of a device.
+        context: the way that was asked for.
+        heads: the number of query heads on a device.
 
     Raises:
-        FunctreeError: heads cannot be exchanged, since there are not as many on a device.
+        FunctreeError: if `context="heads"` and the number of parts does not divide the heads.
 
     Examples:
         >>> from functree.nn.attention.context import parts_of
@@ -97,16 +100,16 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
 def by_heads(
     own: Inputs, parts: Parts, whole: Callable[[Inputs], Array]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Each device gets the whole sequence of some heads, and gives the parts of the others back.
+    """Give each device the whole sequence of some heads, and exchange the results back.
 
     Args:
-        own: the part of the device.
-        parts: how the sequence is in parts.
+        own: the device's part.
+        parts: how the sequence is divided.
         whole: attention of a whole sequence on one device.
     """
     key, value = own.key, own.value
-    # With fewer key heads than parts, or with a number of them that these do not divide, they are
-    # repeated so often that each device gets those of its query heads.
+    # If the number of parts does not divide the number of key heads, these are repeated until each
+    # device gets the ones that its query heads use.
     more = parts.number // math.gcd(parts.number, key.shape[2])
     if more > 1:
         key, value = (jnp.repeat(x, more, axis=2) for x in (key, value))
@@ -120,35 +123,35 @@ def by_heads(
 
 
 OfPart = Callable[[Inputs, Inputs, Array], Array]
-"""Attention of the queries of a part to all keys: of the part, of all keys and what belongs to
-them, and of the index of the first query."""
+"""A function that computes attention of a part's queries to all keys, from the part, all keys with
+their values, and the index of the first query."""
 
 
 def by_gathering(
     own: Inputs, parts: Parts, of_part: OfPart
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Each device gets the keys and values of all parts; arguments are those of `by_heads`."""
+    """Give each device the keys and values of all parts; arguments are as in `by_heads`."""
     first = jax.lax.axis_index(parts.axes) * own.query.shape[1]
     whole = Inputs(own.query, *_gathered(own[1:], parts))
     return of_part(own, whole, first)
 
 
 def _gathered(arrays: T, parts: Parts) -> T:
-    """Arrays of tokens of the own part, with those of all parts in their order."""
+    """Gather arrays of the part's tokens over all parts, in order."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
 
 
-# In a ring: no device ever holds more keys and values than two parts
+# In a ring, no device ever holds the keys and values of more than two parts
 
 
 class _OfKeys(NamedTuple):
-    """What is passed on.
+    """The values that devices pass round.
 
     Attributes:
         key: the keys of a part.
         value: its values.
         positions: the position of each key; None if the parts are in order.
-        segments: the segment of each; None if all are in one.
+        segments: the segment of each key; None if all are in one.
     """
 
     key: Keys
@@ -162,14 +165,14 @@ _Sums = tuple[Queries, PerQuery]
 
 
 class _Ring(NamedTuple):
-    """What is known while it is traced.
+    """The static properties of a ring.
 
     Attributes:
         axes: the mesh axes of the parts.
-        parts: how many there are.
+        parts: the number of parts.
         chunk: the number of queries, and of keys, whose weights are held at one time.
-        seq: the number of tokens of a part.
-        window: how many keys a query attends to at most; None for all.
+        seq: the number of tokens in a part.
+        window: the maximum number of keys that a query attends to; None for all.
     """
 
     axes: tuple[str, ...]
@@ -179,16 +182,17 @@ class _Ring(NamedTuple):
     window: int | None
 
     def on(self, arrays: T) -> T:
-        """What each device passes on to the next one; it gets that of the one before."""
+        """Pass arrays to the next device, and return the previous device's arrays."""
         to_next = [(i, (i + 1) % self.parts) for i in range(self.parts)]
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, to_next), arrays)
 
     def mask(self, step: int | Array, own: Mask, of_keys: _OfKeys) -> Mask:
-        """Which keys, that have been passed on so many times, the own queries attend to."""
+        """Return the mask of a device's own queries for keys that were passed on `step` times."""
         segments = own.query_segments, of_keys.segments
         if own.query_positions is not None:
             return Mask(own.query_positions, of_keys.positions, *segments, self.window)
-        # Of the part that is so many parts before the own one, or after it: none of these is seen.
+        # How many parts these keys are before the queries. If they are after them, it is negative,
+        # and no query attends to them.
         here = jax.lax.axis_index(self.axes)
         before = here - (here - step) % self.parts
         more = of_keys.key.shape[2] - self.seq
@@ -199,12 +203,12 @@ class _Ring(NamedTuple):
 def by_ring(
     own: Inputs, parts: Parts, *, window: int | None = None, chunk: float = math.inf
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Keys and values are passed from device to device.
+    """Pass keys and values from device to device.
 
     Args:
-        own: the part of the device.
-        parts: how the sequence is in parts.
-        window: how many keys a query attends to at most; None for all.
+        own: the device's part.
+        parts: how the sequence is divided.
+        window: the maximum number of keys that a query attends to; None for all.
         chunk: the number of queries, and of keys, whose weights are held at one time.
     """
     seq, kv_heads = own.query.shape[1], own.key.shape[2]
@@ -236,7 +240,7 @@ def _forward(
 
     def step(carry: tuple[_OfKeys, _Sums], i: Array) -> tuple[tuple[_OfKeys, _Sums], None]:
         of_keys, sums = carry
-        # Sent before they are read, so that one goes on while the other is computed.
+        # Sent before they are read, so that communication and computation overlap.
         following = shape.on(of_keys)
         return (following, add(i, of_keys, sums)), None
 
@@ -251,8 +255,8 @@ def _forward(
 
 
 def _joined(one: _Sums, other: _Sums) -> _Sums:
-    """The weighted values of the keys of both, and the logarithm of the sum of their weights."""
-    # Infinite for a query that attends to none of them, whose sum of weights is 0.
+    """Combine two results: the weighted values, and the logarithm of the sum of all weights."""
+    # Infinite for a query that attends to none of the keys, so that its sum of weights is 0.
     logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (one, other)]
     largest = jnp.maximum(*logs)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
@@ -284,7 +288,7 @@ def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Ke
         of_keys, d_query, d_keys = carry
         following = shape.on(of_keys)
         d_query, d_keys = add(i, of_keys, d_query, d_keys)
-        # Their gradients go round with them, in the dtype of the sums.
+        # The gradients of the keys and values travel with them, in the dtype of the sums.
         return (following, d_query, shape.on(d_keys)), None
 
     zeros = jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype)
@@ -292,7 +296,7 @@ def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Ke
     start = of_keys, jnp.zeros_like(query, accumulator(query.dtype)), zeros
     (of_keys, d_query, d_keys), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
     d_query, d_keys = add(shape.parts - 1, of_keys, d_query, d_keys)
-    # Once more, to the devices that they are of.
+    # One more step returns them to their own devices.
     d_key, d_value = shape.on(d_keys)
     return (
         d_query.astype(query.dtype),

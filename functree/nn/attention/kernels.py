@@ -1,4 +1,4 @@
-"""Arrays on one device ─► attention by the kernel of its platform, or why it cannot compute it."""
+"""The kernels of each platform compute attention on one device, or say why they cannot."""
 
 import functools
 import math
@@ -17,15 +17,14 @@ from functree.nn.attention.mask import AXES, Inputs
 from functree.nn.weights import accumulator, as_int32
 
 TILE = 128
-"""The kernel for TPUs takes multiples of so many tokens."""
+"""The kernel for TPUs takes multiples of this many tokens."""
 
 _BLOCKS = (512, 256, 128)
-# Above so many tokens blocks are larger. All of a mask are looked at while the kernel is made, and
-# the time of that grows with the square of the length: of 1,048,576 tokens, minutes for blocks of
-# 512.
+# Above this many tokens, blocks are larger. Making the kernel reads all blocks of the mask, and
+# this time grows with the square of the length: minutes for 1,048,576 tokens in blocks of 512.
 _LONG, _LONG_BLOCK = 2**18, 1024
-# What a kernel knows about the blocks of its mask, it keeps in the scalar memory of a core. So many
-# blocks fit, with the three bytes of each; of longer sequences the queries are computed in pieces.
+# The kernel keeps three bytes for each block of its mask in a core's scalar memory, which has room
+# for this many blocks. Queries of longer sequences are computed in pieces.
 _MOST_BLOCKS = 2**18
 _DTYPES = ("bfloat16", "float32")
 
@@ -34,13 +33,13 @@ class Kernel(NamedTuple):
     """A kernel of a platform.
 
     Attributes:
-        name: what it is called in `attention=`.
-        devices: the devices that it is for, in messages.
-        platform: what `jax.lax.platform_dependent` calls their platform.
-        run: computes it, of queries, keys, values and perhaps segments, and `window=`.
-        why_not: why it cannot compute these arrays with this window; None if it can.
-        of_part: computes it of the queries of one part of the sequence and all keys; None if it
-            cannot.
+        name: its name in `attention=`.
+        devices: its devices, for messages.
+        platform: the name of the platform for `jax.lax.platform_dependent`.
+        run: computes attention from queries, keys, values, optional segments, and `window=`.
+        why_not: returns why it cannot compute these arrays with this window, or None if it can.
+        of_part: computes attention of the queries in one part of the sequence to all keys; None if
+            the kernel cannot.
     """
 
     name: str
@@ -51,24 +50,23 @@ class Kernel(NamedTuple):
     of_part: Callable[..., Array] | None = None
 
 
-# The mask of the kernel for TPUs, whose blocks cost next to nothing
+# The mask of the kernel for TPUs, with cheap blocks
 
 _Ids = TypeVar("_Ids", np.ndarray, Array)
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """Which keys each query attends to: those that are not after it, in its window.
+    """A causal mask with a window, as the kernel for TPUs reads it.
 
-    It has what the kernel's own `CausalMask` and `LocalMask` have. These compute each block of the
-    mask as an array, for the kernel to see which blocks are empty or full: of 131,072 tokens that
-    takes minutes. Here only blocks that are neither are computed, each that differs once, and what
-    the kernel asks of the others costs nothing.
+    It has the interface of the kernel's own `CausalMask` and `LocalMask`. These compute each block
+    of the mask as an array to see whether it is empty or full, which takes minutes for 131,072
+    tokens. This class computes only blocks that are neither, and each distinct one once.
 
     Attributes:
         length: the number of keys.
-        window: how many keys a query attends to at most, its own among them; None for all.
-        first: the index of the first query; the others are all that follow it.
+        window: the maximum number of keys that a query attends to, including its own; None for all.
+        first: the index of the first query; the others follow it.
 
     Examples:
         >>> from functree.nn.attention.kernels import CausalMask
@@ -94,14 +92,14 @@ class CausalMask:
         return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
-        """Which keys queries attend to, by the indices of both; the kernel traces it."""
+        """Compute which keys the queries attend to, from their indices; the kernel traces this."""
         visible = queries >= keys
         if self.window is not None:
             visible &= queries - keys < self.window
         return visible
 
     def __getitem__(self, block: tuple[slice, slice]) -> Bool[np.ndarray, "queries keys"]:
-        """A block of the mask."""
+        """Return a block of the mask."""
         queries, keys = range(self.first, self.length)[block[0]], range(self.length)[block[1]]
         reaches = self.length if self.window is None else self.window
         shape = len(queries), len(keys)
@@ -113,8 +111,7 @@ class CausalMask:
 
 
 class _Uniform(np.ndarray):
-    """An array of flags that are all the same, of which the kernel asks whether any or all are
-    set, once for each block."""
+    """An array of equal flags; the kernel calls `any` and `all` once for each block."""
 
     def any(self, *args: Any, **kwargs: Any) -> Any:
         return self.flat[0]
@@ -132,7 +129,7 @@ def _uniform(shape: tuple[int, int], value: bool) -> Bool[np.ndarray, "queries k
 def _partial(
     shape: tuple[int, int], ahead: int, window: int | None
 ) -> Bool[np.ndarray, "queries keys"]:
-    """A block whose first query is so many tokens after its first key."""
+    """Return a block whose first query is `ahead` tokens after its first key."""
     queries, keys = (np.arange(size, dtype=np.int32) for size in shape)
     mask = CausalMask(max(shape), window)
     return mask.mask_function(queries[:, None] + ahead, keys[None])
@@ -150,25 +147,25 @@ def splash(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention in one sequence, of grouped heads, by JAX's kernel for TPUs.
+    """Compute causal attention of grouped heads in one sequence with JAX's kernel for TPUs.
 
     Args:
         query: the queries.
         key: the keys.
         value: the values.
         segments: the segment of each token; None if all are in one.
-        window: how many keys a query attends to at most, its own among them; None for all.
+        window: the maximum number of keys that a query attends to, including its own; None for all.
         interpret: whether JAX interprets the kernel, on any device and slowly, for tests.
     """
     seq, heads = query.shape[1:3]
     pieces, more = _pieces(seq)
-    # A padded key is after all tokens, so that no token attends to it.
+    # A padded key comes after all tokens, so no token attends to it.
     query, key, value = (_padded(x, more) for x in (_scaled(query), key, value))
     ids = None if segments is None else _padded(as_int32(segments), more, mode="edge")
     size = (seq + more) // pieces
     mixed: list[Array] = []
     for first in range(0, seq + more, size):
-        # Each piece of the queries reads the keys up to its own end.
+        # Each piece of the queries reads the keys up to the piece's own end.
         last = first + size
         kernel = _splash_kernel(heads, CausalMask(last, window, first), 1, interpret)
         own = query[:, first:last], key[:, :last], value[:, :last]
@@ -178,7 +175,7 @@ def splash(
 
 
 def _pieces(seq: int) -> tuple[int, int]:
-    """In how many pieces the queries of a sequence are computed, and how many are padded."""
+    """Return in how many pieces the queries are computed, and the number of tokens to pad."""
     if seq <= _LONG:
         return 1, -seq % TILE
     blocks = -(-seq // _LONG_BLOCK)
@@ -187,9 +184,10 @@ def _pieces(seq: int) -> tuple[int, int]:
 
 
 def _scaled(query: Float[Array, "..."]) -> Float[Array, "..."]:
-    """The kernel does not divide by the root of the size of a head.
+    """Divide queries by the square root of the head's size, which the kernel does not do.
 
-    Divided in the wide dtype, and cast back, since it multiplies queries and keys of one dtype.
+    They are divided in the wide dtype and cast back, since the kernel needs queries and keys of the
+    same dtype.
     """
     scale = math.sqrt(query.shape[-1])
     return (query.astype(accumulator(query.dtype)) / scale).astype(query.dtype)
@@ -204,10 +202,10 @@ def splash_of_part(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """As `splash`, of the queries of one of several parts of a sequence, and all of its keys.
+    """Compute attention of the queries in one part of a sequence to all its keys; see `splash`.
 
     Args:
-        own: the part; its queries are a multiple of `TILE`.
+        own: the part; the number of its queries is a multiple of `TILE`.
         whole: the queries of the part, and all keys and values.
         first: the index of the first query in the sequence.
         parts: the number of parts.
@@ -216,8 +214,8 @@ def splash_of_part(
     """
     seq, heads = own.query.shape[1:3]
     kernel = _splash_kernel(heads, CausalMask(whole.key.shape[1], window), parts, interpret)
-    # The kernel of all parts has what it knows about the mask in arrays, of which each device takes
-    # its own: the same that a shard_map does with the specs that the kernel has for it.
+    # The kernel for all parts keeps its information about the mask in arrays. Each device slices
+    # its own part of them, as a shard_map would with the specs that the kernel provides.
     mesh = AbstractMesh((parts,), ("parts",))
     specs = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "parts")))
 
@@ -236,7 +234,7 @@ def splash_of_part(
 
 
 def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) -> Any:
-    """The kernel for queries and keys with this mask; the queries are in so many parts."""
+    """Make the kernel for queries in `parts` parts and keys with this mask."""
     # Imported here: it takes half a second, and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
@@ -244,11 +242,11 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
         make_splash_mha,
     )
 
-    # A block has to divide the queries of a part, and all keys: the largest is best.
+    # A block's size must divide the queries of a part, and all keys. The largest is best.
     sizes = _BLOCKS if mask.length <= _LONG else (_LONG_BLOCK, *_BLOCKS)
     queries = (mask.length - mask.first) // parts
     block = next(size for size in sizes if queries % size == 0)
-    # Weights of so many keys are held at one time.
+    # The number of keys whose weights are held at one time.
     compute = min(block, _BLOCKS[0])
     own = _mask_class()(mask.length, mask.window, mask.first)
     return make_splash_mha(
@@ -271,8 +269,10 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
 
 @functools.cache
 def _mask_class() -> Any:
-    """`CausalMask` as a class of the kernel's masks; one class, since the kernel remembers what it
-    has read of equal masks."""
+    """Return `CausalMask` as a class of the kernel's masks.
+
+    It is made once, because the kernel caches its information by equal masks.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import Mask
 
     class SplashMask(CausalMask, Mask):
@@ -284,7 +284,7 @@ def _mask_class() -> Any:
 def _by_splash(
     kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """The result of the kernel, which takes heads first, and no batch: hence `vmap`."""
+    """Run the kernel, which takes heads first and no batch dimension: hence `vmap`."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     arrays = [x.transpose(0, 2, 1, 3) for x in arrays]
@@ -296,7 +296,7 @@ def _by_splash(
 
 
 def _padded(x: Array, more: int, mode: str = "constant") -> Array:
-    """An array of tokens with so many more behind them."""
+    """Pad an array of tokens at the end."""
     return jnp.pad(x, [(0, 0), (0, more), *[(0, 0)] * (x.ndim - 2)], mode=mode)
 
 
@@ -323,16 +323,16 @@ def cudnn(
     *,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Causal attention in one sequence, of grouped heads, by cuDNN's kernel for NVIDIA's GPUs.
+    """Compute causal attention of grouped heads in one sequence with cuDNN's kernel for GPUs.
 
     Args:
         query: the queries.
         key: the keys.
         value: the values.
-        window: how many keys a query attends to at most, its own among them; None for all.
+        window: the maximum number of keys that a query attends to, including its own; None for all.
     """
     size = None if window is None else (window - 1, 0)
-    # JAX's own code adds arrays of two dtypes, which is an error under strict promotion.
+    # JAX's own code adds arrays of different dtypes, which is an error under strict promotion.
     with jax.numpy_dtype_promotion("standard"):
         return jax.nn.dot_product_attention(
             query, key, value, is_causal=True, local_window_size=size, implementation="cudnn"
@@ -341,14 +341,14 @@ def cudnn(
 
 def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
-        # As a mask that would be the large array that a kernel is there to avoid.
+        # As a mask, they would be the large array that kernels avoid.
         return "it takes packed segments as an array of all queries by all keys only"
-    # Only JAX knows which dtypes, shapes and devices the installed cuDNN takes, and it says so when
+    # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises when
     # the kernel is traced.
     try:
         jax.eval_shape(lambda *arrays: cudnn(*arrays, window=window), *arrays)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        # These are what JAX raises for it. Another error would be a mistake of ours.
+        # JAX raises these errors for it. Others would be mistakes of ours.
         return str(error).partition("\n")[0] or type(error).__name__
     return None
 
@@ -359,6 +359,6 @@ _CUDNN = Kernel("cudnn", "NVIDIA's GPUs", "cuda", cudnn, _why_not_cudnn)
 KERNELS = {"splash": _SPLASH, "cudnn": _CUDNN}
 """The kernels by name."""
 
-# GPUs call themselves by either name.
+# JAX uses either name for GPUs.
 OF_PLATFORM = {"tpu": _SPLASH, "gpu": _CUDNN, "cuda": _CUDNN}
 """The kernels by platform."""

@@ -1,4 +1,4 @@
-"""The vectors of a sequence ─► causal self-attention, with rotary positions and grouped heads."""
+"""`Attention` is causal self-attention with rotary positions and grouped heads."""
 
 import functools
 import math
@@ -57,7 +57,7 @@ QKNorm = Annotated[
         lambda value: FLAG.is_type(value) or value == "all",
     ),
 ]
-"""Whether queries and keys are normalized: each head by itself, or all together."""
+"""Whether queries and keys are normalized, each head separately or all together."""
 
 
 class Attention(eqx.Module):
@@ -67,46 +67,46 @@ class Attention(eqx.Module):
     Llama 2 and 3: query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is
     computed in float32 or wider.
 
-    For `ft.offload` and other policies these values have names: the queries, keys and values of the
-    heads are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`, the results
+    For `ft.offload` and other policies, some values are named. The heads' queries, keys and values
+    are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`. The results
     of the heads are `"attn_mixed"`, and the result of the layer is `"attn_out"`.
 
     Args:
         embed: the size of the input and of the result.
         heads: the number of query heads.
         kv_heads: the number of key and value heads, a divisor of `heads`; by default `heads`.
-        head_dim: the size of one head, even; by default `embed // heads`.
+        head_dim: the size of one head, which must be even; by default `embed // heads`.
         use_bias: whether queries, keys and values have biases, which are initially zero.
-        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated;
-            `"all"`: over all heads together.
+        qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated.
+            `"all"` normalizes over all heads together.
         norm_eps: the `eps` of these norms.
-        window: how many tokens a token attends to at most, itself among them; by default all before
-            it.
+        window: the maximum number of tokens that a token attends to, including itself; by default
+            all earlier tokens.
         rope_theta: the base of the rotary frequencies.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
-        attention: what computes it: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`, or a
-            function of the arguments of `jax.nn.dot_product_attention`. By default the kernel of
-            the platform that the program is lowered for, and elsewhere in chunks, so that no array
-            of all queries by all keys is held.
-        context: how the parts of a sequence attend to each other, where the rules shard "seq" by
-            mesh axes that shard no heads. `"heads"`: devices exchange heads for sequence, and have
-            whole sequences of fewer heads, if the number of parts divides that of the heads of a
-            device; `"gather"`: each gets all keys and values; `"ring"`: keys and values are passed
-            round, in chunks, and no device has all of them. `"auto"` is `"heads"` where it can be,
-            and else `"gather"`.
+        attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
+            or a function of the arguments of `jax.nn.dot_product_attention`. The default is the
+            kernel of the platform that the program is lowered for. On other platforms, attention
+            runs in chunks, so that no array of all queries by all keys is held.
+        context: how the parts of a sequence attend to each other, if the rules shard "seq" over
+            mesh axes that shard no heads. With `"heads"`, devices exchange heads for sequence: each
+            has whole sequences of fewer heads. The number of parts must divide the number of heads
+            on a device. With `"gather"`, each device gets all keys and values. With `"ring"`, keys
+            and values are passed round in chunks, and no device has all of them. `"auto"` is
+            `"heads"` if possible, otherwise `"gather"`.
         init: the initializer of the four weights. It makes each as a matrix, whose first dimension
-            is the one that is summed over; by default truncated normal with variance 1 / (size
-            summed over).
+            is summed over. The default is truncated normal with variance 1 / (size summed over).
         key: the key for the weights.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast in the computation; `None`: that of `x`.
-        dot_general: what multiplies by the weights, a hashable function of the arguments of
-            `jax.lax.dot_general`; `None`: that function itself.
+        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+            `x`.
+        dot_general: a hashable function that multiplies by the weights. It takes the arguments of
+            `jax.lax.dot_general`, which is the default.
 
     Raises:
-        FunctreeError: a size is not a positive integer, `kv_heads` does not divide `heads`,
-            `head_dim` is odd, or another argument does not fit.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if `kv_heads` does not divide `heads`, or `head_dim` is odd.
 
     Examples:
         >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
@@ -182,7 +182,7 @@ class Attention(eqx.Module):
         self.dot_general = dot_general
 
     def __matrix_dimensions__(self) -> Matrices:
-        """The four weights, for `ft.nn.matrix_dimensions`; each is one matrix for all heads."""
+        """Declare the weights for `ft.nn.matrix_dimensions`, each as one matrix for all heads."""
         into_heads = (-3, (-2, -1))
         return {
             "query": into_heads,
@@ -198,22 +198,22 @@ class Attention(eqx.Module):
         segments: Segments = None,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq embed"]:
-        """The result for each token, in `compute_dtype`.
+        """Compute the result for each token, in `compute_dtype`.
 
         Args:
             x: the tokens' vectors.
             positions: the position of each token, by which its queries and keys are rotated; by
                 default 0, 1, 2, …
-            segments: the segment of each token: a token attends only to those of its own; by
-                default all are in one.
+            segments: the segment of each token, which attends only to tokens of its own; by
+                default, all tokens are in one segment.
             in_order: whether tokens are in the order of their sequence. If not, a token attends to
-                those whose position is not after its own, and windows are of positions.
+                those whose position is not after its own, and windows count positions.
 
         Raises:
-            FunctreeError: the kernel that `attention` names cannot compute this; heads cannot be
-                exchanged for sequence; `in_order=False` without positions, or with a function as
-                `attention`.
-            ShardingError: the ambient rules do not fit the activations.
+            FunctreeError: if the kernel that `attention` names cannot compute this.
+            FunctreeError: if heads cannot be exchanged for sequence.
+            FunctreeError: if `in_order=False` without positions, or with a function as `attention`.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         if not in_order:
             check_order(positions)
@@ -227,21 +227,21 @@ class Attention(eqx.Module):
         filled: Int[Array, "batch"],
         cache: LayerCache,
     ) -> tuple[Float[Array, "batch seq embed"], LayerCache]:
-        """The result for tokens that others in a cache precede, and the new keys and values.
+        """Compute the result for tokens that follow those in a cache, and their keys and values.
 
         Args:
             x: the tokens' vectors.
             positions: the position of each token.
-            filled: how many tokens each row has in the cache.
+            filled: the number of tokens in each row of the cache.
             cache: keys and values of the tokens before these.
 
         Raises:
-            FunctreeError: the kernel that `attention` names cannot compute this.
-            ShardingError: the ambient rules do not fit the activations.
+            FunctreeError: if the kernel that `attention` names cannot compute this.
+            ShardingError: if the ambient rules do not fit the activations.
         """
         query, key, value = self._heads(x, positions)
-        # A cache without slots is that of a prompt: nothing is before its tokens, so that a kernel
-        # can compute it, and only their keys and values are asked for.
+        # A cache without slots means a prompt. No tokens come before it, so a kernel can compute
+        # it, and only its keys and values are needed.
         if not cache[0].shape[1]:
             mixed = self._attend(query, key, value)
         else:
@@ -251,7 +251,7 @@ class Attention(eqx.Module):
     def _heads(
         self, x: Float[Array, "*batch seq embed"], positions: Positions
     ) -> tuple[Array, Array, Array]:
-        """Queries, keys and values: (*batch, seq, heads, head_dim), and kv_heads for the others."""
+        """Compute queries, keys and values: (*batch, seq, heads or kv_heads, head_dim)."""
         x, *weights = cast(self.compute_dtype, x, self.query, self.key, self.value)
         xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
         multiply = functools.partial(product, dot_general=self.dot_general)
@@ -260,8 +260,8 @@ class Attention(eqx.Module):
         value = _shifted(multiply(xs[2], weights[2]), self.value_bias)
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
-        # Constrained after the norm and the rotation: no collective comes between them, and the
-        # `shard_map` of `attend` finds its arrays as it takes them.
+        # Constrained after the norm and the rotation, so that no collective comes between them, and
+        # the `shard_map` of `attend` gets its arrays in the sharding that it takes.
         return (
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
@@ -290,18 +290,18 @@ class Attention(eqx.Module):
     def _result(
         self, mixed: Float[Array, "*batch seq heads head_dim"]
     ) -> Float[Array, "*batch seq embed"]:
-        """The product of the mixed heads and the last weight."""
-        # Sharded as the queries, whatever computed it: also a user's function.
+        """Multiply the mixed heads by the last weight."""
+        # Sharded like the queries, whatever computed it, including a user's function.
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
         mixed, out = cast(self.compute_dtype, mixed, self.out)
-        # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). With "heads" sharded each device
+        # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). If "heads" is sharded, each device
         # has a part of the sum, as in the feed-forward layer.
         summed = product(mixed, out, summed=2, dot_general=self.dot_general)
         return checkpoint_name(activation(summed, "batch seq embed"), "attn_out")
 
     def _rotated(self, x: Array, norm: RMSNorm | None, positions: Positions) -> Array:
-        # The norm comes first, as in Qwen 3. The rotation keeps the length of a vector, but the
-        # norm's scale differs from dimension to dimension.
+        # The norm comes first, as in Qwen 3. The rotation preserves a vector's length, but the
+        # norm's scale differs between dimensions.
         if norm is not None:
             x = norm(x)
         return rope(x, theta=self.rope_theta, positions=positions, scaling=self.rope_scaling)
@@ -310,16 +310,16 @@ class Attention(eqx.Module):
 def _head_shapes(
     embed: int, heads: int, kv_heads: int | None, head_dim: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """The last dimensions of queries, and of keys and values: (heads, head_dim).
+    """Return the last dimensions of queries, and of keys and values: (heads, head_dim).
 
     Raises:
-        FunctreeError: they do not go together, or are too small a part of `embed`.
+        FunctreeError: if the numbers do not fit each other, or `head_dim` would be 0.
     """
     if kv_heads is None:
         kv_heads = heads
     if head_dim is None:
         head_dim = embed // heads
-    # Once more: there may be more heads than `embed`, and the default is 0.
+    # Checked again: with more heads than `embed`, the default is 0.
     check("Attention cannot be built", head_dim=(head_dim, SIZE))
     check("Attention cannot be built", *head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)
@@ -338,15 +338,15 @@ def _matrix(
     columns: tuple[int, ...],
     dtype: DTypeLike,
 ) -> Float[Array, "*rows_and_columns"]:
-    """A weight that is initialized as a matrix, whose rows are summed over."""
-    # JAX's initializers take all but the last dimension for summed over. For (embed, heads,
-    # head_dim) the variance would be too small by the number of heads.
+    """Initialize a weight as a matrix whose rows are summed over."""
+    # JAX's initializers treat all dimensions except the last as summed over. For (embed, heads,
+    # head_dim), the variance would be too small by a factor of `heads`.
     matrix = init(key, (math.prod(rows), math.prod(columns)), dtype)
     return matrix.reshape(*rows, *columns)
 
 
 def context_problems(attention: Implementation, context: Context) -> Iterator[Problem]:
-    """The problem of a function that computes attention, and a way to compute it in parts.
+    """Yield the problem of a function that computes attention, together with a `context`.
 
     Examples:
         >>> from functree.nn.attention.layer import context_problems
@@ -364,7 +364,7 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
 
 
 def check_order(positions: Positions) -> None:
-    """Raise FunctreeError for tokens that are not in order, and have no positions.
+    """Raise a FunctreeError for tokens that are not in order and have no positions.
 
     Examples:
         >>> from functree.nn.attention.layer import check_order
@@ -378,8 +378,7 @@ def check_order(positions: Positions) -> None:
 
 
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """The problems of these numbers of heads, which are positive integers, for the layer and for
-    the config of a model.
+    """Yield the problems of positive numbers of heads, for the layer and for a model's config.
 
     Examples:
         >>> from functree.nn.attention.layer import head_problems

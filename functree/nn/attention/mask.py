@@ -1,4 +1,4 @@
-"""Positions, segments and a window ─► which keys each query attends to."""
+"""A mask says which keys each query attends to, from positions, segments and a window."""
 
 from typing import NamedTuple
 
@@ -16,14 +16,14 @@ AXES = (HEADS, KV_HEADS, KV_HEADS, "batch seq")
 
 
 class Inputs(NamedTuple):
-    """What attention is computed of.
+    """The arrays from which attention is computed.
 
     Attributes:
         query: the queries; head `h` uses key and value head `h // (heads / kv_heads)`.
         key: the keys.
         value: the values.
         segments: the segment of each token; None if all are in one.
-        positions: the position of each token; None if they are in order.
+        positions: the position of each token; None if the tokens are in order.
     """
 
     query: Float[Array, "*batch seq heads head_dim"]
@@ -34,34 +34,34 @@ class Inputs(NamedTuple):
 
     @property
     def arrays(self) -> list[Array]:
-        """Those that are there."""
+        """The arrays that are not None."""
         return jax.tree.leaves(self)
 
     @property
     def names(self) -> list[str]:
-        """The names of the dimensions of each of them, as `on_shards` takes them."""
-        found = [*AXES[:3]]
+        """The names of each array's dimensions, as `on_shards` takes them."""
+        names = [*AXES[:3]]
         if self.segments is not None:
-            found.append(AXES[3])
+            names.append(AXES[3])
         if self.positions is not None:
-            found.append(AXES[3] if self.positions.ndim > 1 else "seq")
-        return found
+            names.append(AXES[3] if self.positions.ndim > 1 else "seq")
+        return names
 
 
 class Mask(eqx.Module):
-    """Which keys each query attends to: those that are not after it, in its segment, in its window.
+    """A causal mask: a query attends to keys in its segment and window that are not after it.
 
     Attributes:
         query_positions: the position of each query in its sequence; None for 0, 1, 2, …
-        key_positions: the position of each key, likewise. Nothing attends to a key at a negative
-            one: an empty slot of a cache.
-        query_segments: the segment of each query, such as a text of several in one sequence; None
-            if all are in one.
-        key_segments: the segment of each key, likewise.
-        window: how many keys a query attends to at most, its own among them; None for all.
-        offset: without positions, how far the first query is behind the first key, where these are
-            of two parts of a sequence; None if queries and keys are of the same tokens.
-        keys: how many keys there are, if others fill the last chunk; None for all.
+        key_positions: the position of each key; None for 0, 1, 2, … It is negative for an empty
+            slot of a cache, to which nothing attends.
+        query_segments: the segment of each query, if a sequence packs several texts; None if all
+            are in one.
+        key_segments: the segment of each key; None if all are in one.
+        window: the maximum number of keys that a query attends to, including its own; None for all.
+        offset: without positions, how many tokens the first query is after the first key. None if
+            queries and keys are from the same part of a sequence.
+        keys: the number of keys, if padding fills the last chunk; None for all.
 
     Examples:
         >>> from functree.nn.attention.mask import Mask
@@ -75,36 +75,36 @@ class Mask(eqx.Module):
     key_positions: Int[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    # Static: without a window no comparison with it is traced, and chunks outside of it are left
-    # out of the loops.
+    # Static: without a window, no comparison with it is traced, and with one, the loops skip chunks
+    # outside of it.
     window: int | None = eqx.field(static=True, default=None)
     offset: Int[Array, ""] | None = None
     keys: int | None = eqx.field(static=True, default=None)
 
     @property
     def is_one_sequence(self) -> bool:
-        """Whether queries and keys are those of the same tokens.
+        """Whether queries and keys are from the same tokens.
 
-        Then each query attends to its own key at least, and chunk `i` of the queries to no chunk of
-        keys after `i`.
+        Each query then attends at least to its own key, and chunk `i` of the queries attends to no
+        chunk of keys after `i`.
         """
         return self.is_by_order and self.offset is None
 
     @property
     def is_by_order(self) -> bool:
-        """Whether where a query or a key is, is known by its index."""
+        """Whether the index of a query or key determines its position."""
         return self.query_positions is None and self.key_positions is None
 
     def visible(
         self, seq: int, keys: int, first_query: Index = 0, first_key: Index = 0
     ) -> Bool[Array, "#batch 1 1 seq keys"]:
-        """Whether each query attends to each key.
+        """Compute whether each query attends to each key.
 
         Args:
             seq: the number of queries.
             keys: the number of keys.
             first_query: the index of the first query in its sequence, if there are no positions.
-            first_key: the index of the first key, likewise.
+            first_key: the index of the first key in its sequence, if there are no positions.
         """
         query_positions, key_positions = self.query_positions, self.key_positions
         if query_positions is None:
@@ -126,7 +126,7 @@ class Mask(eqx.Module):
         return visible[:, None, None]  # the same for all heads
 
     def chunk(self, i: Index, j: Index, size: int) -> "Mask":
-        """The mask of chunk `i` of the queries and chunk `j` of the keys."""
+        """Return the mask of chunk `i` of the queries and chunk `j` of the keys."""
         return Mask(
             _chunk(self.query_positions, i, size),
             _chunk(self.key_positions, j, size),
@@ -138,10 +138,10 @@ class Mask(eqx.Module):
         )
 
     def padded(self, queries: int, keys: int, has: int) -> "Mask":
-        """The mask with more queries and keys at the end; no query of before attends to these keys.
+        """Pad the mask with queries and keys at the end; earlier queries ignore these keys.
 
-        Positions are -1 there. Without positions the keys are after all queries, unless queries
-        and keys are of two parts: so of those there are not more than it `has`.
+        Padding has position -1. Without positions, its keys come after all queries. If queries and
+        keys are from two parts of a sequence, `has` limits the keys instead.
         """
         is_shifted = self.offset is not None and keys > 0
         return Mask(
@@ -156,7 +156,7 @@ class Mask(eqx.Module):
 
 
 CAUSAL = Mask()
-"""All keys that are not after a query."""
+"""A mask for all keys that are not after a query."""
 
 
 def _chunk(x: Array | None, i: Index, size: int) -> Array | None:
@@ -168,7 +168,7 @@ def _padded(x: Array | None, more: int) -> Array | None:
 
 
 def padded(x: Array, more: int, axis: int, value: int = 0) -> Array:
-    """`x`, longer by `more` along a dimension.
+    """Pad `x` at the end of a dimension.
 
     Examples:
         >>> from functree.nn.attention.mask import padded

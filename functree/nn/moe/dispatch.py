@@ -1,7 +1,7 @@
-"""The tokens of one device and their experts ─► the sums of what these compute, wherever they are.
+"""Tokens of one device are sent to their experts, wherever these are, and the results are summed.
 
 All functions here run inside a shard_map over the mesh axes of the tokens and of the experts, or on
-one device, where there are no mesh axes.
+one device, without mesh axes.
 """
 
 from typing import NamedTuple
@@ -18,13 +18,14 @@ _Axes = tuple[str, ...]
 
 
 class Tokens(NamedTuple):
-    """Some tokens, and what the router has decided about them.
+    """Some tokens, and the router's decisions about them.
 
     Attributes:
         x: the tokens.
-        experts: the experts of each.
-        weights: the weights of these.
-        shards: of how many shards of the batch's tokens these are. A capacity is that of each.
+        experts: the experts of each token.
+        weights: the weights of these experts.
+        shards: the number of shards of the batch that these tokens come from. A capacity applies to
+            each shard.
     """
 
     x: Float[Array, "tokens embed"]
@@ -34,18 +35,18 @@ class Tokens(NamedTuple):
 
     @property
     def top_k(self) -> int:
-        """How many experts a token has."""
+        """The number of experts of a token."""
         return self.experts.shape[1]
 
     def sorted(self, number: int) -> Sorted:
-        """All assignments to `number` experts, in the order of these."""
+        """Sort all assignments to `number` experts by expert."""
         return Sorted.of(self.experts.reshape(-1), number)
 
     def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
-        """The assignments that `number` experts have room for: `capacity` of each shard."""
+        """Return the assignments that `number` experts have room for: `capacity` of each shard."""
         of_shards = self.experts.reshape(self.shards, -1)
         slots = jax.vmap(lambda one: Sorted.of(one, number).slots(capacity))(of_shards)
-        # Those of each shard are numbered from 0. The number behind the last is none of them.
+        # Each shard numbers its assignments from 0. The number after the last means no assignment.
         each = of_shards.shape[1]
         offset = jnp.arange(self.shards)[:, None, None] * each
         slots = jnp.where(slots < each, slots + offset, self.experts.size)
@@ -53,26 +54,27 @@ class Tokens(NamedTuple):
         return slots.swapaxes(0, 1).reshape(number, -1)
 
     def without_dropped(self, number: int, capacity: int) -> "Tokens":
-        """The same, where an assignment that is dropped is to the expert behind the last."""
+        """Return the tokens, with dropped assignments set to the number after the last expert."""
 
         def of_shard(experts: Array) -> Array:
-            found = Sorted.of(experts, number)
-            return jnp.where(found.place - found.starts[experts] < capacity, experts, number)
+            assignments = Sorted.of(experts, number)
+            rank = assignments.place - assignments.starts[experts]
+            return jnp.where(rank < capacity, experts, number)
 
         kept = jax.vmap(of_shard)(self.experts.reshape(self.shards, -1))
         return self._replace(experts=kept.reshape(self.experts.shape))
 
     def spread(self, assignments: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
-        """The token of each row, and zeros in a row without one."""
+        """Return the token of each row, and zeros for a row without one."""
         return self.x.at[assignments // self.top_k].get(mode="fill", fill_value=0)
 
     def combine(
         self, rows: Float[Array, "*rows embed"], assignments: Int[Array, "*rows"]
     ) -> Float[Array, "tokens embed"]:
-        """For each token the sum of its rows, times their weights, in float32 or wider.
+        """Sum each token's rows, multiplied by their weights, in float32 or wider.
 
         Args:
-            rows: what the experts have computed.
+            rows: the results of the experts.
             assignments: the assignment in each row.
         """
         wide = accumulator(rows.dtype)
@@ -82,19 +84,19 @@ class Tokens(NamedTuple):
         return total.at[assignments // self.top_k].add(weighted, mode="drop")
 
     def rows_at(self, experts: int) -> int:
-        """How many rows these tokens can have at some experts: a token has an expert once."""
+        """Return the most rows that these tokens can have at some experts, which are distinct."""
         return self.x.shape[0] * min(self.top_k, experts)
 
 
 def on_own_experts(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """What the experts of this device add to tokens that all devices of `axes` have.
+    """Compute what this device's experts add to tokens that all devices of `axes` have.
 
     Args:
         tokens: the tokens.
         experts: the experts of this device.
-        capacity: how many tokens of a shard an expert has room for; None: nothing is dropped.
+        capacity: the number of tokens of a shard that an expert has room for; None to drop none.
         axes: the mesh axes of the experts.
     """
     own = experts.gate.shape[0]
@@ -102,9 +104,9 @@ def on_own_experts(
     if capacity is None:
         local = tokens.experts - first
         is_own = (local >= 0) & (local < own)
-        found = tokens._replace(experts=jnp.where(is_own, local, own)).sorted(own)
-        rows = found.first(tokens.rows_at(own))
-        return tokens.combine(experts.of_groups(tokens.spread(rows), found.sizes), rows)
+        assignments = tokens._replace(experts=jnp.where(is_own, local, own)).sorted(own)
+        rows = assignments.first(tokens.rows_at(own))
+        return tokens.combine(experts.of_groups(tokens.spread(rows), assignments.sizes), rows)
     slots = tokens.slots(own * _size(axes), capacity)
     if axes:
         slots = jax.lax.dynamic_slice_in_dim(slots, first, own)
@@ -114,9 +116,9 @@ def on_own_experts(
 def by_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Each row is sent to the device of its expert and back, by all-to-alls of equal parts.
+    """Send each row to the device of its expert and back, with all-to-alls of equal parts.
 
-    Arguments are those of `on_own_experts`, of tokens that only this device has.
+    Arguments are as in `on_own_experts`, but only this device has the tokens.
     """
     own = experts.gate.shape[0]
     number = own * _size(axes)
@@ -126,13 +128,15 @@ def by_exchange(
         rows = jax.lax.all_to_all(tokens.spread(slots), axes, 0, 1, tiled=True)
         computed = jax.lax.all_to_all(experts.of_slots(rows), axes, 1, 0, tiled=True)
         return tokens.combine(computed, slots)
-    # To each device as many rows as all of these tokens could have there: shapes are static.
-    found = tokens.sorted(number)
-    sizes = found.sizes.reshape(-1, own)
-    blocks = found.blocks(found.starts[::own], sizes.sum(1), tokens.rows_at(own))
+    # Shapes are static, so each device is sent as many rows as all of these tokens could have
+    # there.
+    assignments = tokens.sorted(number)
+    sizes = assignments.sizes.reshape(-1, own)
+    starts = assignments.starts[::own]
+    blocks = assignments.blocks(starts, sizes.sum(1), tokens.rows_at(own))
     rows = jax.lax.all_to_all(tokens.spread(blocks), axes, 0, 0, tiled=True)
     sizes = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
-    groups = jax.vmap(lambda one: group_of_row(one, rows.shape[1]))(sizes)
+    groups = jax.vmap(lambda group_sizes: group_of_row(group_sizes, rows.shape[1]))(sizes)
     computed = experts.of_rows(rows.reshape(-1, rows.shape[-1]), groups.reshape(-1))
     computed = jax.lax.all_to_all(computed.reshape(rows.shape), axes, 0, 0, tiled=True)
     return tokens.combine(computed, blocks)
@@ -141,26 +145,28 @@ def by_exchange(
 def by_ragged_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """As `by_exchange`, by TPU's own exchange of parts of unlike sizes: no row is sent for nothing,
-    but there is room for all."""
+    """Exchange rows as `by_exchange` does, with the TPU's exchange of parts of unequal sizes.
+
+    No unused row is sent, but memory has room for all of them.
+    """
     own, parts = experts.gate.shape[0], _size(axes)
     size = tokens.rows_at(own)
     if capacity is not None:
         tokens = tokens.without_dropped(own * parts, capacity)
         size = min(size, own * capacity * tokens.shards)
-    found = tokens.sorted(own * parts)
-    order = found.first(tokens.experts.size)
-    sizes = found.sizes.reshape(parts, own)
+    assignments = tokens.sorted(own * parts)
+    order = assignments.first(tokens.experts.size)
+    sizes = assignments.sizes.reshape(parts, own)
     theirs = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
     sent, received = sizes.sum(1), theirs.sum(1)
     starts, their_starts = _starts(sent), _starts(received)
-    # Where on each other device the rows of this one begin, and where on it those that come back.
+    # Where this device's rows begin on each other device, and where returned rows begin here.
     there = jax.lax.all_to_all(their_starts, axes, 0, 0, tiled=True)
     back = jax.lax.all_to_all(starts, axes, 0, 0, tiled=True)
     given = tokens.spread(order)
     room = jnp.zeros_like(given, shape=(parts * size, given.shape[1]))
     rows = ragged_all_to_all(given, room, starts, sent, there, received, axes)
-    # A group for each device and expert of this one; behind the last there is nothing.
+    # A group for each pair of device and own expert; the rows after the last group are unused.
     groups = group_of_row(theirs.reshape(-1), parts * size)
     computed = experts.of_rows(rows, jnp.where(groups < own * parts, groups % own, own))
     returned = ragged_all_to_all(
@@ -178,7 +184,7 @@ def ragged_all_to_all(
     received: Array,
     axes: _Axes,
 ) -> Array:
-    """`jax.lax.ragged_all_to_all`, whose operands have to vary along the same mesh axes."""
+    """Call `jax.lax.ragged_all_to_all`, whose operands must vary along the same mesh axes."""
     arrays = equally_varying(operand, output, starts, sizes, there, received)
     return jax.lax.ragged_all_to_all(*arrays, axis_name=axes)
 
@@ -188,12 +194,12 @@ def _starts(sizes: Int[Array, "parts"]) -> Int[Array, "parts"]:
 
 
 def _size(axes: _Axes) -> int:
-    """The number of devices along mesh axes of the shard_map around this."""
+    """Return the number of devices along mesh axes of the surrounding shard_map."""
     return jax.lax.axis_size(axes) if axes else 1
 
 
 def capacity_of(capacity: float, top_k: int, tokens: int, experts: int) -> int:
-    """How many of some tokens an expert has room for: at least one, and at most all.
+    """Return how many of some tokens an expert has room for: at least one, at most all.
 
     Examples:
         >>> from functree.nn.moe.dispatch import capacity_of
@@ -203,6 +209,6 @@ def capacity_of(capacity: float, top_k: int, tokens: int, experts: int) -> int:
         ... )
         (20, 1)
     """
-    # The product first, so that a factor such as 1.1 does not round up what is whole.
+    # The product comes first, so that a factor such as 1.1 does not round up an exact integer.
     wanted = round(capacity * top_k * tokens / experts, 6)
     return max(1, min(tokens, -int(-wanted // 1)))

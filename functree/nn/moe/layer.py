@@ -1,4 +1,4 @@
-"""Vectors ─► vectors, each by a few of many feed-forward layers, which a router chooses: `MoE`."""
+"""`MoE` is a mixture of experts: a router chooses a few feed-forward layers for each vector."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -45,47 +45,47 @@ from functree.tree.interfaces import Matrices
 
 
 class MoE(eqx.Module):
-    """A mixture of experts: of each vector the weighted sum of what `top_k` of the experts compute.
+    """A mixture of experts: the weighted sum of the results of `top_k` experts for each vector.
 
-    Each expert is an `ft.nn.MLP` with weights of its own. A router, which computes in float32,
-    chooses those with the highest probabilities (Shazeer et al., "Outrageously large neural
+    Each expert is an `ft.nn.MLP` with its own weights. A router, which computes in float32,
+    chooses the experts with the highest probabilities (Shazeer et al., "Outrageously large neural
     networks", 2017), as in Mixtral and Qwen 3.
 
     Rules that shard `"experts"` put the experts on different devices. The tokens are then moved to
     their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` may be sharded
-    too (tensor parallelism inside each expert), and `"embed"` (FSDP). This needs the ambient
-    `AxisRules` and an `x` with the axes "batch seq embed", or Explicit mesh axes. Where it is not
-    known how `x` is sharded, as under `jax.vmap`, the compiler decides what moves.
+    too (tensor parallelism inside each expert), and `"embed"` (FSDP). This needs Explicit mesh
+    axes, or the ambient `AxisRules` and an `x` with the axes "batch seq embed". If the sharding of
+    `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
 
-    For `ft.offload` and other policies, the products with `gate` and `up` have the names
-    `"moe_gate"` and `"moe_up"`.
+    For `ft.offload` and other policies, the products with `gate` and `up` are named `"moe_gate"`
+    and `"moe_up"`.
 
     Args:
         embed: the size of the input and of the result.
         hidden: the size of the hidden layer of each expert.
         experts: the number of experts.
-        top_k: how many of them compute each vector.
-        capacity: a factor, such as 1.25: an expert computes at most `capacity * top_k * tokens /
-            experts` tokens of each shard of the tokens, rounded up, and what is beyond is dropped.
-            `None`: no token is dropped, at the price of arrays that have room for all tokens at one
-            expert.
-        dispatch: how the tokens come to experts that are sharded: they are all gathered
-            (`"gather"`), or each is exchanged by all-to-alls (`"exchange"`), also by those of TPUs
-            for parts of unlike sizes (`"ragged"`). `"auto"` gathers while the experts have no more
-            shards than `top_k * capacity`, and exchanges above; without a capacity it gathers.
+        top_k: the number of experts that compute each vector.
+        capacity: a factor, such as 1.25. In each shard of the tokens, an expert computes at most
+            `capacity * top_k * tokens / experts` tokens, rounded up, and drops the rest. With
+            `None`, no token is dropped, but arrays have room for all tokens at one expert.
+        dispatch: how tokens reach sharded experts. With `"gather"`, all tokens are gathered. With
+            `"exchange"`, each token is exchanged using all-to-alls. `"ragged"` uses the TPU's
+            all-to-alls for parts of unequal sizes. `"auto"` gathers if the experts have at most
+            `top_k * capacity` shards, or without a capacity, and otherwise exchanges.
         normalize: whether the weights of a vector are divided by their sum, as in Mixtral.
         init: the initializer of all matrices; by default truncated normal with variance 1 / (size
             summed over).
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which those of the experts are cast in the computation; `None`:
-            that of `x`.
-        dot_general: what multiplies by the weights of the experts, a hashable function of the
-            arguments of `jax.lax.dot_general`. It needs a `capacity`.
+        compute_dtype: the dtype to which the experts' parameters are cast for the computation; by
+            default the dtype of `x`.
+        dot_general: a hashable function that multiplies by the experts' weights. It takes the
+            arguments of `jax.lax.dot_general`, and needs a `capacity`.
 
     Raises:
-        FunctreeError: a size is not a positive integer, there are fewer experts than `top_k`, or
-            another argument does not fit.
+        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if there are fewer experts than `top_k`.
+        FunctreeError: if there is a `dot_general` without a `capacity`.
 
     Examples:
         >>> moe = ft.nn.MoE(4, 8, experts=6, top_k=2, key=jax.random.key(0))
@@ -128,8 +128,8 @@ class MoE(eqx.Module):
         keys = jax.random.split(key, 4)
 
         def of_each(key: PRNGKeyArray, rows: int, columns: int) -> Array:
-            # Each as a matrix of its own: of three dimensions JAX's initializers would take the
-            # first for summed over, too.
+            # Each expert's matrix is initialized separately: with three dimensions, JAX's
+            # initializers would treat the first as summed over too.
             keys = jax.random.split(key, experts)
             return jax.vmap(lambda key: init(key, (rows, columns), param_dtype))(keys)
 
@@ -143,23 +143,24 @@ class MoE(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __matrix_dimensions__(self) -> Matrices:
-        """The matrices of the experts, for `ft.nn.matrix_dimensions`.
+        """Declare the experts' matrices for `ft.nn.matrix_dimensions`.
 
-        The router is none: it has a vector for each expert, as a vocabulary for each token.
+        The router is no matrix: it has a vector for each expert, as a vocabulary has for each
+        token.
         """
         return dict.fromkeys(("gate", "up", "down"), (-2, -1))
 
     def __call__(
         self, x: Float[Array, "*batch embed"]
     ) -> tuple[Float[Array, "*batch embed"], MoELosses]:
-        """The layer of each vector, in `compute_dtype`, and what keeps its router even.
+        """Compute the result for each vector, in `compute_dtype`, and the losses of the router.
 
         Args:
-            x: the vectors, with axes "batch seq embed" for the ambient rules.
+            x: the vectors, whose axes are "batch seq embed" for the ambient rules.
 
         Raises:
-            FunctreeError: the dispatch cannot be had on this mesh or platform.
-            ShardingError: the ambient rules do not fit the activations or the weights.
+            FunctreeError: if the dispatch is not possible on this mesh or platform.
+            ShardingError: if the ambient rules do not fit the activations or the weights.
         """
         x, *weights = cast(self.compute_dtype, x, self.gate, self.up, self.down)
         x = activation(x, "batch seq embed")
@@ -178,7 +179,7 @@ class MoE(eqx.Module):
             of_shard,
             in_specs=specs,
             out_specs=(tokens, whole),
-            # Inside an outer `shard_map` some axes are Manual already, and may not be mapped again.
+            # Inside an outer `shard_map`, some axes are already Manual and cannot be mapped again.
             axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         )
         given = map(resharded, (x, self.router, *weights), specs)
@@ -190,14 +191,14 @@ class MoE(eqx.Module):
     def _of_shard(
         self, x: Array, router: Array, weights: Sequence[Array], name: DispatchName, shards: Shards
     ) -> tuple[Array, MoELosses]:
-        """The layer of the tokens of one device.
+        """Compute the result for one device's tokens.
 
         Args:
             x: these tokens.
             router: the whole router.
-            weights: the part of gate, up and down that this device has.
-            name: how tokens come to the experts.
-            shards: how all are sharded.
+            weights: the device's parts of gate, up and down.
+            name: how tokens reach their experts.
+            shards: how everything is sharded.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing = route(tokens, router, self.top_k, self.normalize)
@@ -208,14 +209,15 @@ class MoE(eqx.Module):
             dropped = Sorted.of(routing.experts.reshape(-1), number).dropped(capacity)
         gate, up, down = _gathered(weights, shards.embed)
         experts = Experts(gate, up, down, self.dot_general)
-        # Along these mesh axes devices have a part of each sum. Where they shard the tokens too,
-        # each device needs those of the others before, and adds up its own afterwards.
+        # Along these mesh axes, each device has a part of each sum. If they shard the tokens too,
+        # each device first gathers the tokens of the others, and finally sums up its own.
         summed = shards.hidden if name != "gather" else (*shards.experts, *shards.hidden)
         over = tuple(axis for axis in summed if axis in shards.tokens)
         given = tokens, routing.experts, routing.weights
         if over:
-            given = jax.tree.map(lambda one: jax.lax.all_gather(one, over, tiled=True), given)
-        # (tokens, embed), in float32 or wider, and narrow again before they are moved.
+            given = jax.tree.map(lambda array: jax.lax.all_gather(array, over, tiled=True), given)
+        # (tokens, embed), computed in float32 or wider, and cast to the narrow dtype before it
+        # moves.
         rows = Tokens(given[0], given[1], given[2], devices_along(over))
         y = _DISPATCHED[name](rows, experts, capacity, shards.experts).astype(x.dtype)
         if over:
@@ -232,11 +234,11 @@ _DISPATCHED: dict[str, _Dispatch] = {
     "exchange": by_exchange,
     "ragged": by_ragged_exchange,
 }
-"""What computes the experts of tokens, by how these come to them."""
+"""The function that computes the experts of tokens, by the name of the dispatch."""
 
 
 def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:
-    """Gate, up and down, whole along `embed`, which is sharded over mesh axes of the tokens."""
+    """Gather gate, up and down along `embed`, which is sharded over mesh axes of the tokens."""
     if not axes:
         return weights
     gathered: list[Array] = []
@@ -246,17 +248,17 @@ def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array
 
 
 def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -> list[Problem]:
-    """The problems of these numbers, for the layer and for the config of a model.
+    """Return the problems of these values, for the layer and for a model's config.
 
     Examples:
         >>> from functree.nn.moe.layer import expert_problems
         >>> [problem.why for problem in expert_problems(4, 8, None, None)]
         ['there are only 4 experts']
     """
-    found: list[Problem] = []
+    problems: list[Problem] = []
     if is_size(experts) and is_size(top_k) and top_k > experts:
-        found.append(Problem(None, None, f"top_k={top_k}", f"there are only {experts} experts"))
+        problems.append(Problem(None, None, f"top_k={top_k}", f"there are only {experts} experts"))
     if dot_general is not None and capacity is None:
         why = "without a capacity experts have unlike numbers of tokens, which it cannot multiply"
-        found.append(Problem(None, None, "dot_general=", why, "give a capacity, such as 1.25"))
-    return found
+        problems.append(Problem(None, None, "dot_general=", why, "give a capacity, such as 1.25"))
+    return problems

@@ -1,4 +1,4 @@
-"""Tokens ─► the experts of each, with their weights, and what keeps a router even: `MoELosses`."""
+"""A router chooses the experts and weights of each token, and reports its `MoELosses`."""
 
 from typing import NamedTuple
 
@@ -10,20 +10,19 @@ from functree.nn.weights import accumulator
 
 
 class MoELosses(NamedTuple):
-    """What a router's losses are made of, and how many tokens its experts did not get.
+    """The losses that keep a router's experts evenly used, and the number of dropped assignments.
 
-    All are of the whole batch, whatever the mesh. `ft.nn.cross_entropy` adds the first two to the
-    loss, times the factors that it is given.
+    All cover the whole batch, whatever the mesh. `ft.nn.cross_entropy` multiplies the first two by
+    its factors and adds them to the loss.
 
     Attributes:
-        balance: the number of experts, times the sum over all of them of the share of the
-            assignments that an expert has and its mean probability (Fedus et al., "Switch
-            transformers", 2021): 1 if the experts are used evenly, and more otherwise. Its gradient
-            is that of the probabilities.
-        z: the mean of the squared logarithm of the sum of exponentials of a token's logits (Zoph et
-            al., "ST-MoE", 2022), which keeps logits small.
-        dropped: how many assignments of a token to an expert were dropped, since the expert had no
-            room left. What these experts would have added is missing from the result.
+        balance: the number of experts, times the sum over experts of their share of the assignments
+            times their mean probability (Fedus et al., "Switch transformers", 2021). It is 1 if the
+            experts are used evenly, and larger otherwise. Only the probabilities have a gradient.
+        z: the mean of the squared logarithm of the sum of exponentials of a token's logits, which
+            keeps logits small (Zoph et al., "ST-MoE", 2022).
+        dropped: the number of assignments of a token to an expert that were dropped, because the
+            expert had no room left. The results of these experts are missing from the sum.
 
     Examples:
         >>> moe = ft.nn.MoE(4, 8, experts=6, top_k=2, key=jax.random.key(0))
@@ -38,12 +37,12 @@ class MoELosses(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """What a router decides about some tokens.
+    """A router's decisions about some tokens.
 
     Attributes:
         experts: the experts of each token.
-        weights: by what the result of each is multiplied.
-        probabilities: of all experts.
+        weights: the factor of each expert's result.
+        probabilities: the probabilities of all experts.
         log_totals: the logarithm of the sum of exponentials of the logits.
     """
 
@@ -53,7 +52,7 @@ class Routing(NamedTuple):
     log_totals: Float[Array, "tokens"]
 
     def losses(self, dropped: Int[Array, ""] | None, axes: tuple[str, ...]) -> MoELosses:
-        """The losses of the whole batch.
+        """Compute the losses of the whole batch.
 
         Args:
             dropped: how many assignments of these tokens were dropped; None if none can be.
@@ -64,8 +63,8 @@ class Routing(NamedTuple):
         share = jnp.mean(is_expert, axis=0, dtype=self.weights.dtype)
         means = (share, self.probabilities.mean(0), jnp.mean(self.log_totals**2))
         if axes:
-            # Means of shards of one size. The product is of the means of the whole batch: the mean
-            # of the products of the shards would be another loss on each mesh.
+            # Means over shards of the same size. The product uses the means of the whole batch: a
+            # mean of the shards' products would depend on the mesh.
             means = jax.lax.pmean(means, axes)
         total = jnp.zeros((), jnp.int32) if dropped is None else dropped
         if axes and dropped is not None:
@@ -80,16 +79,16 @@ def route(
     top_k: int,
     normalize: bool,
 ) -> Routing:
-    """The experts of each token: those with the highest probabilities.
+    """Choose the experts of each token: those with the highest probabilities.
 
     Args:
         x: the tokens.
         router: the weights of the router.
-        top_k: how many experts a token has.
-        normalize: whether the weights of a token are divided by their sum.
+        top_k: the number of experts of a token.
+        normalize: whether a token's weights are divided by their sum.
     """
-    # In float32 or wider, and on TPUs not by products of bfloat16, whatever the dtype of the rest:
-    # two experts that are nearly equal would be taken for each other.
+    # In float32 or wider, whatever the dtype of other layers, and on TPUs without bfloat16
+    # products. Rounding would swap experts with nearly equal probabilities.
     wide = accumulator(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     log_totals = jax.nn.logsumexp(logits, axis=-1)

@@ -1,4 +1,4 @@
-"""Tokens and the weights of experts ─► how they are sharded, and so how tokens come to experts."""
+"""The sharding of tokens and experts decides how tokens reach their experts."""
 
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -26,13 +26,14 @@ DispatchName = Annotated[
 
 
 class Shards(NamedTuple):
-    """How a layer's tokens and experts are sharded; mesh axes of one device are left out.
+    """How a layer's tokens and experts are sharded, without mesh axes of size 1.
 
     Attributes:
-        entries: the spec of the tokens, but for that of their vectors, which are whole.
+        entries: the spec of the tokens, without the last dimension, which is unsharded.
         experts: the mesh axes of the experts.
-        embed: those of the weights' `embed`, along which they are gathered: each shards tokens too.
-        hidden: those of the weights' `hidden`, along which results are summed.
+        embed: the mesh axes of the weights' `embed`, along which weights are gathered. Each shards
+            tokens too.
+        hidden: the mesh axes of the weights' `hidden`, along which results are summed.
     """
 
     entries: tuple[Entry, ...]
@@ -47,12 +48,11 @@ class Shards(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Into how many parts the experts are sharded."""
+        """The number of shards of the experts."""
         return devices_along(self.experts)
 
     def with_tokens_over_experts(self, shape: tuple[int, ...]) -> "Shards | None":
-        """The same, where each expert shard has its own part of the tokens; None if their number is
-        not divisible.
+        """Shard the tokens over the experts' mesh axes too, or return None if sizes do not divide.
 
         Args:
             shape: the shape of the tokens.
@@ -71,27 +71,29 @@ class Shards(NamedTuple):
 def shards_of(
     x: Float[Array, "*batch embed"], gate: Float[Array, "experts embed hidden"]
 ) -> Shards | None:
-    """How they are sharded; None on one device, or if neither types nor the ambient rules say it.
+    """Return how tokens and experts are sharded; None on one device, or if it is unknown.
+
+    It is read from types or the ambient rules.
 
     Raises:
-        ShardingError: mesh axes do not divide the number of experts, or another size.
+        ShardingError: if mesh axes do not divide the number of experts, or another size.
     """
     if on_one_device():
         return None
-    # On Explicit axes, types tell it of any number of dimensions.
-    found = specs_of([x], ["embed" if _is_explicit() else TOKENS])
-    if found is None:
+    # On Explicit axes, types give the sharding for any number of dimensions.
+    token_specs = specs_of([x], ["embed" if _is_explicit() else TOKENS])
+    if token_specs is None:
         return None
     of_weight = entries_of(gate)
     if not _is_explicit():
         of_weight = tuple(spec(INTO_HIDDEN))
     experts, embed, hidden = map(_several, of_weight)
     if gate.shape[0] % devices_along(experts) or gate.shape[2] % devices_along(hidden):
-        constrain_to(gate, INTO_HIDDEN.split(), of_weight)  # raises, in the words of the rules
-    entries = tuple(entry(_several(one)) for one in tuple(found[0])[:-1])
+        constrain_to(gate, INTO_HIDDEN.split(), of_weight)  # raises an error that names the rule
+    entries = tuple(entry(_several(axes)) for axes in tuple(token_specs[0])[:-1])
     shards = Shards(entries, experts, (), hidden)
-    # Others are gathered by the compiler where the shard_map begins. Gathered inside, their
-    # gradient would be summed over devices with the same tokens.
+    # The compiler gathers the other axes of `embed` at the start of the shard_map. Gathered inside,
+    # their gradient would be summed over devices with the same tokens.
     return shards._replace(embed=tuple(axis for axis in embed if axis in shards.tokens))
 
 
@@ -100,13 +102,13 @@ def _is_explicit() -> bool:
 
 
 def _several(one: Entry) -> _Axes:
-    """The mesh axes of an entry, without those of one device."""
-    # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
+    """Return the mesh axes of an entry that have more than one device."""
+    # XLA's partitioner refuses a sum over a mesh axis of size 1 (jax 0.12).
     return tuple(axis for axis in mesh_axes(one) if devices_along((axis,)) > 1)
 
 
 def weight_specs(shards: Shards) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
-    """The specs with which gate, up and down enter a shard_map."""
+    """Return the specs of gate, up and down as arguments of a shard_map."""
     experts, embed, hidden = entry(shards.experts), entry(shards.embed), entry(shards.hidden)
     into = PartitionSpec(experts, embed, hidden)
     return into, into, PartitionSpec(experts, hidden, embed)
@@ -119,23 +121,23 @@ def chosen_dispatch(
     top_k: int,
     capacity: float | None,
 ) -> tuple[DispatchName, Shards]:
-    """Which dispatch a layer uses, and how its tokens are sharded for it.
+    """Choose a layer's dispatch, and how its tokens are sharded for it.
 
     Args:
-        name: what is asked for.
+        name: the dispatch that was asked for.
         shards: how the layer is sharded.
         shape: the shape of the tokens.
-        top_k: how many experts a token has.
+        top_k: the number of experts of a token.
         capacity: the factor of the capacity.
 
     Raises:
-        FunctreeError: the dispatch that is asked for cannot be had.
+        FunctreeError: if the dispatch that was asked for is not possible.
     """
     apart = shards.with_tokens_over_experts(shape)
     if name == "auto":
-        # Gathered, a token is moved to each of the other parts, and exchanged to its experts:
-        # `top_k` rows of it, times the capacity. Without a capacity, parts of equal size have room
-        # for all tokens of a device, and are more than these tokens.
+        # Gathering moves a token to all other parts. An exchange moves `top_k` rows of it, times
+        # the capacity. Without a capacity, an exchange moves more than a gather: its equal parts
+        # have room for all tokens of a device.
         many = capacity is not None and shards.parts > top_k * capacity
         name = "exchange" if many and apart is not None else "gather"
     if name == "gather" or not shards.experts:
