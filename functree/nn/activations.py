@@ -119,8 +119,8 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
     result: list[Array] = []
     for product in products:
         # A mesh axis shards only one dimension of an array. In the spec of the product's result,
-        # mesh axes that shard "hidden" are not available to "seq". Its first entries are the
-        # input's.
+        # mesh axes that shard "hidden" are not available to "seq". Its first entries are
+        # the spec that the input needs.
         of_result = tuple(spec(" ".join([*names, product])))
         outer = of_result[: len(names)]
         if outer not in gathered:
@@ -160,7 +160,7 @@ def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
 
 
 def entries_of(x: Array) -> Entries:
-    """Return the spec in the type of `x`, padded to its rank; it has Explicit axes only."""
+    """Return the spec in the type of `x`, padded to its rank; types have Explicit axes only."""
     return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
@@ -295,7 +295,7 @@ def _without_sequence(names: str) -> str:
 
 
 def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
-    """Set the entries of the dimensions named "seq"."""
+    """Return a spec with the entry `seq` for all dimensions named "seq"."""
     entries, named = list(one), names.split()
     for i, name in enumerate(named, len(entries) - len(named)):
         if name == "seq":

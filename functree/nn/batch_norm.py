@@ -29,7 +29,7 @@ from functree.tree.axes import Axes, Names, names
 
 AxisNames = Annotated[
     str | Sequence[str],
-    Takes("a name or several", lambda value: TEXT.fits(value) or TEXTS.fits(value)),
+    Takes("a name, or several names", lambda value: TEXT.fits(value) or TEXTS.fits(value)),
 ]
 
 
@@ -41,7 +41,7 @@ class BatchNorm(eqx.Module):
 
     In training, the batch's own statistics are used, and their running averages are kept as state.
     In inference, the averages are used. Under jit, the statistics cover the whole batch, even if it
-    is sharded. Inside shard_map or vmap they cover the local part of the batch, unless `axis_name`
+    is sharded. Inside shard_map or vmap, they cover the local part of the batch, unless `axis_name`
     lists the axes over which the batch is split.
 
     Args:
@@ -79,7 +79,7 @@ class BatchNorm(eqx.Module):
     # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
     inference: bool
 
-    @checked("BatchNorm cannot be built")
+    @checked("BatchNorm: invalid arguments")
     def __init__(
         self,
         size: Size,
@@ -126,7 +126,7 @@ class BatchNorm(eqx.Module):
             FunctreeError: if `x` has no batch dimension and `axis_name` is None.
             FunctreeError: if `state` is not an `ft.State`.
         """
-        check("BatchNorm cannot be called", state=(state, STATE))
+        check("BatchNorm: invalid state", state=(state, STATE))
         wide = x.astype(accumulator(x.dtype))
         if inference is None:
             inference = self.inference
@@ -146,14 +146,14 @@ class BatchNorm(eqx.Module):
     ) -> tuple[Float[Array, "size"], Float[Array, "size"]]:
         if x.ndim == 1 and self.axis_name is None:
             raise FunctreeValueError(
-                f"BatchNorm got a single vector of size {x.shape[0]}, without a batch: call it "
-                "outside of vmap, on the whole batch, or name the vmap: "
+                f"BatchNorm: x of shape {x.shape} has no batch dimension. Call it on the whole "
+                "batch outside of `jax.vmap`, or name the mapped axis: "
                 '`BatchNorm(..., axis_name="batch")`, `jax.vmap(..., axis_name="batch")`'
             )
 
         def over_batch(x: Array) -> Array:
             # Under jit, this is the mean of the whole batch, however it is sharded. Inside
-            # shard_map or vmap it is the mean of one part, and all parts have the same number of
+            # shard_map or vmap, it is the mean of one part, and all parts have the same number of
             # examples.
             mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
             return mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)

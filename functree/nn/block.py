@@ -65,7 +65,10 @@ class Block(eqx.Module):
             FunctreeError: if an argument is invalid.
         """
         check(
-            "Block cannot be built", config=(config, CONFIG), init=(init, FUNCTION), key=(key, KEY)
+            "Block: invalid arguments",
+            config=(config, CONFIG),
+            init=(init, FUNCTION),
+            key=(key, KEY),
         )
         attn_key, mlp_key = jax.random.split(key)
         dtype = config.param_dtype
@@ -131,8 +134,9 @@ class Block(eqx.Module):
         y, losses = self._fed(self._attended(x, positions, segments, in_order))
         if losses is None:
             what, why = f"mlp={type(self.mlp).__name__}", "the config has no experts"
+            remedy = "set experts= and top_k= in the config, or do not ask for these losses"
             raise FunctreeValueError(
-                "Transformer has no losses of experts", [Problem(None, None, what, why)]
+                "Transformer: no losses of experts", [Problem(None, None, what, why, remedy)]
             )
         return y, losses
 

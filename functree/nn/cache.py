@@ -88,15 +88,15 @@ class Cache(eqx.Module):
             (2, 1, 8, 2, 2)
         """
         check(
-            "no cache can be created",
+            "Cache.create: invalid arguments",
             model=(model, _MODEL),
             batch=(batch, SIZE),
             length=(length, EXTENT),
         )
         if length > model.max_seq:
             raise FunctreeValueError(
-                f"a cache for {length} tokens is longer than the model's max_seq={model.max_seq}: "
-                "shorten it, or build the model with a larger max_seq"
+                f"Cache.create: length={length} exceeds the model's max_seq={model.max_seq}. Pass "
+                "a shorter length, or create the model with a larger max_seq"
             )
         # No token attends to one that is a window or more before it, so its slot is free again.
         slots, window = length, _window(model)
@@ -118,7 +118,7 @@ class Cache(eqx.Module):
         return min(slots, model.max_seq)
 
     def fits(self, model: Any) -> bool:
-        """Return whether this cache was made for a model like this one."""
+        """Return whether this cache fits a model's layers, heads and dtype."""
         layers, _, _, kv_heads, head_dim = self.key.shape
         return (layers, kv_heads, head_dim, self.key.dtype) == _of_slot(model)
 

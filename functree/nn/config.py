@@ -87,7 +87,8 @@ class TransformerConfig:
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
         attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
-            or a function of the arguments of `jax.nn.dot_product_attention`; see `ft.nn.Attention`.
+            or a function that takes the arguments of `jax.nn.dot_product_attention`; see
+            `ft.nn.Attention`.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads: `"auto"`, `"gather"`, `"heads"` or `"ring"`; see
             `ft.nn.Attention`.
@@ -115,8 +116,8 @@ class TransformerConfig:
         >>> dataclasses.replace(config, kv_heads=3)
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: no transformer can be built with these
-        fields...
+        functree.errors.FunctreeValueError: TransformerConfig: invalid fields
+        ...
     """
 
     vocab_size: Size
@@ -153,7 +154,7 @@ class TransformerConfig:
         kinds = {name: (getattr(self, name), kind) for name, kind in _KINDS.items()}
         problems = [*_head_problems(self), *_expert_problems(self)]
         problems += context_problems(self.attention, self.context)
-        check("no transformer can be built with these fields", *problems, **kinds)
+        check("TransformerConfig: invalid fields", *problems, **kinds)
         for name, hint in _HINTS.items():
             value = getattr(self, name)
             if value is not None and hint in _SPELLINGS:
@@ -174,8 +175,8 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     """Yield the problems with the fields of experts."""
     if config.experts is not None:
         if config.top_k is None:
-            why = "how many experts compute a token is not said"
-            yield Problem(None, None, "top_k=None", why, "give it, such as top_k=2")
+            why = "it is required with experts="
+            yield Problem(None, None, "top_k=None", why, "pass it, such as top_k=2")
         # The fields are in the order of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)
@@ -183,15 +184,15 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     for name in ("top_k", "capacity", "expert_hidden"):
         value = getattr(config, name)
         if value is not None:
-            why = "it is of experts, and there are none"
-            yield Problem(None, None, f"{name}={value}", why, "give experts= too")
+            why = "it has no effect without experts="
+            yield Problem(None, None, f"{name}={value}", why, f"pass experts=, or omit {name}=")
 
 
 # The config of an existing model
 
 L = TypeVar("L")
 
-_UNKNOWN = "the sizes and options of a model cannot be read from its layers"
+_UNKNOWN = "cannot read the sizes and options of a model from its layers"
 
 
 def config_of(model: Any, norms: Norms) -> TransformerConfig:
@@ -247,7 +248,7 @@ def layer_of(tree: Tree, kind: type[L]) -> L:
     """Return the first layer as `first_layer` does, or raise a FunctreeError."""
     layer = first_layer(tree, kind)
     if layer is None:
-        raise FunctreeValueError(f"{_UNKNOWN}: it has no `ft.nn.{kind.__name__}`")
+        raise FunctreeValueError(f"{_UNKNOWN}: there is no `ft.nn.{kind.__name__}`")
     return layer
 
 
@@ -270,8 +271,8 @@ def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
             sizes.setdefault(name, size)
     missing = [name for name in names if name not in sizes]
     if missing:
-        why = "no array has an axis of this name"
-        remedy = 'name it where the layer declares its array: `Float[Array, "embed hidden"]`'
+        why = "no array has an axis with this name"
+        remedy = 'name it in the annotation of an array: `Float[Array, "embed hidden"]`'
         problems = [Problem(None, None, f'"{name}"', why, remedy) for name in missing]
         raise FunctreeValueError(_UNKNOWN, problems)
     return tuple(sizes[name] for name in names)

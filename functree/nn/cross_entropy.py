@@ -94,7 +94,7 @@ def cross_entropy(
         ()
     """
     check(
-        "no cross-entropy of these values",
+        "cross_entropy: invalid arguments",
         model=(model, _MODEL),
         tokens=(tokens, TOKENS),
         chunk=(chunk, SIZE),
@@ -104,17 +104,17 @@ def cross_entropy(
     )
     problems: list[Problem] = []
     if not is_integers(targets) or targets.shape != tokens.shape:
-        why = f"they must be integers of the shape of the tokens, {tokens.shape}"
+        why = f"they must be integers with the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"targets={shown(targets)}", why))
     if mask is not None and getattr(mask, "shape", None) != tokens.shape:
-        why = f"it must be an array of the shape of the tokens, {tokens.shape}"
+        why = f"it must be an array with the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"mask={shown(mask)}", why))
     elif mask is not None and not _is_real(mask):
-        why = "it must be an array of flags or of real numbers"
+        why = "it must be an array of booleans or real numbers"
         problems.append(Problem(None, None, f"mask={shown(mask)}", why))
     if problems:
         right_type = is_integers(targets) and (mask is None or _is_real(mask))
-        raise parameter_error("no cross-entropy of these values", problems, right_type=right_type)
+        raise parameter_error("cross_entropy: invalid arguments", problems, right_type=right_type)
     given = {"model": model, "tokens": tokens, "targets": targets, "mask": mask}
     check_deleted("cross_entropy", given)
     check_tokens(model.max_seq, tokens, positions, segments, in_order)

@@ -39,7 +39,7 @@ class Dropout(eqx.Module):
     # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
     inference: bool
 
-    @checked("Dropout cannot be built")
+    @checked("Dropout: invalid arguments")
     def __init__(self, p: Decay = 0.5, inference: Flag = False):
         self.p, self.inference = p, inference
 
@@ -66,7 +66,8 @@ class Dropout(eqx.Module):
             return x
         if key is None:
             raise FunctreeTypeError(
-                "Dropout in training needs a key: `layer(x, key=key)`; or pass `inference=True`"
+                "Dropout needs a key in training. Call `layer(x, key=key)`, or pass "
+                "`inference=True`"
             )
         typed = jax.typeof(x).sharding
         # On Explicit axes, the random bits need the sharding of `x`. On Auto axes, JAX rejects

@@ -47,7 +47,7 @@ class Embedding(eqx.Module):
     weight: Float[Array, "vocab embed"]
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
-    @checked("Embedding cannot be built")
+    @checked("Embedding: invalid arguments")
     def __init__(
         self,
         vocab_size: Size,
@@ -71,7 +71,7 @@ class Embedding(eqx.Module):
             FunctreeError: if the tokens are not integers.
             ShardingError: if the ambient rules do not fit the table or its rows.
         """
-        check("Embedding cannot read these tokens", tokens=(tokens, _TOKENS))
+        check("Embedding: invalid tokens", tokens=(tokens, _TOKENS))
         # Cast after the lookup: tokens have fewer rows than the table.
         vectors = lookup(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)

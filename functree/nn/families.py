@@ -64,9 +64,10 @@ class ConfigReader:
             value = self.given[name]
             if fits(value):
                 return value
-            self._refuse(f'"{name}": {value_text(value)}', f"it is understood as {text} only")
+            why = f"this value is not supported: it must be {text}"
+            self._refuse(f'"{name}": {value_text(value)}', why)
         elif default is _REQUIRED:
-            self._refuse(f'"{name}"', "it is missing", f"write {text}")
+            self._refuse(f'"{name}"', "it is missing", f'add "{name}", {text}')
         return None if default is _REQUIRED else default
 
     def size(self, name: str, default: Any = _REQUIRED) -> Any:
@@ -102,7 +103,7 @@ class ConfigReader:
         first = next(iter(values), "")
         for name, value in values.items():
             if value != values[first]:
-                self._refuse(f'"{name}"', f'it says another {what} than "{first}"')
+                self._refuse(f'"{name}"', f'its {what} differs from "{first}"')
         return values.get(first, default)
 
     def unread_problems(self) -> list[Problem]:
@@ -110,7 +111,7 @@ class ConfigReader:
         problems: list[Problem] = []
         for name, value in self.given.items():
             if name not in self.names:
-                why = f"no such field is understood{did_you_mean(name, self.names)}"
+                why = f"this field is not supported{did_you_mean(name, self.names)}"
                 what = f'"{name}": {value_text(value)}'
                 problems.append(Problem(None, None, what, why, _NEW_FIELD))
         return problems
@@ -120,8 +121,8 @@ class ConfigReader:
 
 
 _NEW_FIELD = (
-    'if it changes nothing, read it in a family of your own, `ft.nn.families["..."]`, with '
-    '`read.only("...", ...)`'
+    'if it does not change the result, accept it with `read.only("...", ...)` in your own family, '
+    '`ft.nn.families["..."]`'
 )
 
 
@@ -189,12 +190,12 @@ def _common(
     read.flag("use_cache", True)
     read.number("initializer_range", 0.02)
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        read(name, "tokens or null", _is_token, None)
+        read(name, "a token, a list of tokens, or null", _is_token, None)
     for name in ("transformers_version", "_name_or_path"):
-        read(name, "a text", TEXT.fits, "")
+        read(name, "a string", TEXT.fits, "")
     # Older files call it "torch_dtype". It is the dtype of the training; `load_weights` uses the
     # dtypes of the tensors.
-    floats = "a dtype of floating-point numbers"
+    floats = "a floating-point dtype"
     older = read("torch_dtype", floats, is_floating, jnp.float32)
     return {
         **{ours: read.size(theirs) for theirs, ours in SIZES.items()},
@@ -226,7 +227,7 @@ def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
     }
 
 
-_ROPE = 'of {"rope_type": "default"} or "llama3", with the fields of that alone'
+_ROPE = 'an object with "rope_type": "default" or "llama3", and without fields of other types'
 LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 """The names of a `Llama3Rope`'s fields in a `config.json`, in the class's order."""
 
@@ -315,7 +316,7 @@ def _qwen3_moe(read: ConfigReader) -> dict[str, Any]:
     return {
         **_qwen(read, "Qwen3Moe", kv_heads=_REQUIRED),
         "qk_norm": True,
-        "experts": read.agreed("experts", given, 128),
+        "experts": read.agreed("number of experts", given, 128),
         "top_k": read.size("num_experts_per_tok", 8),
         "expert_hidden": read.size("moe_intermediate_size", 768),
         "normalize": read.flag("norm_topk_prob", False),
@@ -452,12 +453,10 @@ CHOSEN = (
 
 # Features of families with experts that our layers do not have.
 _REFUSED = {
-    "deepseek": (
-        "experts that all tokens have, and dense first layers, which would be a second stack"
-    ),
+    "deepseek": "shared experts or dense first layers",
     "deepseek_v2": (
-        "latent attention, experts that all tokens have, groups of experts, "
-        "`routed_scaling_factor`, and dense first layers, which would be a second stack"
+        "latent attention, shared experts, groups of experts, `routed_scaling_factor` or dense "
+        "first layers"
     ),
 }
 _REFUSED["deepseek_v3"] = _REFUSED["deepseek_v2"]
@@ -485,7 +484,7 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         functree.errors.FunctreeError: no such folder/config.json: there is no
         such file
     """
-    check("no config can be read", path=(path, LOCAL_FILE))
+    check("config_from_json: invalid arguments", path=(path, LOCAL_FILE))
     return read_config(path, fields).config
 
 
@@ -513,10 +512,10 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     problems = [*read.problems, *read.unread_problems()]
     for name in fields:
         if name not in CHOSEN:
-            why, remedy = "it is decided by the weights", f"one of {', '.join(CHOSEN)}"
+            why, remedy = "the weights determine it", f"pass only {', '.join(CHOSEN)}"
             problems.append(Problem(None, None, f"{name}=", why, remedy))
     if problems:
-        failure = f"{file}: {count(len(problems), 'field')} not understood"
+        failure = f"{file}: {count(len(problems), 'unsupported field')}"
         raise FunctreeValueError(failure, problems)
     # Hugging Face's values for fields that are absent or null.
     if found["kv_heads"] is None:
@@ -529,7 +528,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         # For example, numbers of heads that do not fit each other. The message needs the file,
         # since users did not write these fields themselves.
         raise FunctreeValueError(
-            f"{file}: no transformer can be built with these fields", error.problems
+            f"{file}: invalid fields of a TransformerConfig", error.problems
         ) from None
     return PublishedConfig(file, given, config, families[family][1])
 
@@ -560,7 +559,7 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     except ValueError as error:
         raise FunctreeValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise FunctreeValueError(f"{file}: it has to be an object, with a field for each size")
+        raise FunctreeValueError(f"{file}: it must be an object with a field for each size")
     return file, given
 
 
@@ -574,6 +573,6 @@ def _family(file: Path, given: Mapping[str, Any]) -> str:
             f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` has no {_REFUSED[name]}'
         )
     raise FunctreeValueError(
-        f'{file}: "model_type": {value_text(name)} is none of {", ".join(families)}; for another '
-        "family add two functions to `ft.nn.families`"
+        f'{file}: "model_type": {value_text(name)} is not one of {", ".join(families)}. For '
+        "another family, add two functions to `ft.nn.families`"
     )

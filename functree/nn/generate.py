@@ -44,7 +44,7 @@ from functree.transforms.jit.jit import jit
 
 _MODEL = Takes("an `ft.nn.Transformer`", lambda value: isinstance(value, Transformer))
 _PROMPTS = Takes(
-    "an array of integers, (batch, seq), of at least one token",
+    "an array of integers of shape (batch, seq), with at least one token",
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
 _STOP = Takes("a token, or several", POSITIONS.fits)
@@ -64,8 +64,8 @@ class Sampling(NamedTuple):
         key: the random key; None to choose the likeliest token.
         temperature: divides the logits.
         top_k: the number of likeliest tokens to choose from; None for all.
-        top_p: choose among the fewest likeliest tokens whose probabilities sum to at least this;
-            None for all.
+        top_p: choose from the smallest set of likeliest tokens whose probabilities sum to at least
+            this; None for all.
     """
 
     key: PRNGKeyArray | None
@@ -104,7 +104,7 @@ def generate(
         key: the random key, for a `temperature` above 0.
         temperature: divides the logits before tokens are drawn; 0 chooses the likeliest token.
         top_k: draw only from this number of likeliest tokens.
-        top_p: draw only from the fewest likeliest tokens whose probabilities sum to this.
+        top_p: draw only from the smallest set of likeliest tokens with this total probability.
         stop: a token, or several, after which a row ends.
         pad: the padding after the end of a row.
 
@@ -127,7 +127,7 @@ def generate(
         (1, 7)
     """
     check(
-        "generate cannot continue these prompts",
+        "generate: invalid arguments",
         model=(model, _MODEL),
         prompts=(prompts, _PROMPTS),
         length=(length, SIZE),
@@ -145,9 +145,7 @@ def generate(
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
     if problems:
         right_type = lengths is None or is_integers(lengths)
-        raise parameter_error(
-            "generate cannot continue these prompts", problems, right_type=right_type
-        )
+        raise parameter_error("generate: invalid arguments", problems, right_type=right_type)
     sampling = Sampling(
         None if temperature == 0 else key,
         np.float32(np.clip(float(temperature), _LEAST_TEMPERATURE, np.finfo(np.float32).max)),
@@ -177,20 +175,20 @@ def _prompt_problems(
     problems: list[Problem] = []
     batch, seq = prompts.shape
     if seq + length > model.max_seq:
-        why = f"with prompts of {seq} it is more than the model's max_seq={model.max_seq}"
-        remedy = "shorten them, or build the model with a larger max_seq"
+        why = f"with prompts of length {seq}, it exceeds the model's max_seq={model.max_seq}"
+        remedy = "shorten the prompts or length=, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
-        why = f"it must be an array of an integer for each of {batch} prompts"
+        why = f"it must be an array of integers of shape ({batch},), one for each prompt"
         problems.append(Problem(None, None, f"lengths={shown(lengths)}", why))
     elif lengths is not None and _is_known(lengths):
         # A prompt without tokens has no vector from which the first new token could be chosen.
         if not all(0 < size <= seq for size in np.asarray(lengths)):
-            why = f"a prompt has from 1 to {seq} tokens"
+            why = f"each length must be from 1 to {seq}"
             problems.append(Problem(None, None, f"lengths={lengths}", why))
     # If the prompts' values are unknown, a token outside the vocabulary gives NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
-        why = f"the model has {vocab} tokens, and some are not among them: {_first_few(unknown)}"
+        why = f"some tokens are outside the vocabulary of {vocab}: {_first_few(unknown)}"
         problems.append(Problem(None, None, "prompts", why))
     return problems
 
@@ -208,16 +206,16 @@ def _option_problems(
     problems: list[Problem] = []
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
-        problems.append(Problem(None, None, what, f"the model has {vocab} tokens"))
+        problems.append(Problem(None, None, what, f"it is outside the vocabulary of {vocab}"))
     if not _INT32.min <= pad <= _INT32.max:
-        problems.append(Problem(None, None, f"pad={pad}", "it must be a number that int32 holds"))
+        problems.append(Problem(None, None, f"pad={pad}", "it must fit into int32"))
     if temperature and key is None:
-        what, why = f"temperature={temperature}", "tokens are drawn with a key"
-        problems.append(Problem(None, None, what, why, "key=jax.random.key(0)"))
+        what, why = f"temperature={temperature}", "drawing tokens needs a key"
+        problems.append(Problem(None, None, what, why, "pass key=jax.random.key(0)"))
     for name, value in (("top_k", top_k), ("top_p", top_p)):
         if value is not None and not temperature:
-            why = "at temperature 0 the likeliest token is chosen, whatever it is"
-            problems.append(Problem(None, None, f"{name}={value}", why, "temperature=1.0"))
+            why = "it has no effect at temperature 0, which chooses the likeliest token"
+            problems.append(Problem(None, None, f"{name}={value}", why, "pass temperature=1.0"))
     return problems
 
 
@@ -233,7 +231,7 @@ def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
 
 def _outside(tokens: np.ndarray, vocab: int) -> np.ndarray:
     """Return the tokens outside a vocabulary."""
-    # NumPy lacks dtypes of less than a byte, and a larger number does not compare with them.
+    # NumPy cannot compare dtypes of less than a byte, such as int4, with larger numbers.
     if tokens.dtype.itemsize < 8:
         tokens = tokens.astype(np.int64)
     return np.unique(tokens[(tokens < 0) | (tokens >= vocab)])

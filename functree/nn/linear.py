@@ -56,7 +56,7 @@ class Linear(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
-    @checked("Linear cannot be built")
+    @checked("Linear: invalid arguments")
     def __init__(
         self,
         in_size: Size,
@@ -86,7 +86,7 @@ class Linear(eqx.Module):
         return names(weight=self.axes, bias=Axes(self.axes[1]))
 
     def __matrix_dimensions__(self) -> Matrices:
-        """Declare the weight as a matrix for `ft.nn.matrix_dimensions`, unless a vocabulary's."""
+        """Declare the weight for `ft.nn.matrix_dimensions`, unless it belongs to a vocabulary."""
         # A vocabulary's weight has one vector per token, most of which get no gradient from a
         # batch.
         if "vocab" in self.axes:
@@ -94,7 +94,7 @@ class Linear(eqx.Module):
         return {"weight": (-2, -1)}
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
-        """Multiply by the weight and add the bias, in `compute_dtype`, without constraints.
+        """Multiply by the weight and add the bias, in `compute_dtype`, without a constraint.
 
         The axes of `x` differ from use to use, so only the caller can constrain shardings.
         """

@@ -92,7 +92,7 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
             if at is None and kind is ARRAY:
                 problems.append(_unknown(keys, node))
         if problems:
-            headline = f"which of {count(len(problems), 'parameter')} are matrices is not known"
+            headline = f"matrix_dimensions: {count(len(problems), 'unknown parameter')}"
             raise FunctreeValueError(headline, problems)
         return jax.tree.structure(parameters).unflatten(result)
 
@@ -101,8 +101,8 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
 def _unknown(keys: Keys, array: Tree) -> Problem:
     """Return the problem of a parameter that the model does not have."""
-    why = "the model that `matrix_dimensions` was called with has no array at this path"
-    remedy = "call `ft.nn.matrix_dimensions` with the model that is trained"
+    why = "the model passed to `matrix_dimensions` has no array at this path"
+    remedy = "pass the model that you train to `ft.nn.matrix_dimensions`"
     return Problem(Path(keys), tuple(array.shape), shown(array), why, remedy)
 
 
@@ -129,7 +129,7 @@ def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
         if dimensions is not None and (why := _too_few(leaf, dimensions)):
             problems.append(Problem(leaf.path, None, f"{leaf.text}   {by}", why, _TAKES))
     if problems:
-        headline = "which arrays are matrices cannot be read from the model"
+        headline = "matrix_dimensions: invalid declarations in the model"
         raise parameter_error(headline, problems, right_type=right_type)
     return found
 
@@ -167,11 +167,11 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
 
 
 _TAKES = (
-    "say by the name of a field, or by a path below the module, which dimensions are summed over "
-    "and which are those of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
+    "map the name of a field, or a path below the module, to the dimensions summed over and the "
+    "dimensions of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
     "`MuonDimensionNumbers`, or None for no matrix"
 )
-_RETURNS = "return a mapping from names of fields: " + _TAKES
+_RETURNS = "return a mapping: " + _TAKES
 
 
 def _place(node: Tree, name: object) -> Keys:
@@ -196,12 +196,12 @@ def _read(value: Any) -> MuonDimensionNumbers | None:
         raise TypeError(f"{shown(value)} is not a pair of dimensions")
     summed, given = map(_group, value)
     if not summed or not given:
-        raise ValueError(f"{shown(value)}: both need a dimension")
+        raise ValueError(f"{shown(value)}: both parts need a dimension")
     if max(*summed, *given) >= 0:
-        why = "dimensions are counted from the end, so they are negative"
+        why = "dimensions must be negative, counted from the end"
         raise ValueError(f"{shown(value)}: {why}")
     if len({*summed, *given}) < len(summed) + len(given):
-        raise ValueError(f"{shown(value)}: a dimension is named twice")
+        raise ValueError(f"{shown(value)}: a dimension occurs twice")
     return MuonDimensionNumbers(*map(_as_axes, value))
 
 
@@ -230,5 +230,5 @@ def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
     if needed <= has:
         return ""
     text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"
-    without = ", without those of its stack" if stacked else ""
-    return f"{text} needs {count(needed, 'dimension')}, and it has {has}{without}"
+    without = ", not counting its stack" if stacked else ""
+    return f"{text} needs {count(needed, 'dimension')}, but it has {has}{without}"

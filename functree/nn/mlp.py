@@ -54,7 +54,7 @@ class MLP(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
-    @checked("MLP cannot be built")
+    @checked("MLP: invalid arguments")
     def __init__(
         self,
         embed: Size,

@@ -68,7 +68,7 @@ class RMSNorm(eqx.Module):
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
-    @checked("RMSNorm cannot be built")
+    @checked("RMSNorm: invalid arguments")
     def __init__(
         self,
         size: Sizes,
@@ -90,7 +90,7 @@ class RMSNorm(eqx.Module):
         return names(scale=self.axes)
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
-        """Normalize the vectors, with a result in `compute_dtype`."""
+        """Return the normalized vectors, in `compute_dtype`."""
         # Squares of bfloat16 would be summed with 8 bits of precision, and float16 squares are
         # infinite from 256 on. The cast comes after the scale, so that the result is rounded once.
         wide = x.astype(accumulator(x.dtype))
@@ -130,7 +130,7 @@ class LayerNorm(eqx.Module):
     axes: Axes = eqx.field(static=True)
     compute_dtype: np.dtype | None = eqx.field(static=True)
 
-    @checked("LayerNorm cannot be built")
+    @checked("LayerNorm: invalid arguments")
     def __init__(
         self,
         size: Size,
@@ -152,7 +152,7 @@ class LayerNorm(eqx.Module):
         return names(weight=self.axes, bias=self.axes)
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
-        """Normalize the vectors, with a result in `compute_dtype`."""
+        """Return the normalized vectors, in `compute_dtype`."""
         # Not mean(x²) - mean(x)²: with a large mean it loses the variance, even in float32.
         wide = x.astype(accumulator(x.dtype))
         centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
@@ -170,10 +170,10 @@ def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
     """Return the names of a layer's last dimensions. Raises AxesError for a different number."""
     given = Axes.of(axes)
     if len(given) != number:
-        names = 'one name, that of the last dimension, such as "embed"'
+        remedy = 'name only the last dimension, as in "embed"'
         if number > 1:
-            names = f'{number} names, those of the last dimensions, such as "heads head_dim"'
-        raise AxesError(f'{layer}(axes="{given}"): give {names}')
+            remedy = f'name the last {number} dimensions, as in "heads head_dim"'
+        raise AxesError(f'{layer}(axes="{given}"): {remedy}')
     return given
 
 

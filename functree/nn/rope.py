@@ -61,7 +61,7 @@ class Llama3Rope:
 
     def __post_init__(self) -> None:
         numbers = {name: (getattr(self, name), POSITIVE) for name in ("factor", "low", "high")}
-        check("no rotation has these frequencies", **numbers, original=(self.original, SIZE))
+        check("Llama3Rope: invalid arguments", **numbers, original=(self.original, SIZE))
         if self.high <= self.low:
             raise FunctreeValueError(
                 f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`"

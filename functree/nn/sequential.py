@@ -45,7 +45,7 @@ class Sequential(eqx.Module):
     layers: list[Any]
 
     def __init__(self, layers: Iterable[Any]):
-        check("Sequential cannot be built", layers=(layers, ITERABLE))
+        check("Sequential: invalid arguments", layers=(layers, ITERABLE))
         self.layers = list(layers)
 
     def __call__(
@@ -65,7 +65,7 @@ class Sequential(eqx.Module):
             FunctreeError: if a layer declares state and `state` is missing.
             FunctreeError: if `state` is not an `ft.State`.
         """
-        check("Sequential cannot be called", state=(state, STATE.or_none()))
+        check("Sequential: invalid state", state=(state, STATE.or_none()))
         # Some of the keys are not used if some layers take no key.
         keys = iter(()) if key is None else iter(jax.random.split(key, len(self.layers)))
         for i, layer in enumerate(self.layers):
@@ -79,8 +79,8 @@ class Sequential(eqx.Module):
             # silently.
             if state is None:
                 raise FunctreeTypeError(
-                    f"layer {i} of a Sequential, {type(layer).__name__}, keeps state: call it with "
-                    "`state=state`, from `model, state = ft.make_state(model)`, and it returns "
+                    f"Sequential: layer {i}, {type(layer).__name__}, keeps state. Pass "
+                    "`state=state`, from `model, state = ft.make_state(model)`; the result is then "
                     "`(x, state)`"
                 )
             x, state = layer(x, state=state, **options)
@@ -170,7 +170,7 @@ class Jitted(eqx.Module):
     body: Callable[..., Any]
 
     def __check_init__(self) -> None:
-        check("Jitted cannot be built", body=(self.body, FUNCTION))
+        check("Jitted: invalid arguments", body=(self.body, FUNCTION))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return _run(self.body, *args, **kwargs)

@@ -103,7 +103,7 @@ class Transformer(eqx.Module, ShownByPlan):
 
     def __check_init__(self) -> None:
         check(
-            "Transformer cannot be built",
+            "Transformer: invalid arguments",
             max_seq=(self.max_seq, SIZE),
             remat=(self.remat, REMAT),
             microbatches=(self.microbatches, SIZE.or_none()),
@@ -160,7 +160,7 @@ class Transformer(eqx.Module, ShownByPlan):
             True
         """
         check(
-            "Transformer cannot be built",
+            "Transformer: invalid arguments",
             config=(config, CONFIG),
             init=(init, FUNCTION),
             embed_init=(embed_init, FUNCTION),
@@ -388,11 +388,11 @@ class Transformer(eqx.Module, ShownByPlan):
 # The arguments that a model accepts
 
 TOKENS = Takes(
-    "an array of integers, with a dimension for the sequence",
+    "an array of integers with a sequence dimension",
     lambda x: is_integers(x) and x.ndim > 0,
 )
 _CACHE = Takes("an `ft.nn.Cache`", lambda value: isinstance(value, Cache))
-_HEADLINE = "Transformer cannot read these tokens"
+_HEADLINE = "Transformer: invalid inputs"
 
 
 def check_tokens(
@@ -416,11 +416,11 @@ def check_tokens(
         check_order(positions)
     seq = tokens.shape[-1]
     if not tokens.size:
-        raise FunctreeValueError(f"tokens of shape {tokens.shape}: there is no token to read")
+        raise FunctreeValueError(f"Transformer: tokens of shape {tokens.shape} are empty")
     if seq > max_seq:
         raise FunctreeValueError(
-            f"tokens of shape {tokens.shape}: a sequence of {seq} is longer than "
-            f"max_seq={max_seq}; shorten it, or build the model with a larger max_seq"
+            f"Transformer: tokens of shape {tokens.shape} exceed max_seq={max_seq}. Shorten the "
+            "sequence, or create the model with a larger max_seq"
         )
     problems: list[Problem] = []
     right_type = True
@@ -431,7 +431,7 @@ def check_tokens(
     ):
         if value is None or (is_integers(value) and value.shape in shapes):
             continue
-        why = f"must be integers of the shape of the tokens, {tokens.shape}"
+        why = f"they must be integers with the shape of the tokens, {tokens.shape}"
         problems.append(Problem(None, None, f"{name}={shown(value)}", why))
         right_type = right_type and is_integers(value)
     if problems:
@@ -444,10 +444,10 @@ def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
     problems: list[Problem] = []
     rows = cache.filled.shape[0]
     if tokens.ndim != 2 or tokens.shape[0] != rows:
-        why = f"must be (batch, seq), and the cache has {count(rows, 'row')}"
+        why = f"the shape must be (batch, seq), and the cache has {count(rows, 'row')}"
         problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
     if not cache.fits(model):
-        what, remedy = f"cache.key={shown(cache.key)}", "ft.nn.Cache.create(model, ...)"
-        problems.append(Problem(None, None, what, "it is of another model", remedy))
+        what, remedy = f"cache.key={shown(cache.key)}", "call ft.nn.Cache.create(model, ...)"
+        problems.append(Problem(None, None, what, "it is for a different model", remedy))
     if problems:
         raise FunctreeValueError(_HEADLINE, problems)

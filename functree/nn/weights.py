@@ -89,7 +89,7 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
 DotGeneral = Annotated[
     Callable[..., Array],
     Takes(
-        "a hashable function of the arguments of `jax.lax.dot_general`",
+        "a hashable function that takes the arguments of `jax.lax.dot_general`",
         FUNCTION.fits,
         is_hashable,
     ),
@@ -148,7 +148,7 @@ def product_of_each(
 def rows(
     table: Float[Array, "vocab embed"], index: Int[Array, "*batch"]
 ) -> Float[Array, "*batch embed"]:
-    """Look up the row of a table at each index, with Explicit mesh axes too.
+    """Look up a table's row at each index, on Auto and on Explicit mesh axes.
 
     A negative index, or one that is not less than the number of rows, gets a row of NaN.
 

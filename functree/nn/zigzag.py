@@ -28,7 +28,7 @@ def zigzag(
     cuts the sequence into two pieces per part. Part `i` gets piece `i` and the piece equally far
     from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Order tokens, targets,
     masks and segments alike, before you place them. Then pass the positions and `in_order=False`
-    to the model. A NumPy array stays one.
+    to the model. The result for a NumPy array is a NumPy array.
 
     Only `context="gather"` and `"ring"` benefit: devices that exchange heads have equal work in any
     order. Attention is then computed in chunks, since the kernels mask by index.
@@ -51,13 +51,13 @@ def zigzag(
         >>> positions
         Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
     """
-    check("zigzag cannot order this", x=(x, _TOKENS), parts=(parts, SIZE))
+    check("zigzag: invalid arguments", x=(x, _TOKENS), parts=(parts, SIZE))
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
-        why = f"the sequence of {seq} has to be cut into {pieces} equal pieces, two for each part"
+        why = f"the sequence of {seq} does not divide into {pieces} equal pieces, two per part"
         remedy = f"pad it to a multiple of {pieces}"
         problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
-        raise parameter_error("zigzag cannot order this", [problem], right_type=True)
+        raise parameter_error("zigzag: invalid arguments", [problem], right_type=True)
     first = np.arange(pieces // 2)
     order = np.stack([first, pieces - 1 - first], 1).reshape(-1)
     index = np.arange(seq, dtype=np.int32).reshape(pieces, -1)[order].reshape(-1)
@@ -70,6 +70,6 @@ def _ordered(x: Any, index: np.ndarray) -> Any:
     # JAX cannot look up along a dimension that its type shards, and it would move all tokens.
     if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
         raise FunctreeValueError(
-            f"zigzag: the sequence of {shown(x)} is sharded already: order it before it is placed"
+            f"zigzag: the sequence of {shown(x)} is already sharded. Order it before you place it"
         )
     return jnp.take(x, index, axis=1)

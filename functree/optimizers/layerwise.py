@@ -153,19 +153,19 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
         )
     if problems:
         raise FunctreeValueError(
-            "`ft.layerwise` takes each layer of a stack as its own leaf, but the optimizer "
-            f"looks at all leaves at once: {count(len(problems), 'array')} of its result "
+            "`ft.layerwise` needs an optimizer that acts on each leaf alone, but "
+            f"{count(len(problems), 'array')} of its result "
             f"{'depends' if len(problems) == 1 else 'depend'} on several parameters",
             problems,
         )
 
 
 _OUTSIDE = (
-    "put what looks at all leaves outside, and what acts on each leaf inside: "
+    "move transforms that combine several leaves outside: "
     "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`"
 )
 _NO_KEYS = (
-    "put what draws random numbers outside: "
+    "move transforms that draw random numbers outside: "
     "`optax.chain(ft.layerwise(optax.lamb(1e-3)), optax.add_noise(0.1, 0.5, 0))`"
 )
 

@@ -70,7 +70,7 @@ def muon(
 
         >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
     """
-    check("there is no such optimizer", learning_rate=(learning_rate, _RATE))
+    check("muon: invalid arguments", learning_rate=(learning_rate, _RATE))
     try:
         bound = _SIGNATURE.bind(learning_rate, *args, **options)
     except TypeError as error:
@@ -198,8 +198,8 @@ def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimens
         if own is None or not stack_sizes(leaf):
             continue
         if any(dim >= 0 for dim in jax.tree.leaves(tuple(own))):
-            why = f"is in a stack, and its dimensions are {own.reduction_axis}, {own.output_axis}"
+            why = f"is in a stack, but its dimensions are {own.reduction_axis}, {own.output_axis}"
             problems.append(leaf.problem(why, "count them from the end: `(-2, -1)`"))
     if problems:
-        raise FunctreeValueError("muon: the dimensions of matrices do not fit layers", problems)
+        raise FunctreeValueError("muon: invalid dimensions of matrices in stacks", problems)
     return each

@@ -92,7 +92,7 @@ def on_whole_matrices(
         >>> bool(jnp.allclose(products, jnp.eye(4)[None], atol=1e-4))
         True
     """
-    check("there is no such transform", fn=(fn, FUNCTION))
+    check("on_whole_matrices: invalid arguments", fn=(fn, FUNCTION))
 
     def functions(_: Tree, leaves: Leaves) -> Sequence[MatrixFunction]:
         return [fn] * len(leaves.leaves)
@@ -115,7 +115,7 @@ def of_each_matrix(
         layout: as in `on_whole_matrices`.
         name: the name of the public function, for messages.
     """
-    check("there is no such transform", over=(over, _OVER))
+    check(f"{name}: invalid arguments", over=(over, _OVER))
     axes = (over,) if isinstance(over, str) else over
 
     def init(params: Tree) -> Tree:
@@ -137,7 +137,7 @@ def of_each_matrix(
 
 
 _OVER = Takes(
-    "a mesh axis, or several in a tuple",
+    "a mesh axis, or a tuple of different mesh axes",
     lambda value: (
         isinstance(value, str)
         or (isinstance(value, tuple | list) and all(isinstance(axis, str) for axis in value))
@@ -234,7 +234,7 @@ def _specs(
     if mesh is None or mesh.size == 1:
         return None, {}
     if manual := getattr(mesh, "manual_axes", ()):
-        raise _unknown(leaves, name, f"inside of shard_map ({', '.join(manual)})", _OUTSIDE)
+        raise _unknown(leaves, name, f"inside shard_map ({', '.join(manual)})", _OUTSIDE)
     if AxisType.Auto not in mesh.axis_types:
         specs = {leaf.path: typed_spec(leaf.value) or PartitionSpec() for leaf in leaves.leaves}
         return mesh, specs
@@ -245,8 +245,8 @@ def _specs(
     decided = decide_parts(leaves, as_partial(parts), view)
     if decided.problems:
         raise ShardingError(
-            f"the layout for `ft.{name}` does not fit on mesh {view}; it is `layout=`, "
-            "or the ambient rules",
+            f"the layout for `ft.{name}`, from `layout=` or the ambient rules, does not fit on "
+            f"mesh {view}",
             decided.problems,
         )
     pairs = zip(decided.leaves, decided.decisions, strict=True)
@@ -255,18 +255,15 @@ def _specs(
 
 def _unknown(leaves: Leaves, name: str, where: str, remedy: str) -> ShardingError:
     """Return the error for parameters whose sharding is unknown."""
-    problems = [leaf.problem("its sharding is not known", remedy) for leaf in leaves.leaves]
+    problems = [leaf.problem("its sharding is unknown", remedy) for leaf in leaves.leaves]
     matrices = count(len(problems), "parameter")
-    return ShardingError(
-        f"`ft.{name}` cannot make the matrices of {matrices} whole {where}", problems
-    )
+    return ShardingError(f"`ft.{name}` cannot gather the matrices of {matrices} {where}", problems)
 
 
-_OUTSIDE = "update the parameters outside of shard_map, where their shapes are those of the whole"
+_OUTSIDE = "update the parameters outside of shard_map, where they have their full shapes"
 _GIVE_LAYOUT = (
-    "on Auto axes types do not tell: pass the layout of the model, "
-    "`ft.{name}(..., layout=...)`, or update under ambient rules, as `ft.jit(rules=...)` "
-    "and `ft.axis_rules` give them"
+    "pass the layout of the model, `ft.{name}(..., layout=...)`, or update under ambient rules, "
+    "with `ft.jit(rules=...)` or `ft.axis_rules`"
 )
 
 
@@ -284,8 +281,8 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
             continue
         shape = tuple(leaf.shape[len(stack) :])
         if len(shape) < 2:
-            why = f"is no matrix: it has the shape {list(shape)}"
-            why += ", without the dimension of its stack" if stack else ""
+            why = f"is not a matrix: it has the shape {list(shape)}"
+            why += ", not counting its stack" if stack else ""
             problems.append(leaf.problem(why, _LEAVE_OUT))
             continue
         kind = id(fn), shape, leaf.value.dtype
@@ -295,11 +292,11 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
             remedy = "return a matrix of the same shape and dtype"
             problems.append(leaf.problem(f"the function returns {known[kind]} for it", remedy))
     if problems:
-        raise FunctreeTypeError(f"`ft.{name}` cannot be applied", problems)
+        raise FunctreeTypeError(f"`ft.{name}` cannot be applied to these arrays", problems)
 
 
-_NOT_INSIDE = "leave `ft.layerwise` away, since `ft.{name}` takes each layer by itself too"
-_LEAVE_OUT = "leave it out, by `optax.masked` or `optax.partition`"
+_NOT_INSIDE = "remove `ft.layerwise`: `ft.{name}` already treats each layer separately"
+_LEAVE_OUT = "exclude it with `optax.masked` or `optax.partition`"
 
 
 def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
@@ -321,4 +318,4 @@ def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> No
             why += did_you_mean(axis, mesh.axis_names)
             problems.append(Problem(None, None, f"over={axis!r}", why))
     if problems:
-        raise FunctreeValueError(f"`ft.{name}` cannot spread matrices", problems)
+        raise FunctreeValueError(f"`ft.{name}`: invalid mesh axes", problems)

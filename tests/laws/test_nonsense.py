@@ -610,7 +610,7 @@ SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
     ),
     "several wrong values": (
         lambda: ft.nn.Linear(0, 4, use_bias="no", key=KEY),  # type: ignore[arg-type]
-        ["Linear cannot be built", "in_size=0\n      it must be a positive integer", "use_bias='no'", "True or False"],
+        ["Linear: invalid arguments", "in_size=0\n      it must be a positive integer", "use_bias='no'", "True or False"],
     ),
 }  # fmt: skip
 

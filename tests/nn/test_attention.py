@@ -219,7 +219,7 @@ def test_a_function_gets_the_arguments_of_jaxs_function() -> None:
     close(found, attend(*given, implementation="xla", window=3, segments=segments), 1e-6)
     assert seen == [["is_causal"], ["is_causal", "local_window_size", "mask"]]
     with raises(
-        "the function that is given as `attention=` returns (2, 6, 8), and not (2, 6, 4, 8)"
+        "the function passed as `attention=` returns (2, 6, 8) instead of an array of shape (2, 6, 4, 8)"
     ):
         attend(*given, implementation=lambda q, k, v, **_: q[:, :, 0])
 
@@ -227,7 +227,7 @@ def test_a_function_gets_the_arguments_of_jaxs_function() -> None:
 @pytest.mark.parametrize("name", ["splash", "cudnn"])
 def test_a_kernel_of_another_platform_is_refused(name: Any) -> None:
     devices = {"splash": "TPUs", "cudnn": "NVIDIA's GPUs"}[name]
-    with raises(f"attention='{name}' is a kernel for {devices}, and this program is for cpu"):
+    with raises(f"attention='{name}' is a kernel for {devices}, but this program is for cpu"):
         attend(*arrays(4, 2, 2), implementation=name)
 
 
@@ -237,12 +237,12 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "on_one_device", lambda: True)
     half = arrays(4, 2, 2, dtype="float16")
     with pytest.warns(
-        ft.FunctreeWarning, match='"splash" cannot compute this: it computes in bfloat16 or float32'
+        ft.FunctreeWarning, match='"splash" cannot compute this: it supports bfloat16 and float32'
     ):
         found = attend(*half)
     close(found, oracle(*half), 1e-2)
     with raises(
-        'the kernel "splash" cannot compute this: it computes in bfloat16 or float32, and the heads are float16'
+        'the kernel "splash" cannot compute this: it supports bfloat16 and float32, but the heads are float16'
     ):
         attend(*half, implementation="splash")
     monkeypatch.undo()
@@ -255,7 +255,7 @@ def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attending, "platform", lambda: "tpu")
     with jax.set_mesh(ft.make_mesh(data=8)):
         with pytest.warns(
-            ft.FunctreeWarning, match="has to know how batches and heads are sharded: give rules"
+            ft.FunctreeWarning, match="needs the sharding of batch and heads. Pass rules"
         ):
             jax.jit(attend).trace(*arrays(4, 2, 2))
 

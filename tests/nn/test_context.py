@@ -244,7 +244,7 @@ def test_zigzag() -> None:
         ft.nn.zigzag(np.zeros((1, 12)), 4)
     mesh = ft.make_mesh(context=8, explicit=True)
     sharded = ft.shard(jnp.zeros((1, 16)), ft.P(None, "context"), mesh)
-    with raises("sharded already", "before it is placed"):
+    with raises("already sharded", "before you place it"):
         ft.nn.zigzag(sharded, 8)
 
 
@@ -260,13 +260,13 @@ def test_messages() -> None:
     x = jnp.ones((2, 8, 8))
     with raises("context='sideways'", "'gather'", "'ring'"):
         small(context="sideways")
-    with raises("context='ring'", "gets whole sequences"):
+    with raises("context='ring'", "receives whole sequences"):
         small(context="ring", attention=own_attention)
-    with raises("context='heads'", "gets whole sequences"):
+    with raises("context='heads'", "receives whole sequences"):
         ft.nn.TransformerConfig(64, 16, 2, 4, 2, 4, 32, context="heads", attention=own_attention)
     with raises("in_order=False", "positions", "zigzag"):
         small()(x, in_order=False)
-    with raises("in_order=False", "gets no positions"):
+    with raises("in_order=False", "receives no positions"):
         small(attention=own_attention)(x, jnp.arange(8), in_order=False)
     rules = ft.AxisRules({"seq": "context", ...: None})
     with jax.set_mesh(ft.make_mesh(context=8)), ft.axis_rules(rules):

@@ -293,42 +293,42 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"length": 60}, "length=60  with prompts of 9 it is more than the model's max_seq=64"),
-    ({"temperature": 1.0}, "temperature=1.0  tokens are drawn with a key"),
-    ({"top_k": 3}, "top_k=3  at temperature 0 the likeliest token is chosen, whatever it is"),
-    ({"lengths": np.array([0, 9])}, "a prompt has from 1 to 9 tokens"),
-    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of an integer for each of 2 prompts"),
-    ({"prompts": PROMPTS + 95}, "the model has 96 tokens, and some are not among them: "),
-    ({"prompts": -PROMPTS}, "prompts the model has 96 tokens, and some are not among them: -"),
-    ({"stop": [3, 96]}, "stop=96  the model has 96 tokens"),
-    ({"pad": 2**31}, f"pad={2**31}  it must be a number that int32 holds"),
+    ({"length": 60}, "length=60  with prompts of length 9, it exceeds the model's max_seq=64"),
+    ({"temperature": 1.0}, "temperature=1.0  drawing tokens needs a key"),
+    ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
+    ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
+    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), one for each prompt"),
+    ({"prompts": PROMPTS + 95}, "some tokens are outside the vocabulary of 96: "),
+    ({"prompts": -PROMPTS}, "prompts some tokens are outside the vocabulary of 96: -"),
+    ({"stop": [3, 96]}, "stop=96  it is outside the vocabulary of 96"),
+    ({"pad": 2**31}, f"pad={2**31}  it must fit into int32"),
     ({"stop": "end"}, "it must be a token, or several"),
-    ({"prompts": PROMPTS[0]}, "it must be an array of integers, (batch, seq), of at least one token"),
+    ({"prompts": PROMPTS[0]}, "it must be an array of integers of shape (batch, seq), with at least one token"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("given", "why"), WRONG, ids=[why for _, why in WRONG])
 def test_what_cannot_be_continued(given: dict[str, Any], why: str) -> None:
     arguments = {"prompts": PROMPTS, "length": 4, **given}
-    with raises("generate cannot continue these prompts") as error:
+    with raises("generate: invalid arguments") as error:
         ft.nn.generate(model("llama"), **arguments)
     assert re.sub(r"\s+", " ", why) in re.sub(r"\s+", " ", str(error.value))
 
 
 def test_what_does_not_go_with_a_cache() -> None:
     cache = ft.nn.Cache.create(model("llama"), 2, 12)
-    with raises("must be (batch, seq), and the cache has 2 rows"):
+    with raises("must be (2, seq), since the cache has 2 rows"):
         model("llama").decode(PROMPTS[:1], cache)
-    with raises("a cache for 65 tokens is longer than the model's max_seq=64"):
+    with raises("length=65 exceeds the model's max_seq=64"):
         ft.nn.Cache.create(model("llama"), 2, 65)
     other = ft.nn.TransformerConfig(**{**SIZES, "kv_heads": 4}, max_seq=64)
     foreign = jax.eval_shape(
         lambda: ft.nn.Cache.create(ft.nn.Transformer.create(other, key=jax.random.key(0)), 2, 12)
     )
-    with raises("it is of another model") as error:
+    with raises("it is for a different model") as error:
         model("llama").decode(PROMPTS, foreign)
     assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
-    with raises("must be integers of the shape of the tokens, (2, 9)"):
+    with raises("they must be integers with the shape of the tokens, (2, 9)"):
         model("llama")(PROMPTS, np.zeros((2, 8), int))
 
 

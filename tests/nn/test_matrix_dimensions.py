@@ -123,10 +123,10 @@ def test_parameters_as_dicts_with_the_layers_of_a_stack_apart() -> None:
 def test_other_parameters_are_refused() -> None:
     dimensions = ft.nn.matrix_dimensions(ft.nn.MLP(4, 6, key=jax.random.key(0)))
     with raises(
-        "which of 1 parameter are matrices is not known",
+        "matrix_dimensions: 1 unknown parameter",
         "mlp.gate   float32[4, 6]",
         "has no array at this path",
-        "with the model that is trained",
+        "pass the model that you train",
         error=ft.FunctreeError,
     ):
         dimensions({"mlp": {"gate": jnp.ones((4, 6))}})
@@ -198,21 +198,21 @@ def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
         ({3: (-2, -1)}, ("of 3", "3 is not the name of a field")),
         ({"wieght": (-2, -1)}, ("of 'wieght'", "no 'wieght'; did you mean `weight`?")),
         ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
-        ({"weight": (0, 1)}, ("(0, 1)", "counted from the end, so they are negative")),
-        ({"weight": (-1, (-1, -2))}, ("a dimension is named twice",)),
-        ({"weight": ((), -1)}, ("((), -1): both need a dimension",)),
-        ({"table": (-2, -1)}, ("table", "f32[5]", "(-2, -1) needs 2 dimensions, and it has 1")),
+        ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
+        ({"weight": (-1, (-1, -2))}, ("a dimension occurs twice",)),
+        ({"weight": ((), -1)}, ("((), -1): both parts need a dimension",)),
+        ({"table": (-2, -1)}, ("table", "f32[5]", "(-2, -1) needs 2 dimensions, but it has 1")),
     ],
 )
 def test_what_cannot_be_read(said: Any, fragments: tuple[str, ...]) -> None:
-    with raises("which arrays are matrices cannot be read from the model", *fragments) as caught:
+    with raises("matrix_dimensions: invalid declarations in the model", *fragments) as caught:
         ft.nn.matrix_dimensions(told(said))
     assert "`(-2, -1)`, `(-3, (-2, -1))`, a `MuonDimensionNumbers`" in str(caught.value)
 
 
 def test_too_few_dimensions_without_those_of_a_stack() -> None:
     stack = ft.Stacked(jax.tree.map(lambda x: x[None], told({"table": (-2, -1)})))
-    with raises("layer.table", "and it has 1, without those of its stack"):
+    with raises("layer.table", "but it has 1, not counting its stack"):
         ft.nn.matrix_dimensions(stack)
 
 

@@ -294,14 +294,14 @@ def test_the_ragged_exchange_on_an_emulated_collective(
 def test_a_dispatch_that_cannot_be_had() -> None:
     with placed(layer(dispatch="ragged"), X, LAYOUTS["EP"], "auto") as (moe, x):
         with raises(
-            'dispatch="ragged"', "only TPUs have such an exchange", "cpu", 'dispatch="auto"',
+            'dispatch="ragged"', "only TPUs have this exchange", "cpu", 'dispatch="auto"',
             error=ft.FunctreeError,
         ):  # fmt: skip
             moe(x)
     rules = {"experts": BOTH}
     with placed(layer(dispatch="exchange"), X[:1, :3], rules, "auto") as (moe, x):
         with raises(
-            'dispatch="exchange"', "(1, 3)", "over the 4 parts", 'dispatch="gather"',
+            'dispatch="exchange"', "(1, 3)", "over the 4 shards", 'dispatch="gather"',
             error=ft.FunctreeError,
         ):  # fmt: skip
             moe(x)
@@ -314,7 +314,7 @@ REFUSED = {
     "dispatch": (dict(dispatch="all"), ["dispatch='all'", "auto, gather, exchange, ragged"]),
     "dot_general": (
         dict(dot_general=jax.lax.dot_general),
-        ["dot_general=", "without a capacity", "give a capacity"],
+        ["dot_general=", "which only a capacity ensures", "pass capacity="],
     ),
 }
 
@@ -322,14 +322,19 @@ REFUSED = {
 @pytest.mark.parametrize(("options", "said"), REFUSED.values(), ids=REFUSED)
 def test_what_is_refused(options: dict[str, Any], said: list[str]) -> None:
     given: dict[str, Any] = {"top_k": TOP_K, "key": KEY, **options}
-    with raises("MoE cannot be built", *said, error=ft.FunctreeError):
+    with raises("MoE: invalid arguments", *said, error=ft.FunctreeError):
         nn.MoE(EMBED, HIDDEN, EXPERTS, **given)
 
 
 def test_configs_that_are_refused() -> None:
-    with raises("top_k=None", "how many experts compute a token is not said"):
+    with raises("top_k=None", "it is required with experts="):
         nn.TransformerConfig(16, 8, 2, 4, 2, 2, 16, experts=4)
-    with raises("no transformer can be built", "top_k=2", "there are none", "give experts= too"):
+    with raises(
+        "TransformerConfig: invalid fields",
+        "top_k=2",
+        "it has no effect without experts=",
+        "pass experts=",
+    ):
         nn.TransformerConfig(16, 8, 2, 4, 2, 2, 16, top_k=2)
 
 

@@ -232,7 +232,7 @@ def test_tokens_of_any_integers(dtype: str, sharded: bool) -> None:
     [np.ones(3), jnp.ones(3, bool), np.array(["a"]), [1], 1, jax.ShapeDtypeStruct((), "c8")],
 )
 def test_tokens_that_are_none(tokens: Any) -> None:
-    with raises("Embedding cannot read these tokens", "tokens=", "it must be an array of integers"):
+    with raises("Embedding: invalid tokens", "tokens=", "it must be an array of integers"):
         nn.Embedding(300, 8, key=KEY)(tokens)
 
 
@@ -313,7 +313,7 @@ def test_nobody_names_further_batch_dimensions() -> None:
 # Errors
 
 
-BAD_CONFIG = """no transformer can be built with these fields
+BAD_CONFIG = """TransformerConfig: invalid fields
 
   hidden=-2
       it must be a positive integer
@@ -331,13 +331,13 @@ BAD_CONFIG = """no transformer can be built with these fields
       it must be a floating-point dtype, such as `jnp.float32`
 
   kv_heads=3
-      it must divide heads=4: all key and value heads serve equally many query heads
+      it must divide heads=4: each key and value head serves the same number of query heads
 
   head_dim=5
       it must be even: rotary positions rotate pairs of dimensions
 
-Try: one of 1, 2, 4 for kv_heads
-     head_dim=6"""
+Try: set kv_heads to one of 1, 2, 4
+     set head_dim=6"""
 
 
 def test_a_bad_config() -> None:
@@ -442,14 +442,14 @@ def test_the_config_of_a_model_after_surgery(case: str) -> None:
 
 def test_a_config_that_cannot_be_read() -> None:
     model = create(CONFIG)
-    with raises("cannot be read from its layers", '"hidden"', "no array", error=FunctreeError):
+    with raises("from its layers", '"hidden"', "no array", error=FunctreeError):
         _ = eqx.tree_at(lambda m: m.blocks.layer.mlp, model, replace=jnp.sin).config
-    with raises("it has no `ft.nn.RMSNorm`", error=FunctreeError):
+    with raises("there is no `ft.nn.RMSNorm`", error=FunctreeError):
         _ = ft.select(model).under(nn.RMSNorm).set(jnp.sin).config
     with raises("no array", error=FunctreeError):
         _ = eqx.partition(model, lambda x: x.ndim > 4)[0].config
     for option in ("max_seq", "microbatches", "hidden"):
-        with raises("Transformer cannot be built", f"{option}=0", error=FunctreeError):
+        with raises("Transformer: invalid arguments", f"{option}=0", error=FunctreeError):
             dataclasses.replace(model, **{option: 0})
     with raises("remat='some'", error=FunctreeError):
         dataclasses.replace(model, remat="some")

@@ -188,8 +188,8 @@ def test_what_looks_at_all_leaves_is_refused(name: str, model: str):
     with pytest.raises(ft.FunctreeError) as caught:
         results(ft.layerwise(optimizer(name)), name, tree, gradients)
     text = str(caught.value)
-    assert "`ft.layerwise` takes each layer of a stack as its own leaf" in text
-    assert "the optimizer looks at all leaves at once" in text
+    assert "`ft.layerwise` needs an optimizer that acts on each leaf alone" in text
+    assert "move transforms that combine several leaves outside" in text
     assert "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(" in text
 
 
@@ -338,7 +338,9 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
             ft.layerwise(tx).init(MODEL)
         text = str(caught.value)
         assert "`ft.layerwise` cannot map an optimizer with 1 random key" in text
-        assert "is a random key" in text and "put what draws random numbers outside" in text
+        assert (
+            "is a random key" in text and "move transforms that draw random numbers outside" in text
+        )
     # The remedy.
     outside = optax.chain(ft.layerwise(lamb()), noise)
     with jax.numpy_dtype_promotion("standard"):

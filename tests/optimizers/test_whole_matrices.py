@@ -378,9 +378,9 @@ def test_a_layout_with_filters_for_what_is_not_trained() -> None:
 def test_no_layout_is_an_error() -> None:
     _, placed, state = on_mesh(muon(), MODELS[3](), TENSOR, MESH)
     with raises(
-        "`ft.muon` cannot make the matrices of 1 parameter whole on mesh (data=2, ",
+        "`ft.muon` cannot gather the matrices of 1 parameter on mesh (data=2, ",
         'layer.weight   f32[3, 8, 16]   "layers embed hidden"',
-        "its sharding is not known",
+        "its sharding is unknown",
         "pass the layout of the model, `ft.muon(..., layout=...)`",
         error=ft.ShardingError,
     ):
@@ -391,7 +391,7 @@ def test_a_layout_that_does_not_fit() -> None:
     _, placed, state = on_mesh(muon(), MODELS[3](), TENSOR, MESH)
     tx = muon(layout=ft.AxisRules({"hidden": "model"}))
     with raises(
-        "the layout for `ft.muon` does not fit on mesh (data=2, model=4)",
+        "the layout for `ft.muon`, from `layout=` or the ambient rules, does not fit on mesh (data=2, model=4)",
         "layer.weight",
         "no rule names `embed`",
         error=ft.ShardingError,
@@ -403,7 +403,7 @@ def test_inside_of_shard_map_it_is_refused() -> None:
     _, placed, state = on_mesh(muon(), MODELS[3](), TENSOR, MESH)
     tx = muon(layout=TENSOR)
     mapped = jax.shard_map(lambda m, s: updated(tx, m, s), mesh=MESH, in_specs=P(), out_specs=P())
-    with raises("whole inside of shard_map (data, model)", "layer.weight", "outside of shard_map"):
+    with raises("inside shard_map (data, model)", "layer.weight", "outside of shard_map"):
         jax.jit(mapped)(placed, state)
 
 
@@ -419,7 +419,7 @@ def test_one_device_needs_no_layout() -> None:
 
 
 ARGUMENTS: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
-    "over": (lambda: muon(over=3), ("there is no such transform", "over=3", "a mesh axis, or")),
+    "over": (lambda: muon(over=3), ("muon: invalid arguments", "over=3", "a mesh axis, or")),
     "twice": (lambda: muon(over=("data", "data")), ("over=('data', 'data')",)),
     "an option": (
         lambda: muon(momentum=0.9),
@@ -447,13 +447,13 @@ def of_weights(fn: Any) -> Any:
 REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no such mesh axis": (
         lambda: muon(over="modle"),
-        ("`ft.muon` cannot spread matrices", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
+        ("`ft.muon`: invalid mesh axes", "mesh (data=2, model=4) has no such axis; did you mean `model`?"),
     ),
     "no matrix": (
         lambda: ft.on_whole_matrices(polar),
         ("`ft.on_whole_matrices` cannot be applied", "layer.bias   f32[3, 16]",
-         "is no matrix: it has the shape [16], without the dimension of its stack",
-         "Try: leave it out, by `optax.masked` or `optax.partition`"),
+         "is not a matrix: it has the shape [16], not counting its stack",
+         "Try: exclude it with `optax.masked` or `optax.partition`"),
     ),
     "another shape": (
         lambda: of_weights(lambda x: x.T), ("layer.weight", "the function returns float32[16, 8] for it")
@@ -464,12 +464,12 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a tuple for it",)),
     "dimensions counted from the front": (
         lambda: muon(muon_weight_dimension_numbers=counted_from_the_front),
-        ("muon: the dimensions of matrices do not fit layers", "is in a stack, and its dimensions are 1, 2",
+        ("muon: invalid dimensions of matrices in stacks", "is in a stack, but its dimensions are 1, 2",
          "count them from the end"),
     ),
     "inside of layerwise": (
         lambda: ft.layerwise(muon()),
-        ("`ft.muon` cannot be applied", "is one layer of a stack", "leave `ft.layerwise` away"),
+        ("`ft.muon` cannot be applied", "is one layer of a stack", "remove `ft.layerwise`"),
     ),
 }  # fmt: skip
 

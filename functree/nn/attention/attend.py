@@ -34,13 +34,13 @@ _NAMES = get_args(_Name)
 Implementation = Annotated[
     _Name | Callable[..., Array],
     Takes(
-        f"one of {', '.join(map(repr, _NAMES))}, or a function of the arguments of "
+        f"one of {', '.join(map(repr, _NAMES))}, or a function that takes the arguments of "
         "`jax.nn.dot_product_attention`",
         lambda value: callable(value) or isinstance(value, str),
         lambda value: callable(value) or value in _NAMES,
     ),
 ]
-"""The name of an implementation of attention, or a function of the arguments of
+"""The name of an implementation of attention, or a function that takes the arguments of
 `jax.nn.dot_product_attention`."""
 
 # For at most this many queries, attention holds their weights of all cached keys. A step of
@@ -91,8 +91,8 @@ def attend(
     if not isinstance(implementation, str):
         if positions is not None:
             raise FunctreeValueError(
-                "in_order=False: a function that is given as `attention=` gets no positions, so it "
-                'cannot mask by them. Use one of the names, such as attention="chunked"'
+                "in_order=False: a function passed as `attention=` receives no positions, so it "
+                'cannot mask with them. Pass a name instead, such as attention="chunked"'
             )
         return _by_function(implementation, query, key, value, window, segments)
     if positions is not None and positions.ndim > 1:
@@ -104,8 +104,8 @@ def attend(
     kernel, asked = OF_PLATFORM.get(on), KERNELS.get(implementation)
     if asked is not None and asked != kernel:
         raise FunctreeValueError(
-            f"attention={implementation!r} is a kernel for {asked.devices}, and this program is "
-            f'for {on}: "auto" takes it wherever it can'
+            f"attention={implementation!r} is a kernel for {asked.devices}, but this program is "
+            f'for {on}. Pass attention="auto" to use the kernel where possible'
         )
     # A ring chosen by name computes in chunks on every platform.
     in_chunks = implementation in ("xla", "chunked") or (parts.how == "ring" and asked is None)
@@ -122,7 +122,8 @@ def attend(
     if implementation != "auto":
         raise FunctreeValueError(problem)
     warn(
-        f'{problem}. It is computed in chunks instead; attention="chunked" says that this is meant'
+        f'{problem}. It is computed in chunks instead. Pass attention="chunked" to choose this '
+        "without a warning"
     )
     return plain(given)
 
@@ -186,15 +187,15 @@ def _in_parts(
 def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) -> str | None:
     """Return why a kernel cannot compute this, or None if it can."""
     if given.positions is not None:
-        return "it masks by the order of the tokens, and `in_order=False` says that there is none"
+        return "it masks by index, but with `in_order=False` the tokens are not in order"
     if parts.how == "ring":
-        return 'with context="ring" keys are passed round in chunks'
+        return 'with context="ring", attention runs in chunks'
     if parts.how == "gather":
         if kernel.of_part is None:
-            return 'it takes queries and keys of the same tokens only, and not context="gather"'
+            return 'it needs queries and keys of the same tokens, unlike context="gather"'
         own = given.query.shape[1] // parts.number
         if own % TILE:
-            return f"a part of the sequence has {own} tokens, and it takes multiples of {TILE}"
+            return f"a part of the sequence has {own} tokens, which is not a multiple of {TILE}"
     return kernel.why_not(given.arrays, window)
 
 
@@ -240,7 +241,8 @@ def _by_function(
     if not isinstance(mixed, jax.Array) or mixed.shape != query.shape:
         shape = getattr(mixed, "shape", type(mixed).__name__)
         raise FunctreeValueError(
-            f"the function that is given as `attention=` returns {shape}, and not {query.shape}"
+            f"the function passed as `attention=` returns {shape} instead of an array of shape "
+            f"{query.shape}"
         )
     return mixed
 
@@ -293,7 +295,7 @@ def attend_cached(
         return chunked(query, keys, values, mask)
 
     arrays = query, key, value, cached_key, cached_value, filled
-    # A cache does not shard its rows' tokens, and the new tokens follow it.
+    # The slots of a cache are unsharded, and so are the new tokens.
     of_kv = "batch _ kv_heads _"
     return on_shards(of_shard, arrays, ["batch _ heads _", *[of_kv] * 4, "batch"])
 

@@ -178,7 +178,7 @@ class _Chunks(NamedTuple):
             add: adds one chunk to the sums.
             chunks: the first chunk, and the end.
             start: the sums before the first chunk.
-            pair: returns the indices of the queries' chunk and the keys' chunk for a chunk.
+            pair: returns the chunk of the queries and the chunk of the keys for a loop index.
         """
         if self.mask.is_by_order:
             return jax.lax.fori_loop(*chunks, add, start)

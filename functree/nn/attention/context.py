@@ -89,9 +89,8 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
         return Parts(axes, count, "heads" if divides else "gather")
     if context == "heads" and not divides:
         raise FunctreeValueError(
-            f'context="heads": the sequence is in {count} parts (over {", ".join(axes)}), and a '
-            f"device has {heads} query heads, which cannot be exchanged for sequence: the number "
-            "of parts has to divide that of the heads. Use fewer parts, or "
+            f'context="heads": {count} parts of the sequence (over {", ".join(axes)}) do not '
+            f"divide the {heads} query heads on a device. Use fewer parts, or "
             'context="gather" or "ring"'
         )
     return Parts(axes, count, context)

@@ -111,7 +111,7 @@ class CausalMask:
 
 
 class _Uniform(np.ndarray):
-    """An array of equal flags; the kernel calls `any` and `all` once for each block."""
+    """An array of equal flags with fast `any` and `all`, which the kernel calls for each block."""
 
     def any(self, *args: Any, **kwargs: Any) -> Any:
         return self.flat[0]
@@ -303,13 +303,12 @@ def _padded(x: Array, more: int, mode: str = "constant") -> Array:
 def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:
     if not on_one_device() and specs_of(arrays, AXES[: len(arrays)]) is None:
         return (
-            "on several devices it has to know how batches and heads are sharded: give rules "
-            "(`ft.jit(rules=...)`), a mesh, and arrays with one batch dimension instead of "
-            "`jax.vmap`"
+            "on several devices it needs the sharding of batch and heads. Pass rules "
+            "(`ft.jit(rules=...)`) under a mesh, and use one batch dimension instead of `jax.vmap`"
         )
     dtype = arrays[0].dtype.name
     if dtype not in _DTYPES:
-        return f"it computes in {' or '.join(_DTYPES)}, and the heads are {dtype}"
+        return f"it supports {' and '.join(_DTYPES)}, but the heads are {dtype}"
     return None
 
 
@@ -342,7 +341,7 @@ def cudnn(
 def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
         # As a mask, they would be the large array that kernels avoid.
-        return "it takes packed segments as an array of all queries by all keys only"
+        return "it takes packed segments only as a mask of all queries by all keys"
     # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises when
     # the kernel is traced.
     try:

@@ -86,9 +86,9 @@ class Attention(eqx.Module):
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
         attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
-            or a function of the arguments of `jax.nn.dot_product_attention`. The default is the
-            kernel of the platform that the program is lowered for. On other platforms, attention
-            runs in chunks, so that no array of all queries by all keys is held.
+            or a function that takes the arguments of `jax.nn.dot_product_attention`. The default is
+            the kernel of the platform that the program is lowered for. On other platforms,
+            attention runs in chunks, so that no array of all queries by all keys is held.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for sequence: each
             has whole sequences of fewer heads. The number of parts must divide the number of heads
@@ -133,7 +133,7 @@ class Attention(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
-    @checked("Attention cannot be built")
+    @checked("Attention: invalid arguments")
     def __init__(
         self,
         embed: Size,
@@ -155,7 +155,7 @@ class Attention(eqx.Module):
         compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check("Attention cannot be built", *context_problems(attention, context))
+        check("Attention: invalid arguments", *context_problems(attention, context))
         of_heads, of_kv_heads = _head_shapes(embed, heads, kv_heads, head_dim)
         keys = jax.random.split(key, 4)
         self.query = _matrix(init, keys[0], (embed,), of_heads, param_dtype)
@@ -320,8 +320,8 @@ def _head_shapes(
     if head_dim is None:
         head_dim = embed // heads
     # Checked again: with more heads than `embed`, the default is 0.
-    check("Attention cannot be built", head_dim=(head_dim, SIZE))
-    check("Attention cannot be built", *head_problems(heads, kv_heads, head_dim))
+    check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
+    check("Attention: invalid arguments", *head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)
 
 
@@ -359,8 +359,8 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
         ["context='ring'"]
     """
     if callable(attention) and context != "auto":
-        why = "a function that is given as `attention=` gets whole sequences"
-        yield Problem(None, None, f"context={context!r}", why, 'attention="auto"')
+        why = "a function passed as `attention=` receives whole sequences"
+        yield Problem(None, None, f"context={context!r}", why, 'pass attention="auto"')
 
 
 def check_order(positions: Positions) -> None:
@@ -372,8 +372,8 @@ def check_order(positions: Positions) -> None:
     """
     if positions is None:
         raise FunctreeValueError(
-            "in_order=False: the order is that of `positions=`, and there are none. Give those "
-            "that `ft.nn.zigzag` returns, or leave `in_order` out"
+            "in_order=False needs `positions=`. Pass the positions that `ft.nn.zigzag` returns, "
+            "or leave out `in_order`"
         )
 
 
@@ -383,15 +383,16 @@ def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]
     Examples:
         >>> from functree.nn.attention.layer import head_problems
         >>> [problem.why for problem in head_problems(8, 3, 16)]
-        ['it must divide heads=8: all key and value heads serve equally many query
-        heads']
+        ['it must divide heads=8: each key and value head serves the same number
+        of query heads']
     """
     if heads % kv_heads:
         why = (
-            f"it must divide heads={heads}: all key and value heads serve equally many query heads"
+            f"it must divide heads={heads}: each key and value head serves the same number of "
+            "query heads"
         )
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
-        yield Problem(None, None, f"kv_heads={kv_heads}", why, f"one of {divisors} for kv_heads")
+        yield Problem(None, None, f"kv_heads={kv_heads}", why, f"set kv_heads to one of {divisors}")
     if head_dim % 2:
         why = "it must be even: rotary positions rotate pairs of dimensions"
-        yield Problem(None, None, f"head_dim={head_dim}", why, f"head_dim={head_dim + 1}")
+        yield Problem(None, None, f"head_dim={head_dim}", why, f"set head_dim={head_dim + 1}")

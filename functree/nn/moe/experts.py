@@ -1,4 +1,4 @@
-"""Experts compute rows of tokens, which are sorted and grouped by expert.
+"""Rows of tokens are sorted by expert, and each expert computes its own rows.
 
 A token has `top_k` assignments, which are numbered token by token. A row holds one of them. Because
 shapes are static, there are more rows than assignments. A row without one has the number after the

@@ -107,7 +107,7 @@ class MoE(eqx.Module):
     compute_dtype: np.dtype | None = eqx.field(static=True)
     dot_general: DotGeneral | None = eqx.field(static=True)
 
-    @checked("MoE cannot be built")
+    @checked("MoE: invalid arguments")
     def __init__(
         self,
         embed: Size,
@@ -124,7 +124,7 @@ class MoE(eqx.Module):
         compute_dtype: FloatingDtype | None = None,
         dot_general: DotGeneral | None = None,
     ):
-        check("MoE cannot be built", *expert_problems(experts, top_k, capacity, dot_general))
+        check("MoE: invalid arguments", *expert_problems(experts, top_k, capacity, dot_general))
         keys = jax.random.split(key, 4)
 
         def of_each(key: PRNGKeyArray, rows: int, columns: int) -> Array:
@@ -259,6 +259,6 @@ def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -
     if is_size(experts) and is_size(top_k) and top_k > experts:
         problems.append(Problem(None, None, f"top_k={top_k}", f"there are only {experts} experts"))
     if dot_general is not None and capacity is None:
-        why = "without a capacity experts have unlike numbers of tokens, which it cannot multiply"
-        problems.append(Problem(None, None, "dot_general=", why, "give a capacity, such as 1.25"))
+        why = "it needs equal numbers of tokens for all experts, which only a capacity ensures"
+        problems.append(Problem(None, None, "dot_general=", why, "pass capacity=, such as 1.25"))
     return problems

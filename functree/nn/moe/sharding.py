@@ -145,16 +145,16 @@ def chosen_dispatch(
     if apart is None:
         raise _refused(
             name,
-            f"the tokens have the shape {shape[:-1]}, which cannot be sharded over the "
-            f"{shards.parts} parts of the experts",
-            'write dispatch="gather" or "auto"',
+            f"tokens of shape {shape[:-1]} cannot be sharded over the {shards.parts} shards of "
+            "the experts",
+            'pass dispatch="gather" or "auto"',
         )
     if name == "ragged" and platform() != "tpu":
-        why = f"only TPUs have such an exchange, and this is for {platform()}"
-        raise _refused(name, why, 'write dispatch="auto"')
+        why = f"only TPUs have this exchange, but the program is for {platform()}"
+        raise _refused(name, why, 'pass dispatch="auto"')
     return name, apart
 
 
 def _refused(name: str, why: str, remedy: str) -> FunctreeValueError:
     problem = Problem(None, None, f'dispatch="{name}"', why, remedy)
-    return FunctreeValueError("MoE cannot compute this", [problem])
+    return FunctreeValueError("MoE: unsupported dispatch", [problem])
