@@ -286,7 +286,7 @@ def sequence_by_rules(names: str) -> Entry:
 
 
 def _sequence(sharded: Entry, others: Sequence[PartitionSpec]) -> Entry:
-    used = {axis for one in others for axis in named_axes(one)}
+    used = {axis for other in others for axis in named_axes(other)}
     return without(PartitionSpec(sharded), used)[0]
 
 
@@ -294,9 +294,9 @@ def _without_sequence(names: str) -> str:
     return " ".join("_" if name == "seq" else name for name in names.split())
 
 
-def _with_sequence(one: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
+def _with_sequence(array_spec: PartitionSpec, names: str, seq: Entry) -> PartitionSpec:
     """Return a spec with the entry `seq` for all dimensions named "seq"."""
-    entries, named = list(one), names.split()
+    entries, named = list(array_spec), names.split()
     for i, name in enumerate(named, len(entries) - len(named)):
         if name == "seq":
             entries[i] = seq
@@ -319,11 +319,11 @@ def _agreeing(
     # So a mesh axis that shards another dimension of one of the arrays is left out.
     entry_of: dict[str, Entry] = {"_": None}
     for entries, text in zip(own, names, strict=True):
-        for name, one in zip(text.split(), entries, strict=True):
+        for name, entry in zip(text.split(), entries, strict=True):
             if name != "_" and entry_of.get(name) is None:
                 beside = _beside(name, names)
                 used = {axis for other in beside for axis in mesh_axes(entry_of.get(other))}
-                entry_of[name] = without(PartitionSpec(one), used)[0]
+                entry_of[name] = without(PartitionSpec(entry), used)[0]
     specs: list[PartitionSpec] = []
     for x, text in zip(arrays, names, strict=True):
         named = text.split()
@@ -367,16 +367,16 @@ def on_shards(
     # Nothing differs along a mesh axis of size 1. If queries vary along one and keys do not, their
     # gradients would have types that JAX does not expect.
     single = {name for name, size in mesh.shape.items() if size == 1}
-    specs = [without(one, single) for one in specs]
+    specs = [without(array_spec, single) for array_spec in specs]
     heads = specs[0][-2]
     selects: list[bool] = []
-    for i, (text, one) in enumerate(zip(names, specs, strict=True)):
+    for i, (text, array_spec) in enumerate(zip(names, specs, strict=True)):
         # Example: 8 query heads over a mesh axis of size 4, with 2 key heads, which are replicated.
         # Slices of both would not match, so all key heads enter, and each device selects the ones
         # that its query heads use.
-        selects.append("kv_heads" in text and one[-2] != heads)
+        selects.append("kv_heads" in text and array_spec[-2] != heads)
         if selects[i]:
-            specs[i] = PartitionSpec(*one[:-2], None, None)
+            specs[i] = PartitionSpec(*array_spec[:-2], None, None)
     total = arrays[0].shape[-2]
 
     def of_shards(*shards: Array) -> Array:

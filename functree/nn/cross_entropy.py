@@ -196,7 +196,7 @@ def _on_batches(
     that the compiler partitions, both would happen for each chunk.
     """
     outer = _outer([x, targets, weights])
-    axes = tuple(axis for one in outer for axis in mesh_axes(one))
+    axes = tuple(axis for of_dim in outer for axis in mesh_axes(of_dim))
     arrays, static = eqx.partition(head, eqx.is_array)
 
     def of_arrays(arrays: Head, *parts: Array) -> Array:
@@ -245,8 +245,8 @@ def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
         seq = sequence_by_rules(_LOGITS)
     # XLA's partitioner refuses a sum over a mesh axis of one device (in jax 0.12).
     return tuple(
-        entry([axis for axis in mesh_axes(one) if devices_along([axis]) > 1])
-        for one in (batch, seq)
+        entry([axis for axis in mesh_axes(of_dim) if devices_along([axis]) > 1])
+        for of_dim in (batch, seq)
     )
 
 
@@ -345,7 +345,7 @@ def _forward(
         own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
         value_and_grad = eqx.filter_value_and_grad(_of_chunk)
         value, (more, d_x) = value_and_grad((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss)
-        d_head = jax.tree.map(lambda one, new: one + new.astype(one.dtype), d_head, more)
+        d_head = jax.tree.map(lambda total, new: total + new.astype(total.dtype), d_head, more)
         return (total + value, d_head), d_x
 
     start = jnp.zeros_like(weights, shape=()), zeros
@@ -365,7 +365,7 @@ def _backward(
     """Multiply the gradient by the cotangent, in the parameters' dtypes."""
     like = eqx.filter(given, eqx.is_inexact_array)
     return jax.tree.map(
-        lambda one, w: (cotangent * one.astype(cotangent.dtype)).astype(w.dtype), gradient, like
+        lambda d, w: (cotangent * d.astype(cotangent.dtype)).astype(w.dtype), gradient, like
     )
 
 

@@ -87,7 +87,7 @@ class ConfigReader:
     def only(self, name: str, value: Any, *others: Any) -> None:
         """Refuse a field that has none of these values; an absent field has the first."""
         # Compared as texts: in Python `True` equals 1, in JSON it does not.
-        texts = [json.dumps(one) for one in (value, *others)]
+        texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
     def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
@@ -508,7 +508,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     """Read a `config.json`; see `config_from_json` for arguments and errors."""
     file, given = _read_file(path)
     family = _family(file, given)
-    read, found = understood(family, given)
+    read, options = understood(family, given)
     problems = [*read.problems, *read.unread_problems()]
     for name in fields:
         if name not in CHOSEN:
@@ -518,12 +518,12 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         failure = f"{file}: {count(len(problems), 'unsupported field')}"
         raise FunctreeValueError(failure, problems)
     # Hugging Face's values for fields that are absent or null.
-    if found["kv_heads"] is None:
-        found["kv_heads"] = found["heads"]
-    if found["head_dim"] is None:
-        found["head_dim"] = found["embed"] // found["heads"]
+    if options["kv_heads"] is None:
+        options["kv_heads"] = options["heads"]
+    if options["head_dim"] is None:
+        options["head_dim"] = options["embed"] // options["heads"]
     try:
-        config = TransformerConfig(**{**found, **fields})
+        config = TransformerConfig(**{**options, **fields})
     except FunctreeError as error:
         # For example, numbers of heads that do not fit each other. The message needs the file,
         # since users did not write these fields themselves.

@@ -121,17 +121,17 @@ class _Statement(NamedTuple):
 def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
     """Return the dimensions of each array of a model, or None if it is not a matrix."""
     about, problems, right_type = _statements(model)
-    found: dict[Keys, MuonDimensionNumbers | None] = {}
+    by_path: dict[Keys, MuonDimensionNumbers | None] = {}
     for leaf in read(model).leaves:
         at = first_beginning(leaf.path, about)
         by, dimensions = _Statement("", None) if at is None else about[at]
-        found[leaf.path] = dimensions
+        by_path[leaf.path] = dimensions
         if dimensions is not None and (why := _too_few(leaf, dimensions)):
             problems.append(Problem(leaf.path, None, f"{leaf.text}   {by}", why, _TAKES))
     if problems:
         headline = "matrix_dimensions: invalid declarations in the model"
         raise parameter_error(headline, problems, right_type=right_type)
-    return found
+    return by_path
 
 
 def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:

@@ -153,8 +153,8 @@ def _sharded_as(
         return positions
     entries: list[Entry] = []
     of_tokens = entries_of(x)[: x.ndim - 2][-positions.ndim :]
-    for size, one in zip(positions.shape, of_tokens, strict=True):
-        entries.append(None if size == 1 else one)
+    for size, entry in zip(positions.shape, of_tokens, strict=True):
+        entries.append(None if size == 1 else entry)
     return jax.sharding.reshard(positions, NamedSharding(mesh, PartitionSpec(*entries)))
 
 

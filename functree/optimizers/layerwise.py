@@ -88,15 +88,15 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
         if shardings is None:
             return mapped_init(tx, params)
         skeleton, arrays = Skeleton.apart(params)
-        found: list[Skeleton] = []
+        skeletons: list[Skeleton] = []
 
         def run(arrays: Sequence[Any]) -> list[AnyArray]:
             state, values = Skeleton.apart(mapped_init(tx, skeleton.fill(arrays)))
-            found.append(state)
+            skeletons.append(state)
             return values
 
         values = jax.jit(run, out_shardings=shardings)(arrays)
-        return found[-1].fill(values)
+        return skeletons[-1].fill(values)
 
     def update(
         updates: Tree, state: Tree, params: Tree | None = None, **extra: Any
@@ -224,17 +224,19 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
     for (path, owner), on, type_ in outputs:
         own = whole.get(owner)
         stack = () if own is None else stacks[own]
-        others = {whole[one] for one in on - {owner}}  # pyright: ignore[reportArgumentType]
-        found = [other for other in stacks if other in others and (stacks[other] or stack)]
+        others = {whole[leaf] for leaf in on - {owner}}  # pyright: ignore[reportArgumentType]
+        parameters = [other for other in stacks if other in others and (stacks[other] or stack)]
         # The path of a layer ends with its index in the pair.
         shown = Path(path[1:])
         if stack and path[-1] in (0, 1):
             shown = Path(path[1:-1])
         is_update = path[0] == UPDATES
-        if not found or (shown, is_update) in told:
+        if not parameters or (shown, is_update) in told:
             continue
         told.add((shown, is_update))
-        names = [f"`{other}`" for other in found if other != own] or ["other layers of the stack"]
+        names = [f"`{other}`" for other in parameters if other != own] or [
+            "other layers of the stack"
+        ]
         what = "this leaf of the optimizer's state"
         if is_update:
             what = "its update"

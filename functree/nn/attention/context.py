@@ -253,17 +253,17 @@ def _forward(
     return mixed, (query, key, value, own, mixed, log_total)
 
 
-def _joined(one: _Sums, other: _Sums) -> _Sums:
+def _joined(first: _Sums, second: _Sums) -> _Sums:
     """Combine two results: the weighted values, and the logarithm of the sum of all weights."""
     # Infinite for a query that attends to none of the keys, so that its sum of weights is 0.
-    logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (one, other)]
+    logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (first, second)]
     largest = jnp.maximum(*logs)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
     weights = [jnp.exp(log - largest) for log in logs]
     total = weights[0] + weights[1]
     attends = total > 0
     total = jnp.where(attends, total, 1)
-    mixed = weights[0][..., None] * one[0] + weights[1][..., None] * other[0]
+    mixed = weights[0][..., None] * first[0] + weights[1][..., None] * second[0]
     return mixed / total[..., None], jnp.where(attends, largest + jnp.log(total), jnp.inf)
 
 

@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
     def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
         """Return the assignments that `number` experts have room for: `capacity` of each shard."""
         of_shards = self.experts.reshape(self.shards, -1)
-        slots = jax.vmap(lambda one: Sorted.of(one, number).slots(capacity))(of_shards)
+        slots = jax.vmap(lambda shard: Sorted.of(shard, number).slots(capacity))(of_shards)
         # Each shard numbers its assignments from 0. The number after the last means no assignment.
         each = of_shards.shape[1]
         offset = jnp.arange(self.shards)[:, None, None] * each

@@ -44,7 +44,7 @@ class Shards(NamedTuple):
     @property
     def tokens(self) -> _Axes:
         """The mesh axes of the tokens."""
-        return tuple(axis for one in self.entries for axis in mesh_axes(one))
+        return tuple(axis for of_dim in self.entries for axis in mesh_axes(of_dim))
 
     @property
     def parts(self) -> int:
@@ -101,10 +101,10 @@ def _is_explicit() -> bool:
     return AxisType.Auto not in jax.sharding.get_abstract_mesh().axis_types
 
 
-def _several(one: Entry) -> _Axes:
+def _several(of_dim: Entry) -> _Axes:
     """Return the mesh axes of an entry that have more than one device."""
     # XLA's partitioner refuses a sum over a mesh axis of size 1 (jax 0.12).
-    return tuple(axis for axis in mesh_axes(one) if devices_along((axis,)) > 1)
+    return tuple(axis for axis in mesh_axes(of_dim) if devices_along((axis,)) > 1)
 
 
 def weight_specs(shards: Shards) -> tuple[PartitionSpec, PartitionSpec, PartitionSpec]:
