@@ -176,7 +176,7 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     if config.experts is not None:
         if config.top_k is None:
             why = "it is required with experts="
-            yield Problem(None, None, "top_k=None", why, "pass it, such as top_k=2")
+            yield Problem(None, None, "top_k=None", why, "pass top_k=, such as 2")
         # The fields are in the order of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)

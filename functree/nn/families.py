@@ -515,7 +515,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
             why, remedy = "the weights determine it", f"pass only {', '.join(CHOSEN)}"
             problems.append(Problem(None, None, f"{name}=", why, remedy))
     if problems:
-        failure = f"{file}: {count(len(problems), 'unsupported field')}"
+        failure = f"{file}: cannot read {count(len(problems), 'field')}"
         raise FunctreeValueError(failure, problems)
     # Hugging Face's values for fields that are absent or null.
     if options["kv_heads"] is None:

@@ -444,7 +444,7 @@ def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
     problems: list[Problem] = []
     rows = cache.filled.shape[0]
     if tokens.ndim != 2 or tokens.shape[0] != rows:
-        why = f"the shape must be (batch, seq), and the cache has {count(rows, 'row')}"
+        why = f"the shape must be ({rows}, seq), since the cache has {count(rows, 'row')}"
         problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
     if not cache.fits(model):
         what, remedy = f"cache.key={shown(cache.key)}", "call ft.nn.Cache.create(model, ...)"
