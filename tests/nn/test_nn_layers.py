@@ -202,7 +202,9 @@ def test_a_norm_over_several_dimensions() -> None:
     mean = (x.astype(np.float64) ** 2).mean((-2, -1), keepdims=True)
     expected = x / np.sqrt(mean + 1e-3) * np.asarray(layer.scale)
     np.testing.assert_allclose(layer(jnp.asarray(x)), expected, rtol=1e-5, atol=1e-5)
-    with pytest.raises(AxesError, match=r'axes="embed".*name the last 2 dimensions.*"heads head_dim"'):
+    with pytest.raises(
+        AxesError, match=r'axes="embed".*name the last 2 dimensions.*"heads head_dim"'
+    ):
         nn.RMSNorm((4, 2))
     for size, axes in (((), ft.Axes()), ((4, 0), "heads head_dim"), (0, "embed")):
         with pytest.raises(ft.FunctreeError, match="a positive integer, or a tuple of them"):
@@ -262,7 +264,9 @@ def test_batch_norm_in_bfloat16_keeps_wide_averages() -> None:
 
 def test_one_vector_is_no_batch() -> None:
     layer, state = ft.make_state(nn.BatchNorm(8))
-    with raises("BatchNorm: x of shape (8,) has no batch dimension", "outside of `jax.vmap`", "axis_name="):
+    with raises(
+        "BatchNorm: x of shape (8,) has no batch dimension", "outside of `jax.vmap`", "axis_name="
+    ):
         jax.vmap(layer, in_axes=(0, None), out_axes=(0, None))(X[:, 0], state)
 
 
@@ -372,7 +376,8 @@ def test_dropout_in_inference_needs_no_key() -> None:
 def test_dropout_without_a_key() -> None:
     for call in (nn.Dropout(0.5), nn.Sequential([nn.Dropout(0.5)])):
         with pytest.raises(
-            FunctreeError, match=r"needs a key in training. Call `layer\(x, key=key\)`, or pass `inference=True`"
+            FunctreeError,
+            match=r"needs a key in training. Call `layer\(x, key=key\)`, or pass `inference=True`",
         ):
             call(jnp.ones(3))
 
