@@ -56,10 +56,10 @@ def cross_entropy(
 ) -> Float[Array, ""]:
     """Compute the mean cross-entropy of the next tokens, in nats, in float32.
 
-    The logits of all tokens would be the largest array of a training step, so they are computed for
-    one chunk of the sequence at a time. If the loss is differentiated, its gradient is computed in
-    the same pass, and no logits are computed twice. `jax.jvp` can therefore differentiate it only
-    if `chunk` covers the whole sequence.
+    The logits of all tokens would be the largest array of a training step. They are therefore
+    computed for one chunk of the sequence at a time. If the loss is differentiated, its gradient is
+    computed in the same pass, and no logits are computed twice. For this reason, `jax.jvp` can
+    differentiate it only if `chunk` covers the whole sequence.
 
     Args:
         model: the model.

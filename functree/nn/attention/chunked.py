@@ -240,7 +240,7 @@ def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple
 
     Returns:
         The weighted values in the dtype of the sums, and the logarithm of each query's sum of
-        weights, which is infinite for a query that attends to nothing.
+        weights. It is infinite for a query that attends to nothing.
     """
     dtype = accumulator(query.dtype)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
