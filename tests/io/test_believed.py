@@ -257,7 +257,7 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
     "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, but an array of its shape"),
-    "a dtype that nobody knows": (row(dtype="float9"), "there is no dtype 'float9'"),
+    "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
     "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, but it has 2"),
     "the same as itself": (row(same_as="w"), "`same_as` is w, but no earlier row"),
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "it has two rows"),

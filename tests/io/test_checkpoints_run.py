@@ -66,7 +66,7 @@ def test_which_are_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["20", "21"]
     again = ft.Checkpoints(tmp_path)
     assert again.steps == (20, 21) and "2 steps, latest 21" in repr(again)
-    with raises("it has the checkpoints of several steps: give one of them, such as ", "/21"):
+    with raises("it has the checkpoints of several steps: pass one of them, such as ", "/21"):
         ft.inspect(tmp_path)
 
 

@@ -354,11 +354,11 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     ):
         ft.save_weights(tmp_path, model)
     sizes: Any = dict(embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
-    other_options = "give it the options of one of these, or keep it by `ft.save`"
+    other_options = "use the options of one of these, or save it with `ft.save`"
     options: Any = {"window": 4, "qk_norm": True}
     config = ft.nn.TransformerConfig(16, **sizes, **options)
     said = ("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options)
-    with raises("no published family computes what this model does", *said):
+    with raises("no published family computes the same as this model", *said):
         ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
     assert not (tmp_path / "new").exists()
 
@@ -426,7 +426,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
 # What is said to do about some of these.
 REMEDIES = {
     "an int8 norm": 'jax.tree.map(lambda x: x.astype("float32"), model)',
-    "no array": "such as by `ft.select`",
+    "no array": "for example with `ft.select`",
     "an attention function": 'attention="auto"',
 }
 

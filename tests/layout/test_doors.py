@@ -5,6 +5,7 @@ The doors are those of a tree (`plan`, `shard`, `constrain`, gradients, ...) and
 """
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 

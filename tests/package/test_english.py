@@ -18,7 +18,9 @@ FLOORS = (
     *("cli", "compiled", "explorer", "io", "nn", "optimizers"),
     *("processes", "report", "state", "testing"),
 )
-MODULES = [module for floor in FLOORS for module in sorted((ROOT / "functree" / floor).rglob("*.py"))]
+MODULES = [
+    module for floor in FLOORS for module in sorted((ROOT / "functree" / floor).rglob("*.py"))
+]
 # Words of sentences that have to be read twice, and what takes their place in most of them.
 REFUSED = re.compile(
     r"\bthat of\b|\bthose of\b"  # the noun again

@@ -183,7 +183,7 @@ def test_the_device_is_told() -> None:
 def test_random_numbers_of_each_device_are_told() -> None:
     *_, first = message(drawn, (X,), (P("data"),))
     assert line("drawn by each") in first
-    assert "each device draws the random numbers of its part by itself" in first
+    assert "each device draws its own random numbers" in first
 
 
 def test_an_operation_of_one_program_is_told() -> None:

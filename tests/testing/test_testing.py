@@ -62,9 +62,9 @@ def test_a_golden_layout_is_written_and_compared(
     with failing as caught:
         assert_layout(after, file)
     for told in (
-        "the layout is not that of",
+        "the layout differs from",
         "-head  f32[16, 4]  P('model', None)  64 B\n+head  f32[16, 4]  P(None, None)  256 B",
-        "if it is meant: FUNCTREE_UPDATE_GOLDEN=1",
+        "run with FUNCTREE_UPDATE_GOLDEN=1",
     ):
         assert told in str(caught.value)
 
@@ -96,12 +96,12 @@ def test_budgets_for_collectives() -> None:
     assert str(caught.value).startswith(
         "all-reduce over data moves 141.8 KiB, which is more than 141.8 KiB\n"
     )
-    with raises("allow='all-reduce': give a set of kinds, such as `{'all-reduce'}`"):
+    with raises("allow='all-reduce': pass a set of kinds, such as `{'all-reduce'}`"):
         assert_collectives(ledger, allow="all-reduce")  # pyright: ignore[reportArgumentType]
     with raises("mesh axes are names, such as ('all-reduce', 'model')"):
         assert_collectives(ledger, allow=(("all-gather", 3),))  # pyright: ignore[reportArgumentType]
     with raises(
-        "'all_gather' is no kind of collective: all-reduce, ", "did you mean `all-gather`?"
+        "'all_gather' is not a kind of collective: all-reduce, ", "did you mean `all-gather`?"
     ):
         assert_collectives(ledger, at_most={"all_gather": 0})
 
@@ -133,7 +133,9 @@ def test_budgets_that_could_not_fail() -> None:
     }
     with failing as caught:
         assert_collectives(ft.ledger(endless, *shapes, **layouts), at_most=2**20)
-    assert "the program cannot be compared with a budget:\n  how often " in str(caught.value)
+    assert "the program cannot be compared with a budget:\n  the number of runs of " in str(
+        caught.value
+    )
 
 
 def test_budgets_for_memory() -> None:
