@@ -49,8 +49,7 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     Raises:
         FunctreeError: if `model` is not a tree of arrays.
         FunctreeError: if a method `__matrix_dimensions__` returns an invalid value.
-        FunctreeError: (when the function is called) if the model has no array at a parameter's
-        path.
+        FunctreeError: when the function is called, if the model has no array at a parameter's path.
 
     Examples:
         >>> import optax
