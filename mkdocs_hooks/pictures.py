@@ -17,9 +17,10 @@ from mkdocs.structure.files import File, Files
 _HERE = Path(__file__).parent
 _LOG = logging.getLogger("mkdocs.hooks.pictures")
 _EMBEDDED = re.compile(r'<img (?P<attributes>[^>]*src="(?P<page>[^"]+\.html)"[^>]*)>')
-# No higher than what is in it. A page that was opened as a file may not ask.
+# An embedded page is at most as high as its content, and scrolls with the page around it. A browser
+# forbids this for a site that is opened as a file.
 _FITTED = (
-    "try { const page = this.contentDocument.documentElement; "
+    "try { const page = this.contentDocument.documentElement; page.style.overflow = 'hidden'; "
     "this.style.height = Math.min(page.scrollHeight + 2, this.height) + 'px' } catch {}"
 )
 _REMAKE = "make it again: python mkdocs_hooks/make_pictures.py docs/pictures --svg"
@@ -58,5 +59,5 @@ def _frame(found: re.Match[str]) -> str:
     title = re.sub(r'\balt="', 'title="', attributes)
     return (
         f'<span class="live"><iframe {title} onload="{_FITTED}"></iframe>'
-        f'<a href="{page}" target="_blank">Open this page alone</a></span>'
+        f'<a href="{page}" target="_blank">Open the whole page</a></span>'
     )

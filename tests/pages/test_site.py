@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,7 @@ def test_an_entry_of_the_reference_begins_with_its_sentence(folder: Path) -> Non
     entries = 0
     for page in (folder / "reference").rglob("index.html"):
         text = page.read_text(encoding="utf-8")
-        assert "doc-symbol-module" not in text, page
+        assert "doc-module-name" not in text, page
         for found in ENTRY.findall(text):
             if not re.search("<p[ >]", found):
                 continue  # an attribute of which its class tells
@@ -298,6 +299,46 @@ def test_an_entry_of_the_reference_begins_with_its_sentence(folder: Path) -> Non
             assert begin is not None and begin[0] == "<p", found[:300]
             assert found.count("doc-signature") <= 1, found[:300]
     assert entries > 100
+
+
+SIGNATURE = re.compile(
+    r'<div class="language-python doc-signature highlight">(.*?)</div>', re.DOTALL
+)
+STRING = re.compile(r"""(["']).*?\1""")
+
+
+def test_signatures_have_no_private_types(folder: Path) -> None:
+    pages = [
+        page.read_text(encoding="utf-8") for page in (folder / "reference").rglob("index.html")
+    ]
+    signatures = [
+        unescape(re.sub("<[^>]+>", "", found))
+        for page in pages
+        for found in SIGNATURE.findall(page)
+    ]
+    assert any(signature.startswith("jit(\n    fun: Callable[P, T]") for signature in signatures)
+    private = [s for s in signatures if re.search(r"(?<![\w.*])_[^_\W]|Annotated", STRING.sub("", s))]
+    assert private == []
+
+
+def test_a_title_of_the_reference_is_the_name_that_users_write(folder: Path) -> None:
+    page = (folder / "reference" / "layers" / "index.html").read_text(encoding="utf-8")
+    titles = re.findall(
+        r'<h2 id="functree\.([\w.]+)".*?doc-object-name[^>]*>(.*?)<', page, re.DOTALL
+    )
+    assert ("nn.Linear", "ft.nn.Linear") in titles
+    assert [title for path, title in titles if title != f"ft.{path}"] == []
+
+
+def test_a_button_hides_the_prompts_on_all_pages(browser: webdriver.Chrome, site: str) -> None:
+    prompt, button = ".language-pycon .gp", ".language-pycon .prompts"
+    browser.get(site + address("plan"))
+    assert browser.find_element(By.CSS_SELECTOR, prompt).is_displayed()
+    browser.find_element(By.CSS_SELECTOR, button).click()
+    browser.get(site + address("layouts"))
+    assert not browser.find_element(By.CSS_SELECTOR, prompt).is_displayed()
+    browser.find_element(By.CSS_SELECTOR, button).click()
+    assert browser.find_element(By.CSS_SELECTOR, prompt).is_displayed()
 
 
 CODE = re.compile(r"<code>[^<]*?</code>")
