@@ -1,7 +1,7 @@
-"""Labelled leaves, layouts and a mesh ─► a `Decision` for each leaf, and all that is wrong.
+"""`decide_parts` decides about all leaves of a tree, and collects the problems.
 
-Leaves are labelled before: they have their axes, and what they follow. A layout decides about the
-leaves that follow nothing, and the others take these decisions.
+Labelled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout decides about leaves
+that follow nothing. The others take the decisions of the leaves that they follow.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -47,13 +47,13 @@ from functree.tree.paths import Path
 
 
 class Decisions(NamedTuple):
-    """What is decided about the leaves of a tree.
+    """The decisions about the leaves of a tree.
 
     Attributes:
-        leaves: the leaves, labelled.
+        leaves: the labelled leaves.
         decisions: one for each leaf.
-        problems: what is wrong.
-        unused: the axes of rules that no leaf has.
+        problems: the problems of the tree and its layouts.
+        unused: the axes that rules name and no leaf has.
     """
 
     leaves: Sequence[Leaf]
@@ -64,12 +64,12 @@ class Decisions(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The leaves that one layout is for.
+    """The leaves of one layout.
 
     Attributes:
-        part: the layout.
+        part: the layout, and the subtree that it is for.
         leaves: the leaves.
-        has_training_state: whether a training state is among them.
+        has_training_state: whether they include a training state.
         decisions: one for each leaf.
     """
 
@@ -80,14 +80,14 @@ class Group:
 
     @cached_property
     def reached(self) -> Sequence[Layout]:
-        """The layout and those in it that have decided."""
+        """The layout, and the layouts in it that made decisions."""
         # Many leaves share one decision.
         different = {id(decision): decision for decision in self.decisions}
         return list(reached(self.part.layout, different.values()))
 
     @cached_property
     def mentioned(self) -> Collection[str]:
-        """The axes that the rules of the layout name."""
+        """The axes that the layout's rules name."""
         return mentioned_axes(self.reached)
 
 
@@ -108,28 +108,29 @@ def decide_parts(
         leaves: the leaves.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        same: for each abstract leaf, a number that is the same for leaves that are the same array.
-        allow_unspecified: whether it is no problem if no layout was given for an array (`None`).
+        same: one number for each leaf, equal for leaves that are the same array. It is for abstract
+            leaves, whose identity does not show this.
+        allow_unspecified: whether an array may have no layout (`None`).
     """
     groups = list(grouped(leaves, parts, view))
     known = [leaf for group in groups for leaf in group.leaves]
     decisions = [decision for group in groups for decision in group.decisions]
     problems = [*leaves.problems, *_layout_problems(groups, view)]
-    # A rule that one part has no axis for may be used in another part.
+    # A rule that one part does not use may be used in another part.
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    # Many leaves share one decision object, which is of one shape as far as it shards dimensions.
-    # So each object is examined once.
+    # Many leaves share one decision object, and have equal sizes in its sharded dimensions. If one
+    # of these leaves has no problem, the others have none.
     fine: set[int] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
     for leaf, decision, names in zip(known, decisions, by_group, strict=True):
         if not decision.specified and not allow_unspecified:
             problems.append(leaf.problem(*UNSPECIFIED))
         if id(decision) not in fine:
-            found = leaf_problems(leaf, decision, view, names)
-            problems += found
-            if not found:
+            faulty = leaf_problems(leaf, decision, view, names)
+            problems += faulty
+            if not faulty:
                 fine.add(id(decision))
     problems += _conflicting(known, decisions, same)
     problems = without_repeats(problems, followed_paths(known))
@@ -137,17 +138,17 @@ def decide_parts(
 
 
 def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]:
-    """The decisions of one layout about the leaves that it is for.
+    """Return the decisions about the leaves of one layout.
 
-    It decides about leaves that follow nothing. The others take these decisions, unless the layout
-    was written for them.
+    The layout decides about leaves that follow nothing, and about leaves that it claims. The others
+    take these decisions.
     """
     layout = part.layout
     # An argument that is one array has no other leaves.
     if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
-    # Most layouts ask nothing of a path.
-    asking = any(type(one).asks is not Layout.asks for one in walk(layout))
+    # The decisions of most layouts do not depend on paths.
+    asking = any(type(inner).asks is not Layout.asks for inner in walk(layout))
     known: dict[Hashable, Decision] = {}
     decided: dict[int, Decision] = {}
     followers: list[int] = []
@@ -155,26 +156,26 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
         if leaf.follows is not None and not layout.claims(leaf):
             followers.append(i)
             continue
-        # The layers of a large model are alike, and share one decision.
+        # Identical layers share one decision.
         key = leaf.kind, layout.asks(leaf) if asking else None
         if key not in known:
             known[key] = layout.decide(leaf, None, view)
         decided[i] = known[key]
-    # A tree without a training state has none.
+    # Only a training state has followers.
     if followers:
         parameters = {leaves[i].path: decision for i, decision in decided.items()}
-        found = follow([leaves[i] for i in followers], parameters)
-        decided |= dict(zip(followers, found, strict=True))
+        followed = follow([leaves[i] for i in followers], parameters)
+        decided |= dict(zip(followers, followed, strict=True))
     return [decided[i] for i in range(len(leaves))]
 
 
 def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
-    """What is wrong with layouts themselves, and not with a single leaf."""
+    """Return the problems of layouts, as opposed to problems of single leaves."""
     problems: dict[Problem, list[Part]] = {}
     for same in _by_layout(groups):
         leaves = [leaf for group in same for leaf in group.leaves]
         # Arguments that share a layout share the object.
-        layouts = {id(one): one for group in same for one in group.reached}.values()
+        layouts = {id(layout): layout for group in same for layout in group.reached}.values()
         own = [own_problems(layout, leaves, view) for layout in layouts]
         for problem in chain(*own, _filter_problems(same)):
             problems.setdefault(problem, []).extend(group.part for group in same)
@@ -183,7 +184,10 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
 
 
 def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
-    """The groups of each layout. Arguments may share one, of which a filter may be for any."""
+    """Return the groups of each layout.
+
+    Arguments that share a layout are listed together, since a filter in it may be for any of them.
+    """
     joined: dict[tuple[int, bool], list[Group]] = {}
     for i, group in enumerate(groups):
         shared = group.part.scope.shared
@@ -192,13 +196,13 @@ def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
 
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-    """The problems of filters that decide about no leaf, whatever the mesh is."""
+    """Return the problems of filters that choose a layout for no leaf, regardless of the mesh."""
     groups = grouped(leaves, parts, MeshView({}))
     return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
 
 
 def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
-    """The problems of the filters in one layout. Those that are warnings are given here."""
+    """Yield the problems of the filters in one layout, and issue its warnings."""
     part = groups[0].part
     filtered = [layout for layout in walk(part.layout) if isinstance(layout, StateSharding)]
     if not filtered:
@@ -206,7 +210,7 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
     leaves = [leaf for group in groups for leaf in group.leaves]
     # Many leaves share one decision.
     different = {id(decision): decision for group in groups for decision in group.decisions}
-    # Rules are written for models: a call of a loss function for two arrays says nothing of them.
+    # Rules are written for models, so a call with only bare arrays does not test their filters.
     is_said = not part.partial and (not part.scope.by_rules or any(map(is_in_module, leaves)))
     here = {root.path[:1] for leaf in leaves for root in leaf.roots}
     here.update(leaf.seen[:1] for leaf in leaves if leaf.seen)
@@ -235,14 +239,13 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
 
 
 def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Decision]:
-    """The decisions about leaves that follow others.
+    """Return the decisions about leaves that follow others.
 
     Args:
         leaves: the leaves.
-        decided: the decisions about those that they follow, by path.
+        decided: the decisions about the leaves that they follow, by path.
     """
-    # Most parameters have several leaves, such as the two moments of adam, about which the decision
-    # is one object.
+    # Several leaves may follow one parameter, such as Adam's two moments. They share one decision.
     known: dict[tuple[FollowedLeaf | None, int], Decision] = {}
     decisions: list[Decision] = []
     for leaf in leaves:
@@ -255,7 +258,7 @@ def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Dec
 
 
 def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
-    """The decision about one leaf that follows another one."""
+    """Return the decision about a leaf that follows another one."""
     start, follows = Decision((WHOLE,) * len(leaf.shape)), leaf.follows
     if follows is not None and not follows.known:
         return start.wrong(UNKNOWN)
@@ -268,13 +271,13 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         return start.because(INDEPENDENT)
     dimensions: list[Dimension] = []
     for dim in follows.dims:
-        one = WHOLE if dim is None else parameter.dimensions[dim]
-        # The source is that of the parameter, so that what is wrong with both is said in the same
-        # words. An unsharded dimension has none: checks of sharded dimensions go by it.
-        source = one.source or Source(f"the spec of {name}")
-        dimensions.append(Dimension(one.mesh_axes, source) if one.mesh_axes else WHOLE)
+        dimension = WHOLE if dim is None else parameter.dimensions[dim]
+        # With the parameter's source, a problem of both has the same text, and is reported once.
+        # Unsharded dimensions have no source: checks treat a dimension with a source as sharded.
+        source = dimension.source or Source(f"the spec of {name}")
+        dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
     reason, same = f"as {name}", follows.path
-    # Unless it has all dimensions in their order, the reason lists them.
+    # Unless the leaf has all dimensions in order, the reason lists the ones that it has.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", its dimensions {', '.join(kept)}"
@@ -282,7 +285,7 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     return Decision(
         tuple(dimensions),
         memory_kind=parameter.memory_kind,
-        # If no layout was given for a parameter, none was given for its statistics either.
+        # A parameter without a layout leaves its statistics without one.
         specified=parameter.specified,
         follows=same,
     ).because(reason)
@@ -291,22 +294,24 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
 INDEPENDENT = "does not depend on the parameters"
 UNKNOWN = (
     "depends on the shapes of the parameters in a way that cannot be determined, so it cannot get "
-    "the spec of a parameter",
-    "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a "
-    "pattern: `StateSharding({'opt_state.**': P(), ...: layout})`",
+    "a parameter's spec",
+    "give such leaves a layout: `otherwise=P()` replicates them; in a TrainState, use a pattern: "
+    "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )
 
 
 def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
-    """The arrays that each layout is for, labelled with the paths that filters see and with what
-    they follow, and the decisions about them."""
+    """Yield each layout with its leaves, which are labelled here, and the decisions about them.
+
+    Labels are the paths that filters see, and the leaves that they follow.
+    """
     start = 0
     for part in parts:
-        # The leaves below the path of a part are next to each other, in the order of the parts.
+        # The leaves of a part are contiguous, and parts have the order of their leaves.
         depth, end = len(part.path), start
         while end < len(leaves.leaves) and leaves.leaves[end].path[:depth] == part.path:
             end += 1
-        # A training state of which each part has a layout of its own says nothing.
+        # If each field of a training state has its own layout, no leaf follows another one.
         states: dict[Path, TrainingState] = {}
         for path, state in leaves.training.items():
             if path[:depth] == part.path:
@@ -317,8 +322,8 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
 
 
 def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
-    """A problem of a layout itself, with the path of its subtree if there is only one."""
-    # A problem with a path says already where it is, and the path of the whole tree is empty.
+    """Add the path of the layout's subtree to a problem, if the layout has only one."""
+    # A problem with a path needs no second one, and the path of the whole tree is empty.
     shared = len(parts) > 1 or parts[0].scope.shared
     if shared or problem.path is not None or not parts[0].path:
         return problem
@@ -328,32 +333,31 @@ def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
 def _conflicting(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], same: Sequence[int] | None
 ) -> list[Problem]:
-    """The problems of arrays that are at two paths of the tree with two different specs, such as
-    tied weights."""
+    """Return the problems of arrays, such as tied weights, that have two paths and two specs."""
     first: dict[int, tuple[Leaf, Decision]] = {}
-    found: list[Problem] = []
+    problems: list[Problem] = []
     for i, (leaf, decision) in enumerate(zip(leaves, decisions, strict=True)):
-        # One `ShapeDtypeStruct` may describe several arrays, so its identity says nothing.
+        # One `ShapeDtypeStruct` may describe several arrays.
         if same is None and isinstance(leaf.value, jax.ShapeDtypeStruct | np.generic):
             continue
-        # No layout was given for this path (`None`), so every sharding is right for it.
+        # This path has no layout (`None`), so any sharding fits.
         if not decision.specified:
             continue
         array = id(leaf.value) if same is None else same[i]
         other, there = first.setdefault(array, (leaf, decision))
-        # Tied weights that are alike share one decision object, whose spec need not be compared.
+        # Specs need no comparison if both paths share one decision object.
         if other is leaf or there is decision:
             continue
         here, its = _sharded_text(decision), _sharded_text(there)
         if here != its:
-            differs = f"is laid out {here} here and {its} there"
-            why = f"is the same array as `{other.path}`, and {differs}"
-            found.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
-    return found
+            differs = f"is laid out as {here} here and as {its} there"
+            why = f"is the same array as `{other.path}`, but {differs}"
+            problems.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
+    return problems
 
 
 def _sharded_text(decision: Decision) -> str:
-    """A spec and a memory kind, for messages."""
+    """Return the text of a spec and its memory kind."""
     text = spec_text(decision.spec)
     if decision.memory_kind is not None:
         text += f" in {decision.memory_kind}"
