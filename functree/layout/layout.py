@@ -1,5 +1,8 @@
-"""`Layout`: a leaf and a mesh ─► a `Decision`; what a user can write for a layout; and a prefix
-tree of layouts ─► each with the path that it is for."""
+"""A `Layout` decides how leaves are sharded on a mesh.
+
+`as_layout` turns what a user can write for a layout into a `Layout`. `broadcast` pairs each layout
+of a prefix tree with the path of its subtree.
+"""
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -32,11 +35,10 @@ from functree.tree.prefix import PrefixOf, aligned, where_text
 
 
 class Layout:
-    """The base class of layouts, which are immutable, hashable and equal by value.
+    """Base class of layouts, which are immutable, hashable and equal by value.
 
-    `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. This
-    class is not for subclasses of users: to compute a layout, give a function `(path, leaf) -> P`
-    in the place of a layout.
+    `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. Do
+    not subclass it: to compute a layout, pass a function `(path, leaf) -> P` instead.
 
     Examples:
         >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP(
@@ -56,44 +58,47 @@ class Layout:
 
         Args:
             leaf: the leaf.
-            so_far: what the layouts before this one have decided; None if this is the first.
+            so_far: the decision of the layouts before this one; None if this is the first.
             mesh: the sizes of the mesh.
         """
 
     @property
     def inner(self) -> tuple["Layout", ...]:
-        """The layouts that this one is made of."""
+        """The layouts that this one contains."""
         return ()
 
     def asks(self, leaf: Leaf) -> Hashable:
-        """What the decision depends on besides the leaf's `kind`: leaves for which both are equal
-        share one decision."""
+        """Return what the decision depends on besides the leaf's `kind`.
+
+        Leaves share one decision if both are equal.
+        """
         return tuple([layout.asks(leaf) for layout in self.inner])
 
     def claims(self, leaf: Leaf) -> bool:
-        """Whether the layout itself decides about a leaf that follows another one, because it was
-        written for this leaf, as the filter `opt_state.**` is."""
+        """Return whether the layout decides about a leaf that would follow another one.
+
+        It does if it was written for this leaf, as the filter `opt_state.**` is.
+        """
         return any(layout.claims(leaf) for layout in self.inner)
 
     @property
     def rules(self) -> "Layout | None":
-        """The `AxisRules` in the layout, which lay out activations, too; None if there are none."""
+        """The layout's `AxisRules`, which also apply to activations; None if it has none."""
         return None
 
     @property
     def given_names(self) -> Mapping[type, Names]:
-        """The axes that the layout gives to the leaves of classes without annotations."""
+        """The axes that the layout gives to leaves of classes without annotations."""
         return merge_names(self.inner)
 
     @property
     def hint(self) -> Hint | None:
-        """The annotation by which leaves have their axes, or None if they are annotated
-        themselves."""
+        """The annotation that names the leaves' axes; None if they have their own annotations."""
         return None
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh that is a part of the layout, or None."""
+        """The layout's own mesh, or None."""
         for layout in self.inner:
             if layout.own_mesh is not None:
                 return layout.own_mesh
@@ -107,7 +112,7 @@ class Layout:
 
 
 LayoutLike = Layout | PartitionSpec | NamedSharding | Callable[[Path, Any], PartitionSpec] | None
-"""What a user can write for a layout."""
+"""Any value that a user can write for a layout."""
 
 LayoutTree = Any
 """A layout, or a prefix tree of layouts."""
@@ -126,17 +131,17 @@ class SpecLayout(Layout):
         return self.mesh
 
     def claims(self, leaf: Leaf) -> bool:
-        # Under `vmap` each leaf has the dimension of the batch, counts and keys too. More entries
-        # would be for the dimensions of parameters, and what they are here is not known.
+        # Under `vmap`, every leaf has the batch dimension, even a count. Further entries would be
+        # for parameter dimensions, which are unknown here.
         follows = leaf.follows
         if follows is None or not follows.batched:
             return False
         return follows.path is None or (not follows.known and len(self.spec.partitions) < 2)
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        # `whole` and not `undecided`: a spec that is given here replaces the spec of an annotation.
+        # `whole` and not `undecided`: a layout's spec overrides the spec of an annotation.
         decision = so_far or whole(leaf)
-        # In a tree a scalar is whole. A spec that is written for a scalar alone is a mistake.
+        # A scalar in a tree is replicated. A spec for just one scalar is checked, as a mistake.
         if leaf.shape or leaf.seen == ():
             because = f"{spec_text(self.spec)} as given"
             decision = apply_spec(leaf, self.spec, decision, because)
@@ -154,13 +159,13 @@ class SpecLayout(Layout):
 
 @dataclass(frozen=True, repr=False)
 class NoLayout(Layout):
-    """`None`: no layout was given. The meaning depends on the function that takes the layout."""
+    """The missing layout `None`. Its meaning depends on the function that takes the layout."""
 
     def claims(self, leaf: Leaf) -> bool:
-        return True  # if no layout was given, none was given for the optimizer's state either
+        return True  # without a layout, the optimizer's state has none either
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        # It is never after another layout: `|` refuses `None`.
+        # There is no earlier layout, since `|` refuses `None`.
         return whole(leaf)._replace(specified=False)
 
     def __repr__(self) -> str:
@@ -174,50 +179,54 @@ class FunctionLayout(Layout):
     function: Callable[[Path, Any], Any]
 
     def asks(self, leaf: Leaf) -> Hashable:
-        return leaf.path  # the function may ask for anything, so no two leaves are alike
+        return leaf.path  # the function sees each path, so no two leaves share a decision
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         before = so_far or whole(leaf)
         if leaf.seen is None:
-            return before.wrong((f"has no path for {self!r}", PATHLESS))
+            return before.wrong((f"has no path to pass to {self!r}", PATHLESS))
         try:
             spec = self.function(leaf.seen, leaf.value)
         except USERS_ERRORS as error:
-            # Any function may stand here by mistake, such as `jax.nn.gelu`, and what it says of its
-            # own arguments would name neither the leaf nor the layout.
+            # A user may pass any function by mistake, such as `jax.nn.gelu`. Its own error would
+            # name neither the leaf nor the layout.
             problem = leaf.problem(f"{self!r} raised {error_text(error)}", LAYOUT_FUNCTION)
             raise ShardingError(f"the layout function {self!r} failed", [problem]) from error
         if isinstance(spec, PartitionSpec):
             return apply_spec(leaf, spec, before, f"{spec_text(spec)} by {self!r}")
         why = f"{self!r} returned {spec!r}, which is not a PartitionSpec"
-        return before.wrong((why, "return `P(...)` for every leaf; `P()` to replicate it"))
+        return before.wrong((why, "return `P(...)` for every leaf, or `P()` to replicate it"))
 
     def __repr__(self) -> str:
         # A `functools.partial` has no name.
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
-PATHLESS = "give it a layout of its own: an entry of `in_shardings=`, or a pattern with its name"
+PATHLESS = "give it its own layout: an entry of `in_shardings=`, or a pattern that names it"
 LAYOUT_FUNCTION = (
-    "a layout function takes the path and the array of a leaf, and returns a `PartitionSpec`: "
+    "write a layout function that takes a leaf's path and array, and returns a `PartitionSpec`: "
     "`lambda path, leaf: P(...)`"
 )
 
 
 @dataclass(frozen=True, repr=False)
 class Composition(Layout):
-    """Layouts one after another; made by `|`. Each may only shard dimensions that the ones before
-    left unsharded."""
+    """A sequence of layouts, made by `|`.
+
+    Each layout may only shard dimensions that the earlier ones leave unsharded.
+    """
 
     parts: tuple[Layout, ...]
 
     @staticmethod
     def of(first: Layout, then: Layout) -> "Composition":
-        """The composition of two layouts. The parts of compositions are joined, so that brackets do
-        not matter."""
+        """Compose two layouts.
+
+        The parts of compositions are joined, so that parentheses do not matter.
+        """
         if isinstance(first, NoLayout) or isinstance(then, NoLayout):
             raise RuleError(
-                "`|` joins layouts, and `None` is not one: leave it out, or write `P()` to "
+                "`|` combines layouts, and `None` is not a layout: leave it out, or write `P()` to "
                 "replicate"
             )
         parts: list[Layout] = []
@@ -248,62 +257,68 @@ class Composition(Layout):
 
 
 def walk(layout: Layout) -> Iterator[Layout]:
-    """A layout, and all layouts in it."""
+    """Yield a layout, and all layouts in it."""
     yield layout
     for inner in layout.inner:
         yield from walk(inner)
 
 
 def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
-    """The `names=` of several layouts in one mapping. Raises RuleError if two give different names
-    to one class."""
+    """Merge the `names=` of several layouts.
+
+    Raises:
+        RuleError: if two layouts give different names to one class.
+    """
     merged: dict[type, Names] = {}
     for layout in layouts:
         for cls, given in layout.given_names.items():
             if merged.setdefault(cls, given) != given:
                 raise RuleError(
-                    f"two layouts name {cls.__name__} differently: {merged[cls]} and {given}"
+                    f"two layouts name the axes of {cls.__name__} differently: {merged[cls]} and "
+                    f"{given}: use one `ft.names(...)` for the class"
                 )
     return merged
 
 
-# What a user can write for a layout
+# From what a user writes
 
 
 _ONE_DEVICE = (
-    "; for a single device write `P()`, on the mesh `ft.make_mesh(data=1, devices=[device])`"
+    "; for a single device, write `P()` with the mesh `ft.make_mesh(data=1, devices=[device])`"
 )
 
 
 def meant_rules(value: object) -> str:
-    """The end of an error about a value that may be meant as a table of rules, or is JAX's own for
-    a sharding; empty if it is neither."""
+    """Return a hint for an error about a value that is not a layout; empty if there is none.
+
+    The value may be meant as a table of rules, or may be JAX's own type for a sharding or device.
+    """
     if isinstance(value, Format):
-        return "; memory layouts are the compiler's choice: write its `.sharding`"
+        return "; the compiler chooses memory layouts: write only its `.sharding`"
     if isinstance(value, Sharding | jax.Device):
         return _ONE_DEVICE
     if not isinstance(value, Mapping) or not value:
         return ""
-    # The values of a tree of layouts are layouts, and those of a table of rules are mesh axes.
-    for one in value.values():
-        if one is not None and not isinstance(one, str | tuple):
+    # A tree of layouts has layouts as values; a table of rules has mesh axes.
+    for item in value.values():
+        if item is not None and not isinstance(item, str | tuple):
             return ""
-    return "; for a table of rules write `ft.AxisRules({...})`"
+    return "; for a table of rules, write `ft.AxisRules({...})`"
 
 
 def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
-    """A mapping, or an iterable of pairs, as a list of pairs.
+    """Return the pairs of a mapping, or of an iterable of pairs.
 
     Args:
-        written: what a user wrote.
-        wanted: what is expected, for the error.
+        written: the user's value.
+        wanted: the beginning of the error, which says what is expected.
 
     Raises:
-        RuleError: it is something else.
+        RuleError: if the value is neither.
     """
     if isinstance(written, Mapping):
         return list(written.items())
-    # These can be iterated over, but their elements are no pairs.
+    # Strings and specs are iterable, but not over pairs.
     if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
         raise RuleError(f"{wanted}; {written!r} is neither")
     pairs: list[tuple[Any, Any]] = []
@@ -315,15 +330,15 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
 
 
 def pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
-    """Pairs as a user writes them, from the texts of both sides."""
+    """Return the text of pairs as a user writes them, from the texts of both sides."""
     if len(dict(pairs)) == len(pairs):
         return dict_text(pairs)
-    # A dict would keep only one of several pairs with the same left side.
+    # A dict cannot contain a key twice.
     return "[" + ", ".join([f"({left}, {right})" for left, right in pairs]) + "]"
 
 
 def is_layout(value: object) -> bool:
-    """Whether a value is a layout, and not a tree of layouts."""
+    """Return whether a value is one layout, as opposed to a tree of layouts."""
     return (
         value is None
         or isinstance(value, Layout | PartitionSpec | NamedSharding)
@@ -332,8 +347,8 @@ def is_layout(value: object) -> bool:
 
 
 def _is_function(value: object) -> bool:
-    """Whether a value is a function that computes a layout."""
-    # A callable module is a tree of layouts with the structure of a model, and not a function.
+    """Return whether a value is a function that computes a layout."""
+    # A callable module is a tree of layouts with a model's structure.
     return (
         callable(value)
         and not isinstance(value, type)
@@ -342,19 +357,22 @@ def _is_function(value: object) -> bool:
 
 
 def as_layout(value: Any) -> Layout:
-    """What a user wrote for a layout ─► the layout. Raises RuleError for anything else."""
+    """Return the layout that a user's value stands for.
+
+    Raises:
+        RuleError: if the value is not a layout, or its spec is invalid.
+    """
     match value:
         case Layout():
             return value
         case PartitionSpec():
-            # Here and not for the first leaf: the mistake is where the layout is written.
+            # Checked here, so that the traceback shows where the layout is written.
             invalid = invalid_entry(value)
             if invalid is not None:
                 raise RuleError(f"{spec_text(value)}: {invalid}")
             return SpecLayout(value)
         case NamedSharding():
-            # Default memory is None here, as for a bare spec: it does not replace the memory of an
-            # earlier layout.
+            # Default memory becomes None, so that it does not replace an earlier layout's memory.
             return SpecLayout(value.spec, value.mesh, other_memory(value))
         case None:
             return NoLayout()
@@ -367,12 +385,12 @@ def as_layout(value: Any) -> Layout:
 LAYOUTS = (
     "`P(...)`, `AxisRules`, `FSDP`, `StateSharding`, a `Plan`, or a callable (path, leaf) -> P"
 )
-"""What a user can write for a layout, in messages."""
+"""The values that a user can write for a layout, for messages."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Modifier(Layout):
-    """The base of layouts that change another one."""
+    """Base class of layouts that change another layout."""
 
     layout: Layout
 
@@ -390,7 +408,7 @@ class Modifier(Layout):
 
 @dataclass(frozen=True, repr=False)
 class OnHost(Modifier):
-    """Another layout in the pinned memory of the host; made by `ft.on_host`."""
+    """A layout in pinned host memory, made by `ft.on_host`."""
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         decision = self.layout.decide(leaf, so_far, mesh)
@@ -401,13 +419,13 @@ class OnHost(Modifier):
 
 
 def on_host(layout: LayoutLike) -> Layout:
-    """The same layout in the pinned memory of the host.
+    """Move a layout to pinned host memory.
 
     Args:
         layout: any layout.
 
     Raises:
-        RuleError: the argument is not a layout, or is None.
+        RuleError: if the argument is not a layout, or is None.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[
@@ -416,7 +434,7 @@ def on_host(layout: LayoutLike) -> Layout:
         'pinned_host'
     """
     if layout is None:
-        raise RuleError("`on_host` takes a layout, and `None` is not one: write `P()` to replicate")
+        raise RuleError("on_host: `None` is not a layout: write `P()` to replicate")
     return OnHost(as_layout(layout))
 
 
@@ -425,11 +443,11 @@ class Part(NamedTuple):
 
     Attributes:
         layout: the layout.
-        path: the path of the subtree that the layout is for.
-        partial: whether the layout is for more than the tree, so that filters in it may match
+        path: the path of the layout's subtree.
+        partial: whether the layout covers more than this tree, so that its filters may match
             nothing here.
-        scope: where the paths begin that filters see.
-        for_arrays: the layout of an argument that is one array, if that is another one.
+        scope: the beginning of the paths that filters see.
+        for_arrays: a different layout for an argument that is one array; None if it has none.
     """
 
     layout: Layout
@@ -440,38 +458,41 @@ class Part(NamedTuple):
 
 
 def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
-    """The mesh that each layout of a prefix tree has of its own."""
+    """Return the own mesh of each layout in a prefix tree."""
     return [part.layout.own_mesh for part in parts]
 
 
 def as_partial(parts: Iterable[Part]) -> list[Part]:
-    """The parts, as layouts that are for more than the tree."""
+    """Mark the layouts as covering more than the tree."""
     return [part._replace(partial=True) for part in parts]
 
 
 def copied(prefix: LayoutTree) -> LayoutTree:
-    """A prefix tree of layouts in containers of its own, on which a later change of the given ones
-    has no effect."""
+    """Copy the containers of a prefix tree, so that later changes to them have no effect."""
     if prefix is None:
         return None
-    return tree_map(lambda one: one, prefix, is_leaf=is_layout)
+    return tree_map(lambda layout: layout, prefix, is_leaf=is_layout)
 
 
 def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
-    """The layouts of a prefix tree, in the order of the leaves that they are for.
+    """Return the layouts of a prefix tree, in the order of their leaves.
 
     Raises:
-        RuleError: the prefix has another structure than the tree, or contains something that is not
-            a layout.
+        RuleError: if the structure of the prefix does not fit the tree.
+        RuleError: if the prefix contains something that is not a layout.
     """
     return [
-        Part(_written(one, where_text(path)), path, scope=Scope(len(path)))
-        for one, path, _ in aligned(prefix, tree, _LAYOUTS)
+        Part(_written(layout, where_text(path)), path, scope=Scope(len(path)))
+        for layout, path, _ in aligned(prefix, tree, _LAYOUTS)
     ]
 
 
 def _written(layout: LayoutLike, where: str) -> Layout:
-    """A layout of a prefix tree. Raises RuleError with the path for one that is invalid."""
+    """Return a layout of a prefix tree.
+
+    Raises:
+        RuleError: if it is invalid; the message has its path.
+    """
     try:
         return as_layout(layout)
     except RuleError as error:
@@ -479,11 +500,13 @@ def _written(layout: LayoutLike, where: str) -> Layout:
 
 
 def _hint(prefix: Any, tree: Any) -> str:
-    """The end of an error about layouts of another structure: rules, or the state of an optimizer,
-    may be meant."""
+    """Return a hint for an error about layouts that do not fit the tree's structure.
+
+    The layouts may be meant as rules, or the tree may be an optimizer's state.
+    """
     hint = meant_rules(prefix)
     classes = {type(tree)}
-    # A chain of transformations has a tuple of states.
+    # The state of `optax.chain` is a tuple of states.
     if isinstance(tree, tuple):
         classes.update(map(type, tree))
     if any(map(is_optimizer_state, classes)):
