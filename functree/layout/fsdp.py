@@ -1,5 +1,7 @@
-"""A leaf ─► its largest unsharded dimension, sharded: `FSDP`, for parameters that are gathered for
-each use."""
+"""`FSDP` shards the largest unsharded dimension of each parameter.
+
+A leaf ─► a decision that shards one dimension. The parameters are gathered for each use.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,21 +28,21 @@ from functree.tree.axes import is_axis_name
 
 @dataclass(frozen=True, init=False, repr=False)
 class FSDP(Layout):
-    """A layout that shards the largest unsharded dimension which the mesh axis divides; of equal
-    ones the outermost.
+    """A layout that shards the largest unsharded dimension that the mesh axis divides.
 
-    The axis of a stack of layers is never sharded. A leaf stays as it is if it has fewer than
-    `min_size` elements, has no unsharded dimension, or is already sharded over the mesh axis.
+    Of equal dimensions, it shards the outermost. It never shards the axis of a stack of layers. A
+    leaf is unchanged if it has fewer than `min_size` elements, has no unsharded dimension, or is
+    already sharded over the mesh axis.
 
     Args:
         axis: the mesh axis, or several mesh axes.
-        min_size: leaves with fewer elements stay as they are.
-        axes: if given, only dimensions with these axes are sharded.
-        otherwise: the spec of a leaf of which the mesh axis divides no unsharded dimension. Without
-            it, such a leaf is an error.
+        min_size: the number of elements below which leaves are unchanged.
+        axes: the axes that may be sharded; by default, all.
+        otherwise: the spec of a leaf that has no unsharded dimension that the mesh axis divides. By
+            default, such a leaf is an error.
 
     Raises:
-        RuleError: an argument is invalid.
+        RuleError: if an argument is invalid.
 
     Examples:
         >>> ft.plan(
@@ -68,27 +70,25 @@ class FSDP(Layout):
         else:
             mesh_axes = _names(axis)
         if not mesh_axes or len(set(mesh_axes)) < len(mesh_axes):
-            raise RuleError(
-                f"FSDP({axis!r}): the first argument is a mesh axis, or several different ones"
-            )
+            raise RuleError(f"FSDP({axis!r}): write a mesh axis, or several different mesh axes")
         if isinstance(axes, str):
             named = _names(axes.split())
         else:
             named = _names(axes)
         if axes is not None and not (named and all(map(is_axis_name, named))):
             raise RuleError(
-                f"FSDP: axes={axes!r} is not a list of axis names, such as `('embed', 'hidden')` "
-                "or `'embed hidden'`; leave it out for every axis"
+                f"FSDP: axes={axes!r} is not a list of axis names: write names, as in `('embed', "
+                "'hidden')` or `'embed hidden'`, or leave it out to allow every axis"
             )
         if not EXTENT.fits(min_size):
             raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
-                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec; write `P()` to replicate"
+                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: write `P()` to replicate"
             )
         as_layout(otherwise)  # raises for a spec with an invalid entry
         vars(self).update(
-            # So that `FSDP("data")` and `FSDP(("data",))` are equal.
+            # `FSDP("data")` and `FSDP(("data",))` are equal.
             axis=mesh_axes[0] if len(mesh_axes) == 1 else mesh_axes,
             min_size=int(min_size),
             axes=named or None,
@@ -105,8 +105,8 @@ class FSDP(Layout):
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         start = so_far or undecided(leaf)
         if leaf.misfit is not None and not start.faults:
-            # Layers that were stacked outside of `ft.Stacked` do not fit their annotations. Without
-            # this fault their leading dimension would be sharded, and with it the layers.
+            # Layers stacked without `ft.Stacked` do not fit their annotations. Without this fault,
+            # the dimension of the layers could be sharded.
             return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         start = self._mentioned(leaf, start)
         free = self._free(leaf, start)
@@ -117,31 +117,33 @@ class FSDP(Layout):
         fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, free, parts)
-        # Of dimensions of one size, the one with the smallest index.
+        # Of equal sizes, the first dimension.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         dimension = start.dimensions[largest]
         split = dimension._replace(
             mesh_axes=self.mesh_axes, source=Source(f"FSDP({self.axis!r})", is_rule=True)
         )
         if self.axes is not None:
-            # It is one of these. If its rules were blocked, this is its way out.
+            # The dimension's axis is in `axes`, so sharding it resolves its blocked rules.
             split = split._replace(blocked=None)
         return start.with_dimension(largest, split).because(
             f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
         )
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
-        """The decision with the names in `axes` mentioned: they need no rule, even if they stay
-        unsharded. One whose rules are all blocked stays a fault unless it is sharded."""
+        """Mark the names in `axes` as mentioned: they need no rule, even if they stay unsharded.
+
+        A name whose rules are all blocked is still a fault, unless its dimension is sharded.
+        """
         for dim, (name, dimension) in enumerate(zip(leaf.axes, start.dimensions, strict=True)):
             if name in (self.axes or ()) and dimension.named < Named.MENTIONED:
                 start = start.with_dimension(dim, dimension._replace(named=Named.MENTIONED))
         return start
 
     def _stays(self, leaf: Leaf, start: Decision, free: Sequence[int]) -> str:
-        """Why a leaf stays as it is; an empty text if it does not."""
+        """Return why a leaf stays unchanged; empty if it does not."""
         if leaf.value.size < self.min_size:
-            return f"smaller than {self.min_size} elements"
+            return f"fewer than {self.min_size} elements"
         # A mesh axis can shard only one dimension of an array.
         if not start.used().isdisjoint(self.mesh_axes):
             return f"already uses {axes_text(self.mesh_axes)}"
@@ -150,9 +152,9 @@ class FSDP(Layout):
         return ""
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
-        """The dimensions that may be sharded."""
+        """Return the dimensions that may be sharded."""
         free: list[int] = []
-        # Not those of stacks: a scan over the layers would gather the whole stack for each layer.
+        # If a stack's dimension were sharded, a scan would gather the whole stack for each layer.
         for dim in range(leaf.stacked, len(start.dimensions)):
             if start.dimensions[dim].mesh_axes:
                 continue
@@ -161,15 +163,15 @@ class FSDP(Layout):
         return free
 
     def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
-        """The decision about a leaf of which the mesh axis divides no unsharded dimension."""
+        """Decide about a leaf without an unsharded dimension that the mesh axis divides."""
         if self.otherwise is not None:
-            reason = f"FSDP: no dimension is divisible, otherwise {spec_text(self.otherwise)}"
-            # It is about sizes: a name that no rule mentions is still a fault.
+            reason = f"FSDP: no dimension is divisible, so otherwise={spec_text(self.otherwise)}"
+            # `otherwise` is about sizes: a name that no rule mentions is still a fault.
             return apply_spec(leaf, self.otherwise, start, reason, settles=False)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"
-        otherwise = "write `otherwise=P()` to leave such leaves as they are"
+        otherwise = "pass `otherwise=P()` to leave such leaves unchanged"
         return start.wrong((why, f"pad one of them, raise `min_size`, or {otherwise}"))
 
     def __repr__(self) -> str:
@@ -184,31 +186,30 @@ class FSDP(Layout):
 
 
 def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
-    """The problems of names in `axes` that are probably misspelled: no leaf has them, and one
-    has a similar name.
+    """Yield the problems of names in `axes` that no leaf has, if a leaf has a similar name.
 
-    Without this check such a name would not shard anything, and there would be no message.
+    Without this check, a misspelled name would shard nothing, without a message.
     """
     if layout.axes is None:
         return
     present = sorted(filter(None, present_axes(leaves)))
     for name in layout.axes:
         near = None if name in present else near_name(name, present)
-        # A name that is like no other may be that of another model with the same layout.
+        # Without a similar name, it may be for another model with the same layout.
         if near is not None:
             why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
-            yield Problem(None, None, repr(layout), why, "correct `axes=`")
+            yield Problem(None, None, repr(layout), why, "correct the name in `axes=`")
 
 
 def fsdp_axes(layout: Layout) -> Iterator[str]:
-    """The mesh axes of every `FSDP` in a layout, which are those of the batch."""
-    for one in walk(layout):
-        if isinstance(one, FSDP):
-            yield from one.mesh_axes
+    """Yield the mesh axes of every `FSDP` in a layout, which usually shard the batch, too."""
+    for part in walk(layout):
+        if isinstance(part, FSDP):
+            yield from part.mesh_axes
 
 
 def _names(given: object) -> tuple[str, ...]:
-    """A list or tuple of names as a tuple, and anything else as an empty one."""
+    """Return a list or tuple of names as a tuple, and an empty tuple for anything else."""
     if not isinstance(given, tuple | list):
         return ()
     if not all(map(is_name, given)):

@@ -1,4 +1,4 @@
-"""A model's layout and an optimizer ─► the layout of the optimizer's state."""
+"""`plan_optimizer` plans an optimizer's state from the model's layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -31,34 +31,35 @@ def plan_optimizer(
     wrt: FilterLike = is_trainable,
     otherwise: LayoutLike = None,
 ) -> Plan:
-    """Plan the state of an optimizer, by the layout of the model alone.
+    """Plan an optimizer's state, using only the model's layout.
 
-    A leaf that belongs to a parameter and has its shape gets the spec of the parameter. A factored
-    leaf gets the entries of the dimensions that it keeps. A leaf with additional leading dimensions
-    gets the spec of the parameter after unsharded entries. Leaves that do not depend on the shapes
-    of the parameters are replicated.
+    A leaf with the shape of its parameter gets the parameter's spec. A factored leaf gets the
+    entries of the dimensions that it keeps. A leaf with further leading dimensions gets the
+    parameter's spec after unsharded entries. Leaves that do not depend on the parameters' shapes
+    are replicated.
 
-    An optimizer that treats a stack otherwise than the layers in it is warned of (see
-    `ft.layerwise`).
+    An optimizer that treats a stack differently from its layers causes a warning; see
+    `ft.layerwise`.
 
     Args:
         tx: any optax optimizer.
         model: a concrete or abstract model.
-        layout: the layout of the model.
+        layout: the model's layout.
         mesh: the mesh, as in `ft.plan`.
         wrt: a filter for the parameters that the optimizer updates.
-        otherwise: a layout for leaves that depend on the shapes of the parameters in a way that
-            cannot be determined.
+        otherwise: a layout for leaves that depend on the parameters' shapes in a way that cannot be
+            determined.
 
     Returns:
         The plan of `tx.init(parameters)`.
 
     Raises:
-        ShardingError: the model cannot be laid out, or the spec of a leaf of the state cannot be
-            determined and there is no `otherwise`.
-        RuleError: `layout` or `otherwise` is not a layout; `wrt` is not a filter, or a pattern in
-            it matches no leaf.
-        FunctreeError: `tx` is not an optimizer; no array of the model matches `wrt`.
+        ShardingError: if the model cannot be laid out.
+        ShardingError: if a leaf's spec cannot be determined and there is no `otherwise`.
+        RuleError: if `layout` or `otherwise` is not a layout.
+        RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
+        FunctreeError: if `tx` is not an optimizer.
+        FunctreeError: if no array of the model matches `wrt`.
 
     Examples:
         >>> import optax
@@ -81,8 +82,7 @@ def plan_state(
     wrt: FilterLike,
     otherwise: LayoutLike,
 ) -> tuple[Plan, Any]:
-    """The plan of an optimizer's state, as `plan_optimizer` makes it, and the parameters that the
-    optimizer is initialized with."""
+    """Return the plan of `plan_optimizer`, and the parameters that the optimizer gets."""
     check_tree("plan_optimizer", model)
     leaves, parts = read_for(model, layout)
     view = agreed_mesh(mesh, own_meshes(parts))
@@ -98,15 +98,17 @@ def plan_state(
     unused: Sequence[str] = ()
     if otherwise is not None:
         follows = [leaf.follows for leaf in state.leaves]
-        lost = [i for i, one in enumerate(follows) if one is not None and not one.known]
-        # They follow nothing here: the layout is for them.
-        own = [state.leaves[i]._replace(follows=None) for i in lost]
-        others = replace(state, leaves=tuple(own))
-        found = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
-        for i, decision in zip(lost, found.decisions, strict=True):
+        lost = [
+            i for i, followed in enumerate(follows) if followed is not None and not followed.known
+        ]
+        # Leaves that follow nothing, so that the layout decides about them.
+        undetermined = [state.leaves[i]._replace(follows=None) for i in lost]
+        others = replace(state, leaves=tuple(undetermined))
+        extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
+        for i, decision in zip(lost, extra.decisions, strict=True):
             decisions[i] = decision._replace(reasons=(Reason(decision.reasons, "otherwise"),))
-        problems += found.problems
-        unused = found.unused
+        problems += extra.problems
+        unused = extra.unused
     for leaf, decision in zip(state.leaves, decisions, strict=True):
         problems += leaf_problems(leaf, decision, view)
     planned = plan_decisions(state, Decisions(state.leaves, decisions, problems, unused), view)
@@ -114,20 +116,21 @@ def plan_state(
 
 
 def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
-    """The arrays of a model that a filter matches.
+    """Select the arrays of a model that a filter matches.
 
     Args:
-        leaves: the leaves of the model.
+        leaves: the model's leaves.
         wrt: the filter.
-        name: the name of the model's class, for the error.
+        name: the name of the model's class, for errors.
 
     Raises:
-        RuleError: a pattern in the filter matches no leaf.
-        FunctreeError: several arrays have one path; no array of the model matches the filter.
+        RuleError: if a pattern in the filter matches no leaf.
+        FunctreeError: if several arrays have one path.
+        FunctreeError: if no array of the model matches the filter.
     """
     matches = as_filter(wrt)
     check_wrt(wrt, leaves.leaves, name)
-    # An optimizer's state is found by the paths of its parameters.
+    # The state's leaves find their parameters by path.
     if problems := meeting(leaves.leaves):
         raise FunctreeValueError(f"{name} cannot be trained by an optimizer", problems)
     trained = TrainedModel(
@@ -139,5 +142,5 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 
 
 def nothing_to_train(name: str, wrt: FilterLike) -> FunctreeValueError:
-    """The error for a filter that matches no array of a model."""
+    """Return the error for a filter that matches no array of a model."""
     return FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")

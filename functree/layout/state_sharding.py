@@ -1,5 +1,7 @@
-"""Ordered filters and their layouts ─► `StateSharding`, in which the first filter that matches a
-leaf decides."""
+"""`StateSharding` maps filters to layouts.
+
+Ordered filters with layouts ─► a layout in which the first filter that matches a leaf decides.
+"""
 
 from collections.abc import (
     Callable,
@@ -52,22 +54,23 @@ Unused = Literal["error", "warn", "ignore"]
 
 @dataclass(frozen=True, init=False, repr=False)
 class StateSharding(Layout):
-    """Filters and layouts in order. A leaf is laid out by the layout of the first filter that
-    matches it.
+    """A layout that maps filters to layouts. The first filter that matches a leaf decides.
 
-    Filters see one path of each leaf: from the root of the tree, of an entry, or of an argument; in
-    an `ft.TrainState`, the path in the model. A glob that begins with the name of an argument, of a
-    field of an `ft.TrainState` or of a key above one is matched with the path from there.
+    Filters see one path of each leaf, from the root of the tree, of an entry of a prefix tree, or
+    of an argument. In an `ft.TrainState`, they see the path in the model. A glob may begin with an
+    argument's name, a field of an `ft.TrainState`, or a key above one; it then matches paths from
+    there.
 
     Args:
-        rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and may only be
+        rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
             last.
-        unused: whether it is an error, a warning or ignored if a filter matches no leaf, or only
-            leaves that earlier filters match. A last `...` may match nothing.
+        unused: `"error"`, `"warn"` or `"ignore"`, for a filter that matches no leaf, or only leaves
+            that earlier filters match. A last `...` may match nothing.
 
     Raises:
-        RuleError: `...` is not last, or the rules contain something that is not a filter or not a
-            layout.
+        RuleError: if `...` is not last.
+        RuleError: if the rules contain an invalid filter or layout.
+        RuleError: if `unused` is invalid.
 
     Examples:
         >>> layout = ft.StateSharding({"**.bias": ft.P(), ...: ft.P("model")})
@@ -81,15 +84,15 @@ class StateSharding(Layout):
         {'bias': P(None,), 'weight': P('model', None)}
     """
 
-    filters: tuple[Any, ...] = field(compare=False)  # as they were written, and the layouts too
+    filters: tuple[Any, ...] = field(compare=False)  # as the user wrote them, like the layouts
     layouts: tuple[Any, ...] = field(compare=False)
     unused: Unused
     _filters: tuple[Filter, ...]
     _layouts: tuple[Layout, ...]
     _choose: FirstMatch = field(compare=False)
-    # Those that may name something above a leaf.
+    # The filters that may name something above a leaf, each with its index.
     _naming: tuple[tuple[int, Filter], ...] = field(compare=False)
-    # In the decisions of this one, and of those that `for_arrays` makes of it.
+    # Identifies this layout in decisions, like the layouts that `for_arrays` makes from it.
     _key: object = field(compare=False)
 
     def __init__(
@@ -101,15 +104,14 @@ class StateSharding(Layout):
     ):
         pairs = written_pairs(rules, "StateSharding takes a mapping or (filter, layout) pairs")
         if unused not in ("error", "warn", "ignore"):
-            raise RuleError(
-                f'StateSharding: unused={unused!r} is not one of "error", "warn", "ignore"'
-            )
-        written = tuple([one for one, _ in pairs])
+            raise RuleError(f'StateSharding: unused={unused!r}: write "error", "warn" or "ignore"')
+        written = tuple([item for item, _ in pairs])
         layouts = tuple([layout for _, layout in pairs])
-        for one, after in pairwise(written):
-            if one is ...:
+        for item, after in pairwise(written):
+            if item is ...:
                 raise RuleError(
-                    f"`...` may only be the last filter: {after!r} after it would match nothing"
+                    f"`...` may only be the last filter, since {after!r} after it would match "
+                    "nothing: move it to the end"
                 )
         filters = tuple(map(as_filter, written))
         vars(self).update(
@@ -118,7 +120,7 @@ class StateSharding(Layout):
             unused=unused,
             _filters=filters,
             _key=object(),
-            # A pattern that begins with a wildcard names nothing.
+            # A pattern that begins with a wildcard names nothing above a leaf.
             _naming=tuple(
                 (i, item) for i, item in enumerate(filters) if any(map(first_name, patterns(item)))
             ),
@@ -128,21 +130,23 @@ class StateSharding(Layout):
 
     @classmethod
     def from_specs(cls, tree: Any) -> "StateSharding":
-        """The layout that lays out each leaf by the spec at its path in a tree of specs."""
-        # `None` is not a leaf here: in a tree of specs it is in the place of values that are not
-        # arrays.
-        found = leaves_of(tree, lambda x: x is not None and is_layout(x))
+        """Make the layout that gives each leaf the spec at its path in a tree of specs."""
+        # `None` is not a leaf: in a tree of specs, it stands for values that are not arrays.
+        leaves = leaves_of(tree, lambda x: x is not None and is_layout(x))
         pairs: list[tuple[FilterLike, LayoutLike]] = []
-        for path, value in found:
+        for path, value in leaves:
             if not is_layout(value):
-                raise RuleError(f"{path}: {value!r} is not a PartitionSpec")
+                raise RuleError(
+                    f"{path}: {value!r} is not a PartitionSpec: write `P(...)`, or `P()` to "
+                    "replicate"
+                )
             # A single spec has an empty path, which is not a glob.
             pairs.append((path_glob(path) if path else ..., value))
         return cls(pairs)
 
     @property
     def shardings(self) -> tuple[Any, ...]:
-        """The layouts, by the name that they have in Flax."""
+        """The layouts, under the name that Flax uses."""
         return self.layouts
 
     @property
@@ -151,7 +155,7 @@ class StateSharding(Layout):
 
     @property
     def rules(self) -> Layout | None:
-        """Those of a last `...`: an activation is in no tree, so that no other filter matches."""
+        """The rules of a last `...`: no other filter matches an activation, which is in no tree."""
         if not self.filters or self.filters[-1] is not ...:
             return None
         return self._layouts[-1].rules
@@ -163,10 +167,9 @@ class StateSharding(Layout):
         return choice, self._layouts[choice].asks(leaf)
 
     def claims(self, leaf: Leaf) -> bool:
-        """Whether one of the filters that are tried for a leaf names something above it, such as
-        the field `opt_state`.
+        """Return whether a filter tried for a leaf names something above it, such as `opt_state`.
 
-        In `{~ft.glob("opt_state.**"): rules, ...: P()}` the first filter does, so that the second
+        In `{~ft.glob("opt_state.**"): rules, ...: P()}`, the first filter names it, so the second
         one decides.
         """
         choice = self._choose(leaf)
@@ -180,25 +183,25 @@ class StateSharding(Layout):
         choice = self._choose(leaf)
         if choice is None:
             return (so_far or whole(leaf)).wrong(self._unmatched())
-        found = self._layouts[choice].decide(leaf, so_far, mesh)
-        # The reasons that the chosen layout has added are those of the filter.
+        decision = self._layouts[choice].decide(leaf, so_far, mesh)
+        # The chosen layout's reasons become one reason, which begins with the filter.
         kept = so_far or whole(leaf)
-        reason = Reason(found.reasons[len(kept.reasons) :], _written(self.filters[choice]))
-        inner = found.choices[len(kept.choices) :]
-        return found._replace(
+        reason = Reason(decision.reasons[len(kept.reasons) :], _written(self.filters[choice]))
+        inner = decision.choices[len(kept.choices) :]
+        return decision._replace(
             reasons=(*kept.reasons, reason),
             choices=(*kept.choices, *inner, (self._key, choice)),
         )
 
     def _unmatched(self) -> Fault:
-        """The fault of a leaf that no filter matches."""
+        """Return the fault of a leaf that no filter matches."""
         why = "no filter matches it; there are no filters"
         if self.filters:
             listed = ", ".join(map(_written, self.filters[:8]))
             why = f"no filter matches it; the filters are {listed}"
         if len(self.filters) > 8:
             why += " and others"
-        return why, "add a filter for it, or `...: P()` as the last one"
+        return why, "add a filter for it, or `...: P()` as the last filter"
 
     def __repr__(self) -> str:
         texts = zip(map(_written, self.filters), map(repr, self._layouts), strict=True)
@@ -210,13 +213,13 @@ class StateSharding(Layout):
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
 TWO_READINGS = (
-    r"for the paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`; "
-    "otherwise rename one of the two"
+    r"to match paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`; "
+    "or rename one of the two"
 )
 
 
 def _written(written: Any) -> str:
-    """The text of a filter, as a user writes it."""
+    """Return the text of a filter, as a user writes it."""
     match written:
         case EllipsisType():
             return "..."
@@ -232,12 +235,12 @@ def _written(written: Any) -> str:
 
 
 def has_filters(layout: Layout) -> bool:
-    """Whether a layout has filters, which may decide about no leaf."""
-    return any(isinstance(one, StateSharding) for one in walk(layout))
+    """Return whether a layout has filters, which may match no leaf."""
+    return any(isinstance(part, StateSharding) for part in walk(layout))
 
 
 def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
-    """The same filters, with another layout for a last `...`."""
+    """Return a copy with a different layout for a last `...`."""
     filters, layouts = layout.filters, layout._layouts
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
@@ -247,14 +250,14 @@ def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
 
 
 def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[int]:
-    """The indices of the filters by which layouts were chosen in some decisions."""
-    found: set[int] = set()
+    """Return the indices of the filters that chose layouts in some decisions."""
+    used: set[int] = set()
     for decision in decisions:
         for key, number in decision.choices:
-            # `for_arrays` may have added a last `...`, which is not one of its own.
+            # `for_arrays` may have added a last `...`, which the user did not write.
             if key is layout._key and number < len(layout.filters):
-                found.add(number)
-    return found
+                used.add(number)
+    return used
 
 
 def unused_filters(
@@ -263,15 +266,16 @@ def unused_filters(
     leaves: Sequence[Leaf],
     elsewhere: Callable[[Filter], bool],
 ) -> Iterator[Problem]:
-    """The problems of filters, and of patterns in them, that lay out nothing.
+    """Yield the problems of filters, and of patterns in them, that match nothing.
 
     Args:
-        used: the indices of the filters that have chosen a layout.
-        leaves: all leaves that the layout is for.
-        elsewhere: whether a pattern is for other trees: for an argument, or for a field of a
-            training state, that is not here.
+        layout: the layout.
+        used: the indices of the filters that chose a layout.
+        leaves: all leaves of the layout.
+        elsewhere: a function that returns whether a pattern is for other trees: it names an
+            argument, or a field of a training state, that these leaves do not have.
     """
-    # A tree without arrays, such as the state of `optax.sgd`, says nothing about the filters.
+    # A tree without arrays, such as the state of `optax.sgd`, does not test the filters.
     if layout.unused == "ignore" or not leaves:
         return
     for i, item in enumerate(layout._filters):
@@ -279,7 +283,7 @@ def unused_filters(
             yield from _unused_parts(layout, i, leaves, elsewhere)
         elif isinstance(item, Everything) and i == len(layout._filters) - 1:
             continue
-        # A filter without patterns is for any tree.
+        # A filter without patterns is not specific to another tree.
         elif not any(patterns(item)) or not all(map(elsewhere, patterns(item))):
             yield _unused_problem(layout, i, leaves)
 
@@ -287,8 +291,11 @@ def unused_filters(
 def _unused_parts(
     layout: StateSharding, index: int, leaves: Sequence[Leaf], elsewhere: Callable[[Filter], bool]
 ) -> Iterator[Problem]:
-    """The patterns in a filter of several that match no leaf: behind a `~` a misspelled one
-    would match everything, and in an `|` nothing, without a word."""
+    """Yield the problems of patterns that match no leaf, within a filter that combines several.
+
+    Otherwise a misspelled pattern would go unnoticed: its `~` matches everything, and in an `|` it
+    adds nothing.
+    """
     item = layout._filters[index]
     for part in patterns(item):
         if part is item or any(map(part, leaves)) or elsewhere(part):
@@ -299,32 +306,34 @@ def _unused_parts(
 
 
 def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -> Problem:
-    """The problem of a filter that decides about none of some leaves."""
+    """Return the problem of a filter that chose a layout for no leaf."""
     what = f"filter {_written(layout.filters[index])}"
     item, earlier = layout._filters[index], FirstMatch(layout._filters[:index])
     matches = FirstMatch([item])
-    # The first leaf that it matches, which an earlier filter does too.
+    # The first leaf that it matches, which an earlier filter also matches.
     hidden = next((leaf for leaf in leaves if matches(leaf) is not None), None)
     if hidden is None:
-        # A pattern for what earlier filters match would be of no use either.
+        # Suggest no pattern for leaves that earlier filters match.
         left = [leaf for leaf in leaves if earlier(leaf) is None]
         why = f"matches no leaf{meant(item, left)}"
         return Problem(None, None, what, why, UNUSED.format("filter"))
     first = layout.filters[layout._choose(hidden) or 0]
-    by = f"`{hidden.path}` is matched by {_written(first)}"
-    why = f"is never used: earlier filters match all of its leaves; {by}"
+    by = f"{_written(first)} matches `{hidden.path}`"
+    why = f"is never used, since earlier filters match all of its leaves: {by}"
     return Problem(
         None,
         None,
         what,
         why,
-        "remove it; or write it before them, if it is meant to decide about these leaves",
+        "remove it, or move it before the earlier filters if it should decide about these leaves",
     )
 
 
 def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Problem]:
-    """The problems of patterns that begin with a name of two meanings, such as a field of the
-    model that has the name of a field of the training state."""
+    """Yield the problems of patterns that begin with an ambiguous name.
+
+    Such a name may be a field of both the model and the training state.
+    """
     meanings: dict[tuple[Key, ...], dict[str, None]] = {}
     for leaf in leaves:
         for root in leaf.roots:
@@ -336,17 +345,19 @@ def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Prob
     for item, written in zip(layout._filters, layout.filters, strict=True):
         for pattern in patterns(item):
             name = first_name(pattern)
-            found = meanings.get(name, {})
-            if len(found) > 1:
+            readings = meanings.get(name, {})
+            if len(readings) > 1:
                 what = f"filter {_written(written)}"
-                why = f"{pattern!r} begins with a name of two meanings: {' and '.join(found)}"
+                why = f"{pattern!r} begins with an ambiguous name: {' and '.join(readings)}"
                 yield Problem(None, None, what, why, TWO_READINGS.format(name))
 
 
 def for_arrays(layout: Layout) -> Layout:
-    """What a layout says about an argument that is one array, by rules for all arguments: patterns
-    that name it, and otherwise the `AxisRules` and the annotation. Specs and `FSDP` are written for
-    parameters."""
+    """Return the part of a layout for all arguments that applies to an argument that is one array.
+
+    Patterns that name it apply, and otherwise `AxisRules` and the array's annotation. Specs and
+    `FSDP` are for parameters.
+    """
     match layout:
         case StateSharding():
             return _with_last(layout, layout.rules or AnnotationAlone())
@@ -359,14 +370,14 @@ def for_arrays(layout: Layout) -> Layout:
 
 
 class AnnotationAlone(NoLayout):
-    """No layout, except for the `PartitionSpec` that the annotation of an array may have."""
+    """A missing layout, except for the `PartitionSpec` in an array's annotation."""
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         return undecided(leaf)._replace(specified=leaf.spec is not None)
 
 
 def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Layout:
-    """A layout with other tables of rules in it."""
+    """Change each table of rules in a layout."""
     match layout:
         case AxisRules():
             return change(layout)
@@ -382,10 +393,10 @@ def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Lay
 
 
 def reached(layout: Layout, decisions: Collection[Decision]) -> Iterator[Layout]:
-    """A layout and the layouts in it, without those that no filter has chosen in some decisions."""
+    """Yield a layout and the layouts in it, except those that no filter chose in some decisions."""
     yield layout
     inner: Sequence[Layout] = layout.inner
     if isinstance(layout, StateSharding):
         inner = [inner[i] for i in sorted(used_filters(layout, decisions))]
-    for one in inner:
-        yield from reached(one, decisions)
+    for part in inner:
+        yield from reached(part, decisions)
