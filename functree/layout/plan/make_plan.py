@@ -1,4 +1,7 @@
-"""A tree, a layout and a mesh ─► a `Plan`: one row for each leaf, with its spec and the reason."""
+"""`plan` chooses and checks the spec of each array of a tree.
+
+A tree, a layout and a mesh ─► a `Plan`, which has one row for each leaf.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -26,21 +29,22 @@ from functree.layout.plan.row import Row, row_of
 
 
 def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:
-    """Choose the spec of each array of a tree, and check it. No device is used.
+    """Choose the spec of each array of a tree, and check it, without using devices.
 
     Args:
         tree: concrete or abstract arrays, in modules and containers.
-        layout: a layout, or a prefix tree of layouts. If it is left out, the plan shows how the
-            arrays are sharded now.
+        layout: a layout, or a prefix tree of layouts. Without it, the plan shows how the arrays are
+            sharded now.
         mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
-        check: whether to raise an error for problems. If it is False, they are in `plan.problems`.
+        check: whether problems raise an error. If False, they are in `plan.problems`.
 
     Raises:
-        ShardingError: leaves cannot be laid out (the error lists all problems), or there is no
-            mesh; without a layout, the arrays are on another mesh than `mesh`.
-        FunctreeError: `tree` is a class, or a function that was not called.
-        RuleError: the layout is None, or not a layout, or a prefix tree that does not have the
-            structure of the tree.
+        ShardingError: if leaves cannot be laid out; the error lists all problems.
+        ShardingError: if there is no mesh.
+        ShardingError: if `layout` is left out and the arrays are not on `mesh`.
+        FunctreeError: if `tree` is a class, or a function that was not called.
+        RuleError: if the layout is None or not a layout.
+        RuleError: if the layout is a prefix tree that does not fit the tree's structure.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -52,7 +56,7 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         (P(None, 'model'), 'embed→None, hidden→model')
     """
     check_tree("plan", tree)
-    check_values("plan cannot be made", check=(check, FLAG))
+    check_values("plan: invalid arguments", check=(check, FLAG))
     if layout is ...:
         return _live_plan(tree, mesh)
     if layout is None:
@@ -72,7 +76,7 @@ def plan_tree(
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
 ) -> Plan:
-    """The plan of a tree; the options are those of `plan_leaves`."""
+    """Plan a tree, with the options of `plan_leaves`."""
     leaves, parts = read_for(tree, layout)
     view = agreed_mesh(mesh, own_meshes(parts))
     return plan_leaves(
@@ -81,8 +85,7 @@ def plan_tree(
 
 
 def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
-    """The leaves of a tree, with the names that a layout gives them, and the parts of the
-    layout."""
+    """Read the leaves of a tree, with the names from a layout, and the layout's parts."""
     parts = broadcast(layout, tree)
     leaves = read(tree, merge_names(part.layout for part in parts))
     hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
@@ -98,13 +101,15 @@ def plan_leaves(
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
 ) -> Plan:
-    """The plan of leaves that have been read; the options are those of `decide_parts`.
+    """Plan the leaves of a tree.
 
     Args:
         leaves: the leaves of a tree.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        check: whether to raise an error for problems.
+        check: whether problems raise an error.
+        same: the numbers that identify equal arrays, as in `decide_parts`.
+        allow_unspecified: whether an array may have no layout, as in `decide_parts`.
     """
     decisions = decide_parts(leaves, parts, view, same=same, allow_unspecified=allow_unspecified)
     return plan_decisions(leaves, decisions, view, check=check)
@@ -113,7 +118,7 @@ def plan_leaves(
 def plan_decisions(
     leaves: Leaves, decided: Decisions, view: MeshView, *, check: bool = True
 ) -> Plan:
-    """The plan of what is decided; `check` is whether to raise an error for problems."""
+    """Make a plan from decisions; `check` is whether problems raise an error."""
     if decided.problems and check:
         raise refuse(decided.problems, view)
     rows = _rows(decided.leaves, decided.decisions, view)
@@ -122,31 +127,33 @@ def plan_decisions(
 
 
 def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView) -> list[Row]:
-    """One row for each leaf. Leaves that are sharded alike, with one shape and dtype, share the
-    computed values."""
+    """Return one row for each leaf.
+
+    Leaves with the same sharding, shape and dtype share the computed values.
+    """
     known: dict[tuple[Any, ...], Row] = {}
-    # Most leaves share one decision object, which is told faster than that two of them shard alike.
-    # Leaves of different shapes may share one too.
+    # Most leaves share one decision object, whose identity is faster to compare than its value. The
+    # key includes the shape, which may differ.
     by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):
         shape, dtype = leaf.value.shape, leaf.value.dtype
         key = id(decision), shape, dtype
-        found = by_decision.get(key)
-        if found is None:
+        cached = by_decision.get(key)
+        if cached is None:
             alike = decision.mesh_axes, decision.specified, shape, dtype
             if alike not in known:
                 known[alike] = _row(leaf, decision, view)
-            found = by_decision[key] = known[alike], decision.reason
-        row, reason = found
+            cached = by_decision[key] = known[alike], decision.reason
+        row, reason = cached
         sizes = row[6:10]  # from the local shape to the copies
-        own = decision.memory_kind, None, decision.follows
-        rows.append(Row(leaf.path, shape, dtype, leaf.axes, row.spec, reason, *sizes, *own))
+        rest = decision.memory_kind, None, decision.follows
+        rows.append(Row(leaf.path, shape, dtype, leaf.axes, row.spec, reason, *sizes, *rest))
     return rows
 
 
 def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
-    """The row of a leaf, by how a decision shards it."""
+    """Return the row of a leaf that is sharded according to a decision."""
     local = local_shape(leaf.shape, decision.mesh_axes, view)
     parts = parts_over(chain.from_iterable(decision.mesh_axes), view)
     spec = decision.spec if decision.specified else None
@@ -154,15 +161,17 @@ def _row(leaf: Leaf, decision: Decision, view: MeshView) -> Row:
 
 
 def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
-    """A plan that shows how the arrays are sharded now."""
+    """Make a plan that shows how the arrays are sharded now."""
     leaves = read(tree)
-    rows, found = live_rows(leaves.leaves, leaves.training)
-    where = found if mesh is None else mesh
-    # Arrays without a mesh, such as those on a single device, have a plan too.
+    rows, live_mesh = live_rows(leaves.leaves, leaves.training)
+    where = live_mesh if mesh is None else mesh
+    # Arrays without a mesh, such as arrays on a single device, have a plan, too.
     view = MeshView({}) if where is None else mesh_view(where)
-    if found is not None and not agrees(view, found):
-        text = f"the arrays are on the mesh {compared_text(found, view)}, but `mesh` is {view}: "
+    if live_mesh is not None and not agrees(view, live_mesh):
+        text = (
+            f"the arrays are on the mesh {compared_text(live_mesh, view)}, but `mesh` is {view}: "
+        )
         raise ShardingError(
-            text + "leave `mesh` out to see how the arrays are sharded now, or give a layout too"
+            text + "leave `mesh` out to see how the arrays are sharded now, or pass a layout, too"
         )
     return Plan(rows, leaves.skeleton, view)

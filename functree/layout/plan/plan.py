@@ -1,4 +1,7 @@
-"""`Plan`: the spec of each array of a tree, and the reason for it; and how two plans differ."""
+"""A `Plan` holds the spec of each array of a tree, with the reason and the bytes.
+
+`diff` compares two plans.
+"""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,14 +36,15 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 @dataclass(frozen=True, init=False, repr=False)
 class Plan(Layout):
-    """The spec of each array of a tree, and the reason for it. A plan is immutable, and it is a
-    layout itself.
+    """The spec of each array of a tree, and the reason for it.
+
+    A plan is immutable, and is itself a layout.
 
     Attributes:
         rows: one for each array.
-        problems: what is wrong; empty unless the plan was made with `check=False`.
-        unused: the axes of rules that no leaf has.
-        unused_names: the names of the classes in `names=` that have named no leaf.
+        problems: the problems; empty unless the plan was made with `check=False`.
+        unused: the axes that rules name and no leaf has.
+        unused_names: the names of the classes in `names=` that named no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
 
@@ -58,7 +62,7 @@ class Plan(Layout):
     problems: tuple[Problem, ...] = field(compare=False)
     unused: tuple[str, ...] = field(compare=False)
     unused_names: tuple[str, ...] = field(compare=False)
-    # The rows have the paths of the tree. A plan from JSON or a pickle has no tree.
+    # A plan from JSON or a pickle has no tree, only the paths in its rows.
     _skeleton: Skeleton | None = field(compare=False)
     _by_path: dict[Path, Row] = field(compare=False)
 
@@ -89,20 +93,19 @@ class Plan(Layout):
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_skeleton": None}  # which cannot be pickled
+        return {**vars(self), "_skeleton": None}  # a skeleton cannot be pickled
 
     @property
     def view(self) -> MeshView:
-        """The mesh, or its sizes, as a `MeshView`."""
+        """The mesh or its sizes, as a `MeshView`."""
         return MeshView(self.sizes, self.mesh)
 
     @property
     def specs(self) -> Any:
-        """A tree of `PartitionSpec`s with the structure of the tree, and None in the place of other
-        leaves.
+        """A tree of `PartitionSpec`s with the tree's structure, and None for other leaves.
 
         Raises:
-            ShardingError: the plan was read from JSON or a pickle, which have no tree.
+            ShardingError: if the plan was read from JSON or a pickle, which have no tree.
         """
         return self._tree().spread(row.spec for row in self.rows)
 
@@ -111,22 +114,23 @@ class Plan(Layout):
         """A tree of `NamedSharding`s, with memory kinds.
 
         Raises:
-            ShardingError: the plan was made for sizes and not for a mesh, it has problems, or an
-                array has no spec; it was read from JSON or a pickle, which have no tree.
+            ShardingError: if the plan was made for sizes and not for a mesh.
+            ShardingError: if the plan has problems, or an array has no spec.
+            ShardingError: if the plan was read from JSON or a pickle, which have no tree.
         """
         if self.problems:
             raise refuse(self.problems, self.view)
         return self._tree().spread(map(self.sharding, self.rows))
 
     def _tree(self) -> Skeleton:
-        """The tree without its arrays."""
+        """Return the tree without its arrays."""
         if self._skeleton is None:
-            why = "this plan was read from JSON or a pickle, which have the paths of the tree alone"
-            raise ShardingError(f"{why}: plan your tree by it, `ft.plan(tree, plan, mesh)`")
+            why = "this plan was read from JSON or a pickle, which contain only the tree's paths"
+            raise ShardingError(f"{why}: use it as a layout, `ft.plan(tree, plan, mesh)`")
         return self._skeleton
 
     def sharding(self, row: Row) -> NamedSharding:
-        """The sharding of one row."""
+        """Return the sharding of a row."""
         if self.mesh is None:
             what = f"this plan was made for the sizes {self.view}, without devices"
             raise ShardingError(f"{what}: plan with a `Mesh` to get shardings")
@@ -136,17 +140,17 @@ class Plan(Layout):
 
     @property
     def total_bytes(self) -> int:
-        """The bytes of the whole tree, with each array counted once."""
+        """The bytes of the tree, with each array counted once."""
         return sum(row.bytes_global for row in self.rows)
 
     @property
     def bytes_per_device(self) -> int:
-        """The bytes on one device, with host memory."""
+        """The bytes on one device, including host memory."""
         return sum(row.bytes_per_device for row in self.rows)
 
     @property
     def axis_sizes(self) -> AxisSizes:
-        """The sizes of each axis, each with the paths of the arrays that have it.
+        """The sizes of each axis, with the paths of the arrays that have each size.
 
         Examples:
             >>> plan = ft.plan(ft.nn.MLP(8, 32, key=jax.random.key(0)), ft.P(), {})
@@ -156,12 +160,12 @@ class Plan(Layout):
         return axis_sizes(self.rows)
 
     def __getitem__(self, path: Any) -> Row:
-        """The row at a path: an `ft.Path`, a tuple, or its text."""
+        """Return the row at a path: an `ft.Path`, a tuple, or a string."""
         if not isinstance(path, str | tuple):
-            # A plan has a length and can be iterated over, so an index is a likely guess.
+            # A plan has a length and is iterable, so users may try an index.
             raise TypeError(
-                f"a plan is indexed by a path, not by {path!r}; "
-                "its rows by index are in `plan.rows`"
+                f"a plan is indexed with a path, not with {path!r}: for rows by index, use "
+                "`plan.rows`"
             )
         key = Path(path)
         if key not in self._by_path:
@@ -186,22 +190,24 @@ class Plan(Layout):
         return row is not None and row.spec is not None and row.mesh is None
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        """Decide about a leaf as the plan does about the array at the same path."""
+        """Decide about a leaf like the plan, for the array at the same path."""
         before, row = so_far or whole(leaf), self._row(leaf)
         if row is None:
             return before.wrong(("the plan has no row for it", _OWN_TREE))
         if row.spec is None:
             return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
         if row.mesh is not None:
-            why = f"the plan has it on another mesh: {row.reason}"
+            why = f"the plan has it on a different mesh: {row.reason}"
             return before.wrong((why, "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         kind = row.memory_kind or before.memory_kind
         return decision._replace(memory_kind=kind, follows=row.follows)
 
     def _row(self, leaf: Leaf) -> Row | None:
-        """The row of the array at the same path. Plans have whole paths; of a plan of the model
-        alone, it is the path in the model."""
+        """Return the row of the array at the same path.
+
+        It is the path in the plan's tree; for a plan of just the model, the path in the model.
+        """
         paths = [leaf.path, *[root.path for root in leaf.roots]]
         if leaf.follows is None and leaf.seen is not None:
             paths.append(leaf.seen)
@@ -214,15 +220,16 @@ class Plan(Layout):
         return self.table()
 
     def table(self, sort: str | None = None) -> str:
-        """The plan as text: a line for each array, in which equal layers are one line.
+        """Return the plan as text: one line for each array. Identical layers share a line.
 
-        The sizes of an array have the mesh axes that divide them: `f32[32000/model, 512/data]`.
+        A size is followed by the mesh axes that divide it: `f32[32000/model, 512/data]`.
 
         Args:
-            sort: `"bytes"` for the largest first; None for the order of the tree, as `str(plan)`.
+            sort: `"bytes"` for the largest first; None for the order of the tree, as in
+                `str(plan)`.
 
         Raises:
-            FunctreeError: `sort` is something else.
+            FunctreeError: if `sort` has another value.
 
         Examples:
             >>> plan = ft.plan(
@@ -234,26 +241,29 @@ class Plan(Layout):
             ... ]
             [['b', 'f32[64/data]'], ['a', 'f32[8/data]']]
         """
-        check("a plan cannot be sorted so", sort=(sort, _SORT))
+        check("table: invalid arguments", sort=(sort, _SORT))
         notes = [*self._notes(), *self._problem_texts()]
         return plan_text(self.rows, notes, by_bytes=sort == "bytes")
 
     def summary(self) -> str:
-        """The lines below the table: the bytes of the whole tree, what is replicated and what that
-        costs, and what of the layout was not needed."""
+        """Return the lines below the table.
+
+        They list the bytes of the tree, the replicated arrays with their cost, and the unused parts
+        of the layout.
+        """
         return "\n".join(self._notes())
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
 
     def diff(self, other: "Plan") -> Diff:
-        """What differs in another plan: arrays, specs, memory, bytes. Reasons are not compared.
+        """Compare two plans: arrays, specs, memory and bytes, but not reasons.
 
         Raises:
-            FunctreeError: the other value is not a plan.
+            FunctreeError: if the other value is not a plan.
         """
         if not isinstance(other, Plan):
-            raise FunctreeTypeError(f"a plan is compared with a plan, not with {shown(other)}")
+            raise FunctreeTypeError(f"diff: `other` must be a plan, not {shown(other)}")
         changed: list[Change] = []
         if self.sizes != other.sizes:
             changed.append(Change(Path(), "mesh", dict(self.sizes), dict(other.sizes)))
@@ -262,20 +272,22 @@ class Plan(Layout):
         return Diff(tuple(changed), (Change(Path(), "on each device", each, its),))
 
     def to_json(self) -> str:
-        """The plan as JSON: its rows, the sizes of its mesh, its problems. It has no devices, and
-        no tree."""
+        """Return the plan as JSON: its rows, mesh sizes and problems.
+
+        JSON has neither the devices nor the tree.
+        """
         parts = PlanParts(self.rows, self.sizes, self.problems, self.unused, self.unused_names)
         return json_of("plan", parts)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """The plan of a JSON. It is a layout as any other plan, and it can be printed and compared.
+        """Read a plan from JSON. It can be used as a layout, printed and compared.
 
-        It equals the plan that it was written from, if that was made for sizes. A plan for a mesh
-        with devices is another value, since JSON has no devices.
+        It equals the original plan if that plan was made for sizes. A plan for a mesh with devices
+        differs, since JSON has no devices.
 
         Raises:
-            FunctreeError: the text is not the JSON of a plan.
+            FunctreeError: if the text is not a plan's JSON.
 
         Examples:
             >>> plan = ft.plan({"w": jnp.ones((4, 8))}, ft.P("data"), {"data": 2})
@@ -287,26 +299,29 @@ class Plan(Layout):
         return cls(parts.rows, None, view, parts.problems, parts.unused, parts.unused_names)
 
     def html(self) -> str:
-        """The plan as a HTML page: the tree to fold, each array as it is cut over the mesh, and the
-        bytes on each device. The page is one file, and asks for nothing from a network."""
+        """Render the plan as an HTML page.
+
+        It has a collapsible tree, a picture of each array's shards, and the bytes on each device.
+        The page is one file, and loads nothing from a network.
+        """
         return self.page().html(page=True)
 
     def _repr_html_(self) -> str:
         return self.page().html(page=False)
 
     def page(self, moved: Mapping[Path, int] | None = None) -> PlanPage:
-        """What the page says.
+        """Return the content of the page.
 
         Args:
             moved: the bytes that a program moves for each array, by path.
         """
-        # Without the first line, which the figures at the head say.
+        # The cards replace the first note.
         return PlanPage(
             self.rows, self.sizes, self._problem_texts(), self._notes()[1:], moved or {}
         )
 
     def _notes(self) -> list[str]:
-        """The lines below the table."""
+        """Return the lines below the table."""
         total, each = bytes_text(self.total_bytes), bytes_text(self.bytes_per_device)
         arrays = count(len(self.rows), "array")
         notes = [f"mesh {self.view}: {arrays}, {total} in all, {each} on each device"]
@@ -317,7 +332,7 @@ class Plan(Layout):
         return notes + several_sizes(self.rows)
 
     def _problem_texts(self) -> list[str]:
-        """One line for each problem, and for all leaves that have it."""
+        """Return one line for each problem, with all leaves that have it."""
         lines: list[str] = []
         for group in problem_groups(self.problems):
             subject = group.named or group.what
@@ -326,7 +341,7 @@ class Plan(Layout):
 
 
 class PlanParts(NamedTuple):
-    """What JSON has of a plan: all but the structure of the tree and the devices of the mesh."""
+    """The parts of a plan in JSON, which has neither the tree's structure nor devices."""
 
     rows: tuple[Row, ...]
     sizes: Mapping[str, int]
@@ -338,7 +353,7 @@ class PlanParts(NamedTuple):
 _SORT = Takes(
     '`"bytes"`', lambda value: isinstance(value, str), lambda value: value == "bytes"
 ).or_none()
-_OWN_TREE = "use a plan of the tree that it belongs to"
+_OWN_TREE = "use a plan of the tree that this leaf is in"
 
 
 def _whole(path: Path, row: Row) -> tuple[str, str]:
