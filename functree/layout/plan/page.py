@@ -28,7 +28,7 @@ from functree.report.table import bytes_text
 from functree.tree.paths import Path
 
 MOST_DEVICES = 16
-"""The number of devices of which each has a bar."""
+"""The number of devices that the key to the pictures' colors lists."""
 MOST_LINES = 200
 """The number of lines of a plan in a notebook; a page has all."""
 
@@ -70,23 +70,23 @@ class PlanPage(NamedTuple):
         ]
 
     def devices(self) -> str:
-        """The bytes on each device, by part of the tree. The pictures have the devices' colours."""
+        """Render the bytes of one device, by part of the tree, and the key to the pictures' colors.
+
+        All devices of a plan have equally many bytes.
+        """
+        each, number = _each(self.rows), MeshView(self.sizes).devices
         parts = parts_of({row.path: row.bytes_per_device for row in self.rows})
-        bar = bar_html(parts, max(1, _each(self.rows)))
-        number = MeshView(self.sizes).devices
-        texts: list[str] = []
-        for device in range(min(number, MOST_DEVICES)):
-            texts.append(self._device(device, bar))
-        more = ""
+        devices = "".join(map(self._device, range(min(number, MOST_DEVICES))))
         if number > MOST_DEVICES:
-            more = f'<p class="muted">and {number - MOST_DEVICES:,} more devices with the same</p>'
+            devices += f"<span>and {number - MOST_DEVICES:,} more</span>"
         return section_html(
-            f"Each device has {bytes_text(_each(self.rows))}",
+            f"{number:,} {'device' if number == 1 else 'devices'}, {bytes_text(each)} each",
             key_html(parts),
-            f'<div class="devices">{"".join(texts)}</div>{more}',
+            bar_html(parts, max(1, each)),
+            f'<div class="key devices muted">{devices}</div>',
         )
 
-    def _device(self, device: int, bar: str) -> str:
+    def _device(self, device: int) -> str:
         position: list[str] = []
         rest = device
         for axis, size in reversed(list(self.sizes.items())):
@@ -94,11 +94,8 @@ class PlanPage(NamedTuple):
             if size > 1:
                 position.append(f"{axis}={index}")
         name = html.escape(", ".join([f"device {device}", *reversed(position)]))
-        return (
-            f'<div class="device"><span class="own" style="background:'
-            f'{device_colour(device, self.sizes)}"></span><div>{bar}'
-            f'<span class="why">{name}</span></div></div>'
-        )
+        dot = f'<span class="dot" style="background:{device_colour(device, self.sizes)}"></span>'
+        return f'<span class="device">{dot}{name}</span>'
 
     def arrays(self, at_most: int | None = None) -> str:
         """The tree of arrays; of many, only the largest."""
