@@ -1,4 +1,4 @@
-"""Problems found in a tree or a layout ─► one exception whose text lists them all."""
+"""One exception lists all problems of a call: problems ─► an error and its text."""
 
 import difflib
 import inspect
@@ -9,15 +9,15 @@ from typing import NamedTuple
 
 
 class Problem(NamedTuple):
-    """One thing that is wrong, and what to do about it.
+    """A mistake in a leaf, a rule or an argument, with its remedy.
 
     Attributes:
-        path: the leaf's path (an `ft.Path`), or `None` if the problem is not about a single leaf.
+        path: the leaf's path (an `ft.Path`), or `None` if the problem does not concern a single
+            leaf.
         shape: the leaf's shape, or `None`.
-        what: a text for the leaf or rule that the problem is about: `f32[1001, 4096]  "hidden
-            embed"`.
-        why: what is wrong with it.
-        remedy: what to change; may be empty.
+        what: a description of the leaf, rule or argument: `f32[1001, 4096]  "hidden embed"`.
+        why: the mistake.
+        remedy: the change that fixes it; may be empty.
 
     Examples:
         >>> Problem(
@@ -37,25 +37,28 @@ USERS_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError),
     *(NameError, RuntimeError, StopIteration, TypeError, ValueError),
 )
-"""What a user's function, or a method of a user's class such as `__eq__`, raises when it cannot do
-what is asked of it. Not all that Python has: an interrupt, or a full memory, is not theirs, and an
-exception of the user's own says what its author meant."""
+"""Exceptions that user code, such as a function or a method `__eq__`, may raise when it fails.
+
+Others propagate: `KeyboardInterrupt`, `MemoryError`, and exceptions that users derive from
+`Exception`.
+"""
 
 
 def error_text(error: BaseException) -> str:
-    """The class and the first line of an error, for a message about it."""
+    """Return the class and the first line of an error, for a message about it."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
 
 class FunctreeError(Exception):
-    """The base class of all errors of functree. `.problems` has one record for each thing that is
-    wrong.
+    """Base class of all errors that functree raises.
+
+    Its attribute `problems` has one record for each mistake.
 
     Args:
         headline: the first line of the text.
-        problems: the records, listed below the headline. If there are none, `.problems` has one
-            record, made from the headline.
+        problems: the records, which the text lists below the headline. Without records,
+            `.problems` gets one with the headline.
 
     Examples:
         >>> ft.plan(
@@ -73,9 +76,9 @@ class FunctreeError(Exception):
 
 
 class FunctreeWarning(UserWarning):
-    """The category of all warnings of functree: of what runs, and costs more than it looks.
+    """Category of all warnings that functree issues, about code that runs but may cost too much.
 
-    `warnings.simplefilter("error", ft.FunctreeWarning)` makes them errors.
+    `warnings.simplefilter("error", ft.FunctreeWarning)` turns them into errors.
 
     Examples:
         >>> issubclass(ft.FunctreeWarning, UserWarning)
@@ -84,19 +87,22 @@ class FunctreeWarning(UserWarning):
 
 
 def listed(texts: Sequence[str], most: int = 4) -> str:
-    """The first few texts, and the number of the others: `a, b and 3 more`."""
+    """List the first few texts and the number of the others: `a, b and 3 more`."""
     rest = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
 
 def warn(text: str) -> None:
-    """Warn at the line of the user's call: at the first frame that is not in functree or JAX."""
+    """Warn at the line of the user's call, which is the first frame outside functree and JAX."""
     warnings.warn(text, FunctreeWarning, stacklevel=users_frame()[0])
 
 
 def users_frame() -> tuple[int, FrameType | None]:
-    """The first frame that is not in functree or JAX, and its distance from the caller; None if
-    there is none."""
+    """Find the first frame outside functree and JAX.
+
+    Returns:
+        The frame's distance from the caller, and the frame, or None if there is no such frame.
+    """
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _SKIPPED:
         level, frame = level + 1, frame.f_back
@@ -107,15 +113,15 @@ _SKIPPED = ("functree", "jax", "contextlib")
 
 
 class FunctreeTypeError(FunctreeError, TypeError):
-    """A parameter was given a value of a wrong type."""
+    """Error for an argument with a wrong type."""
 
 
 class FunctreeValueError(FunctreeError, ValueError):
-    """A parameter was given a value of a right type that is not one of those it takes."""
+    """Error for an argument with a valid type and an invalid value."""
 
 
 class AxesError(FunctreeError, ValueError):
-    """An annotation does not fit its leaf, or an annotation cannot be read.
+    """Error for an annotation that does not fit its leaf, or that cannot be read.
 
     Examples:
         >>> ft.Axes("not an identifier")
@@ -126,7 +132,9 @@ class AxesError(FunctreeError, ValueError):
 
 
 class RuleError(FunctreeError, ValueError):
-    """A layout, filter or path is invalid for every tree. Raised when it is created.
+    """Error for a layout, filter or path that is invalid for every tree.
+
+    It is raised when the object is created.
 
     Examples:
         >>> ft.AxisRules({"hidden": ("model", "model")})
@@ -138,7 +146,7 @@ class RuleError(FunctreeError, ValueError):
 
 
 class ShardingError(FunctreeError, ValueError):
-    """A tree cannot be laid out as asked. The error lists every leaf that has a problem.
+    """Error for a tree that cannot be laid out as requested. It lists every leaf with a problem.
 
     Examples:
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
@@ -150,7 +158,7 @@ class ShardingError(FunctreeError, ValueError):
 
 
 class StateError(FunctreeError):
-    """A piece of state is unknown, belongs to another model, or has the wrong shape or dtype.
+    """Error for a piece of state that is unknown, or has the wrong model, shape or dtype.
 
     Examples:
         >>> issubclass(ft.StateError, ft.FunctreeError)
@@ -159,10 +167,10 @@ class StateError(FunctreeError):
 
 
 class CheckpointError(FunctreeError):
-    """A checkpoint cannot be written or read, or does not fit the tree that it is restored into.
+    """Error for a checkpoint that cannot be written, read, or restored into a tree.
 
-    It is also an `OSError` if the files are at fault: they are missing, damaged or already there,
-    or cannot be read or written. An error of the operating system is its `__cause__`.
+    It is also an `OSError` if the files are the cause: they are missing or damaged, exist already,
+    or cannot be read or written. Its `__cause__` is the operating system's error, if there is one.
 
     Examples:
         >>> ft.restore(folder, {})
@@ -179,12 +187,12 @@ class CheckpointError(FunctreeError):
 
 
 class CheckpointFileError(CheckpointError, OSError):
-    """A checkpoint cannot be written or read because of its files."""
+    """Error for a checkpoint whose files prevent writing or reading it."""
 
 
 # A large model has thousands of leaves, and one mistake often affects all of them. The text names
-# only the first few; `.problems` has them all.
-MAX_PATHS = 6  # named for each group of leaves with the same problems; the other leaves are counted
+# only the first few, and `.problems` has them all.
+MAX_PATHS = 6  # paths named in each group of leaves with the same problems
 MAX_GROUPS = 40
 
 
@@ -192,9 +200,9 @@ class ProblemGroup(NamedTuple):
     """Leaves with the same problems.
 
     Attributes:
-        paths: the texts of their paths, empty for what is no leaf.
-        what: what they are.
-        whys: what is wrong with them.
+        paths: the texts of their paths. A problem without a leaf has an empty text.
+        what: the description that they share.
+        whys: the mistakes.
     """
 
     paths: Sequence[str]
@@ -203,24 +211,23 @@ class ProblemGroup(NamedTuple):
 
     @property
     def named(self) -> str:
-        """The first few paths, and the number of the others; empty for what is no leaf."""
+        """The first few paths and the number of the others; empty if there is no leaf."""
         return listed(list(dict.fromkeys(filter(None, self.paths))), MAX_PATHS)
 
     @property
     def subject(self) -> str:
-        """The paths, and what is there."""
+        """The paths and the description of their leaves."""
         return "   ".join(filter(None, (self.named, self.what)))
 
 
 def problem_groups(problems: Iterable[Problem]) -> list[ProblemGroup]:
-    """The problems, told once for all leaves that have the same ones."""
-    # The dicts are ordered sets: one leaf may have the same problem from two layouts, and it is
-    # listed once.
+    """Group the leaves that have the same problems."""
+    # The inner dicts are ordered sets: two layouts may report the same problem for one leaf, and it
+    # is listed once.
     leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
         leaves.setdefault((path_text(p.path), p.what), {})[p.why] = None
-    # A leaf with two problems is one entry with both, so leaves are grouped by all of their
-    # problems together.
+    # Leaves are grouped by all of their problems, so a leaf with two problems is in one group.
     groups: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for (path, what), whys in leaves.items():
         groups.setdefault((what, tuple(whys)), []).append(path)
@@ -228,15 +235,15 @@ def problem_groups(problems: Iterable[Problem]) -> list[ProblemGroup]:
 
 
 def _text(headline: str, problems: Sequence[Problem]) -> str:
-    """The headline, one paragraph for each group of leaves with the same problems, and the
-    remedies."""
+    """Write the headline, a paragraph for each group of leaves, and the remedies."""
     groups, lines = problem_groups(problems), [headline]
     for group in groups[:MAX_GROUPS]:
         lines += ["", f"  {group.subject}"]
         for text in group.whys:
             lines += [f"      {line}" for line in text.splitlines()]
     if len(groups) > MAX_GROUPS:
-        lines += ["", f"  and {len(groups) - MAX_GROUPS} more kinds of problem, all in `.problems`"]
+        more = count(len(groups) - MAX_GROUPS, "more kind")
+        lines += ["", f"  and {more} of problem: see `.problems`"]
     remedies = list(dict.fromkeys(line for p in problems for line in p.remedy.splitlines()))
     if remedies:
         lines += ["", "Try: " + "\n     ".join(remedies[:MAX_PATHS])]
@@ -244,25 +251,25 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
 
 
 def path_text(path: tuple[object, ...] | None) -> str:
-    """A path as it is printed; empty for a problem that is not about a single leaf."""
+    """Return the text of a path; empty for a problem that does not concern a single leaf."""
     if path is None:
         return ""
-    # The path of a tree that is a single array is empty, and so is its text.
+    # If the tree is a single array, its path and the text of its path are empty.
     return str(path) or "(the array)"
 
 
 def count(number: int, noun: str) -> str:
-    """A number with its noun: `1 leaf`, `2 leaves`."""
+    """Return a number with its noun: `1 leaf`, `2 leaves`."""
     plural = noun[:-1] + "ves" if noun.endswith("f") else noun + "s"
     return f"{number} {noun if number == 1 else plural}"
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """The known name that differs by one edit or one swap of neighbouring letters, for names of
-    four letters or more.
+    """Find the known name of which a name is probably a typo.
 
-    If one of the two names begins with the other (`head`, `heads`), they are different names and
-    not a typo.
+    The names differ by one edit or one swap of neighboring letters, and have four letters or more.
+    If one of the two names begins with the other (`head`, `heads`), they count as different names,
+    not as a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -275,8 +282,9 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 
 
 def longer_form(name: str, known: Iterable[str]) -> str | None:
-    """The known name of which a name is a longer form, or which is one of it: one of the two begins
-    with the other or is its plural, and both have four letters or more.
+    """Find the known name that is a longer or shorter form of a name.
+
+    One of the two begins with the other or is its plural, and both have four letters or more.
 
     >>> (
     ...     longer_form("head", ["embed", "heads"]),
@@ -288,18 +296,20 @@ def longer_form(name: str, known: Iterable[str]) -> str | None:
         short, long = sorted((name, other), key=len)
         if len(short) < 4 or short == long:
             continue
-        # `category` and `categories`.
+        # The second case is `category` and `categories`.
         if long.startswith(short) or (short[-1] == "y" and long == f"{short[:-1]}ies"):
             return other
     return None
 
 
 def _one_edit(short: str, long: str) -> bool:
-    """Whether one inserted or changed letter, or one swap of neighbours, makes the longer name of
-    the shorter one."""
+    """Return whether one edit turns the shorter name into the longer one.
+
+    An edit inserts or changes a letter, or swaps two neighbors.
+    """
     if len(long) - len(short) > 1 or short == long:
         return False
-    # The first letter that differs: an edit can only be there.
+    # An edit can only be at the first letter that differs.
     i = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
     if len(short) < len(long):
         return short[i:] == long[i + 1 :]
@@ -308,8 +318,7 @@ def _one_edit(short: str, long: str) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """The text `; did you mean ...?` with the nearest known name, or an empty text if no name is
-    near.
+    """Write `; did you mean ...?` with the nearest known name; empty if no name is near.
 
     >>> did_you_mean("hiden", ["embed", "hidden"])
     '; did you mean `hidden`?'
@@ -319,12 +328,12 @@ def did_you_mean(name: object, known: Iterable[object]) -> str:
 
 
 def nearest(name: object, known: Iterable[object], most: int, *, cutoff: float = 0.6) -> list[str]:
-    """The known names that are near, the nearest first.
+    """List the known names that resemble a name, the nearest first.
 
     Args:
         name: the name.
-        known: the known ones.
-        most: how many of them at most.
-        cutoff: how near they have to be; 1 is the same.
+        known: the known names.
+        most: the largest number of names in the result.
+        cutoff: the least similarity, where 1 means equal.
     """
     return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=cutoff)
