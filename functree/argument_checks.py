@@ -1,5 +1,4 @@
-"""What a user passes for a parameter ─► one error that names each wrong value, and what belongs in
-its place."""
+"""All arguments of a call are checked together: arguments ─► one error for all wrong values."""
 
 import functools
 import inspect
@@ -37,12 +36,13 @@ R = TypeVar("R")
 
 
 class Takes(NamedTuple):
-    """The values that a parameter takes.
+    """The values that a parameter accepts.
 
     Attributes:
-        text: what they are, for messages.
-        is_type: whether a value is of their type; if it is not, the error is a `TypeError`.
-        is_value: whether a value of their type is one of them; if not, it is a `ValueError`.
+        text: their description in messages, after "it must be".
+        is_type: the check of a value's type. If it fails, the error is a `TypeError`.
+        is_value: the check of a value whose type is right. If it fails, the error is a
+            `ValueError`.
     """
 
     text: str
@@ -50,11 +50,11 @@ class Takes(NamedTuple):
     is_value: Callable[[Any], bool] = lambda value: True
 
     def fits(self, value: object) -> bool:
-        """Whether a value is one of them."""
+        """Return whether a parameter accepts a value."""
         return self.is_type(value) and self.is_value(value)
 
     def or_none(self) -> "Takes":
-        """These values and None."""
+        """Accept None too."""
         return Takes(
             f"{self.text}, or None",
             lambda value: value is None or self.is_type(value),
@@ -63,7 +63,7 @@ class Takes(NamedTuple):
 
 
 def _is_integer(value: object) -> bool:
-    # A flag is an `int` in Python, and in the place of a number it is a mistake.
+    # In Python a bool is an `int`, but here it is a mistake.
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
@@ -72,12 +72,12 @@ def _is_real(value: object) -> bool:
 
 
 def is_size(value: Any) -> bool:
-    """Whether a value is a positive integer."""
+    """Return whether a value is a positive integer."""
     return _is_integer(value) and bool(value > 0)
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a finite real number that a float can be."""
+    """Return whether a value is a finite real number within the range of a float."""
     try:
         return _is_real(value) and math.isfinite(value)
     except OverflowError:
@@ -85,25 +85,25 @@ def is_number(value: Any) -> bool:
 
 
 def _is_dtype(value: Any) -> bool:
-    """Whether a value stands for a dtype in one of the forms that JAX takes."""
-    # numpy takes None for float64, and everything that has a `dtype`, such as an array.
+    """Return whether a value denotes a dtype in one of the forms that JAX accepts."""
+    # NumPy accepts None as float64, and any object with a `dtype`, such as an array.
     if not isinstance(value, str | type | np.dtype | type(jnp.float32)):
         return False
     try:
         jnp.dtype(value)
-    # numpy reads more than names, such as `(3,)f4`, and raises errors of several classes.
+    # NumPy parses more than names, such as `(3,)f4`, and raises errors of several classes.
     except (TypeError, ValueError, SyntaxError):
         return False
     return True
 
 
 def is_floating(value: Any) -> bool:
-    """Whether a value is a dtype of floating-point numbers, in one of the forms that JAX takes."""
+    """Return whether a value denotes a floating-point dtype in a form that JAX accepts."""
     return _is_dtype(value) and bool(jnp.issubdtype(jnp.dtype(value), jnp.floating))
 
 
 def is_name(value: object) -> TypeGuard[str]:
-    """Whether a value is a text that is not empty."""
+    """Return whether a value is a nonempty string."""
     return isinstance(value, str) and value != ""
 
 
@@ -111,12 +111,12 @@ _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def is_integers(value: object) -> bool:
-    """Whether a value is an array of integers, which may be traced or abstract."""
+    """Return whether a value is an integer array. It may be traced or abstract."""
     return isinstance(value, _ARRAYS) and bool(jnp.issubdtype(value.dtype, jnp.integer))
 
 
 def is_key(value: object) -> bool:
-    """Whether a value is one random key, typed or raw, concrete, traced or abstract."""
+    """Return whether a value is a single random key: typed or raw, concrete, traced or abstract."""
     if not isinstance(value, _ARRAYS):
         return False
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
@@ -141,7 +141,7 @@ KEY = Takes(
     is_key,
 )
 FLOATING = Takes("a floating-point dtype, such as `jnp.float32`", _is_dtype, is_floating)
-TEXT = Takes("a text", lambda value: isinstance(value, str))
+TEXT = Takes("a string", lambda value: isinstance(value, str))
 
 
 def _is_path(value: object) -> bool:
@@ -149,33 +149,33 @@ def _is_path(value: object) -> bool:
 
 
 def _is_possible_path(value: Any) -> bool:
-    """Whether the system can be asked about a path: it is not empty, and has no null character."""
+    """Return whether the system accepts a path: it is not empty, and has no null character."""
     text = os.fspath(value)
     try:
         os.fsencode(text)
     except UnicodeEncodeError:
-        return False  # half of a character
+        return False  # a lone surrogate
     return text != "" and "\0" not in text
 
 
 FILE = Takes("the path of a file", _is_path, _is_possible_path)
 FOLDER = FILE._replace(text="the path of a folder")
 
-# Also what `Path` has made of an address.
+# `Path` turns `gs://` into `gs:/`, so this matches its result too.
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 
 
 def _is_local(value: Any) -> bool:
-    """Whether a path is no address: by such a name a folder would be made here."""
+    """Return whether a path is not a URL, which would create a local folder with its name."""
     return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
 
 
-_NO_ADDRESS = "of a file system: copy to or from a bucket by its own tools"
-LOCAL_FILE = FILE._replace(text=f"{FILE.text} {_NO_ADDRESS}", is_value=_is_local)
-LOCAL_FOLDER = FOLDER._replace(text=f"{FOLDER.text} {_NO_ADDRESS}", is_value=_is_local)
+_NO_ADDRESS = "not a URL: copy to or from a bucket with its own tools"
+LOCAL_FILE = FILE._replace(text=f"{FILE.text}, {_NO_ADDRESS}", is_value=_is_local)
+LOCAL_FOLDER = FOLDER._replace(text=f"{FOLDER.text}, {_NO_ADDRESS}", is_value=_is_local)
 POSITION = Takes("an integer", _is_integer)
 POSITIONS = Takes(
-    "a position, or several in a tuple",
+    "an integer, or a tuple of integers",
     lambda value: (
         _is_integer(value) or (isinstance(value, tuple | list) and all(map(_is_integer, value)))
     ),
@@ -185,7 +185,7 @@ ITERABLE = Takes(
     "a list or a tuple",
     lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes),
 )
-# Not an iterator, which the check would use up.
+# An iterator is not a collection: the check would exhaust it.
 _COLLECTION = Takes(
     "a collection", lambda value: isinstance(value, Collection) and ITERABLE.fits(value)
 )
@@ -199,11 +199,11 @@ DEVICES = Takes(
     lambda value: isinstance(value, tuple) and all(isinstance(one, jax.Device) for one in value),
 )
 TEXTS = Takes(
-    "a collection of texts", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value))
+    "a collection of strings", lambda value: _COLLECTION.fits(value) and all(map(TEXT.fits, value))
 )
 
 
-# In annotations, for `checked`.
+# Annotations for `checked`.
 Flag = Annotated[bool, FLAG]
 Size = Annotated[int, SIZE]
 Positive = Annotated[float, POSITIVE]
@@ -215,14 +215,14 @@ FloatingDtype = Annotated[DTypeLike, FLOATING]
 
 
 def shown(value: object) -> str:
-    """A value in messages: shortened, and an array by its dtype and shape."""
+    """Write a value for a message: shortened, and an array as its dtype and shape."""
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return f"{value.dtype}{list(value.shape)}"
     return value.__name__ if isinstance(value, type) else reprlib.repr(value)
 
 
 def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
-    """A problem for each value that does not belong in its parameter.
+    """Yield a problem for each value that its parameter does not accept.
 
     Examples:
         >>> from functree.argument_checks import SIZE, problems
@@ -236,21 +236,21 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
         if not takes.fits(value):
             remedy = ""
             if isinstance(value, staticmethod | classmethod | property):
-                remedy = f"put `@{type(value).__name__}` above the decorators of functree"
+                remedy = f"put `@{type(value).__name__}` above functree's decorators"
             yield Problem(None, None, f"{name}={shown(value)}", f"it must be {takes.text}", remedy)
 
 
 def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> None:
-    """Raise an error that lists the values that do not belong in their parameters.
+    """Raise an error that lists the values that their parameters do not accept.
 
     Args:
-        headline: what is not possible with such values.
-        *others: what else is wrong with values of the right types.
-        **given: for each parameter, its value and what it takes.
+        headline: the first line of the error: the function's name, and what failed.
+        *others: further problems of values whose types are right.
+        **given: the value of each parameter, and the values that it accepts.
 
     Raises:
-        FunctreeTypeError: a value is of a wrong type. If others are only wrong, it lists them too.
-        FunctreeValueError: all values are of the right types, and some are wrong.
+        FunctreeTypeError: if a value has a wrong type. It lists all wrong values.
+        FunctreeValueError: if all types are right and some values are wrong.
     """
     if found := [*problems(**given), *others]:
         right_type = all(takes.is_type(value) for value, takes in given.values())
@@ -258,8 +258,9 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
 
 
 def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
-    """What the parameters of a function, or the fields of a class, take: the `Takes` in their
-    annotations, which may be in a union with None.
+    """Collect the `Takes` in the annotations of a function's parameters or a class's fields.
+
+    An annotation may be a union with None.
 
     Examples:
         >>> from functree.argument_checks import Size, kinds_of
@@ -279,19 +280,19 @@ def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
 
 
 def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator that checks the arguments of a function by the `Takes` in its annotations.
+    """Build a decorator that checks a function's arguments with the `Takes` in its annotations.
 
-    The function raises the errors of `check`, with this headline. What is not given is not checked.
+    The function raises the errors of `check`, with this headline. Defaults are not checked.
 
     Examples:
         >>> from functree.argument_checks import Size, checked
-        >>> @checked("no square has this size")
+        >>> @checked("square: invalid arguments")
         ... def square(size: Size) -> int:
         ...     return size * size
         >>> square(0)
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: no square has this size
+        functree.errors.FunctreeValueError: square: invalid arguments
         <BLANKLINE>
           size=0
               it must be a positive integer
@@ -314,13 +315,13 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def parameter_error(
     headline: str, found: Iterable[Problem] = (), *, right_type: bool
 ) -> FunctreeError:
-    """The error for values that are not of the right type, or that only are not the right ones."""
+    """Build the error for wrong values: a `FunctreeTypeError` unless their types are right."""
     kind = FunctreeValueError if right_type else FunctreeTypeError
     return kind(headline, found)
 
 
 def check_tree(function: str, tree: object) -> None:
-    """Raise FunctreeTypeError for a class or an uncalled function in the place of a tree."""
+    """Raise FunctreeTypeError if a tree is a class or an uncalled function."""
     if not callable(tree) or not all_leaves([tree]):  # a callable module is a tree
         return
     what, remedy = "a function", "call it first"
@@ -328,24 +329,23 @@ def check_tree(function: str, tree: object) -> None:
         what, remedy = "a class", "make an instance of it"
     name = getattr(tree, "__name__", None) or shown(tree)
     raise FunctreeTypeError(
-        f"{function} takes a tree of arrays, and {name} is {what}: {remedy}, "
-        f"or give `ft.abstract({name})(...)` for the shapes alone"
+        f"{function} takes a tree of arrays, but {name} is {what}: {remedy}, "
+        f"or pass `ft.abstract({name})(...)` if you only need shapes"
     )
 
 
 def check_callback(function: Callable[..., Any], what: str) -> None:
-    """Raise RuleError for a function that cannot be called with a path and a leaf, as filters and
-    layouts are."""
-    # A mesh is callable too, as a decorator.
+    """Raise RuleError if a filter or layout cannot be called with a path and a leaf."""
+    # A mesh is callable too, since it is a decorator.
     if not isinstance(function, jax.sharding.Mesh):
         try:
             inspect.signature(function).bind((), None)
-        except ValueError:  # a function in C that says nothing about its parameters
+        except ValueError:  # a C function without a signature
             return
         except TypeError:
             pass
         else:
             return
     raise RuleError(
-        f"{shown(function)} is not {what}: a function is one if it takes `(path, leaf)`"
+        f"{shown(function)} is not {what}: a callable must take `(path, leaf)`"
     )

@@ -237,7 +237,7 @@ def test_a_program_for_devices_that_are_given_later(mesh: Mesh):
 
 
 NOT_STAGES: dict[str, tuple[dict[str, Any], str]] = {
-    "lower": ({"lowering_platforms": "tpu"}, "it must be a collection of texts, or None"),
+    "lower": ({"lowering_platforms": "tpu"}, "it must be a collection of strings, or None"),
     "compile": ({"compiler_options": 3}, "it must be a mapping, or None"),
     "compile ": ({"device_assignment": ("cpu",)}, "it must be a tuple of devices, or None"),
     "compile  ": ({"device_assignment": 3}, "it must be a tuple of devices, or None"),

@@ -123,7 +123,7 @@ def test_an_address_is_no_folder_of_such_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with raises("of a file system: copy to or from a bucket by its own tools", error=ValueError):
+    with raises("not a URL: copy to or from a bucket with its own tools", error=ValueError):
         DOORS[door][0](address, model)
     assert not listed(tmp_path)
 

@@ -603,10 +603,10 @@ SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a mapping for ambient rules": (
         lambda: entered(rules={"embed": "data"}), ["is not a layout", FOR_RULES]
     ),
-    "a mesh as a layout": (lambda: ft.plan(MODEL, MESH, MESH), ["is not a layout: a function is one if it takes"]),
+    "a mesh as a layout": (lambda: ft.plan(MODEL, MESH, MESH), ["is not a layout: a callable must take"]),
     "a jitted function as a filter": (
         lambda: ft.grad(loss, wrt=ft.jit(lambda x: x)),
-        ["is not a filter: a function is one if it takes `(path, leaf)`"],
+        ["is not a filter: a callable must take `(path, leaf)`"],
     ),
     "several wrong values": (
         lambda: ft.nn.Linear(0, 4, use_bias="no", key=KEY),  # type: ignore[arg-type]

@@ -208,7 +208,7 @@ def test_what_is_not_callable():
 )
 @pytest.mark.parametrize("kind", [staticmethod, classmethod, property])
 def test_what_decorates_a_method_comes_above(wrapper: Any, kind: Any):
-    remedy = f"put `@{kind.__name__}` above the decorators of functree"
+    remedy = f"put `@{kind.__name__}` above functree's decorators"
     with raises("it must be a function", remedy, error=FunctreeTypeError):
         wrapper(kind(lambda x: x))
 
