@@ -1,4 +1,4 @@
-"""A traced array and a spec on a mesh ─► the same array, constrained to it."""
+"""Arrays are constrained to a spec on a mesh with mesh axes of any type."""
 
 import functools
 from typing import TypeVar
@@ -16,14 +16,14 @@ _T = TypeVar("_T", bound=AnyArray)
 def with_constraint(
     value: _T, mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> _T:
-    """The array, constrained to a spec. Manual mesh axes are left out of it.
+    """Constrain an array to a spec, without the spec's Manual mesh axes.
 
-    A mesh may mix types of axes, and JAX has one function for each type: on Explicit axes the array
-    is resharded.
+    A mesh may mix types of mesh axes, and JAX has one function for each type. On Explicit mesh
+    axes, the array is resharded.
     """
     on_explicit, on_auto = _by_type(mesh, spec)
     if on_explicit is not None and on_auto is not None:
-        value = jax.sharding.reshard(value, on_explicit)  # the devices are known by the constraint
+        value = jax.sharding.reshard(value, on_explicit)  # the constraint below names the devices
     elif on_explicit is not None:
         value = _resharded(value, on_explicit)
     if on_auto is not None:
@@ -33,12 +33,15 @@ def with_constraint(
     return value
 
 
-# A model constrains its activations again and again, by a few specs.
+# A model constrains many activations to a few specs.
 @functools.lru_cache(maxsize=1024)
 def _by_type(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
-    """The shardings on the Explicit and on the Auto axes of a mesh; None if it has no such axes."""
+    """Split a spec into shardings on the Explicit and the Auto mesh axes.
+
+    A sharding is None if the mesh has no such mesh axes.
+    """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     found: list[NamedSharding | None] = []
     for wanted in (AxisType.Explicit, AxisType.Auto):
@@ -51,9 +54,9 @@ def _by_type(
 
 
 def _resharded(value: _T, sharding: NamedSharding) -> _T:
-    """The array, resharded on Explicit axes by a program that knows the devices of the mesh."""
+    """Reshard an array on Explicit mesh axes, in a program for the devices of the mesh."""
     if isinstance(sharding.mesh, AbstractMesh) or not tracing():
         return jax.sharding.reshard(value, sharding)
-    # If no argument is on a mesh, JAX takes the devices of a program from constraints and from the
-    # shardings of inner functions, but not from `reshard`.
+    # If no argument is on a mesh, JAX takes a program's devices from constraints and from shardings
+    # of inner functions, but not from `reshard`.
     return jax.jit(lambda x: jax.sharding.reshard(x, sharding), out_shardings=sharding)(value)

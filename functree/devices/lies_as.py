@@ -1,7 +1,7 @@
-"""An array and another one ─► the array, sharded as the other one is.
+"""`lies_as` makes the compiler shard one array like another.
 
-`sdy.sharding_group` of the compiler's Shardy. JAX 0.10 has it as `jax.experimental.shard_alike`,
-JAX 0.12 no longer.
+It uses Shardy's `sdy.sharding_group`. JAX 0.10 offers it as `jax.experimental.shard_alike`, which
+JAX 0.12 removed.
 """
 
 import itertools
@@ -16,26 +16,26 @@ from jax.interpreters import ad, batching, mlir
 
 _GROUPS = itertools.count()
 
-# A shard_map, and a call of a function that may end in one: the partitioner fails where the result
-# of such an operation is in a group (jax 0.10 and 0.12), so that a barrier stands between. Behind
-# every gradient it would keep operations from being fused.
+# These are a shard_map, and a call of a function that may end in one. The partitioner fails if the
+# result of such an operation is in a group (JAX 0.10 and 0.12), so a barrier separates them. A
+# barrier after every gradient would prevent fusion.
 _OPAQUE = frozenset({"sdy.manual_computation", "func.call"})
 
 
 def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
-    """The array, which the compiler shards as it shards the other one.
+    """Return an array that the compiler shards like another array.
 
     Values and derivatives are unchanged. With `jax_use_shardy_partitioner=False` it does nothing.
 
     Args:
         array: an array.
-        other: one of its shape.
+        other: an array of the same shape.
     """
     return _lies_as.bind(array, other)[0]
 
 
-# It has both as results: otherwise, where it is a program of its own, the sharding of the other
-# array would not reach the result.
+# Both arrays are results. Otherwise, when this is a program of its own, the other array's sharding
+# would not reach the result.
 _lies_as = Primitive("lies_as")
 _lies_as.multiple_results = True
 
@@ -55,7 +55,7 @@ def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequence[int]]:
-    # Both have the mapped dimension, since one that is replicated would leave it open.
+    # Both get the mapped dimension: an array without it would leave its sharding open.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     array, other = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -65,11 +65,11 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequ
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    # A tangent is left to the compiler: a gradient of a gradient is laid out by its own `grad`.
+    # The compiler shards tangents. A gradient of a gradient is laid out by its own `grad`.
     return _lies_as.bind(*primals), tangents
 
 
-# Outside of a program it is one of its own, whose result lies as the other array does.
+# Outside a trace it is a program of its own, whose result is sharded like the other array.
 _lies_as.def_impl(jax.jit(_lies_as.bind))
 _lies_as.def_abstract_eval(_abstract)
 mlir.register_lowering(_lies_as, _lower, cacheable=False)

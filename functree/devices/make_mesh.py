@@ -1,4 +1,4 @@
-"""Names and sizes of mesh axes ─► a mesh of devices."""
+"""`make_mesh` builds a mesh: names and sizes of mesh axes ─► a mesh of devices."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from jax.sharding import AxisType, Mesh
 from functree.argument_checks import is_size, shown
 from functree.devices.meshes import Device
 from functree.devices.targets import EXAMPLES, Target, target_devices
-from functree.errors import ShardingError, did_you_mean
+from functree.errors import ShardingError, count, did_you_mean
 
 
 def make_mesh(
@@ -22,23 +22,25 @@ def make_mesh(
     target: str | None = None,
     **sizes: int,
 ) -> Mesh:
-    """A mesh of devices with named mesh axes.
+    """Build a mesh of devices with named mesh axes.
 
     Args:
-        explicit: whether the mesh axes are Explicit, so that shardings are part of the types of
-            arrays. By default they are Auto (`jax.make_mesh` makes Explicit ones by default).
+        explicit: whether the mesh axes are Explicit, so that shardings are part of array types. By
+            default they are Auto. The default of `jax.make_mesh` is Explicit.
         devices: the devices; by default all devices.
-        dcn: the factor of a mesh axis that crosses slices: `data=8, dcn={"data": 4}` is 4 slices of
-            2 devices.
-        target: an accelerator that is not there, for which programs are compiled and not run:
-            `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), `"cuda:h100:8"` 8 GPUs
-            (extra `functree[cuda]`).
-        **sizes: the sizes of the mesh axes by name, outermost first. Where they do not fit the axes
-            of the torus of a TPU slice, a mesh axis may be a part of one.
+        dcn: the factor of each mesh axis that crosses slices. `data=8, dcn={"data": 4}` is 4 slices
+            of 2 devices.
+        target: an accelerator that you don't have, to compile programs without running them.
+            `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), and `"cuda:h100:8"`
+            is 8 GPUs (extra `functree[cuda]`).
+        **sizes: the sizes of the mesh axes by name, outermost first. If they do not fit the
+            dimensions of a TPU slice's torus, a mesh axis may cover part of a dimension.
 
     Raises:
-        ShardingError: a size is not a positive integer, or the sizes do not fit the devices;
-            `target` names no target, or its compiler is not installed.
+        ShardingError: if there is no mesh axis, or a size is not a positive integer.
+        ShardingError: if the sizes do not fit the devices.
+        ShardingError: if `target` is invalid, or its compiler is not installed.
+        ShardingError: if an option has a value of the wrong type.
 
     Examples:
         >>> dict(ft.make_mesh(data=2, model=4).shape)
@@ -56,52 +58,53 @@ def make_mesh(
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=found)
     except NotImplementedError:
-        # No order in which each mesh axis runs along whole axes of the torus of a TPU slice; so
-        # some are split.
+        # In no order does each mesh axis cover whole dimensions of the TPU slice's torus, so some
+        # dimensions are split.
         grid = mesh_utils.create_device_mesh(shape, devices=found, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=types)
 
 
 def _check_sizes(sizes: Mapping[str, object]) -> None:
     if not sizes:
-        raise ShardingError("a mesh needs at least one mesh axis: `ft.make_mesh(data=8)`")
+        raise ShardingError("make_mesh: pass at least one mesh axis, as in `ft.make_mesh(data=8)`")
     for name, size in sizes.items():
         if not is_size(size):
-            raise ShardingError(f"mesh axis {name}={size!r}: a size must be a positive integer")
+            raise ShardingError(f"make_mesh({name}={size!r}): a size must be a positive integer")
 
 
 def _first_devices(
     sizes: Mapping[str, int], devices: Sequence[Device] | None, target: str | None
 ) -> list[Device]:
-    """As many devices as a mesh of these sizes has: the first ones of those that are given."""
+    """Return the first devices, as many as a mesh of these sizes needs."""
     needed = math.prod(sizes.values())
     requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if target is not None:
         named = Target.read(target)
-        # A part of a slice that is not there would be another slice: its name says what is meant.
-        # The compiler is asked only then: for a number that was meant otherwise, it may not answer.
+        # A mesh on part of a target is refused, since the smaller slice has a name of its own. This
+        # check comes before the compiler, which may hang on a large number that is a typo.
         if needed != named.size:
             raise ShardingError(
-                f"{requested} is {needed} devices, but target={shown(target)} has {named.size}"
+                f"{requested} needs {count(needed, 'device')}, but target={shown(target)} has "
+                f"{named.size}"
             )
         return list(target_devices(named))
     if devices is None:
         found = jax.devices()
     else:
-        # Those of another mesh, `mesh.devices`, are an array of its shape.
+        # `mesh.devices` of another mesh is an array with the shape of that mesh.
         found = list(np.ravel(np.asarray(devices, dtype=object)))
     if needed > len(found):
         verb = "is" if len(found) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ShardingError(
-            f"{requested} needs {needed} devices, but there {verb} {len(found)}; "
-            f"on a CPU, set {flag} before jax is imported"
+            f"{requested} needs {count(needed, 'device')}, but there {verb} {len(found)}; "
+            f"on a CPU, set {flag} before you import jax"
         )
     return found[:needed]
 
 
 def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:
-    """Raise for an option with a value of the wrong type: `devices=8` is meant as a mesh axis."""
+    """Raise ShardingError for an option of the wrong type: `devices=8` is meant as a mesh axis."""
     for name, given, fits in (
         ("explicit", explicit, isinstance(explicit, bool)),
         ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
@@ -116,23 +119,26 @@ def _check_options(explicit: object, devices: object, dcn: object, target: objec
             )
     if devices is not None and target is not None:
         raise ShardingError(
-            "make_mesh takes `devices` or `target`, which has devices of its own, and not both"
+            "make_mesh: pass `devices` or `target`, not both: a target has its own devices"
         )
 
 
 def _grid(
     sizes: Mapping[str, int], devices: Sequence[Device], dcn: Mapping[str, int]
 ) -> np.ndarray:
-    """The devices of several slices, where only the `dcn` factor of an axis crosses slices."""
+    """Arrange devices so that only the `dcn` factor of a mesh axis crosses slices."""
     for name, size in dcn.items():
         if name not in sizes:
             raise ShardingError(
-                f"dcn names `{name}`, but the mesh has no such mesh axis{did_you_mean(name, sizes)}"
+                f"make_mesh: the mesh has no mesh axis `{name}`, which `dcn` names"
+                f"{did_you_mean(name, sizes)}"
             )
         if not is_size(size) or sizes[name] % size:
-            raise ShardingError(f"dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}")
-    # Only devices of several TPU slices have different values of `slice_index`; elsewhere the
-    # devices of a process are a slice.
+            raise ShardingError(
+                f"make_mesh: dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}"
+            )
+    # Only devices of several TPU slices differ in `slice_index`. On other platforms, the devices of
+    # a process count as a slice.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     by_slice = len(slices) > 1
     if not by_slice:
@@ -141,7 +147,8 @@ def _grid(
     wanted = math.prod(outer)
     if wanted != len(slices):
         raise ShardingError(
-            f"dcn={dict(dcn)} is for {wanted} slices, but the devices are on {len(slices)}"
+            f"make_mesh: dcn={dict(dcn)} needs {count(wanted, 'slice')}, but the devices are on "
+            f"{len(slices)}"
         )
     inner = [size // over for size, over in zip(sizes.values(), outer, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(

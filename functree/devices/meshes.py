@@ -1,4 +1,4 @@
-"""What a user can write for a mesh ─► a `MeshView`: the sizes of its axes, and maybe the mesh."""
+"""A `MeshView` describes any `mesh=` argument: the sizes of its mesh axes, and perhaps the mesh."""
 
 import functools
 import math
@@ -38,16 +38,17 @@ class MeshView(NamedTuple):
 
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
-"""What a user can write for a mesh; `None` is the current mesh."""
+"""The values that an argument `mesh` accepts. `None` is the current mesh."""
 
 NO_MESH = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
 
 
 def mesh_view(mesh: MeshLike) -> MeshView:
-    """A `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh ─► its view.
+    """Return the view of a mesh, of a dict of sizes, or of the current mesh (None).
 
     Raises:
-        ShardingError: there is no current mesh, or the value is not a mesh.
+        ShardingError: if there is no current mesh, or its mesh axes are Manual.
+        ShardingError: if the value is not a mesh.
     """
     if mesh is None:
         mesh = current_mesh()
@@ -56,9 +57,8 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         manual = getattr(mesh, "manual_axes", ())
         if manual:
             raise ShardingError(
-                f"inside shard_map the mesh axes ({', '.join(manual)}) are Manual and shapes are "
-                "local: lay arrays out outside of it, and use `ft.constrain` for the other mesh "
-                "axes"
+                f"inside shard_map, shapes are local along Manual mesh axes ({', '.join(manual)}): "
+                "lay out arrays outside it, and use `ft.constrain` for the remaining mesh axes"
             )
     if isinstance(mesh, Mesh | AbstractMesh):
         return MeshView(dict(mesh.shape), mesh)
@@ -66,24 +66,24 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         for name, size in mesh.items():
             if not isinstance(name, str) or not is_size(size):
                 raise ShardingError(
-                    f"a mesh as a dict has names and positive sizes, not {name!r}: {size!r}"
+                    f"a dict for a mesh maps names to positive integers, not {name!r}: {size!r}"
                 )
         # NumPy integers count as integers: `np.prod` returns one.
         return MeshView({name: int(size) for name, size in mesh.items()})
     raise ShardingError(
-        f"{mesh!r} is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes"
+        f"{mesh!r} is not a mesh: pass a `Mesh`, an `AbstractMesh`, or a dict of sizes"
     )
 
 
 def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> MeshView:
-    """The mesh that was given, or else the first one that a layout has of its own.
+    """Return the view of the given mesh, or otherwise of the layout's first mesh.
 
     Args:
-        mesh: the mesh that was given; None if there was none.
-        own: those of the layout: of a `NamedSharding`, of a plan.
+        mesh: the given mesh, or None.
+        own: the meshes in the layout, from a `NamedSharding` or a plan.
 
     Raises:
-        ShardingError: there is no mesh, or two meshes are different.
+        ShardingError: if there is no mesh, or two meshes differ.
     """
     known = [one for one in own if one is not None]
     if mesh is None and known:
@@ -93,14 +93,14 @@ def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> Me
         if not agrees(view, other):
             its = compared_text(other, view)
             raise ShardingError(
-                f"the layout is for the mesh {its}, but the tree is laid out on {view}: "
-                "use one mesh"
+                f"the layout is for mesh {its}, but the tree is laid out on {view}: "
+                "use the same mesh for both"
             )
     return view
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """The number of devices along some axes of the current mesh, for what is traced under one.
+    """Return the number of devices along mesh axes of the current mesh, while tracing.
 
     Examples:
         >>> from functree.devices.meshes import devices_along
@@ -113,46 +113,45 @@ def devices_along(axes: Iterable[str]) -> int:
 
 
 def platform() -> str:
-    """The platform of the current mesh, or else the default one.
+    """Return the platform of the current mesh, or otherwise JAX's default.
 
     Examples:
         >>> from functree.devices.meshes import platform
         >>> platform()
         'cpu'
     """
-    # Of the mesh first: the program may be compiled for devices that are not there. Its abstract
-    # device is a part of the key of every trace, so a trace is not taken for another platform.
+    # The mesh decides first, since the program may be compiled for devices that you don't have. The
+    # abstract device is part of every trace's key, so no other platform reuses the trace.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def agrees(view: MeshView, other: Mesh | AbstractMesh) -> bool:
-    """Whether a mesh may be the one of the view."""
+    """Return whether a mesh has the view's sizes and, where both are known, its devices."""
     if dict(other.shape) != dict(view.sizes):
         return False
-    # An abstract mesh has no devices that could be compared.
+    # An abstract mesh has no devices to compare.
     if not isinstance(view.mesh, Mesh) or not isinstance(other, Mesh):
         return True
     return other == view.mesh
 
 
 def compared_text(other: Mesh | AbstractMesh, view: MeshView) -> str:
-    """The text of a mesh that does not agree with a view."""
+    """Write a mesh that does not agree with a view."""
     its = mesh_view(other)
     if its.sizes == view.sizes:
-        return f"{its}, of other devices"
+        return f"{its} with different devices"
     return str(its)
 
 
 def current_mesh() -> Mesh | AbstractMesh | None:
-    """The mesh of `jax.set_mesh` or of the `ft.jit` that is being traced, or None.
+    """Return the mesh of `jax.set_mesh` or of the `ft.jit` that is being traced, or None.
 
-    Under a trace whose devices are not known it is abstract. In the body of a shard_map it is too,
-    and its Manual axes are marked.
+    The mesh is abstract in a trace without known devices, and in the body of a shard_map, where
+    some of its mesh axes are Manual.
 
     Raises:
-        ShardingError: a mesh was entered by the deprecated `with mesh:`, which the types of arrays
-            do not show.
+        ShardingError: if the deprecated `with mesh:` entered a mesh. It does not set array types.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.manual_axes:
@@ -160,23 +159,23 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     if not abstract.empty:
         return _with_devices(abstract)
     if _legacy_mesh():
-        # Not "there is no mesh", which would be confusing inside of a `with mesh:`.
+        # The error "there is no mesh" would be confusing inside `with mesh:`.
         raise ShardingError(
-            "a mesh was entered by `with mesh:`, which is deprecated and has no effect on the "
-            "types of arrays: write `with jax.set_mesh(mesh):`"
+            "`with mesh:` is deprecated and has no effect on array types: "
+            "write `with jax.set_mesh(mesh):`"
         )
     return None
 
 
-# JAX knows the devices of the current mesh outside of a trace only. An abstract mesh alone does not
-# say where an array without a sharding is put: a constraint on it has no effect if nothing else in
-# the program is on a mesh. A user context is part of the key of every trace that JAX caches.
+# Inside a trace, JAX's current mesh has no devices. An abstract mesh alone does not place an array
+# without a sharding: a constraint on it has no effect if nothing else in the program is on a mesh.
+# A user context is part of the key of every trace that JAX caches.
 _DEVICES = jax.make_user_context(None)
 
 
 @contextmanager
 def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Make a mesh the current one while a function is traced, with its devices if it has any."""
+    """Make a mesh current while a function is traced, with its devices if it has any."""
     with ExitStack() as stack:
         stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
         if isinstance(mesh, Mesh):
@@ -185,39 +184,38 @@ def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
 
 
 def _with_devices(abstract: AbstractMesh) -> Mesh | AbstractMesh:
-    """The current mesh with its devices, if they are known."""
+    """Return the current mesh with its devices, if they are known."""
     if tracing():
         known: Mesh | None = _DEVICES.value
     else:
         known = jax.sharding.get_mesh()
-    # `jax.sharding.use_abstract_mesh` may have set an abstract mesh that is not the abstract mesh
-    # of this one.
+    # `jax.sharding.use_abstract_mesh` may have set a different abstract mesh.
     if not isinstance(known, Mesh) or tuple(known.shape.items()) != tuple(abstract.shape.items()):
         return abstract
-    # `auto_axes` and `explicit_axes` change the types of the axes, and not the devices.
+    # `auto_axes` and `explicit_axes` change the types of mesh axes, but not the devices.
     if known.axis_types != abstract.axis_types:
         return _with_types(known, abstract.axis_types)
     return known
 
 
-# Each trace asks for it, and to make a mesh of thousands of devices takes long.
+# Every trace needs this mesh, and building a mesh of thousands of devices is slow.
 @functools.lru_cache(maxsize=16)
 def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
     return Mesh(mesh.devices, mesh.axis_names, axis_types)
 
 
 def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
-    """Why nothing can be run on a mesh, and what to do; None if it has devices.
+    """Write why no program can run on a mesh, and the remedy; None if it can.
 
-    The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are only
-    compiled for.
+    The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are
+    compile-only.
     """
     if isinstance(mesh, AbstractMesh):
-        return f"{mesh_view(mesh)} has no devices: {NO_MESH} with a `Mesh`"
+        return f"{mesh_view(mesh)} has no devices: {NO_MESH}, where `mesh` is a `Mesh`"
     if not _is_compiled_for(mesh):
         return None
     kind = mesh.devices.flat[0].device_kind
-    return f"{mesh_view(mesh)} has devices ({kind}) that are only compiled for: {_ONLY_COMPILED}"
+    return f"{mesh_view(mesh)} has compile-only devices ({kind}): {_ONLY_COMPILED}"
 
 
 _ONLY_COMPILED = (
@@ -227,26 +225,26 @@ _ONLY_COMPILED = (
 
 @functools.lru_cache(maxsize=64)
 def _is_compiled_for(mesh: Mesh) -> bool:
-    """Whether the devices of a mesh are not there."""
+    """Return whether the devices of a mesh are compile-only."""
     device = mesh.devices.flat[0]
     if device in jax.devices():
         return False
     try:
         return device not in jax.devices(device.platform)
-    except RuntimeError:  # this platform is not on this machine
+    except RuntimeError:  # this machine does not have the platform
         return True
 
 
 def abstract_mesh(mesh: Mesh | AbstractMesh) -> AbstractMesh:
-    """A mesh without its devices."""
+    """Return a mesh without its devices."""
     if isinstance(mesh, Mesh):
         return mesh.abstract_mesh
     return mesh
 
 
 def tracing() -> bool:
-    """Whether a function is being traced; an eager `grad` or `vmap` counts too."""
-    # `get_mesh` raises during a trace. JAX has no other public function that tells this.
+    """Return whether a function is being traced, including by an eager `grad` or `vmap`."""
+    # `get_mesh` raises an error during a trace. JAX has no other public test.
     try:
         jax.sharding.get_mesh()
     except ValueError:
@@ -255,38 +253,37 @@ def tracing() -> bool:
 
 
 def compiling() -> bool:
-    """Whether a function is being traced into a program; an eager `grad` or `vmap` does not
-    count."""
-    # What has no traced operand is computed at once in an eager transform. JAX has no public
-    # function that tells this. In a program it is one number that nothing uses.
+    """Return whether a function is being traced into a program. Eager transforms don't count."""
+    # An eager transform computes operations without traced operands at once. JAX has no public
+    # test. In a program, this adds one number that nothing uses.
     return isinstance(jnp.zeros(()), Tracer)
 
 
 def _legacy_mesh() -> bool:
-    """Whether a mesh was entered by the deprecated `with mesh:`."""
+    """Return whether the deprecated `with mesh:` entered a mesh."""
     resources = _thread_resources()
     return resources is not None and not resources.env.physical_mesh.empty
 
 
 @functools.cache
 def _thread_resources() -> Any:
-    """The object in which `with mesh:` sets the thread's mesh; None once JAX has removed it."""
-    # Cached, since even the access to the attribute warns. The object itself is thread-local, so it
-    # may be shared.
+    """Return the object in which `with mesh:` sets the thread's mesh, or None if JAX removed it."""
+    # It is cached because reading the attribute issues a warning. Threads may share the object, since
+    # it is thread-local itself.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)
 
 
 Device = Any
-"""A device of JAX. Type checkers do not take `jax.Device` as a type: to them it is a variable."""
+"""A JAX device. Type checkers reject `jax.Device` as a type, since they see a variable."""
 
-# What TPUs call themselves, and what everybody else calls them.
+# The kinds that TPUs report, and their usual names.
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
 def backend_text(device: Device) -> str:
-    """The name of a device's platform and kind.
+    """Write the platform and the kind of a device.
 
     >>> backend_text(jax.devices()[0])
     'cpu'

@@ -1,5 +1,4 @@
-"""An array ─► its mesh, whether it is sharded as wanted, and the text of its sharding; or an
-error if it is deleted."""
+"""An array's sharding is read, compared and printed here, and deleted arrays are refused."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
@@ -19,15 +18,15 @@ from functree.tree.paths import Path
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Whether a value is a JAX array with values, and not traced, abstract or an array of numpy."""
+    """Return whether a value is a JAX array with values: not traced, abstract or from NumPy."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def mesh_of(array: Any) -> Mesh | AbstractMesh | None:
-    """The mesh that an array is on, or None."""
+    """Return the mesh that an array is on, or None."""
     if isinstance(array, Tracer):
-        # The type of a tracer has a mesh too, even if all mesh axes are Auto; a tracer itself has
-        # no attribute `sharding`.
+        # A tracer has no attribute `sharding`, but its type has a mesh, even if all mesh axes are
+        # Auto.
         sharding: object = jax.typeof(array).sharding
     else:
         sharding = getattr(array, "sharding", None)
@@ -38,7 +37,7 @@ def mesh_of(array: Any) -> Mesh | AbstractMesh | None:
 
 
 def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
-    """The mesh of the first array that is on a mesh."""
+    """Return the mesh of the first array that is on a mesh, or None."""
     for array in arrays:
         mesh = mesh_of(array)
         if mesh is not None:
@@ -47,8 +46,10 @@ def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
-    """The current mesh, else that of the arrays, if its axes are Explicit: JAX differentiates and
-    loops eagerly on them only with a current mesh."""
+    """Return the current mesh or otherwise the arrays' mesh, if it has Explicit mesh axes.
+
+    JAX differentiates and loops eagerly on Explicit mesh axes only under a current mesh.
+    """
     mesh = current_mesh()
     if mesh is None:
         mesh = first_mesh(arrays)
@@ -56,7 +57,7 @@ def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | AbstractMesh:
-    """An abstract mesh with the devices of the first array on such a mesh, if there is one."""
+    """Return an abstract mesh with the devices of the first array on it, if there is one."""
     for array in arrays:
         found = mesh_of(array)
         if isinstance(found, Mesh) and found.abstract_mesh == mesh:
@@ -65,16 +66,16 @@ def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | Abst
 
 
 def is_sharded_as(array: jax.Array, sharding: Sharding) -> bool:
-    """Whether an array is sharded as wanted, in the wanted kind of memory."""
-    # Not by `==`: P("data") and P("data", None) are one sharding of a matrix.
+    """Return whether an array has a sharding, in its kind of memory."""
+    # `==` is too strict: P("data") and P("data", None) shard a matrix equally.
     here = array.sharding
     return memory_of(here) == memory_of(sharding) and here.is_equivalent_to(sharding, array.ndim)
 
 
 def is_placed(value: Any, target: NamedSharding) -> bool:
-    """Whether an array has its sharding already."""
-    # One without a mesh may be uncommitted: JAX would move it beside another array. One on another
-    # mesh is not placed either, though it be of the same devices: its axes have other names.
+    """Return whether an array already has its sharding, on the same mesh."""
+    # An array without a mesh may be uncommitted, so JAX could move it. An array on a different mesh
+    # is not placed even if the devices are equal, because the names of mesh axes may differ.
     if not is_concrete(value) or not isinstance(value.sharding, NamedSharding):
         return False
     if value.sharding.mesh != target.mesh:
@@ -83,12 +84,12 @@ def is_placed(value: Any, target: NamedSharding) -> bool:
 
 
 def memory_of(sharding: Sharding) -> str:
-    """The memory kind of a sharding; the default kind may be written as None."""
+    """Return the memory kind of a sharding, with `device` for None."""
     return sharding.memory_kind or "device"
 
 
 def other_memory(sharding: Sharding) -> str | None:
-    """The memory kind of a sharding; None if it is the default kind, the memory of the device."""
+    """Return the memory kind of a sharding, with None for the default, device memory."""
     kind = memory_of(sharding)
     if kind == "device":
         return None
@@ -96,7 +97,7 @@ def other_memory(sharding: Sharding) -> str | None:
 
 
 def sharding_text(sharding: Sharding | None) -> str:
-    """The text of a sharding: `P('data') on (data=8)`."""
+    """Write a sharding: `P('data') on (data=8)`."""
     if sharding is None:
         return "unspecified"
     if not isinstance(sharding, NamedSharding):
@@ -112,25 +113,25 @@ def sharding_text(sharding: Sharding | None) -> str:
 
 
 def is_deleted(array: object) -> bool:
-    """Whether an array is deleted: it was donated to an earlier call, or by its method `delete`."""
+    """Return whether an array is deleted: by donation, or by its method `delete`."""
     return is_concrete(array) and array.is_deleted()
 
 
 def check_deleted(name: str, tree: Tree) -> None:
-    """Raise FunctreeError if an array of a tree is deleted. To be called by what reads values.
+    """Raise FunctreeError if an array of a tree is deleted. Functions that read values call this.
 
     Args:
-        name: what reads them, for the message.
+        name: the function that reads the values, for the message.
         tree: any tree that JAX can flatten.
     """
-    # The paths are read only for the error, since this is a part of each eager call.
+    # Paths are read only for the error, since every eager call runs this check.
     if any(map(is_deleted, tree_leaves(tree))):
         leaves = read(tree)
         raise refuse_deleted(name, leaves.paths, leaves.values)
 
 
-# An array may also be deleted by its method `delete`, and JAX does not keep why it was.
-_REMEDY = "if it was donated, use what that call returned, or donate a copy (`ft.copy`) to keep it"
+# The method `delete` also deletes an array, and JAX does not record the cause.
+_REMEDY = "if it was donated, use the result of that call, or donate a copy (`ft.copy`) instead"
 
 
 def refuse_deleted(
@@ -141,15 +142,16 @@ def refuse_deleted(
     *,
     whole: bool = True,
 ) -> FunctreeError:
-    """The error for arrays that are deleted. It lists their paths, and one entry for an argument of
-    which all are deleted, such as a training state that was donated.
+    """Build the error that lists the paths of deleted arrays.
+
+    An argument whose arrays are all deleted, such as a donated training state, is one entry.
 
     Args:
-        name: what reads them, for the message.
-        paths: the paths of arrays, which begin with the name of an argument or a key of a tree.
-        arrays: all arrays, including those which are not deleted.
-        what: what one that is deleted is.
-        whole: whether the arrays of each argument are all there. If not, each path is listed.
+        name: the function that reads the values, for the message.
+        paths: the paths of the arrays. Each begins with an argument's name or a tree's key.
+        arrays: all arrays, including arrays that are not deleted.
+        what: the noun for a deleted array in the message.
+        whole: whether `arrays` contains all arrays of each argument. Otherwise each path is listed.
     """
     given: dict[Path, list[tuple[Path, Any]]] = {}
     for path, array in zip(paths, arrays, strict=True):
@@ -163,6 +165,6 @@ def refuse_deleted(
         else:
             problems += [array_problem(path, array, "is deleted", _REMEDY) for path, array in gone]
     verb = "is" if len(problems) == 1 else "are"
-    noun, *rest = what.split(" ", 1)  # `array` of `array of like`
+    noun, *rest = what.split(" ", 1)  # "array" from "array of `like`"
     subject = " ".join((count(len(problems), noun), *rest))
     return FunctreeError(f"{name}: {subject} {verb} deleted", problems)

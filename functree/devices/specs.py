@@ -1,4 +1,4 @@
-"""A `PartitionSpec` ─► its mesh axes and its text; and mesh axes ─► the entries of a spec."""
+"""Specs are read, built and printed: a `PartitionSpec` ─► its mesh axes and its text."""
 
 from collections.abc import Collection, Sequence
 
@@ -12,7 +12,7 @@ Entry = str | tuple[str, ...] | None
 
 
 def mesh_axes(entry: object) -> tuple[str, ...]:
-    """The mesh axes of one entry of a spec. `None` and `P.UNCONSTRAINED` have none."""
+    """Return the mesh axes in an entry of a spec. `None` and `P.UNCONSTRAINED` have none."""
     if isinstance(entry, str):
         return (entry,)
     if isinstance(entry, tuple):
@@ -21,7 +21,7 @@ def mesh_axes(entry: object) -> tuple[str, ...]:
 
 
 def entry(axes: Sequence[str]) -> Entry:
-    """The entry of a spec for some mesh axes."""
+    """Return the entry of a spec for some mesh axes."""
     if not axes:
         return None
     if len(axes) == 1:
@@ -30,12 +30,12 @@ def entry(axes: Sequence[str]) -> Entry:
 
 
 def named_axes(spec: PartitionSpec) -> set[str]:
-    """All mesh axes that a spec names."""
+    """Return all mesh axes that a spec names."""
     return {axis for one in spec.partitions for axis in mesh_axes(one)}
 
 
 def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
-    """A spec without some mesh axes."""
+    """Return a spec without some mesh axes."""
     entries: list[Entry] = []
     for one in spec.partitions:
         kept = [axis for axis in mesh_axes(one) if axis not in axes]
@@ -44,13 +44,15 @@ def without(spec: PartitionSpec, axes: Collection[str]) -> PartitionSpec:
 
 
 def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
-    """A spec with one entry for each dimension."""
+    """Return a spec with one entry for each dimension."""
     return PartitionSpec(*spec.partitions, *[None] * (ndim - len(spec.partitions)))
 
 
 def typed_spec(array: AnyArray) -> PartitionSpec | None:
-    """The spec in the type of an array, with one entry for each dimension; it names Explicit axes
-    only. None if the array is on none."""
+    """Return the spec in an array's type, with one entry for each dimension.
+
+    It names only Explicit mesh axes. It is None if the array's mesh has none.
+    """
     sharding = jax.typeof(array).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return None
@@ -58,7 +60,7 @@ def typed_spec(array: AnyArray) -> PartitionSpec | None:
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """The text of mesh axes in messages: `data`, `(data, model)`, or `None`."""
+    """Write mesh axes for messages: `data`, `(data, model)`, or `None`."""
     if not axes:
         return "None"
     if len(axes) == 1:
@@ -67,11 +69,11 @@ def axes_text(axes: Sequence[str]) -> str:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """The text of a spec, as a user writes it: `P('data', None)`."""
+    """Write a spec as a user writes it: `P('data', None)`."""
     parts: list[str] = []
     for one in spec.partitions:
         if one is PartitionSpec.UNCONSTRAINED:
-            parts.append("P.UNCONSTRAINED")  # its `repr` is what a user could not write
+            parts.append("P.UNCONSTRAINED")  # its `repr` lacks the `P.`
         else:
             parts.append(repr(one))
     if spec.unreduced:
@@ -82,12 +84,12 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def invalid_entry(spec: PartitionSpec) -> str | None:
-    """Why an entry is invalid, that is no name, tuple of names or `None`; None if all are valid."""
-    # JAX accepts any value when a spec is created.
+    """Write why an entry is neither a name, a tuple of names nor `None`; None if all are valid."""
+    # JAX does not check the values in a spec.
     for item in spec.partitions:
         if item is None or item is PartitionSpec.UNCONSTRAINED:
             continue
         names = item if isinstance(item, tuple) else (item,)
         if not all(isinstance(name, str) for name in names):
-            return f"{item!r} is neither a mesh axis, a tuple of them, nor `None`"
+            return f"{item!r} is not a mesh axis, a tuple of mesh axes, or `None`"
     return None

@@ -1,4 +1,4 @@
-"""The name of an accelerator that is not there ─► its devices, to compile programs for."""
+"""A target is an accelerator that you don't have: its name ─► devices to compile programs for."""
 
 import atexit
 import functools
@@ -24,24 +24,24 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 class Gpu(NamedTuple):
-    """What XLA's CUDA compiler is told of a GPU: what differs between the GPUs of `GPUS`.
+    """Description of a GPU for XLA's CUDA compiler: the values in which GPUs differ.
 
     Attributes:
-        name: the name that its driver reports, which is JAX's `device_kind`. XLA also looks up the
-            costs of communication by it.
-        capability: CUDA compute capability, as (major, minor).
-        processors: streaming multiprocessors.
-        lanes: float32 lanes (CUDA cores) of one multiprocessor.
-        clock: highest clock of the multiprocessors, GHz.
-        memory: bytes of device memory that CUDA can see. They are less than in the data sheet, by
-            what ECC and the driver reserve.
-        memory_clock: clock of the device memory, GHz. It moves two bits in a cycle on each line of
-            its bus.
-        memory_bus: width of the bus to the device memory, bits.
-        l2: bytes of level 2 cache.
-        shared: bytes of shared memory of one multiprocessor.
-        links: NVLink links.
-        link_bandwidth: bytes per second of one NVLink link, in one direction.
+        name: the name that its driver reports, which is JAX's `device_kind`. XLA uses it to look up
+            the costs of communication.
+        capability: the CUDA compute capability, as (major, minor).
+        processors: the number of streaming multiprocessors.
+        lanes: the float32 lanes (CUDA cores) of one multiprocessor.
+        clock: the highest clock of the multiprocessors, in GHz.
+        memory: the bytes of device memory available to CUDA. ECC and the driver reserve the rest of
+            the memory in the data sheet.
+        memory_clock: the clock of the device memory, in GHz. Each line of the bus moves two bits
+            per cycle.
+        memory_bus: the width of the bus to the device memory, in bits.
+        l2: the bytes of level 2 cache.
+        shared: the bytes of shared memory of one multiprocessor.
+        links: the number of NVLink links.
+        link_bandwidth: the bytes per second of one NVLink link, in one direction.
     """
 
     name: str
@@ -59,12 +59,12 @@ class Gpu(NamedTuple):
 
     @property
     def memory_bandwidth(self) -> int:
-        """Bytes per second between the device memory and the chip."""
+        """The bytes per second between the device memory and the chip."""
         return round(self.memory_clock * 1e9) * 2 * self.memory_bus // 8
 
     @property
     def nvlink_bandwidth(self) -> int:
-        """Bytes per second over all NVLink links in one direction: half of what data sheets say."""
+        """The bytes per second over all NVLink links in one direction, half of a data sheet's number."""
         return self.links * self.link_bandwidth
 
 
@@ -78,8 +78,8 @@ class Gpu(NamedTuple):
 # [5] CUDA C++ Programming Guide: technical specifications, and arithmetic throughput, by compute
 #     capability
 # [6] CUDA tuning guides for Ampere, Hopper and Blackwell: L2 of 40, 50, 126 MB; NVLink
-# [7] what drivers report, in published logs of deviceQuery, nvidia-smi and torch; the bytes of
-#     memory differ by some 0.1 % between drivers
+# [7] values that drivers report, in published logs of deviceQuery, nvidia-smi and torch; the bytes
+#     of memory differ by about 0.1 % between drivers
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",  # [7]
@@ -132,7 +132,8 @@ GPUS["b200"] = Gpu(
     link_bandwidth=50_000_000_000,  # [4, 6]
 )
 
-# The same for each of these capabilities [5]. Without `block_dim_limit` XLA divides by zero.
+# These limits are equal for all these capabilities [5]. XLA divides by zero without
+# `block_dim_limit`.
 _COMMON = """
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
   thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
@@ -144,10 +145,10 @@ _COMMON = """
 
 
 def target_config(gpu: Gpu) -> str:
-    """The text of XLA's `GpuTargetConfigProto` for a GPU.
+    """Write XLA's `GpuTargetConfigProto` for a GPU as text.
 
-    It is what `get_topology_desc(platform="cuda", target_config=...)` takes. Only fields that
-    jax 0.10.2 knows too are written: its parser refuses a text with any other.
+    `get_topology_desc(platform="cuda", target_config=...)` accepts it. It has only fields that JAX
+    0.10.2 supports, whose parser refuses all others.
     """
     major, minor = gpu.capability
     extension = "NONE"
@@ -169,46 +170,46 @@ device_description_str: "{gpu.name}"
 
 
 def device_memory(device: Device) -> int | None:
-    """The bytes of memory of a device that is one of `GPUS`; None for another device."""
+    """Return the bytes of memory of a device in `GPUS`, or None for other devices."""
     for gpu in GPUS.values():
         if gpu.name == device.device_kind:
             return gpu.memory
     return None
 
 
-EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs'
+EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
-# The largest slice of TPUs has 9,216 chips. To describe one takes the compilers up to 20 µs, so a
-# number that was meant otherwise would take minutes, or all memory.
+# The largest TPU slice has 9,216 chips. The compilers take up to 20 µs to describe a chip, so a typo
+# with many digits would take minutes, or all memory.
 MOST_CHIPS = 1 << 17
 
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _KINDS = {"tpu": _TPUS, "cuda": tuple(GPUS)}
-# How many devices JAX makes of a chip, where it is not one.
+# The devices that JAX makes of a chip, where it is not one.
 _DEVICES_OF_A_CHIP = {"tpu7x": 2}
-# The package that has the compiler, and the extra of functree that installs it.
+# The package with the compiler, and the extra of functree that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
 
-# What the compiler for TPUs asks its surroundings for, and would otherwise ask the network for. The
-# last one lets several processes have it at once.
+# The TPU compiler reads these variables, and would otherwise query the network. The last one lets
+# several processes load the compiler at once.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# The plugin for CUDA looks for the libraries that run programs, and else refuses to be loaded.
+# Without this, the CUDA plugin does not load unless it finds the libraries that run programs.
 _WITHOUT_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
 class Target(NamedTuple):
-    """An accelerator that is not there.
+    """An accelerator that you don't have.
 
     Attributes:
-        text: its name: `tpu:v5e:2x4`.
+        text: its name, such as `tpu:v5e:2x4`.
         platform: `tpu` or `cuda`.
-        kind: one of the kinds of the platform: `v5e`.
-        shape: the chips in each dimension of a slice, or the number of GPUs: `(2, 4)`.
+        kind: the kind of device, such as `v5e`.
+        shape: the chips in each dimension of a slice, such as `(2, 4)`, or the number of GPUs.
     """
 
     text: str
@@ -218,11 +219,12 @@ class Target(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Self:
-        """The target of a name. No compiler is asked: with a dimension of 0, that for TPUs ends
-        Python.
+        """Parse the name of a target.
+
+        No compiler is involved, since the TPU compiler ends Python if a dimension is 0.
 
         Raises:
-            ShardingError: the text names no target.
+            ShardingError: if the text is not the name of a target.
         """
         parts = text.split(":")
         if len(parts) != 3 or parts[0] not in _KINDS:
@@ -232,7 +234,7 @@ class Target(NamedTuple):
         if kind not in kinds:
             near = did_you_mean(kind.lower(), kinds)
             raise ShardingError(
-                f"target={shown(text)}: `{kind[:40]}` is none of {', '.join(kinds)}{near}"
+                f"target={shown(text)}: `{kind[:40]}` is not one of {', '.join(kinds)}{near}"
             )
         if _SHAPES[platform].fullmatch(shape) is None:
             raise ShardingError(f"target={shown(text)}: {_how_to_write(platform, kind)}")
@@ -240,11 +242,11 @@ class Target(NamedTuple):
 
     @property
     def size(self) -> int:
-        """The number of its devices."""
+        """The number of devices."""
         return math.prod(self.shape) * _DEVICES_OF_A_CHIP.get(self.kind, 1)
 
 
-# `[0-9]` and not `\d`, which has the digits of all scripts.
+# `\d` would match the digits of all scripts.
 _SHAPES = {
     "tpu": re.compile("[1-9][0-9]*(x[1-9][0-9]*){1,2}"),
     "cuda": re.compile("[1-9][0-9]*"),
@@ -253,47 +255,45 @@ _SHAPES = {
 
 def _how_to_write(platform: str, kind: str) -> str:
     if platform == "tpu":
-        return "the shape of a slice is written as `16x16`, or `4x4x8`"
-    return f"write the number of GPUs at the end, such as `cuda:{kind}:8`"
+        return "write the shape of a slice as `16x16` or `4x4x8`"
+    return f"write the number of GPUs at the end, as in `cuda:{kind}:8`"
 
 
 def _sizes(text: str, shape: str) -> tuple[int, ...]:
-    """The numbers of a shape."""
+    """Parse the sizes of a shape."""
     numbers = shape.split("x")
-    # By their digits first: Python does not read a number of thousands of digits.
+    # Digits are counted first, since Python refuses to parse a number with thousands of digits.
     too_long = max(map(len, numbers)) > len(str(MOST_CHIPS))
     if too_long or math.prod(map(int, numbers)) > MOST_CHIPS:
         raise ShardingError(f"target={shown(text)}: a target has at most {MOST_CHIPS:,} chips")
     sizes = tuple(map(int, numbers))
     if len(sizes) == 1 and sizes[0] > GPUS_OF_A_HOST and sizes[0] % GPUS_OF_A_HOST:
         raise ShardingError(
-            f"target={shown(text)}: more than {GPUS_OF_A_HOST} GPUs are hosts of {GPUS_OF_A_HOST}"
+            f"target={shown(text)}: above {GPUS_OF_A_HOST} GPUs, use a multiple of {GPUS_OF_A_HOST}"
         )
     return sizes
 
 
-# Remembered so that the devices of a target are equal whenever it is named: JAX makes new ones each
-# time, and meshes of different devices are different.
+# The cache makes a target's devices equal in all calls. JAX would make new devices each time, so
+# their meshes would differ.
 @functools.lru_cache(maxsize=32)
 def target_devices(target: Target) -> tuple[Device, ...]:
-    """The devices of a target.
+    """Return the devices of a target.
 
     Raises:
-        ShardingError: the compiler of the target is not installed, or cannot be loaded; it knows no
-            slice of this shape.
+        ShardingError: if the target's compiler is not installed, or JAX cannot load it.
+        ShardingError: if the compiler does not support slices of this shape.
     """
     package, extra = _COMPILERS[target.platform]
     if importlib.util.find_spec(package) is None:
-        raise ShardingError(
-            f'target={target.text!r} needs the compiler of the target: pip install "{extra}"'
-        )
+        raise ShardingError(f'target={target.text!r} needs a compiler: run `pip install "{extra}"`')
     if target.platform == "tpu":
         return _tpus(target)
     return _gpus(target)
 
 
 def _tpus(target: Target) -> tuple[Device, ...]:
-    # A chip of these has two cores, which are one device to JAX only if it is configured so.
+    # A v4 chip has two cores, which are one device in JAX only with this option.
     options: dict[str, str] = {}
     if target.kind == "v4":
         options["chip_config_name"] = "megacore"
@@ -301,17 +301,18 @@ def _tpus(target: Target) -> tuple[Device, ...]:
     try:
         with _environment({**_WITHOUT_TPU, "TPU_LOG_DIR": _tpu_logs()}):
             return tuple(topologies.get_topology_desc(name, "tpu", **options).devices)
-    except jax.errors.JaxRuntimeError as error:  # only this compiler knows which slices there are
+    except jax.errors.JaxRuntimeError as error:  # only this compiler has a list of slices
         raise ShardingError(f"target={target.text!r}: there is no such slice: {error}") from error
 
 
 @functools.cache
 def _tpu_logs() -> str:
-    """A folder for the logs of the compiler for TPUs, which it chooses once, when it is loaded."""
+    """Create a folder for the TPU compiler's logs. The compiler reads its name once, when loaded."""
     folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_folders.append(Path(folder))
-    # The user's choice, and where the logs are if the compiler was loaded before.
+    # The logs are in the user's folder if there is one, or in `/tmp` if the compiler was loaded
+    # before.
     if os.environ.get("TPU_LOG_DIR"):
         log_folders.append(Path(os.environ["TPU_LOG_DIR"]))
     log_folders.append(Path("/tmp/tpu_logs"))
@@ -320,8 +321,7 @@ def _tpu_logs() -> str:
 
 def _gpus(target: Target) -> tuple[Device, ...]:
     hosts, each = max(1, target.size // GPUS_OF_A_HOST), min(target.size, GPUS_OF_A_HOST)
-    # Domains of NVLink, hosts of each, devices of each host: between these hosts there is no
-    # NVLink.
+    # A topology is NVLink domains x hosts per domain x devices per host. No NVLink connects hosts.
     topology, config = f"{hosts}x1x{each}", target_config(GPUS[target.kind])
     try:
         with _environment(_WITHOUT_CUDA):
@@ -329,20 +329,17 @@ def _gpus(target: Target) -> tuple[Device, ...]:
                 target.text, "cuda", topology=topology, target_config=config
             )
     except NotImplementedError as error:
-        # JAX has looked for a GPU before, and has given up its plugin.
+        # JAX found no GPU earlier, and dropped its plugin.
         raise ShardingError(
-            f"target={target.text!r}: JAX has no CUDA plugin, because it found no GPU: "
-            "set JAX_PLATFORMS=cpu before jax is imported"
+            f"target={target.text!r}: JAX dropped its CUDA plugin because it found no GPU: "
+            "set JAX_PLATFORMS=cpu before you import jax"
         ) from error
     return tuple(described.devices)
 
 
 @contextmanager
 def _environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Environment variables, for as long as the context is entered.
-
-    Those that the user has set stay as they are.
-    """
+    """Set environment variables within the context, unless the user has set them."""
     new = values.keys() - os.environ.keys()
     for name in new:
         os.environ[name] = values[name]
@@ -354,4 +351,4 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 log_folders: list[Path] = []
-"""The folders in which a compiler of this process writes its log, instead of to standard error."""
+"""Folders where a compiler of this process may write its log, instead of to standard error."""

@@ -1,4 +1,4 @@
-"""A function inside a shard_map ─► the same, on arrays whose types do not say where they vary."""
+"""`without_varying` hides the varying mesh axes of array types inside a shard_map."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -16,9 +16,9 @@ _Axes = tuple[str, ...]
 
 
 def varying_axes(x: _Array | ShapedArray) -> frozenset[str]:
-    """The mesh axes along which an array varies by its type; `x` may be the type itself.
+    """Return the mesh axes along which an array varies, according to its type.
 
-    There are some inside a shard_map with `check_vma=True` only.
+    `x` may be the type itself. Only a shard_map with `check_vma=True` has such mesh axes.
 
     Examples:
         >>> from functree.devices.varying import varying_axes
@@ -35,9 +35,9 @@ def varying_axes(x: _Array | ShapedArray) -> frozenset[str]:
 
 
 def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
-    """An array whose type says that it varies along some mesh axes, whether its values do or not.
+    """Cast an array to a type that varies along some mesh axes, even if its values do not.
 
-    Its gradient is summed over the devices along them once, by the derivative of this cast.
+    The derivative of this cast sums the gradient once over the devices along these mesh axes.
 
     Examples:
         >>> from functree.devices.varying import varying_over
@@ -51,10 +51,10 @@ def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
 
 
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
-    """Arrays whose types vary along the same mesh axes: those along which any of them does.
+    """Cast arrays so that each varies along every mesh axis along which any of them varies.
 
-    JAX casts operands of its own operations so; some of them, and derivatives of one's own, ask for
-    it.
+    JAX casts operands of its own operations like this. Some operations and custom derivatives
+    require it.
 
     Examples:
         >>> from functree.devices.varying import equally_varying
@@ -66,22 +66,22 @@ def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
 
 
 def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """`fun`, which gets arrays whose types vary along no mesh axis of the shard_map around it.
+    """Wrap `fun` so that its arguments vary along no mesh axis of the enclosing shard_map.
 
-    JAX cannot lower the derivative of a shard_map inside another one with `check_vma=True`: what
-    the inner one computes for its backward pass would leave it by a spec of all mesh axes along
-    which its type varies, among them those of the outer one ("which is already bound by a parent").
-    Nor does it differentiate an inner one with `check_vma=False`, whose results have lost these
-    axes. So they are taken from the types of all arguments first, and given to all results.
+    JAX cannot lower the derivative of a shard_map inside a shard_map with `check_vma=True`. The
+    residuals of the inner one would leave it with a spec of all mesh axes along which their types
+    vary. The outer mesh axes among them are "already bound by a parent". JAX does not differentiate
+    an inner shard_map with `check_vma=False` either, because its results lose these mesh axes. This
+    function therefore removes them from the types of all arguments, and adds them to all results.
 
-    Only types change. It is right for a `fun` that has no collective over these mesh axes: then
-    what each device computes is its own, and so are the gradients.
+    Only types change. This is correct if `fun` has no collective over these mesh axes: each device
+    then computes its own values and gradients.
 
     Args:
         fun: a function of trees of arrays.
 
     Returns:
-        The function. Its results vary along each mesh axis along which an argument does.
+        The wrapped function. Its results vary along each mesh axis along which an argument varies.
 
     Examples:
         >>> from functree.devices.varying import without_varying
@@ -96,11 +96,11 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
             return fun(*arguments)
 
         def enter(x: _Array) -> _Array:
-            # Cast by JAX first, so that the gradient of what is equal on all devices is summed.
+            # JAX casts first, so that gradients of values that are equal on all devices are summed.
             return _retyped.bind(varying_over(x, axes), varying=(), before=axes)
 
         def leave(x: _Array) -> _Array:
-            # Not by JAX's cast: its derivative would be a sum over devices, whose results differ.
+            # The derivative of JAX's cast would sum over devices, whose results differ.
             return _retyped.bind(x, varying=axes, before=())
 
         return jax.tree.map(leave, fun(*jax.tree.map(enter, arguments)))
@@ -109,23 +109,23 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """`fun` as in the body of a shard_map with `check_vma=False`, whatever the one around it has.
+    """Wrap `fun` to run as in a shard_map with `check_vma=False`, whatever the enclosing one has.
 
     Examples:
         >>> from functree.devices.varying import unchecked
-        >>> unchecked(jnp.sin) is jnp.sin  # in no shard_map
+        >>> unchecked(jnp.sin) is jnp.sin  # outside shard_map
         True
     """
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     if not manual:
         return fun
-    # All these axes are Manual already, so it is a map over nothing, without the check.
+    # All these mesh axes are Manual already, so the map only turns the check off.
     whole = PartitionSpec()
     return jax.shard_map(fun, in_specs=whole, out_specs=whole, axis_names=manual, check_vma=False)
 
 
-# What changes the type of an array, and is nothing in the compiled program. JAX has no operation
-# that takes mesh axes from a type, since of most arrays it would be a lie.
+# A primitive that changes an array's type, and does nothing in the compiled program. JAX has no
+# operation that removes mesh axes from a type, since the type would be wrong for most arrays.
 
 _retyped = Primitive("retyped")
 
