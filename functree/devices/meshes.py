@@ -268,8 +268,8 @@ def _legacy_mesh() -> bool:
 @functools.cache
 def _thread_resources() -> Any:
     """Return the object in which `with mesh:` sets the thread's mesh, or None if JAX removed it."""
-    # It is cached because reading the attribute issues a warning. Threads may share the object, since
-    # it is thread-local itself.
+    # It is cached because reading the attribute warns. The object is thread-local itself,
+    # so threads may share it.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)

@@ -64,7 +64,7 @@ class Gpu(NamedTuple):
 
     @property
     def nvlink_bandwidth(self) -> int:
-        """The bytes per second over all NVLink links in one direction, half of a data sheet's number."""
+        """The bytes per second of all NVLink links in one direction, half of a data sheet's sum."""
         return self.links * self.link_bandwidth
 
 
@@ -78,8 +78,8 @@ class Gpu(NamedTuple):
 # [5] CUDA C++ Programming Guide: technical specifications, and arithmetic throughput, by compute
 #     capability
 # [6] CUDA tuning guides for Ampere, Hopper and Blackwell: L2 of 40, 50, 126 MB; NVLink
-# [7] values that drivers report, in published logs of deviceQuery, nvidia-smi and torch; the bytes
-#     of memory differ by about 0.1 % between drivers
+# [7] values that drivers report, in published logs of deviceQuery, nvidia-smi and torch. The bytes
+#     of memory differ by about 0.1 % between drivers.
 GPUS: dict[str, Gpu] = {
     "a100": Gpu(
         name="NVIDIA A100-SXM4-80GB",  # [7]
@@ -179,7 +179,7 @@ def device_memory(device: Device) -> int | None:
 
 EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
-# The largest TPU slice has 9,216 chips. The compilers take up to 20 µs to describe a chip, so a typo
+# The largest TPU slice has 9,216 chips. A compiler takes up to 20 µs to describe a chip, so a typo
 # with many digits would take minutes, or all memory.
 MOST_CHIPS = 1 << 17
 
@@ -307,7 +307,7 @@ def _tpus(target: Target) -> tuple[Device, ...]:
 
 @functools.cache
 def _tpu_logs() -> str:
-    """Create a folder for the TPU compiler's logs. The compiler reads its name once, when loaded."""
+    """Create a folder for the TPU compiler's logs. The compiler reads its path once, on loading."""
     folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_folders.append(Path(folder))

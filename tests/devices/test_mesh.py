@@ -42,16 +42,16 @@ def test_takes_the_devices_of_another_mesh():
             {"data": 4, "model": 4},
             "data=4 × model=4 needs 16 devices, but there are 8.*platform_device_count=16",
         ),
-        ({"data": 0}, "data=0: a size must be a positive integer"),
-        ({"data": True}, "data=True: a size must be a positive integer"),
+        ({"data": 0}, r"make_mesh\(data=0\): a size must be a positive integer"),
+        ({"data": True}, r"make_mesh\(data=True\): a size must be a positive integer"),
         ({}, "at least one mesh axis"),
         ({"devices": 8, "data": 2}, "devices=8.*is an option, so it cannot name a mesh axis"),
         (
             {"data": 8, "dcn": {"dta": 2}},
-            "dcn names `dta`, but the mesh has no such mesh axis; did you mean `data`",
+            "the mesh has no mesh axis `dta`, which `dcn` names; did you mean `data`",
         ),
         ({"data": 8, "dcn": {"data": 3}}, "does not divide data=8"),
-        ({"data": 8, "dcn": {"data": 2}}, "for 2 slices, but the devices are on 1"),
+        ({"data": 8, "dcn": {"data": 2}}, "needs 2 slices, but the devices are on 1"),
     ],
 )
 def test_refuses(sizes, message: str):

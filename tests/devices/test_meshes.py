@@ -36,7 +36,7 @@ def test_a_mesh_an_abstract_one_and_a_dict(mesh: Mesh) -> None:
 @pytest.mark.parametrize("bad", [{"data": 0}, {"data": 2.0}, {"data": True}, {3: 2}])
 def test_a_dict_that_is_no_mesh(bad: dict[Any, Any]) -> None:
     with pytest.raises(
-        ft.ShardingError, match="a mesh as a dict has names and positive sizes, not"
+        ft.ShardingError, match="a dict for a mesh maps names to positive integers, not"
     ):
         mesh_view(bad)
 
@@ -45,7 +45,7 @@ def test_a_dict_that_is_no_mesh(bad: dict[Any, Any]) -> None:
 def test_what_is_no_mesh_at_all(bad: Any) -> None:
     with pytest.raises(
         ft.ShardingError,
-        match="is not a mesh: give a `Mesh`, an `AbstractMesh`, or a dict of sizes",
+        match="is not a mesh: pass a `Mesh`, an `AbstractMesh`, or a dict of sizes",
     ):
         mesh_view(bad)
 
@@ -55,7 +55,7 @@ def test_the_legacy_context_is_an_error(mesh: Mesh) -> None:
     with (
         mesh,
         pytest.raises(
-            ft.ShardingError, match=r"`with mesh:`, which is deprecated.*write `with jax.set_mesh"
+            ft.ShardingError, match=r"`with mesh:` is deprecated.*write `with jax.set_mesh"
         ),
     ):
         ft.plan(jnp.ones(4), P())
@@ -98,10 +98,10 @@ DISAGREE: dict[str, tuple[Any, list[Any], str]] = {
     "another size than the first's": (
         None,
         [LARGER, None, MESH],
-        "the mesh (data=2, model=4), but",
+        "mesh (data=2, model=4), but",
     ),
     "fewer axes": ({"data": 2}, [MESH], "(data=2, model=4), but the tree is laid out on (data=2)"),
-    "other devices": (MESH, [OTHER], "the mesh (data=2, model=4), of other devices, but the tree"),
+    "other devices": (MESH, [OTHER], "mesh (data=2, model=4) with different devices, but the tree"),
 }
 
 
@@ -110,8 +110,8 @@ def test_meshes_that_do_not_agree(case: str) -> None:
     given, own, fragment = DISAGREE[case]
     with pytest.raises(ft.ShardingError) as error:
         agreed_mesh(given, own)
-    assert str(error.value).startswith("the layout is for the mesh ")
-    assert fragment in str(error.value) and str(error.value).endswith(": use one mesh")
+    assert str(error.value).startswith("the layout is for mesh ")
+    assert fragment in str(error.value) and str(error.value).endswith(": use the same mesh for both")
     if case == "another size":
         assert "devices" not in str(error.value)
 
@@ -151,8 +151,8 @@ def test_another_abstract_mesh_has_no_devices() -> None:
 def test_meshes_on_which_nothing_can_run() -> None:
     assert without_devices(MESH) is None and without_devices(OTHER) is None
     assert without_devices(ABSTRACT) == (
-        "(data=2, model=4) has no devices: pass `mesh=`, or enter `with jax.set_mesh(mesh):` "
-        "with a `Mesh`"
+        "(data=2, model=4) has no devices: pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
+        ", where `mesh` is a `Mesh`"
     )
 
 

@@ -26,9 +26,9 @@ from tests.lib.checks import raises
 REFUSED = {
     "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs""",
     "": "is not a target",
-    "tpu:v5:2x4": "`v5` is none of v4, v5e, v5p, v6e, tpu7x; did you mean `v5",
-    "cuda:h10:8": "`h10` is none of a100, h100, h200, b200; did you mean `h100`?",
-    "tpu:v5e:02x4": "the shape of a slice is written as `16x16`",
+    "tpu:v5:2x4": "`v5` is not one of v4, v5e, v5p, v6e, tpu7x; did you mean `v5",
+    "cuda:h10:8": "`h10` is not one of a100, h100, h200, b200; did you mean `h100`?",
+    "tpu:v5e:02x4": "write the shape of a slice as `16x16`",
 }
 
 
@@ -50,16 +50,16 @@ def test_a_missing_extra_is_one_line(
         ft.make_mesh(data=8, target=name)
     assert (
         str(caught.value)
-        == f'target={name!r} needs the compiler of the target: pip install "{extra}"'
+        == f'target={name!r} needs a compiler: run `pip install "{extra}"`'
     )
 
 
 def test_options_that_exclude_each_other() -> None:
-    with raises("make_mesh takes `devices` or `target`", error=ft.ShardingError):
+    with raises("make_mesh: pass `devices` or `target`, not both", error=ft.ShardingError):
         ft.make_mesh(data=8, target="tpu:v5e:2x4", devices=[])
     with raises(
         "make_mesh(target=8): `target` is an option, so it cannot name a mesh axis; write "
-        '`"tpu:v5e:16x16"` for a slice of TPUs, `"cuda:h100:8"` for GPUs',
+        '`"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs',
         error=ft.ShardingError,
     ):
         ft.make_mesh(data=8, target=8)  # pyright: ignore[reportArgumentType]
@@ -85,15 +85,15 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 # What the compilers do not survive, or do not answer.
 UNASKED = {
-    "tpu:v5e:8": "the shape of a slice is written as `16x16`, or `4x4x8`",
-    "cuda:h100:2x4": "write the number of GPUs at the end, such as `cuda:h100:8`",
-    "cuda:h100:12": "more than 8 GPUs are hosts of 8",
-    "tpu:v5e:0x4": "the shape of a slice is written as `16x16`, or `4x4x8`",
-    "tpu:v5e:-2x-4": "the shape of a slice is written as",
+    "tpu:v5e:8": "write the shape of a slice as `16x16` or `4x4x8`",
+    "cuda:h100:2x4": "write the number of GPUs at the end, as in `cuda:h100:8`",
+    "cuda:h100:12": "above 8 GPUs, use a multiple of 8",
+    "tpu:v5e:0x4": "write the shape of a slice as `16x16` or `4x4x8`",
+    "tpu:v5e:-2x-4": "write the shape of a slice as",
     "cuda:h100:99999992": "a target has at most 131,072 chips",
     "tpu:v5e:99999x99999": "a target has at most 131,072 chips",
-    "tpu:v5e:256x512": "data=8 is 8 devices, but target='tpu:v5e:256x512' has 131072",
-    "tpu:tpu7x:2x4": "data=8 is 8 devices, but target='tpu:tpu7x:2x4' has 16",
+    "tpu:v5e:256x512": "data=8 needs 8 devices, but target='tpu:v5e:256x512' has 131072",
+    "tpu:tpu7x:2x4": "data=8 needs 8 devices, but target='tpu:tpu7x:2x4' has 16",
 }
 
 

@@ -58,7 +58,7 @@ def ranking() -> ft.Ranking:
 def test_a_compiler_that_is_missing_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda package: None)
     target_devices.cache_clear()
-    with raises("target='tpu:v5e:2x4' needs the compiler of the target: pip install"):
+    with raises("target='tpu:v5e:2x4' needs a compiler: run `pip install"):
         explored(target="tpu:v5e:2x4")
 
 

@@ -332,7 +332,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "no layout": ({"a": x(4)}, {"a": 3}, "at `a`: 3 is not a layout: write `P(...)`, "),
     "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of these"),
     "no layout at all": (x(4), 3, "at the root: 3 is not a layout"),
-    "an invalid spec": ({"a": x(4)}, {"a": P(3)}, "at `a`: P(3): 3 is neither a mesh axis"),
+    "an invalid spec": ({"a": x(4)}, {"a": P(3)}, "at `a`: P(3): 3 is not a mesh axis"),
 }  # fmt: skip
 
 

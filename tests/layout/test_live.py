@@ -101,7 +101,7 @@ def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
     with raises("the arrays are on the mesh (data=2, model=4), ", *said, error=ft.ShardingError):
         ft.plan(tree, mesh={"foo": 2})
     swapped = ft.make_mesh(data=2, model=4, devices=jax.devices()[::-1])
-    with raises("the arrays are on the mesh (data=2, model=4), of other devices, but"):
+    with raises("the arrays are on the mesh (data=2, model=4) with different devices, but"):
         ft.plan(tree, mesh=swapped)
     assert dict(ft.plan({"y": jnp.ones(2)}, mesh={"foo": 2}).sizes) == {
         "foo": 2

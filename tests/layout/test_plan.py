@@ -169,7 +169,7 @@ def test_layouts_that_bring_two_meshes(mesh: Mesh) -> None:
     ):
         ft.plan(tree, layout)
     assert ft.plan(tree, {"a": layout["a"], "b": P()}).mesh == mesh
-    with jax.set_mesh(mesh), pytest.raises(ft.ShardingError, match="use one mesh"):
+    with jax.set_mesh(mesh), pytest.raises(ft.ShardingError, match="use the same mesh"):
         ft.plan(tree, {"a": P(), "b": layout["b"]}, mesh)
 
 
@@ -185,7 +185,7 @@ def test_a_plan_is_a_layout(mesh: Mesh) -> None:
     # the sizes are those of the tree that it is handed on to, and are checked
     with pytest.raises(ft.ShardingError, match=r'dimension 1 has size 12|"hidden" has size 12'):
         ft.plan(mlp(6, 12), plan)
-    with pytest.raises(ft.ShardingError, match="use one mesh"):
+    with pytest.raises(ft.ShardingError, match="use the same mesh"):
         ft.plan(mlp(), plan, {"data": 8})
     # sizes alone are no mesh: such a plan goes anywhere its specs do
     by_sizes = ft.plan(mlp(), RULES, SIZES)

@@ -76,7 +76,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "unreduced": (W, P("data", unreduced={"model"}), [
         "w: P('data', unreduced={'model'}) describes partial sums, which exist only inside a computation",
     ]),
-    "no mesh axis": (W, (lambda path, leaf: P(3)), ["w: P(3): 3 is neither a mesh axis, a tuple of them, nor `None`"]),
+    "no mesh axis": (W, (lambda path, leaf: P(3)), ["w: P(3): 3 is not a mesh axis, a tuple of mesh axes, or `None`"]),
     "no spec": (W, (lambda path, leaf: None), ["w: <lambda> returned None, which is not a PartitionSpec"]),
     "all at once": (EH, P("data") | ft.StateSharding({...: P("model", P.UNCONSTRAINED, None)}), [
         "w: P('model', P.UNCONSTRAINED, None) has 3 entries for 2 dimensions",
@@ -271,7 +271,7 @@ def test_a_leaf_is_not_blamed_for_one_before_it() -> None:
 def test_a_spec_of_what_is_no_mesh_axis() -> None:
     """Where it is written, and else where it is found."""
     spec = P(("data", 3))  # pyright: ignore
-    told = "is neither a mesh axis, a tuple of them, nor `None`"
+    told = "is not a mesh axis, a tuple of mesh axes, or `None`"
     for make in (lambda: ft.plan(W, spec, SIZES), lambda: ft.StateSharding({...: spec})):
         with pytest.raises(ft.RuleError, match=told):
             make()

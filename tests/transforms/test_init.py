@@ -132,7 +132,7 @@ def test_what_to_do_without_devices():
         f"arrays cannot be created on (data=2, model=4), which has no devices: {here}"
     )
     assert error(MESH.abstract_mesh) == (
-        f"arrays cannot be created: (data=2, model=4) has no devices: {here} with a `Mesh`; "
+        f"arrays cannot be created: (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
         "inside jit write `ft.constrain(make(...), layout)`"
     )
     assert error(None).startswith("there is no mesh")
