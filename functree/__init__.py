@@ -1,5 +1,8 @@
-"""functree lays out Equinox models over many devices: names in annotations, rules, a plan, and the
-arrays placed."""
+"""functree lays out Equinox models over many devices.
+
+Annotations name dimensions, rules map the names to mesh axes, and a plan shows the result before
+arrays are placed.
+"""
 
 from jax.sharding import PartitionSpec as P
 
@@ -205,8 +208,8 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """The public names, for `dir` and completion.
+    """List the public names, for `dir` and completion.
 
-    Submodules are attributes of their package, so `ft.state` would stand beside `ft.State`.
+    Submodules are attributes of their package, so `ft.state` would appear next to `ft.State`.
     """
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

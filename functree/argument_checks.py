@@ -346,6 +346,4 @@ def check_callback(function: Callable[..., Any], what: str) -> None:
             pass
         else:
             return
-    raise RuleError(
-        f"{shown(function)} is not {what}: a callable must take `(path, leaf)`"
-    )
+    raise RuleError(f"{shown(function)} is not {what}: a callable must take `(path, leaf)`")

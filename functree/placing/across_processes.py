@@ -1,5 +1,7 @@
-"""Arrays that each process has ─► arrays on a mesh of all processes, once these have been found to
-say the same."""
+"""`ft.shard` places each process's arrays on a mesh of all processes.
+
+The processes first check that their plans and values agree.
+"""
 
 import math
 from collections.abc import Sequence
@@ -28,32 +30,31 @@ Values = Sequence[Any]
 
 
 class Planner(Protocol):
-    """Reads a tree and plans it."""
+    """Function that reads a tree and plans it."""
 
     def __call__(self, values: Values | None = None, check: bool = True) -> tuple[Leaves, Plan]:
-        """The leaves of the tree, and their plan.
+        """Return the leaves of the tree, and their plan.
 
         Args:
-            values: the arrays by whose shapes it is planned; by default those of the tree.
+            values: arrays whose shapes are planned; by default the tree's arrays.
             check: whether an array that cannot be laid out is an error.
         """
         ...
 
 
 def place_across(planner: Planner, local: bool) -> Any:
-    """A tree with its arrays on a mesh of all processes.
+    """Place the arrays of a tree on a mesh of all processes.
 
     Args:
-        planner: reads and plans the tree.
-        local: whether each process has its own rows of each array; else each has all of it.
+        planner: the function that reads and plans the tree.
+        local: whether each process has its own rows of each array. Otherwise each has all rows.
 
     Raises:
-        FunctreeError: the processes have other plans, or other values for what several of them
-            have.
+        FunctreeError: if plans differ between processes, or values that several processes have.
     """
-    rows = "if each process has rows of its own, say `local=True`; else"
+    rows = "if each process has its own rows, pass `local=True`; otherwise"
     if local:
-        rows = "each process has to hand in as many rows as the others, and"
+        rows = "pass the same number of rows in each process, and"
     with Agreement(FAILURE, remedy=rows) as agreement:
         tree, shardings, facts = _prepared(planner, local)
         agreement.compare(lambda: facts)
@@ -61,7 +62,7 @@ def place_across(planner: Planner, local: bool) -> Any:
     if local:
         _check_rows(leaves, shardings)
     make = _from_rows if local else _from_whole
-    made: dict[int, jax.Array] = {}  # an array at two paths of the tree stays one array
+    made: dict[int, jax.Array] = {}  # an array at two paths stays one array
     for value, sharding in zip(tree.values, shardings, strict=True):
         if id(value) not in made:
             made[id(value)] = make(value, sharding)
@@ -69,8 +70,8 @@ def place_across(planner: Planner, local: bool) -> Any:
 
 
 def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
-    """What is placed, and where; and the facts about it."""
-    tree, planned = planner(check=not local)  # by the shapes of rows nothing can be said yet
+    """Return the leaves, their shardings, and the facts that processes compare."""
+    tree, planned = planner(check=not local)  # rows do not have the shapes to check
     leaves = tree.leaves
     _check_all_processes(planned)
     if local:
@@ -80,7 +81,7 @@ def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding
         _check_sizes(leaves, shapes, planned)
     values: list[str] = []
     for leaf in leaves:
-        # With `local`, each process has other rows; `_check_rows` compares those of several.
+        # With `local`, each process has its own rows, and `_check_rows` compares shared rows.
         if not local and _is_own(leaf.value):
             digest = f"{checksum(_host(leaf.value)):08x}"
             values.append(f"{path_text(leaf.path)}: {array_text(leaf.value)} {digest}")
@@ -89,41 +90,41 @@ def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding
 
 
 def _check_local(leaves: Sequence[Leaf]) -> None:
-    """Raise ShardingError for arrays that are no rows of this process."""
+    """Raise ShardingError for arrays that cannot be rows of this process."""
     problems = []
     for leaf in leaves:
         if not _is_own(leaf.value):
-            problems.append(leaf.problem(_ALL, "leave it out: it is placed already"))
+            problems.append(leaf.problem(_ALL, "leave it out, since it is already placed"))
         elif is_key(leaf.value.dtype):
-            problems.append(leaf.problem(_KEYS, "make them in all processes, with `local=False`"))
+            problems.append(
+                leaf.problem(_KEYS, "make the keys in all processes, with `local=False`")
+            )
     _raise_local(problems)
 
 
-_ALL = "is an array of all processes, and not the rows of this one"
-_KEYS = "has random keys, of which a process has no rows"
+_ALL = "has shards in other processes, so it cannot be the rows of this process"
+_KEYS = "has random keys, which `local=True` does not support"
 
 
 def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Plan) -> None:
-    """Raise ShardingError if the layout of an array changes with the size of the whole, as that of
-    `ft.FSDP` may."""
+    """Raise ShardingError if an array's layout depends on its size, as with `ft.FSDP`."""
     problems = []
     for leaf, before, after in zip(leaves, shapes, _whole_shapes(leaves, planned), strict=True):
         if after.shape != before.shape:
-            why = f"its rows are those of another array than {array_text(before)}"
-            problems.append(leaf.problem(why, "write its spec: `ft.P(...)`"))
+            why = f"its layout changes with its size, so its rows do not make {array_text(before)}"
+            problems.append(leaf.problem(why, "lay it out with a spec: `ft.P(...)`"))
     _raise_local(problems)
 
 
 def _raise_local(problems: Sequence[Problem]) -> None:
     if problems:
         raise ShardingError(
-            f"{count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
+            f"shard: {count(len(problems), 'leaf')} cannot be placed with `local=True`", problems
         )
 
 
 def _check_all_processes(planned: Plan) -> None:
-    """Raise ShardingError for a mesh without devices of some processes: they would wait for the
-    others for ever."""
+    """Raise ShardingError if some processes have no device in the mesh: they would hang."""
     missing = set(range(jax.process_count()))
     if isinstance(planned.mesh, Mesh):
         missing.difference_update(device.process_index for device in planned.mesh.devices.flat)
@@ -135,7 +136,7 @@ def _check_all_processes(planned: Plan) -> None:
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of which each process has all values. No process talks to another one."""
+    """Place an array of which each process has all values. Processes do not communicate."""
     if is_placed(value, sharding):
         return value
     if not _is_own(value):
@@ -151,19 +152,18 @@ def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
-    """An array of which each process has its own rows."""
+    """Place an array of which each process has its own rows."""
     whole = _whole_shape(value, sharding)
     return jax.make_array_from_process_local_data(sharding, _host(value), whole.shape)
 
 
 def _is_own(value: Any) -> bool:
-    """Whether an array is this process' alone: of numpy, or on devices of this process."""
+    """Return whether an array is from NumPy, or only on devices of this process."""
     return not isinstance(value, jax.Array) or value.is_fully_addressable
 
 
 def _host(value: Any) -> np.ndarray:
-    """An array of this process in the memory of the host, with a dtype that JAX has; the words of
-    random keys."""
+    """Copy an array of this process to the host, with a dtype of JAX, and random keys as words."""
     if is_key(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)
@@ -174,13 +174,13 @@ def _host(value: Any) -> np.ndarray:
 
 
 def _whole_shapes(leaves: Sequence[Leaf], planned: Plan) -> list[jax.ShapeDtypeStruct]:
-    """The whole arrays by their shardings in a plan."""
+    """Return the shapes of the whole arrays, according to their shardings in a plan."""
     shardings = map(planned.sharding, planned.rows)
     return [_whole_shape(leaf.value, one) for leaf, one in zip(leaves, shardings, strict=True)]
 
 
 def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
-    """The whole array, as an abstract one, of which this process has its own rows."""
+    """Return the shape and dtype of the whole array, of which this process has its own rows."""
     parts = _parts(sharding, len(value.shape))
     own = _block(parts, sharding, jax.process_index())
     sizes = [size * n // len(mine) for size, n, mine in zip(value.shape, parts, own, strict=True)]
@@ -188,7 +188,7 @@ def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
 
 
 def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
-    """The number of parts of each dimension."""
+    """Return the number of shards of each dimension."""
     sizes = sharding.mesh.shape
     parts: list[int] = []
     for entry in of_rank(sharding.spec, ndim):
@@ -197,14 +197,14 @@ def _parts(sharding: NamedSharding, ndim: int) -> list[int]:
 
 
 Block = tuple[tuple[int, ...], ...]
-"""What a process has of an array: in each dimension, which of its parts."""
+"""The indices of a process's shards in each dimension of an array."""
 
 
 def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block:
-    """The parts that the devices of a process keep.
+    """Return the shards on the devices of a process.
 
     Raises:
-        ShardingError: they are not all combinations of parts of each dimension.
+        ShardingError: if the shards are not the product of their indices in each dimension.
     """
     indices = sharding.devices_indices_map(tuple(parts))
     own: set[tuple[int, ...]] = set()
@@ -215,15 +215,15 @@ def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block
     block = tuple(tuple(sorted(set(column))) for column in zip(*own, strict=True))
     if math.prod(map(len, block)) != len(own):
         raise ShardingError(
-            f"{FAILURE}: by {spec_text(sharding.spec)} the devices of process {process} do not "
-            "keep a block of the array, so it has no rows of its own: give all processes the whole "
-            "array, with `local=False`"
+            f"{FAILURE}: with {spec_text(sharding.spec)}, the shards of process {process} do not "
+            "form a block of the array, so the process has no rows: pass the whole array in all "
+            "processes, with `local=False`"
         )
     return block
 
 
 def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> None:
-    """Raise ShardingError if processes that keep the same rows have different ones."""
+    """Raise ShardingError if processes with the same rows pass different values."""
     mine: dict[str, list[tuple[Bounds, int]]] = {}
     for leaf, sharding in zip(leaves, shardings, strict=True):
         parts = _parts(sharding, leaf.value.ndim)
@@ -231,10 +231,10 @@ def _check_rows(leaves: Sequence[Leaf], shardings: Sequence[NamedSharding]) -> N
         if len(set(blocks)) < len(blocks):
             bounds = tuple((one[0], one[-1] + 1) for one in blocks[jax.process_index()])
             mine[str(leaf.path)] = [(bounds, checksum(_host(leaf.value)))]
-    if not mine:  # in all processes: it follows from the shardings
+    if not mine:  # equal in all processes, since it follows from the shardings
         return
     _, problems = compared(
-        mine, "give the same rows to processes that keep the same part, or another layout"
+        mine, "pass equal rows in processes with the same shards, or use a different layout"
     )
     if problems:
         raise ShardingError(FAILURE, problems)

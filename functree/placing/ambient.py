@@ -1,5 +1,4 @@
-"""Ambient rules: used while a function is traced, without being passed to it (`with
-ft.axis_rules(rules):`)."""
+"""`with ft.axis_rules(rules):` makes rules ambient: traced functions find them by themselves."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -18,21 +17,21 @@ from functree.layout.layout import Layout, LayoutLike, as_layout
 from functree.layout.rules import spec_of_axes
 from functree.tree.axes import Axes
 
-# The rules of the current asyncio task, or of the thread outside of any.
+# The rules of the current asyncio task, or of the thread outside any task.
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
-# A user context is part of the key of every trace that JAX caches. So JAX does not reuse under one
-# set of rules what was traced under another. It has one value for each thread: the rules that were
-# entered last, by whichever task, and have not been left.
+# A user context is part of the key of every trace that JAX caches, so JAX does not reuse a trace
+# under different rules. It has one value for each thread: the rules that any task entered last and
+# has not left.
 _OF_THREAD = jax.make_user_context(None)
 
 
 class _RuleStack(threading.local):
-    """The rules that the tasks of this thread are in, in the order in which they entered them."""
+    """The rules that the tasks of this thread have entered, in order."""
 
     def __init__(self) -> None:
         self.rules: list[list[Layout | None]] = []
-        # The layouts that were warned of since the outermost rules were entered.
+        # Layouts with a warning since the outermost rules were entered.
         self.warned: set[Layout] = set()
 
 
@@ -44,12 +43,12 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
 
     Args:
-        rules: a layout. Gradients are laid out by the whole of it. Activations, whose axes have
-            names, are laid out by its `AxisRules` only: of a composition these, and of a
-            `StateSharding` those of its last `...`.
+        rules: a layout. All of it applies to gradients. Only its `AxisRules` apply to activations,
+            whose axes have names. In a composition, these are its `AxisRules`. In a
+            `StateSharding`, they are the `AxisRules` of its last `...`.
 
     Raises:
-        RuleError: `rules` is not a layout.
+        RuleError: if `rules` is not a layout.
 
     Examples:
         >>> with ft.axis_rules(ft.AxisRules({"batch": "data", "embed": None})):
@@ -58,8 +57,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """
     layout = None if rules is None else as_layout(rules)
     before, entry = _RULES.get(), [layout]
-    # An interrupt may come at any time: while rules are entered, and while they are left. So they
-    # are left twice.
+    # An interrupt may come while rules are entered or left, so they are left twice.
     try:
         try:
             _RULES.set(layout)
@@ -73,9 +71,9 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
 
 
 def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
-    """Leave the rules of `entry`, which may be left already."""
+    """Leave the rules of `entry`, unless that is already done."""
     _RULES.set(before)
-    # By identity: another task may have entered other rules since, or equal ones.
+    # Identity decides, since another task may have entered equal rules meanwhile.
     _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
     if not _STACK.rules:
         _STACK.warned.clear()
@@ -83,34 +81,34 @@ def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
 
 
 def _tell_jax() -> None:
-    """Make the rules that were entered last those of the thread."""
-    # A context is left in the opposite order of entering, which tasks do not keep to. So it is
-    # entered only.
+    """Make the rules that were entered last the rules of the thread."""
+    # JAX's contexts must be left in reverse order, which tasks may not follow. The context is
+    # therefore only entered.
     last = _STACK.rules[-1][0] if _STACK.rules else None
     _OF_THREAD(last).__enter__()
 
 
 def ambient_rules() -> Layout | None:
-    """The rules of the innermost `axis_rules` of this task; None if there are none.
+    """Return the rules of the innermost `axis_rules` of this task; None if there are none.
 
     Raises:
-        ShardingError: a function is traced that JAX would remember for the rules of another task.
+        ShardingError: if JAX would cache the current trace under the rules of another task.
     """
     rules = _RULES.get()
     if rules is not _OF_THREAD.value and rules != _OF_THREAD.value and tracing():
         raise ShardingError(
             "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started "
-            "in one: `jax.jit` would remember this trace for the rules of that one. "
-            "Use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
+            "in one, so `jax.jit` would cache this trace under the wrong rules: "
+            "use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules
 
 
 def is_told_first(layout: Layout) -> bool:
-    """Whether a warning about a layout is the first since the outermost rules were entered.
+    """Return whether a warning about a layout is the first under the current outermost rules.
 
-    A model constrains many activations, and is traced several times for one program, so that one
-    mistake in its rules would be told again and again. Outside of rules each is the first.
+    A model constrains many activations, and is traced several times for one program, so one mistake
+    in its rules would repeat a warning many times. Outside `axis_rules`, each warning is the first.
     """
     if not _STACK.rules:
         return True
@@ -121,20 +119,19 @@ def is_told_first(layout: Layout) -> bool:
 
 
 def has_axis_rules() -> bool:
-    """Whether there are ambient rules for activations: `AxisRules`, alone or in another layout."""
+    """Return whether the ambient layout has `AxisRules`, which apply to activations."""
     rules = ambient_rules()
     return rules is not None and rules.rules is not None
 
 
 def spec(axes: str | Axes) -> PartitionSpec:
-    """The spec of an array with these axes by the ambient rules, for example for JAX's
-    `out_sharding=`.
+    """Return the ambient rules' spec for these axes, for example for JAX's `out_sharding=`.
 
     Args:
         axes: the names of the axes, as a string or `Axes`.
 
     Raises:
-        ShardingError: there are no ambient rules, or they do not lay out these axes.
+        ShardingError: if there are no ambient rules, or they do not lay out these axes.
 
     Examples:
         >>> with ft.axis_rules(
@@ -146,14 +143,14 @@ def spec(axes: str | Axes) -> PartitionSpec:
     rules = ambient_rules()
     if rules is None or rules.rules is None:
         raise ShardingError(
-            "there are no ambient rules: enter `with ft.axis_rules(rules):`, with `AxisRules`, "
+            "there are no ambient rules: enter `with ft.axis_rules(rules):` with `AxisRules` "
             "around the call that traces this"
         )
     mesh = current_mesh()
     if mesh is None:
         return spec_of_axes(rules, Axes.of(axes), None, None)
     found = spec_of_axes(rules, Axes.of(axes), None, mesh_view(mesh))
-    # Inside `shard_map` arrays are local along Manual axes, and JAX rejects a spec that names one.
+    # Inside `shard_map`, JAX rejects a spec that names a Manual mesh axis.
     return without(found, set(getattr(mesh, "manual_axes", ())))
 
 
@@ -162,7 +159,7 @@ class Surroundings(NamedTuple):
 
     Attributes:
         mesh: the ambient mesh; None for the mesh of the arguments.
-        rules: the ambient rules, those of the caller if the function has none of its own.
+        rules: the function's rules, or otherwise the caller's ambient rules.
     """
 
     mesh: Mesh | AbstractMesh | None
@@ -170,10 +167,9 @@ class Surroundings(NamedTuple):
 
     @contextmanager
     def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
-        """Make the mesh and the rules ambient, while the body is traced."""
+        """Make the mesh and the rules ambient while the body is traced."""
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
-        # Inside `shard_map` the ambient mesh has Manual axes, which our mesh does not have: keep
-        # it.
+        # Inside `shard_map`, keep the ambient mesh: its Manual mesh axes are not Manual in ours.
         if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
             with axis_rules(self.rules):
                 yield

@@ -1,8 +1,7 @@
-"""A tree of bare arrays and a layout ─► a `Batch`: what the shardings of such trees depend on,
-hashable.
+"""A `Batch` is the hashable form of a tree of bare arrays with its layout.
 
-A loop places a new batch in every step, and all of them have one form. To plan each takes several
-times as long as to place it.
+A loop places a new batch in every step, and all batches have the same form. Planning each would
+take several times as long as placing it, so `ft.shard` caches shardings by form.
 """
 
 from typing import Any, NamedTuple
@@ -24,13 +23,13 @@ from functree.tree.axes import Axes
 
 
 class Batch(NamedTuple):
-    """The form of a tree of bare arrays in plain containers, and how it is laid out.
+    """The form of a tree of bare arrays in plain containers, and its layout.
 
     Attributes:
         structure: the treedef of the tree.
         types: the shape and dtype of each array.
         layout: the layouts, and their treedef.
-        axes: the texts of the axes, and their treedef.
+        axes: the axes as the user wrote them, and their treedef.
         mesh: the mesh.
     """
 
@@ -44,10 +43,11 @@ class Batch(NamedTuple):
     def of(
         cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
     ) -> "tuple[list[Any], Batch | None]":
-        """The arrays of a batch, and its form; None for a tree that has to be planned anew.
+        """Return the arrays of a batch, and its form, or None if the tree must be planned again.
 
-        That is a tree with modules or with anything but arrays with values, or with one array at
-        two places; or a layout that may ask for more than shapes and names, such as a function.
+        Such a tree has a module, a leaf that is not a concrete array, or one array at two paths. A
+        layout that may depend on more than shapes and names, such as a function, has the same
+        effect.
         """
         if not _is_batch(tree):
             return [], None
@@ -58,7 +58,7 @@ class Batch(NamedTuple):
             return arrays, None
         where = current_mesh() if mesh is None else mesh
         if not isinstance(where, Mesh | None) or not all(map(_is_text, texts)):
-            return arrays, None  # an error says what is wrong
+            return arrays, None  # planning raises an error
         types = tuple([(x.shape, x.dtype) for x in arrays])
         return arrays, cls(
             structure,
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 def _is_batch(tree: Any) -> bool:
-    """Whether a tree has only arrays with values, in plain containers."""
+    """Return whether a tree has only arrays with values, in plain containers."""
     kind = type(tree)
     if kind is dict:
         return all(map(_is_batch, tree.values()))
@@ -84,15 +84,14 @@ def _is_text(axes: object) -> bool:
 
 
 def _is_plain_layout(layout: Any) -> bool:
-    """Whether a layout depends only on the names and shapes of arrays."""
+    """Return whether a layout depends only on the names and shapes of arrays."""
     if isinstance(layout, Composition):
         return all(map(_is_plain_layout, layout.parts))
     return isinstance(layout, PartitionSpec | NamedSharding | AxisRules | FSDP)
 
 
 def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """The mesh axes of a dimension of this name, in an activation that has no other; None if the
-    rules do not know it."""
+    """Return the mesh axes of an activation's only dimension; None if no rule lays it out."""
     if rules.rules is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Traced arrays and a layout ─► the same arrays, constrained to the shardings of the layout."""
+"""`ft.constrain` constrains traced arrays to the shardings of a layout."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,28 +28,31 @@ T = TypeVar("T")
 def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None) -> T:
     """Constrain the sharding of arrays inside jit.
 
-    On Auto mesh axes this is a constraint for the compiler, on Explicit mesh axes a reshard. Manual
-    mesh axes are left out of the specs. Without a mesh it does nothing, so the same model also runs
-    on one device. Under `jax.vmap` the mapped dimension is left to the compiler, unless
-    `spmd_axis_name=` says its mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis
-    too: give the axes of one learner other rules.
+    On Auto mesh axes this is a constraint for the compiler, and on Explicit mesh axes a reshard.
+    Specs are used without their Manual mesh axes. Without a mesh this does nothing, so the same
+    model runs on one device.
+
+    Under `jax.vmap`, the compiler shards the mapped dimension, unless `spmd_axis_name=` gives its
+    mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis too. Give the axes of one
+    learner different rules.
 
     Args:
         tree: an array, or a tree of arrays.
         layout: the axes of a bare array (`"batch seq embed"`), or a layout for a tree.
-        rules: the rules for these axes; the ambient rules if not given. Only the `AxisRules` of a
-            layout are used: `FSDP` and specs are written for parameters.
+        rules: the rules for these axes; by default the ambient rules. Only the `AxisRules` of a
+            layout are used, since `FSDP` and specs describe parameters.
 
     Raises:
-        ShardingError: a size that its mesh axes do not divide (JAX alone replicates such an array
-            silently); an axis that no rule lays out; a mesh but no rules; a mesh that was entered
-            by `with mesh:`.
-        FunctreeError: an array is deleted.
+        ShardingError: if mesh axes do not divide a size. JAX alone would silently replicate the
+            array.
+        ShardingError: if no rule lays out an axis, or there is a mesh without rules.
+        ShardingError: if `with mesh:` entered a mesh.
+        FunctreeError: if an array is deleted.
 
     Warns:
-        FunctreeWarning: a dimension is called `batch` and has no rule but `...: None`, while `FSDP`
-            in the same layout shards parameters over a mesh axis that no rule uses: a batch that is
-            sharded over it would be gathered. Once for each layout, in each trace.
+        FunctreeWarning: if `batch` has no rule but `...: None`, and `FSDP` in the same layout
+            shards parameters over a mesh axis that no rule uses. A batch that is sharded over it
+            would be gathered. The warning appears once for each layout in each trace.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -78,27 +81,30 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
 
 
 def with_decision(value: AnyArray, decision: Decision, mesh: Mesh | AbstractMesh) -> AnyArray:
-    """An array, constrained as was decided about it."""
+    """Constrain an array to its decision."""
     spec = decision.spec if decision.specified else PartitionSpec()
     return with_constraint(value, mesh, spec, decision.memory_kind)
 
 
 def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
-    """An array constrained by the names of its dimensions.
+    """Constrain an array using the names of its dimensions.
 
-    This runs for each activation that a model constrains, so it reads no tree and makes no plan.
+    Models constrain many activations, so this reads no tree and makes no plan.
     """
     layout = ambient_rules() if rules is None else as_layout(rules)
     if not is_array(x):
         kind = type(x).__name__
         raise ShardingError(
-            f'"{axes}" names the dimensions of a bare array, but this is a {kind}: give a layout'
+            f'"{axes}" names the dimensions of a bare array, but this is of type {kind}: '
+            "pass a layout"
         )
     check_deleted("constrain", x)
     leaf = activation(axes, x)
     if len(axes) != len(x.shape):
         why = f'"{axes}" names {count(len(axes), "dimension")}, but the array has {len(x.shape)}'
-        raise ShardingError("the axes do not fit", [leaf.problem(why, "name each dimension")])
+        raise ShardingError(
+            "constrain: the axes do not fit the array", [leaf.problem(why, "name each dimension")]
+        )
     own = None if layout is None else layout.own_mesh
     mesh = find_mesh([own], [x])
     if mesh is None:
@@ -118,27 +124,29 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
 
 
 def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
-    """The error of arrays that cannot be constrained, with the line of the user's program: an
-    activation has no path that says which it is."""
+    """Build the error for arrays that cannot be constrained.
+
+    It has the line of the user's program, since an activation has no path.
+    """
     _, frame = users_frame()
     line = "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
     return refuse(problems, view, f"ft.constrain{line}: ")
 
 
 def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> str:
-    """The error for an array whose axes no rule is about."""
+    """Write the error for an array without rules for its axes."""
     text = (
-        f"there is a mesh {mesh_view(mesh)} but no rules to lay out `{axes}`: enter "
+        f"constrain: no rules lay out `{axes}` on mesh {mesh_view(mesh)}: enter "
         "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
     )
-    # There may be a layout all the same, which is for parameters, such as `FSDP`.
+    # A layout for parameters, such as `FSDP`, has no rules for activations.
     if layout is not None:
-        text += f"; {layout!r} knows no names of axes, and `AxisRules(...) | layout` knows them"
+        text += f"; {layout!r} has no rules for axes, so combine it as `AxisRules(...) | layout`"
     return text
 
 
 def local_view(view: MeshView) -> MeshView:
-    """A mesh in which Manual axes count as one device: shapes are local along these."""
+    """Return a view in which Manual mesh axes have size 1, since shapes are local along them."""
     manual = getattr(view.mesh, "manual_axes", ())
     if not manual:
         return view
@@ -148,12 +156,11 @@ def local_view(view: MeshView) -> MeshView:
 def find_mesh(
     own: Sequence[Mesh | AbstractMesh | None], values: Sequence[AnyArray]
 ) -> Mesh | AbstractMesh | None:
-    """The ambient mesh, else that of the layouts (`own`), else that of the arrays."""
+    """Return the ambient mesh, or otherwise the mesh of the layouts (`own`) or of the arrays."""
     mesh = current_mesh()
     written = next((one for one in own if one is not None), None)
     if mesh is not None:
-        # The ambient mesh of a trace may be abstract, and the same mesh in the layout have its
-        # devices.
+        # A trace's ambient mesh may be abstract, while the layout has the same mesh with devices.
         if isinstance(written, Mesh) and written.abstract_mesh == mesh:
             return written
         return mesh
@@ -163,11 +170,11 @@ def find_mesh(
 
 
 class AxisShards(NamedTuple):
-    """How the dimensions of one name are sharded.
+    """The sharding of dimensions with one name.
 
     Attributes:
-        mesh_axes: the mesh axes that shard them, the outermost first; none if they are unsharded.
-        parts: the number of parts, 1 if they are unsharded.
+        mesh_axes: the mesh axes that shard them, outermost first; empty if they are unsharded.
+        parts: the number of shards; 1 if they are unsharded.
     """
 
     mesh_axes: tuple[str, ...]
@@ -175,21 +182,22 @@ class AxisShards(NamedTuple):
 
 
 def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
-    """Over which mesh axes of the current mesh the ambient rules shard a name, and into how many
-    parts, for a function whose way to compute depends on it: experts that are somewhere else, a
-    sequence in parts, stages of a pipeline.
+    """Look up how the ambient rules shard an axis over the current mesh.
 
-    Without ambient `AxisRules`, or without a current mesh, nothing is sharded. Inside of a
-    `shard_map` the axes that it maps are left out: along these an array is a part already.
+    Some functions compute differently when a dimension is sharded: experts on several devices, a
+    sharded sequence, the stages of a pipeline.
+
+    Without ambient `AxisRules` or a current mesh, nothing is sharded. Inside a `shard_map`, its
+    Manual mesh axes are left out, because an array is already a shard along them.
 
     Args:
         name: the name of the dimension.
-        axes: all axes of the array whose dimension this is; by default it has no other. A mesh axis
-            shards one dimension of an array, so others that come before may have taken it.
+        axes: all axes of the array that has the dimension; by default only `name`. A mesh axis
+            shards one dimension of an array, so an earlier dimension may use it up.
 
     Raises:
-        AxesError: `axes` does not have the name.
-        ShardingError: the rules do not lay out these axes.
+        AxesError: if `axes` does not contain `name`.
+        ShardingError: if the rules do not lay out these axes.
 
     Examples:
         >>> table = [
@@ -207,7 +215,9 @@ def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     """
     of_array = Axes.of(name if axes is None else axes)
     if name not in of_array:
-        raise AxesError(f'axis_shards("{name}", "{of_array}"): the axes do not have the name')
+        raise AxesError(
+            f'axis_shards("{name}", "{of_array}"): the axes do not contain `{name}`: use one of them'
+        )
     mesh = current_mesh()
     if mesh is None or not has_axis_rules():
         return AxisShards((), 1)

@@ -1,4 +1,4 @@
-"""Arrays ─► copies of them, placed alike."""
+"""`ft.copy` copies arrays: a tree ─► new arrays with the same values and shardings."""
 
 from typing import TypeVar
 
@@ -15,21 +15,20 @@ T = TypeVar("T")
 
 
 def copy(tree: T, *, untie: bool = False) -> T:
-    """Copy the arrays of a tree where they lie, so that the original outlives a donation.
+    """Copy the arrays of a tree on their devices, for example before a step donates them.
 
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are, and so
             do `jax.ShapeDtypeStruct`s.
-        untie: whether an array that is at several places of the tree becomes one array for each of
-            them. A step can then donate the tree; from there on, each place has its own values.
+        untie: whether an array at several paths becomes a separate array at each path. A step can
+            then donate the tree, and the values at these paths may diverge.
 
     Returns:
-        The same tree with arrays of the same values and shardings, none of which shares memory with
-            the original. An array that is at two places of the tree stays one array, unless they
-            are untied.
+        The same tree, with arrays of the same values and shardings that share no memory with the
+            original. An array at two paths stays one array, unless `untie` is true.
 
     Raises:
-        FunctreeError: an array is deleted; the message has its path.
+        FunctreeError: if an array is deleted. The message has its path.
 
     Examples:
         >>> step = ft.jit(lambda state: {"w": state["w"] + 1}, donate="state")
@@ -43,7 +42,7 @@ def copy(tree: T, *, untie: bool = False) -> T:
         False
     """
     if untie is not False:
-        check("no tree can be copied", untie=(untie, FLAG))
+        check("copy: invalid arguments", untie=(untie, FLAG))
     leaves = read(tree)
     values = leaves.values
     check_deleted("copy", tree)

@@ -1,4 +1,4 @@
-"""Concrete arrays and a layout ─► the same arrays, sharded as the layout says."""
+"""`ft.shard` places concrete arrays according to a layout."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,27 +32,29 @@ def shard(
     axes: AxesTree = None,
     local: bool = False,
 ) -> T:
-    """Place concrete arrays as a layout says.
+    """Place concrete arrays according to a layout.
 
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
-        mesh: a mesh, or None for the current one.
-        axes: the axes of a bare array, which has no annotation; or those of a tree of bare arrays,
-            as a prefix tree: `{"tokens": "batch seq", "mask": "batch seq"}`.
-        local: with several processes, whether each hands in its own rows: the part of each array
-            that its devices keep. Else each hands in the whole arrays, and they are compared.
+        mesh: a mesh; by default the current mesh.
+        axes: the axes of bare arrays, which have no annotations: a string for one array, or a
+            prefix tree such as `{"tokens": "batch seq", "mask": "batch seq"}`.
+        local: whether each of several processes passes its own rows, the part of each array that
+            its devices hold. Otherwise each passes whole arrays, which are compared.
 
     Returns:
-        The same tree. An array that has its sharding already is returned as the same object. An
-            array that is at two places of the tree stays one array.
+        The same tree. An array that already has its sharding is returned as the same object. An
+            array at two paths stays one array.
 
     Raises:
-        ShardingError: the layout or the axes do not fit the tree; there is no mesh with devices; an
-            array is traced or abstract; the mesh does not have devices of all processes.
-        FunctreeError: an array is deleted; the processes have different arrays, or layouts.
-        RuleError: `layout` is not a layout; `layout` or `axes` have another structure than the
-            tree.
+        ShardingError: if the layout or the axes do not fit the tree.
+        ShardingError: if an array is traced or abstract.
+        ShardingError: if the mesh has no devices, or no devices of some process.
+        FunctreeError: if an array is deleted.
+        FunctreeError: if arrays or layouts differ between processes.
+        RuleError: if `layout` is not a layout.
+        RuleError: if `layout` or `axes` is not a prefix tree of the tree.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -67,7 +69,7 @@ def shard(
     """
     check_tree("shard", tree)
     if local is not False:
-        check("no array can be placed", local=(local, FLAG))
+        check("shard: invalid arguments", local=(local, FLAG))
     if jax.process_count() > 1:
         return place_across(partial(_planned, tree, layout, mesh, axes), local)
     arrays, batch = Batch.of(tree, layout, mesh, axes)
@@ -89,9 +91,9 @@ _REMEMBERED = 256  # batches
 
 
 def _moved(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
-    """The arrays of a batch with the wanted shardings. They are different objects."""
-    # Most loops have one array of NumPy in each step, which `device_put` takes faster by itself
-    # than in a list.
+    """Move the arrays of a batch, which are different objects, to their shardings."""
+    # Most loops place one NumPy array in each step, and `device_put` is faster for an array than
+    # for a list.
     if len(arrays) == 1 and type(arrays[0]) is np.ndarray:
         return [jax.device_put(arrays[0], targets[0])]
     return moved_once(arrays, targets)
@@ -105,8 +107,10 @@ def _planned(
     values: Values | None = None,
     check: bool = True,
 ) -> tuple[Leaves, Plan]:
-    """The leaves of a tree, and their plan on a mesh with devices; by the shapes of other arrays,
-    if they are given."""
+    """Read the leaves of a tree, and plan them on a mesh with devices.
+
+    If `values` are given, their shapes are planned instead of the leaves' shapes.
+    """
     leaves, parts = read_for(tree, layout)
     if axes is not None:
         leaves = named_arrays(leaves, tree, axes)
@@ -119,19 +123,18 @@ def _planned(
     planned = plan_leaves(shaped, parts, view, check=check)
     if planned.mesh is None:
         raise ShardingError(
-            f"arrays cannot be placed on {planned.view}, which has no devices: "
-            f"{NO_MESH} with a `Mesh`"
+            f"shard: arrays cannot be placed on {planned.view}, which has no devices: "
+            f"{NO_MESH}, where `mesh` is a `Mesh`"
         )
     missing = without_devices(planned.mesh)
     if missing is not None:
-        raise ShardingError(f"arrays cannot be placed: {missing}")
+        raise ShardingError(f"shard: arrays cannot be placed: {missing}")
     return leaves, planned
 
 
 def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
-    """Arrays with the wanted shardings. An array that stands in the sequence twice stays one
-    array."""
-    # All moves are one call of `device_put`.
+    """Move arrays to their shardings. An array that occurs twice stays one array."""
+    # One call of `device_put` moves all arrays.
     wanted = dict(zip(map(id, values), targets, strict=True))
     moving = {id(x): x for x in values if not is_placed(x, wanted[id(x)])}
     moved = jax.device_put(list(moving.values()), list(map(wanted.__getitem__, moving)))
@@ -139,7 +142,7 @@ def moved_once(values: Sequence[Any], targets: Sequence[NamedSharding]) -> list[
     return [placed.get(id(x), x) for x in values]
 
 
-# As a tuple, since `|` would make a new union for each leaf.
+# A union written with `|` in the loop would be created for each leaf.
 _OF_NUMPY = (np.ndarray, np.generic)
 
 
@@ -148,12 +151,14 @@ def _check_concrete(leaves: Leaves) -> None:
     for leaf in leaves.leaves:
         if isinstance(leaf.value, Tracer):
             why = "is traced, but `ft.shard` moves concrete arrays"
-            problems.append(leaf.problem(why, "inside a trace use `ft.constrain`"))
+            problems.append(leaf.problem(why, "inside jit, use `ft.constrain`"))
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
             why = "is abstract, but `ft.shard` moves concrete arrays"
             problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
-        # In this loop and by these classes, since a call that moves nothing is mostly such checks.
+        # These checks take most of a call that moves nothing, so they share this loop.
         elif not isinstance(leaf.value, _OF_NUMPY) and leaf.value.is_deleted():
             raise refuse_deleted("shard", leaves.paths, leaves.values)
     if problems:
-        raise ShardingError(f"{count(len(problems), 'leaf')} cannot be placed on devices", problems)
+        raise ShardingError(
+            f"shard: {count(len(problems), 'leaf')} cannot be placed on devices", problems
+        )

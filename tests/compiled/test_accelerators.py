@@ -323,7 +323,10 @@ def test_devices_of_a_target_are_equal() -> None:
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
 MLP = ft.nn.MLP(64, 128, key=jax.random.key(0))
 X = jnp.ones((16, 32, 64))
-ONLY = "has compile-only devices (", "): use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`"
+ONLY = (
+    "has compile-only devices (",
+    "): use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`",
+)
 
 
 def apply(model: Any, x: Any) -> Any:

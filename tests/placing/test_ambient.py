@@ -215,9 +215,9 @@ def test_axes_are_laid_out_by_the_axis_rules_of_a_layout(case: str):
 def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
     layout, x = FOR_PARAMETERS[case], lay(jnp.ones((4, 8)), "data")
     told = [
-        "there is a mesh (data=2, model=4) but no rules to lay out `batch hidden`",
+        "constrain: no rules lay out `batch hidden` on mesh (data=2, model=4)",
         "with `AxisRules`",
-        "knows no names of axes, and `AxisRules(...) | layout` knows them",
+        "has no rules for axes, so combine it as `AxisRules(...) | layout`",
     ]
     with raises(*told, error=ft.ShardingError):
         ft.jit(lambda x: ft.constrain(x * 2, "batch hidden"), rules=layout)(x)

@@ -90,7 +90,7 @@ def test_constrain_composes_with_vmap_grad_and_scan():
 def test_constrain_with_a_mesh_wants_rules():
     with (
         jax.set_mesh(MESH),
-        pytest.raises(ft.ShardingError, match=r"no rules to lay out `batch hidden`.*axis_rules"),
+        pytest.raises(ft.ShardingError, match=r"no rules lay out `batch hidden`.*axis_rules"),
     ):
         ft.constrain(jnp.ones((4, 8)), "batch hidden")
 
@@ -238,7 +238,7 @@ def test_axis_shards_without_rules_or_mesh() -> None:
 
 def test_axis_shards_of_what_is_no_axis() -> None:
     with jax.set_mesh(MESH), ft.axis_rules(AXES):
-        with raises('axis_shards("hidden", "embed vocab"): the axes do not have the name'):
+        with raises('axis_shards("hidden", "embed vocab"): the axes do not contain `hidden`'):
             ft.axis_shards("hidden", "embed vocab")
         with raises('"vocab" cannot be laid out', "no rule"):
             ft.axis_shards("vocab")

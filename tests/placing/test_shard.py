@@ -87,7 +87,7 @@ def test_shard_takes_numpy_scalars_and_typed_keys():
 
 
 def test_shard_says_constrain_in_a_trace():
-    with raises("up", "is traced", "inside a trace", "`ft.constrain`", error=ft.ShardingError):
+    with raises("up", "is traced", "inside jit", "`ft.constrain`", error=ft.ShardingError):
         jax.jit(lambda up: ft.shard(MLP(up, up), RULES, MESH).up)(jnp.ones((6, 8)))
     with pytest.raises(ft.ShardingError, match=r"(?s)is abstract.*`ft.abstract`"):
         ft.shard(jax.ShapeDtypeStruct((4, 8), "float32"), P(), MESH)

@@ -474,7 +474,7 @@ def other_mesh() -> Any:
 
 @differing(
     "(the array): f32[8, 16] ",
-    "Try: if each process has rows of its own, say `local=True`; else run the same program",
+    "Try: if each process has its own rows, pass `local=True`; otherwise run the same program",
 )
 def other_batch() -> Any:
     return place(batch(differs(0, 1)))
@@ -513,18 +513,18 @@ def part_of_the_devices() -> Any:
     )
 
 
-@differing("process {odd} differs", "Try: each process has to hand in as many rows as the others")
+@differing("process {odd} differs", "Try: pass the same number of rows in each process")
 def rows_that_do_not_fit() -> Any:
     return place(batch(0)[: differs(4, 3)], local=True)
 
 
-@differing("copies with different values in process {odd}", "give the same rows")
+@differing("copies with different values in process {odd}", "pass equal rows")
 def rows_of_one_part() -> Any:
     """All processes keep all rows, and one has others."""
     return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)
 
 
-@differing("w   f32[16, 32]", "is an array of all processes, and not the rows of this one")
+@differing("w   f32[16, 32]", "has shards in other processes, so it cannot be the rows of this process")
 def rows_that_are_none() -> Any:
     return ft.shard({"w": model().up}, ft.P(), MESH, local=True)
 

@@ -383,7 +383,7 @@ def test_silent_failure_23_without_the_ambient_rules_of_the_call_before():
     f = ft.jit(lambda x: ft.constrain(x * 1, "batch embed"))
     with ft.axis_rules(RULES):
         assert_lies(f(lay(X)), "data")
-    with raises("there is a mesh (data=2, model=4) but no rules to lay out `batch embed`"):
+    with raises("constrain: no rules lay out `batch embed` on mesh (data=2, model=4)"):
         f(lay(X))
 
 
