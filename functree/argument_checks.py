@@ -54,7 +54,7 @@ class Takes(NamedTuple):
         return self.is_type(value) and self.is_value(value)
 
     def or_none(self) -> "Takes":
-        """Accept None too."""
+        """Return a copy that also accepts None."""
         return Takes(
             f"{self.text}, or None",
             lambda value: value is None or self.is_type(value),

@@ -76,7 +76,7 @@ class FunctreeError(Exception):
 
 
 class FunctreeWarning(UserWarning):
-    """Category of all warnings that functree issues, about code that runs but may cost too much.
+    """Category of all functree warnings, about code that runs but costs more than it seems to.
 
     `warnings.simplefilter("error", ft.FunctreeWarning)` turns them into errors.
 
@@ -200,7 +200,7 @@ class ProblemGroup(NamedTuple):
     """Leaves with the same problems.
 
     Attributes:
-        paths: the texts of their paths. A problem without a leaf has an empty text.
+        paths: the texts of their paths; empty for a problem without a leaf.
         what: the description that they share.
         whys: the mistakes.
     """

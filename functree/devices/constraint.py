@@ -43,14 +43,14 @@ def _by_type(
     A sharding is None if the mesh has no such mesh axes.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    found: list[NamedSharding | None] = []
+    shardings: list[NamedSharding | None] = []
     for wanted in (AxisType.Explicit, AxisType.Auto):
         others = {name for name, axis_type in types.items() if axis_type != wanted}
         if len(others) == len(types):
-            found.append(None)
+            shardings.append(None)
         else:
-            found.append(NamedSharding(mesh, without(spec, others)))
-    return found[0], found[1]
+            shardings.append(NamedSharding(mesh, without(spec, others)))
+    return shardings[0], shardings[1]
 
 
 def _resharded(value: _T, sharding: NamedSharding) -> _T:

@@ -50,17 +50,17 @@ def make_mesh(
     _check_sizes(sizes)
     # NumPy integers count as integers: `np.prod` returns one.
     sizes = {name: int(size) for name, size in sizes.items()}
-    found = _first_devices(sizes, devices, target)
+    chosen = _first_devices(sizes, devices, target)
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
     names, shape = tuple(sizes), tuple(sizes.values())
     if dcn:
-        return Mesh(_grid(sizes, found, dcn), names, axis_types=types)
+        return Mesh(_grid(sizes, chosen, dcn), names, axis_types=types)
     try:
-        return jax.make_mesh(shape, names, axis_types=types, devices=found)
+        return jax.make_mesh(shape, names, axis_types=types, devices=chosen)
     except NotImplementedError:
         # In no order does each mesh axis cover whole dimensions of the TPU slice's torus, so some
         # dimensions are split.
-        grid = mesh_utils.create_device_mesh(shape, devices=found, allow_split_physical_axes=True)
+        grid = mesh_utils.create_device_mesh(shape, devices=chosen, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=types)
 
 
@@ -89,18 +89,18 @@ def _first_devices(
             )
         return list(target_devices(named))
     if devices is None:
-        found = jax.devices()
+        available = jax.devices()
     else:
         # `mesh.devices` of another mesh is an array with the shape of that mesh.
-        found = list(np.ravel(np.asarray(devices, dtype=object)))
-    if needed > len(found):
-        verb = "is" if len(found) == 1 else "are"
+        available = list(np.ravel(np.asarray(devices, dtype=object)))
+    if needed > len(available):
+        verb = "is" if len(available) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ShardingError(
-            f"{requested} needs {count(needed, 'device')}, but there {verb} {len(found)}; "
+            f"{requested} needs {count(needed, 'device')}, but there {verb} {len(available)}; "
             f"on a CPU, set {flag} before you import jax"
         )
-    return found[:needed]
+    return available[:needed]
 
 
 def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:

@@ -100,7 +100,7 @@ def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> Me
 
 
 def devices_along(axes: Iterable[str]) -> int:
-    """Return the number of devices along mesh axes of the current mesh, while tracing.
+    """Count the devices along some mesh axes of the current mesh.
 
     Examples:
         >>> from functree.devices.meshes import devices_along
@@ -268,15 +268,15 @@ def _legacy_mesh() -> bool:
 @functools.cache
 def _thread_resources() -> Any:
     """Return the object in which `with mesh:` sets the thread's mesh, or None if JAX removed it."""
-    # It is cached because reading the attribute warns. The object is thread-local itself,
-    # so threads may share it.
+    # It is cached because reading the attribute warns. The object itself is thread-local, so the
+    # cache may be shared.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)
 
 
 Device = Any
-"""A JAX device. Type checkers reject `jax.Device` as a type, since they see a variable."""
+"""A JAX device. Type checkers see a variable in `jax.Device`, so they reject it as a type."""
 
 # The kinds that TPUs report, and their usual names.
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}

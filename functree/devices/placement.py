@@ -1,4 +1,4 @@
-"""An array's sharding is read, compared and printed here, and deleted arrays are refused."""
+"""Shardings of arrays are read, compared and printed, and deleted arrays are refused."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard

@@ -64,7 +64,7 @@ class Gpu(NamedTuple):
 
     @property
     def nvlink_bandwidth(self) -> int:
-        """The bytes per second of all NVLink links in one direction, half of a data sheet's sum."""
+        """The bytes per second of all NVLink links, one way. Data sheets list both ways."""
         return self.links * self.link_bandwidth
 
 
@@ -185,7 +185,7 @@ MOST_CHIPS = 1 << 17
 
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _KINDS = {"tpu": _TPUS, "cuda": tuple(GPUS)}
-# The devices that JAX makes of a chip, where it is not one.
+# The number of JAX devices per chip, where it is not one.
 _DEVICES_OF_A_CHIP = {"tpu7x": 2}
 # The package with the compiler, and the extra of functree that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}

@@ -18,7 +18,7 @@ _Axes = tuple[str, ...]
 def varying_axes(x: _Array | ShapedArray) -> frozenset[str]:
     """Return the mesh axes along which an array varies, according to its type.
 
-    `x` may be the type itself. Only a shard_map with `check_vma=True` has such mesh axes.
+    `x` may be the type itself. Arrays vary only inside a shard_map with `check_vma=True`.
 
     Examples:
         >>> from functree.devices.varying import varying_axes
@@ -70,9 +70,10 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
     JAX cannot lower the derivative of a shard_map inside a shard_map with `check_vma=True`. The
     residuals of the inner one would leave it with a spec of all mesh axes along which their types
-    vary. The outer mesh axes among them are "already bound by a parent". JAX does not differentiate
-    an inner shard_map with `check_vma=False` either, because its results lose these mesh axes. This
-    function therefore removes them from the types of all arguments, and adds them to all results.
+    vary. JAX refuses the outer mesh axes among them ("which is already bound by a parent").
+    It does not differentiate an inner shard_map with `check_vma=False` either, because its results
+    lose these mesh axes. This function therefore removes them from the types of all arguments, and
+    adds them to the types of all results.
 
     Only types change. This is correct if `fun` has no collective over these mesh axes: each device
     then computes its own values and gradients.

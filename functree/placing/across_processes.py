@@ -176,7 +176,8 @@ def _host(value: Any) -> np.ndarray:
 def _whole_shapes(leaves: Sequence[Leaf], planned: Plan) -> list[jax.ShapeDtypeStruct]:
     """Return the shapes of the whole arrays, according to their shardings in a plan."""
     shardings = map(planned.sharding, planned.rows)
-    return [_whole_shape(leaf.value, one) for leaf, one in zip(leaves, shardings, strict=True)]
+    pairs = zip(leaves, shardings, strict=True)
+    return [_whole_shape(leaf.value, sharding) for leaf, sharding in pairs]
 
 
 def _whole_shape(value: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:

@@ -43,7 +43,7 @@ class Batch(NamedTuple):
     def of(
         cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
     ) -> "tuple[list[Any], Batch | None]":
-        """Return the arrays of a batch, and its form, or None if the tree must be planned again.
+        """Return the arrays of a batch, and its form, or None if the tree must be planned.
 
         Such a tree has a module, a leaf that is not a concrete array, or one array at two paths. A
         layout that may depend on more than shapes and names, such as a function, has the same

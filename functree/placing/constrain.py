@@ -77,11 +77,13 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     if decided.problems:
         raise _refused(decided.problems, view)
     pairs = zip(leaves.leaves, decided.decisions, strict=True)
-    return leaves.skeleton.fill([with_decision(leaf.value, one, mesh) for leaf, one in pairs])
+    return leaves.skeleton.fill(
+        [with_decision(leaf.value, decision, mesh) for leaf, decision in pairs]
+    )
 
 
 def with_decision(value: AnyArray, decision: Decision, mesh: Mesh | AbstractMesh) -> AnyArray:
-    """Constrain an array to its decision."""
+    """Constrain an array according to its decision."""
     spec = decision.spec if decision.specified else PartitionSpec()
     return with_constraint(value, mesh, spec, decision.memory_kind)
 
@@ -216,11 +218,12 @@ def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     of_array = Axes.of(name if axes is None else axes)
     if name not in of_array:
         raise AxesError(
-            f'axis_shards("{name}", "{of_array}"): the axes do not contain `{name}`: use one of them'
+            f'axis_shards("{name}", "{of_array}"): the axes do not contain `{name}`: '
+            "use one of them"
         )
     mesh = current_mesh()
     if mesh is None or not has_axis_rules():
         return AxisShards((), 1)
     entry = spec(of_array)[tuple(of_array).index(name)]
-    found = mesh_axes(entry)
-    return AxisShards(found, devices_along(found))
+    sharded_over = mesh_axes(entry)
+    return AxisShards(sharded_over, devices_along(sharded_over))

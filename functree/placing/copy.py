@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def copy(tree: T, *, untie: bool = False) -> T:
-    """Copy the arrays of a tree on their devices, for example before a step donates them.
+    """Copy the arrays of a tree on their devices, so that a step can donate the copy.
 
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are, and so

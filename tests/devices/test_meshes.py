@@ -111,7 +111,9 @@ def test_meshes_that_do_not_agree(case: str) -> None:
     with pytest.raises(ft.ShardingError) as error:
         agreed_mesh(given, own)
     assert str(error.value).startswith("the layout is for mesh ")
-    assert fragment in str(error.value) and str(error.value).endswith(": use the same mesh for both")
+    assert fragment in str(error.value) and str(error.value).endswith(
+        ": use the same mesh for both"
+    )
     if case == "another size":
         assert "devices" not in str(error.value)
 

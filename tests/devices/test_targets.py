@@ -48,10 +48,7 @@ def test_a_missing_extra_is_one_line(
     target_devices.cache_clear()
     with pytest.raises(ft.ShardingError) as caught:
         ft.make_mesh(data=8, target=name)
-    assert (
-        str(caught.value)
-        == f'target={name!r} needs a compiler: run `pip install "{extra}"`'
-    )
+    assert str(caught.value) == f'target={name!r} needs a compiler: run `pip install "{extra}"`'
 
 
 def test_options_that_exclude_each_other() -> None:

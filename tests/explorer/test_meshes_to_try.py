@@ -70,7 +70,12 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
     "a text": ("data=8", {"data": DATA}, None, "explore: meshes='data=8': give dicts of sizes"),
     "a text in a list": (["data=8"], {"data": DATA}, None, "explore: 'data=8' is not a mesh"),
     "no size": (0, {"data": DATA}, None, "explore: meshes=0: give dicts of sizes"),
-    "a wrong size": ({"data": 0}, {"data": DATA}, None, "a dict for a mesh maps names to positive integers"),
+    "a wrong size": (
+        {"data": 0},
+        {"data": DATA},
+        None,
+        "a dict for a mesh maps names to positive integers",
+    ),
     "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices: the layouts name no"),
     "other devices than the target": (
         {"data": 4},

@@ -440,7 +440,10 @@ def shards_of_name() -> list[P]:
 
 # What comes out in each mode: specs, or a fragment of the error.
 Outcomes = dict[str, Specs | str]
-NO_PLAN = {"manual": "shapes are local along Manual mesh axes", "none": "there is no mesh: pass `mesh=`"}
+NO_PLAN = {
+    "manual": "shapes are local along Manual mesh axes",
+    "none": "there is no mesh: pass `mesh=`",
+}
 PLANNED: Outcomes = {"auto": SPECS, "explicit": SPECS, **NO_PLAN}
 OF_ADAM: Outcomes = {"auto": ADAM, "explicit": ADAM, **NO_PLAN}
 TRACED: Outcomes = {"auto": SPECS, "explicit": SPECS, "manual": WHOLE, "none": UNSHARDED}

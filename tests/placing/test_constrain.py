@@ -163,7 +163,9 @@ def test_constrain_refuses_a_layout_for_another_mesh():
     other = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     with (
         jax.set_mesh(MESH),
-        pytest.raises(ft.ShardingError, match=r"mesh \(data=4, model=2\).*use the same mesh for both"),
+        pytest.raises(
+            ft.ShardingError, match=r"mesh \(data=4, model=2\).*use the same mesh for both"
+        ),
     ):
         ft.constrain(jnp.ones((4, 8)), NamedSharding(other, P("data")))
 

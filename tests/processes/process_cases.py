@@ -524,7 +524,9 @@ def rows_of_one_part() -> Any:
     return ft.shard(batch(differs(0, 1)), ft.P(), MESH, local=True)
 
 
-@differing("w   f32[16, 32]", "has shards in other processes, so it cannot be the rows of this process")
+@differing(
+    "w   f32[16, 32]", "has shards in other processes, so it cannot be the rows of this process"
+)
 def rows_that_are_none() -> Any:
     return ft.shard({"w": model().up}, ft.P(), MESH, local=True)
 
