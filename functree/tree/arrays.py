@@ -1,4 +1,4 @@
-"""A value ─► whether it is an array that JAX can hold, its text in messages, and its bits."""
+"""`is_array` recognizes arrays that JAX can hold; other functions describe and convert arrays."""
 
 import functools
 import re
@@ -12,27 +12,28 @@ from jax.sharding import Sharding
 from jax.typing import DTypeLike
 
 Tree = Any
-"""A pytree: modules, containers, arrays and other leaves. `Any`, since every value is one."""
+"""A pytree: modules, containers, arrays and other leaves. Its type is `Any`, since every value is a
+pytree."""
 
 TreeDef = Any
-"""The structure of a tree. Type checkers do not take `jax.tree_util.PyTreeDef` as a type: to them
-it is a variable."""
+"""The structure of a tree. Type checkers treat `jax.tree_util.PyTreeDef` as a variable, not as a
+type."""
 
-# Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
+# With `|`, `pyright --verifytypes` would report missing type arguments of `jax.ShapeDtypeStruct`.
 AnyArray = Union[jax.Array, np.ndarray, np.generic, jax.ShapeDtypeStruct]  # noqa: UP007
-"""An array with values, traced or abstract, of JAX or numpy."""
+"""A JAX or NumPy array: concrete, traced or abstract."""
 
 DType = Annotated[Any, "a dtype"]
-"""The dtype of an array. JAX has no common class for the dtypes of numbers and of random keys."""
+"""The dtype of an array. In JAX, dtypes of numbers and of random keys share no class."""
 
 
 def is_array(value: object) -> TypeGuard[AnyArray]:
-    """Whether a value is an array of JAX or numpy. Traced and abstract arrays and numpy scalars are
-    arrays too.
+    """Return whether a value is a JAX or NumPy array.
 
-    Python numbers are not arrays, and neither are NumPy arrays that JAX cannot hold.
+    Traced arrays, abstract arrays and NumPy scalars count as arrays. Python numbers do not, and
+    neither do NumPy arrays that JAX cannot hold.
     """
-    # This runs for each leaf, and to join the classes by `|` would take longer than the check.
+    # This runs for each leaf, and joining the classes with `|` would take longer than the check.
     if isinstance(value, _NUMPY_ARRAYS):
         return _is_held(value)
     return isinstance(value, _JAX_ARRAYS)
@@ -43,43 +44,50 @@ _JAX_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def _is_held(array: np.ndarray | np.generic) -> bool:
-    """Whether JAX can hold a NumPy array."""
+    """Return whether JAX can hold a NumPy array."""
     dtype = array.dtype
-    # Numbers of more than 8 bytes and texts of any length; objects, texts and dates; records, and
-    # bytes without a meaning, which have the kind of bfloat16.
+    # JAX holds no extended floats ("g", "G") and no variable-length strings ("T"). The kinds
+    # exclude objects, strings and dates. `np.void` (records and raw bytes) has the same kind as
+    # bfloat16, so its type is compared.
     is_known = dtype.char not in "gGT" and dtype.kind not in "OUSMm" and dtype.type is not np.void
     return is_known and dtype.isnative and not isinstance(array, np.ma.MaskedArray)
 
 
 def unheld(value: object) -> tuple[str, str] | None:
-    """Why JAX cannot hold a NumPy array or scalar, and what to do; None for all other values."""
+    """Return the reason why JAX cannot hold a NumPy array or scalar, and the remedy.
+
+    The result is None for all other values.
+    """
     if not isinstance(value, np.ndarray | np.generic) or _is_held(value):
         return None
     if isinstance(value, str | bytes):
-        return None  # a text of NumPy is a text of Python too
+        return None  # a NumPy string is also a Python string
     if isinstance(value, np.ma.MaskedArray):
         return (
-            "has a mask, which JAX arrays do not have",
-            "use `.filled(...)`, or `.data` and `.mask`",
+            "is a masked array, which JAX does not support",
+            "use `.filled(...)`, or pass `.data` and `.mask`",
         )
     if value.dtype.kind in "fciub" and not value.dtype.isnative:
-        why = f"has the dtype {value.dtype.str}, whose byte order JAX does not have"
+        why = f"has dtype {value.dtype.str}, whose byte order JAX does not support"
         return why, 'convert it: `x.astype(x.dtype.newbyteorder("="))`'
-    why = f"has the dtype {value.dtype}, which JAX does not have"
+    why = f"has dtype {value.dtype}, which JAX does not support"
     if value.dtype.char in "gG":
         return why, "convert it: `x.astype(np.float64)`, or `np.complex128`"
-    return why, "convert it to numbers, such as `.view(np.int64)` of dates"
+    return why, "convert it to numbers: for dates, use `.view(np.int64)`"
 
 
 def is_unheld_number(value: object) -> bool:
-    """Whether a value is a NumPy array of numbers that JAX cannot hold: it is meant as an array."""
+    """Return whether a value is a NumPy array of numbers that JAX cannot hold.
+
+    Its user means it as an array.
+    """
     return isinstance(value, np.ndarray | np.generic) and (
         value.dtype.kind in "fciub" and unheld(value) is not None
     )
 
 
 class HasShape(Protocol):
-    """An array, or what describes one."""
+    """An array or its description: anything with a shape and a dtype."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -88,17 +96,17 @@ class HasShape(Protocol):
 
 
 def array_text(value: HasShape) -> str:
-    """The dtype and shape of an array: `f32[512, 128]`."""
+    """Format the dtype and shape of an array: `f32[512, 128]`."""
     return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
 
 
 def value_text(value: object) -> str:
-    """`f32[512, 128]` for an array, and the name of the class for any other value."""
+    """Format an array as `f32[512, 128]`, and any other value as the name of its class."""
     return array_text(value) if is_array(value) else type(value).__name__
 
 
 def dtype_text(dtype: object) -> str:
-    """A dtype as JAX abbreviates it: `f32`, `bf16`, `i32`, `u8`, `key<fry>`."""
+    """Abbreviate a dtype as JAX does: `f32`, `bf16`, `i32`, `u8`, `key<fry>`."""
     short = {"float": "f", "bfloat": "bf", "int": "i", "uint": "u", "complex": "c"}
     return re.sub(
         r"^(bfloat|float|uint|int|complex)(?=\d)", lambda match: short[match.group()], str(dtype)
@@ -106,29 +114,29 @@ def dtype_text(dtype: object) -> str:
 
 
 def abstract(kind: Any, sharding: Sharding | None = None) -> jax.ShapeDtypeStruct:
-    """An array without values, of JAX's type of an array (`jax.typeof`), weak if that is."""
+    """Make an abstract array from an array's JAX type (`jax.typeof`), including its weak type."""
     return jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding, weak_type=kind.weak_type)
 
 
 def is_key(dtype: DTypeLike) -> bool:
-    """Whether a dtype is that of typed random keys."""
+    """Return whether a dtype belongs to typed random keys."""
     return jnp.issubdtype(dtype, jax.dtypes.prng_key)
 
 
 def unsigned(dtype: DTypeLike) -> jnp.dtype:
-    """The unsigned integers with as many bits as a dtype of real numbers has."""
+    """Return the unsigned integer dtype with as many bits as a dtype of real numbers."""
     if jnp.issubdtype(dtype, jnp.integer):
         return jnp.dtype(f"uint{jnp.iinfo(dtype).bits}")
     return jnp.dtype(f"uint{jnp.finfo(dtype).bits}")
 
 
 def bits(array: jax.Array) -> jax.Array:
-    """The bits of each element of an array of real numbers."""
+    """Return the bits of each element of an array of real numbers, as unsigned integers."""
     return jax.lax.bitcast_convert_type(array, unsigned(array.dtype))
 
 
 def on_device(array: jax.Array) -> jax.Array:
-    """An array in the memory of its devices, where it can be computed with."""
+    """Move an array into the default memory of its devices, where operations can use it."""
     if array.sharding.memory_kind in (None, "device"):
         return array
     return jax.device_put(array, array.sharding.with_memory_kind("device"))
@@ -136,14 +144,18 @@ def on_device(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
-    """The function from words to typed keys of an implementation; one function, so that it is
-    compiled once."""
+    """Return the function that makes typed keys of an implementation from raw key data.
+
+    It is cached, so that JAX compiles it once.
+    """
     return functools.partial(jax.random.wrap_key_data, impl=impl)
 
 
 def with_sharding(fun: Callable[..., jax.Array], sharding: Sharding, *args: jax.Array) -> jax.Array:
-    """The result of a function of arrays, with a sharding; also if other processes have parts of
-    it."""
+    """Call a function of arrays and give its result a sharding.
+
+    The sharding may include devices of other processes.
+    """
     kind = sharding.memory_kind
     if kind in (None, "device"):
         return _jitted(fun, sharding)(*args)

@@ -1,5 +1,4 @@
-"""The names of an array's dimensions: `Axes`; and `names` and `Buffer`, for the annotations of
-fields."""
+"""`Axes` names the dimensions of an array; `names` and `Buffer` go into annotations of fields."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -14,15 +13,15 @@ _A = TypeVar("_A", bound="Axes")
 
 
 class Axes(tuple[str | None, ...]):
-    """The names of a leaf's dimensions, outermost first; `None` for a dimension without a name.
+    """Names of a leaf's dimensions, outermost first; `None` for an unnamed dimension.
 
-    A hashable tuple. JAX treats it as a leaf, so a tree of `Axes` has the structure of the model.
+    It is a hashable tuple. JAX treats it as a leaf, so a tree of `Axes` has the model's structure.
 
     Args:
         names: an identifier or `None` for each dimension.
 
     Raises:
-        AxesError: a name is not an identifier.
+        AxesError: if a name is not an identifier.
 
     Examples:
         >>> ft.Axes("embed", "hidden")
@@ -41,29 +40,33 @@ class Axes(tuple[str | None, ...]):
         for name in names:
             if name is not None and not is_axis_name(name):
                 raise AxesError(
-                    f"{name!r} is not an axis name: names are Python identifiers, "
-                    "and a dimension without one is `None` (`_` in text)"
+                    f"{name!r} is not an axis name: use a Python identifier, "
+                    "or `None` for an unnamed dimension (`_` in a string)"
                 )
         return super().__new__(cls, names)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The axes of a text: names separated by spaces, `_` for an unnamed dimension."""
+        """Parse a string of names separated by spaces, with `_` for an unnamed dimension.
+
+        Raises:
+            AxesError: if `text` is not a string, or a name in it is not an identifier.
+        """
         if not isinstance(text, str):
             raise AxesError(
-                f"axes are parsed from a text (`'batch embed'`), not from {shown(text)}"
+                f"Axes.parse: cannot parse {shown(text)}: pass a string such as `'batch embed'`"
             )
         return _parsed(cls, text)
 
     @classmethod
     def of(cls, axes: "str | Axes") -> "Axes":
-        """The axes that a user wrote, as `Axes` or as text."""
+        """Return the axes that a user wrote as `Axes` or as a string."""
         if isinstance(axes, Axes):
             return axes
         if isinstance(axes, str):
             return cls.parse(axes)
         raise AxesError(
-            f"axes are written as text (`'batch embed'`) or as `ft.Axes`, not as {axes!r}"
+            f"invalid axes {axes!r}: pass a string such as `'batch embed'`, or `ft.Axes`"
         )
 
     def __str__(self) -> str:
@@ -73,35 +76,37 @@ class Axes(tuple[str | None, ...]):
         return f"Axes({', '.join(map(repr, self))})"
 
     def __getnewargs__(self) -> tuple[str | None, ...]:
-        # For pickle and copy: the default would pass one tuple to `__new__`, which takes the names
-        # one by one.
+        # For pickle and copy: the default would pass one tuple to `__new__`, which takes each name
+        # as an argument.
         return tuple(self)
 
 
-# The texts in a model's code are read again each time it is traced.
+# The strings in a model's code are parsed in each of its traces.
 @lru_cache(maxsize=4096)
 def _parsed(cls: type[_A], text: str) -> _A:
     return cls(*(None if name == "_" else name for name in text.split()))
 
 
 def dict_text(pairs: Iterable[tuple[str, str]]) -> str:
-    """The text of a dict, from the texts of its keys and values."""
+    """Format a dict from the texts of its keys and values."""
     return "{" + ", ".join(map(": ".join, pairs)) + "}"
 
 
 def is_axis_name(name: object) -> TypeGuard[str]:
-    """Whether a value can be the name of an axis: an identifier, but not `_`, which stands for a
-    missing name."""
+    """Return whether a value is an axis name: an identifier other than `_`.
+
+    `_` stands for an unnamed dimension.
+    """
     return isinstance(name, str) and name.isidentifier() and name != "_"
 
 
 @dataclass(frozen=True, repr=False)
 class OpenAxes:
-    """The axes of an array of any rank, in which `...` stands for any number of unnamed dimensions.
+    """Axes of an array of any rank; `...` stands for any number of unnamed dimensions.
 
     Attributes:
         before: the axes before the `...`.
-        after: the axes behind it.
+        after: the axes after the `...`.
     """
 
     before: Axes
@@ -109,8 +114,11 @@ class OpenAxes:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The axes of a text such as `out_channels ...`. Raises AxesError if it has more than one
-        `...`."""
+        """Parse a string such as `out_channels ...`.
+
+        Raises:
+            AxesError: if the string has several `...`, or a name is not an identifier.
+        """
         before, _, after = text.partition("...")
         return cls(Axes.parse(before), Axes.parse(after))
 
@@ -123,11 +131,11 @@ class OpenAxes:
 
 @dataclass(frozen=True, repr=False)
 class Names:
-    """Axes for the leaves below a module that has no annotations of its own; made by `ft.names`.
+    """Axes for the leaves below a module without annotations. `ft.names` builds it.
 
-    Immutable, hashable, and equal by value. It holds (pattern, axes) pairs. The first pattern that
-    matches the path of a leaf, from the module on, gives the leaf its axes. `stack` are axes in
-    front of those of every leaf below the module.
+    It is immutable, hashable, and equal by value. It holds (pattern, axes) pairs, whose patterns
+    match paths below the module. The first pattern that matches a leaf gives the leaf its axes.
+    `stack` holds leading axes, which every leaf below the module gets in addition.
     """
 
     pairs: tuple[tuple[str, Axes | OpenAxes], ...]
@@ -145,23 +153,23 @@ class Names:
 
 
 def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Names:
-    """Axes for the leaves below a module that does not name them itself.
+    """Name the dimensions of the leaves below a module that does not name them itself.
 
     Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
-    bias="out")]`, or as a value of a layout's `names=` mapping.
+    bias="out")]`, or as a value of a layout's `names=` mapping. A field that the module does not
+    have is an error when a tree is read.
 
     Args:
-        *patterns: `{glob: axes}`, for leaves further down; a glob is matched with the path below
-            the module, and `"**"` matches all leaves. A text has axes in front of those of every
-            leaf below the module: it is a stack of layers, as `eqx.filter_vmap` of a constructor
-            makes it, and `ft.FSDP` never shards these axes.
-        **fields: the axes of the module's own fields. In a text, `...` stands for any number of
+        *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the
+            module, and `"**"` matches all leaves. A string instead of a mapping gives the leading
+            axes of a stack of layers, such as `eqx.filter_vmap` of a constructor makes. Every leaf
+            below the module gets these axes, and `ft.FSDP` never shards them.
+        **fields: the axes of the module's own fields. In a string, `...` stands for any number of
             unnamed dimensions.
 
     Raises:
-        AxesError: the axes cannot be read. (A field that the module does not have is an error when
-            a tree is read.) Or an argument is something else.
-        RuleError: a glob cannot be read.
+        AxesError: if axes cannot be parsed, or an argument is neither a mapping nor a string.
+        RuleError: if a glob cannot be parsed.
 
     Examples:
         >>> ft.names(weight="hidden embed", bias="hidden")
@@ -176,41 +184,45 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
     """
     stack: list[str] = []
     both: dict[Any, str | Axes] = {}
-    for one in patterns:
-        if isinstance(one, str):
-            stack += _stack_axes(one)
-        elif isinstance(one, Mapping):
-            both |= one
+    for argument in patterns:
+        if isinstance(argument, str):
+            stack += _stack_axes(argument)
+        elif isinstance(argument, Mapping):
+            both |= argument
         else:
             raise AxesError(
-                "`ft.names` takes a mapping from globs to axes, or the axes of a stack as a text, "
-                f"not {shown(one)}"
+                f"names: invalid argument {shown(argument)}: pass a mapping from globs to axes, "
+                "or a string with the axes of a stack"
             )
     both |= fields
     for pattern in both:
         if not isinstance(pattern, str):
-            raise AxesError(f"`ft.names` maps globs, as text, to axes; {pattern!r} is not a text")
-        glob_pattern(pattern)  # raises here for an invalid glob, and not only when a tree is read
+            raise AxesError(f"names: the key {pattern!r} is not a string: use globs as keys")
+        glob_pattern(pattern)  # raises for an invalid glob before a tree is read
     return Names(tuple((pattern, _written(axes)) for pattern, axes in both.items()), tuple(stack))
 
 
 def _stack_axes(text: str) -> list[str]:
-    """The axes of a stack, each of which has a name. Raises AxesError for anything else."""
+    """Parse the axes of a stack, all of which must have names.
+
+    Raises:
+        AxesError: if there is no axis, or an axis has no name.
+    """
     axes = Axes.parse(text)
     if not axes or None in axes:
-        raise AxesError(f"`ft.names({text!r})`: each axis of a stack has a name, such as `layers`")
+        raise AxesError(f"names({text!r}): name each axis of the stack, for example `layers`")
     return [name for name in axes if name is not None]
 
 
 def _written(axes: str | Axes) -> Axes | OpenAxes:
-    """The axes that a user wrote in `ft.names`."""
+    """Return the axes that a user wrote in `ft.names`."""
     if isinstance(axes, str) and "..." in axes.split():
         return OpenAxes.parse(axes)
     return Axes.of(axes)
 
 
 class BufferMark:
-    """The mark that `ft.Buffer[...]` puts into an annotation."""
+    """Mark that `ft.Buffer[...]` puts into an annotation."""
 
     def __repr__(self) -> str:
         return "Buffer"
@@ -220,8 +232,7 @@ BUFFER = BufferMark()
 _T = TypeVar("_T")
 
 Buffer = Annotated[_T, BUFFER]
-"""The annotation of an array that is not trained. For a type checker it is the annotation of the
-array itself.
+"""Annotation of an array that is not trained. Type checkers see the array's own annotation.
 
 Examples:
     >>> class Norm(eqx.Module):

@@ -43,16 +43,16 @@ class Angry:
         raise RuntimeError("mine")
 
 
-JAX_LACKS = "which JAX does not have"
+JAX_LACKS = "which JAX does not support"
 UNSAVEABLE: dict[str, tuple[Callable[[], Any], str]] = {
     "a reference": (lambda: jax.new_ref(jnp.ones(3)), "has values that can change"),
-    "dates": (lambda: np.array(["2020-01-01"], "M8[D]"), f"has the dtype datetime64[D], {JAX_LACKS}"),
-    "texts": (lambda: np.array(["a"]), f"has the dtype <U1, {JAX_LACKS}"),
-    "objects": (lambda: np.array([None, 1], object), f"has the dtype object, {JAX_LACKS}"),
+    "dates": (lambda: np.array(["2020-01-01"], "M8[D]"), f"has dtype datetime64[D], {JAX_LACKS}"),
+    "texts": (lambda: np.array(["a"]), f"has dtype <U1, {JAX_LACKS}"),
+    "objects": (lambda: np.array([None, 1], object), f"has dtype object, {JAX_LACKS}"),
     "a record": (lambda: np.zeros(2, [("a", "f4")])[0], JAX_LACKS),
-    "another order of bytes": (lambda: np.ones(2, ">f4"), "has the dtype >f4, whose byte order JAX does not have"),
-    "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "has a mask, which JAX arrays do not have"),
-    "masked": (lambda: np.ma.masked, "has a mask"),
+    "another order of bytes": (lambda: np.ones(2, ">f4"), "has dtype >f4, whose byte order JAX does not support"),
+    "a mask": (lambda: np.ma.masked_array([1.0, 2.0], [0, 1]), "is a masked array, which JAX does not support"),
+    "masked": (lambda: np.ma.masked, "is a masked array"),
 }  # fmt: skip
 
 

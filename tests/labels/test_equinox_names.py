@@ -212,5 +212,5 @@ def test_the_text_of_a_stack() -> None:
     for wrong in ("a ... b ...", "... a/b", "a ...b"):
         with raises("is not an axis name", error=ft.AxesError):
             ft.names(weight=wrong)
-    with raises("or the axes of a stack as a text, not 3", error=ft.AxesError):
+    with raises("names: invalid argument 3: pass a mapping from globs to axes", error=ft.AxesError):
         ft.names(3)  # pyright: ignore

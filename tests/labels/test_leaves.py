@@ -433,7 +433,7 @@ def test_axes_read_back(names: list[str | None]) -> None:
 
 @pytest.mark.parametrize("name", ["", "a b", "_", "4", "a.b", 4, True])
 def test_what_is_no_axis_name(name: Any) -> None:
-    with raises(f"{name!r} is not an axis name: names are Python identifiers", error=AxesError):
+    with raises(f"{name!r} is not an axis name: use a Python identifier", error=AxesError):
         Axes(name)
 
 
@@ -451,8 +451,8 @@ def test_names_are_values() -> None:
 
 @pytest.mark.parametrize(("patterns", "error", "says"), [
     ({"weight": "a-b"}, AxesError, "'a-b' is not an axis name"),
-    ({"weight": 3}, AxesError, "axes are written as text (`'batch embed'`) or as `ft.Axes`, not as 3"),
-    ({3: "a"}, AxesError, "maps globs, as text, to axes; 3 is not a text"),
+    ({"weight": 3}, AxesError, "invalid axes 3: pass a string such as `'batch embed'`, or `ft.Axes`"),
+    ({3: "a"}, AxesError, "names: the key 3 is not a string: use globs as keys"),
     ({"a..b": "a"}, ft.RuleError, "'a..b' is not a path"),
 ])  # fmt: skip
 def test_bad_patterns(patterns: Any, error: type[Exception], says: str) -> None:

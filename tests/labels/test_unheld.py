@@ -20,10 +20,10 @@ P = ft.P
 ONES = np.ones((4, 8), np.float32)
 # A value ─► what the message says, a part of its remedy, and the value after that.
 VALUES: dict[str, tuple[Any, str, str, Any]] = {
-    "byte order": (ONES.astype(">f4"), "has the dtype >f4, whose byte order JAX", 'x.astype(x.dtype.newbyteorder("="))', ONES),
-    "long": (ONES.astype(np.longdouble), "has the dtype float128, which JAX", "x.astype(np.float64)", ONES),
-    "long scalar": (np.longdouble(1), "has the dtype float128, which JAX", "x.astype(np.float64)", np.float64(1)),
-    "mask": (np.ma.array(ONES, mask=ONES > 2), "has a mask, which JAX arrays do not have", ".filled(...)", ONES),
+    "byte order": (ONES.astype(">f4"), "has dtype >f4, whose byte order JAX", 'x.astype(x.dtype.newbyteorder("="))', ONES),
+    "long": (ONES.astype(np.longdouble), "has dtype float128, which JAX", "x.astype(np.float64)", ONES),
+    "long scalar": (np.longdouble(1), "has dtype float128, which JAX", "x.astype(np.float64)", np.float64(1)),
+    "mask": (np.ma.array(ONES, mask=ONES > 2), "is a masked array, which JAX does not support", ".filled(...)", ONES),
 }  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_data_that_are_no_numbers_are_static(data: Any) -> None:
     """They pass where static leaves do, and a compiled function cannot take them."""
     sharded = ft.shard({"w": ONES, "data": data}, P(), MESH)
     assert sharded["data"] is data
-    with pytest.raises(ft.FunctreeError, match=r"tree\.data .*\n.*which JAX does not have"):
+    with pytest.raises(ft.FunctreeError, match=r"tree\.data .*\n.*which JAX does not support"):
         ft.jit(lambda tree: tree["w"])({"w": ONES, "data": data})
     f = ft.jit(lambda x: {"data": data, "x": x})
     assert all(f(jnp.ones(2))["data"] is data for _ in range(3)) and len(f.compilations) == 1
