@@ -1,5 +1,4 @@
-"""The position of a leaf in a tree ─► a `Path`: plain keys, and a text that can be parsed into the
-same keys."""
+"""A `Path` holds the plain keys from a tree's root to a leaf, and parses from its own text."""
 
 import ast
 import json
@@ -14,29 +13,29 @@ from functree.argument_checks import shown
 from functree.errors import RuleError
 
 Key = Hashable
-"""A plain key: the name of a field, the key of a dict, or an index."""
+"""A plain key: a field name, a dict key or an index."""
 
 Keys = tuple[Key, ...]
 """The plain keys of a path.
 
-A `Path` is made only where one is kept: a walk meets far more nodes than it finds, and Python's
-garbage collector looks at each `Path`, but not at tuples of texts.
+A walk visits far more nodes than it yields, so it makes a `Path` only for paths that are kept.
+Python's garbage collector tracks each `Path`, but no tuples of strings.
 """
 
 
-# Its keys are `Any` for who indexes a path whose keys are known.
+# Keys are `Any`, for callers that index a path whose keys they know.
 class Path(tuple[Any, ...]):
-    """The keys from a tree's root to a leaf: field names, dict keys, list indices.
+    """Keys from a tree's root to a leaf: field names, dict keys, list indices.
 
-    A path is a tuple. Its text has the keys with dots between them. A string key that is not an
-    identifier is quoted, and a dict key that is neither a string nor an integer is written in
-    brackets, so that each text is parsed into the path that it was made from.
+    A path is a tuple. Its text joins the keys with dots. A string key that is not an identifier is
+    quoted. A dict key that is neither a string nor an integer is written in brackets. Each text
+    therefore parses back to its path.
 
     Args:
         keys: the plain keys, outermost first; or the text of a path.
 
     Raises:
-        RuleError: the text is not a path.
+        RuleError: if `keys` is not iterable, or is a string that is not a path.
 
     Examples:
         >>> path = ft.Path(("blocks", 3, "attn", "query"))
@@ -51,30 +50,34 @@ class Path(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, keys: Iterable[Key] = ()) -> Self:
-        # First of all, because most paths are made of the keys that were met in a tree.
+        # First, because most paths are made from a tuple of keys.
         if type(keys) is tuple:
             return super().__new__(cls, keys)
         if isinstance(keys, str):
             return super().__new__(cls, map(_plain, tokens(keys), repeat(keys)))
         if not isinstance(keys, Iterable):
             raise RuleError(
-                "a path has a sequence of keys, or a text such as `blocks.3.attn`, "
-                f"not {shown(keys)}"
+                f"Path: cannot make a path from {shown(keys)}: "
+                "pass a sequence of keys, or a string such as `blocks.3.attn`"
             )
         return super().__new__(cls, keys)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The path that has this text."""
+        """Parse the text of a path.
+
+        Raises:
+            RuleError: if `text` is not a string, or is not the text of a path.
+        """
         if not isinstance(text, str):
             raise RuleError(
-                f"a path is parsed from a text, such as `blocks.3.attn`, not from {shown(text)}"
+                f"Path.parse: cannot parse {shown(text)}: pass a string such as `blocks.3.attn`"
             )
         return cls(text)
 
     @classmethod
     def of(cls, key_path: Iterable[Any]) -> Self:
-        """The path of a JAX key path, as `jax.tree_util.tree_flatten_with_path` returns it."""
+        """Convert a JAX key path, such as `jax.tree_util.tree_flatten_with_path` returns."""
         return cls(plain_key(key) for key in key_path)
 
     def __str__(self) -> str:
@@ -88,7 +91,10 @@ class Path(tuple[Any, ...]):
 
 
 def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
-    """The shortest beginning of a path, or the path itself, that is one of some paths."""
+    """Return the shortest prefix of a path, which may be the path itself, among some paths.
+
+    The result is None if no prefix is among them.
+    """
     for depth in range(len(path) + 1):
         if path[:depth] in paths:
             return Path(path[:depth])
@@ -96,7 +102,7 @@ def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
 
 
 def plain_key(key: Any) -> Any:
-    """JAX's key ─► the field name, dict key or index in it."""
+    """Return the field name, dict key or index in a JAX key."""
     match key:
         case GetAttrKey():
             return key.name
@@ -108,47 +114,53 @@ def plain_key(key: Any) -> Any:
 
 
 def part_text(key: Key) -> str:
-    """The text of one key in a path."""
+    """Format one key of a path."""
     if isinstance(key, str):
         return key if key.isidentifier() else json.dumps(key, ensure_ascii=False)
-    # By type and not by isinstance: `True` is an int, and would be parsed as a name.
+    # The exact type: `True` is an int, and its text would parse as a name.
     if type(key) is int:
         return str(key)
     return f"[{key!r}]"
 
 
-# A token is a quoted key, a key in brackets (which may contain quoted texts and one more level of
-# brackets), or a run of other characters up to the next dot.
+# A token is a quoted key, a key in brackets, or a run of other characters up to the next dot. A key
+# in brackets may contain quoted strings and one more level of brackets.
 QUOTED = r'"(?:[^"\\]|\\.)*"'
-"""The regular expression of a quoted key."""
+"""Regular expression of a quoted key."""
 _SINGLE = QUOTED.replace('"', "'")
 _TOKEN = re.compile(rf'{QUOTED}|\[(?:[^\[\]"\']|{QUOTED}|{_SINGLE}|\[[^\]]*\])*\]|[^."\[\]]+')
 
 
 def tokens(text: str) -> Iterator[str]:
-    """The parts of the text of a path or a glob, each as written. Raises RuleError at the first
-    that is invalid."""
+    """Yield the keys in the text of a path or a glob, each as written.
+
+    Raises:
+        RuleError: if the text cannot be parsed from some character on.
+    """
     at = 0
-    # `<=`: after a dot at the end of the text one more part must follow, and its absence is an
-    # error.
+    # `<=`, because a key must follow each dot, even at the end of the text.
     while text and at <= len(text):
         token = _TOKEN.match(text, at)
         if token is None or (token.end() < len(text) and text[token.end()] != "."):
             raise RuleError(
-                f"{text!r} is not a path: cannot read it from character {at}; "
-                "parts are joined by single dots, "
-                'and a key that is not an identifier is quoted (`a."b.c"`)'
+                f"{text!r} is not a path: cannot parse it from character {at}; "
+                "separate keys with single dots, "
+                'and quote each key that is not an identifier (`a."b.c"`)'
             )
         yield token.group()
         at = token.end() + 1
 
 
-# Python does not read longer numbers (`sys.set_int_max_str_digits`), and no sequence is so long.
+# Python refuses to parse much longer integers (`sys.set_int_max_str_digits`). No index is that long.
 _MOST_DIGITS = 1000
 
 
 def _plain(token: str, text: str) -> Key:
-    """The key that one token of a path's text is for."""
+    """Return the key that one token of a path's text stands for.
+
+    Raises:
+        RuleError: if the token is not a key.
+    """
     if token[0] == '"':
         try:
             return json.loads(token)
@@ -164,18 +176,22 @@ def _plain(token: str, text: str) -> Key:
         return token
     remedy = f"quote it (`{json.dumps(token)}`)"
     if "*" in token:
-        remedy = "for all paths that fit a pattern use a filter, as in `ft.select(tree).where(...)`"
+        remedy = "to match paths by a pattern, use a filter, as in `ft.select(tree).where(...)`"
     elif "{" in token:
-        remedy = "with braces a plan prints several paths at once: write one of them"
+        remedy = "braces abbreviate several paths in a plan: write one of these paths"
     raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; {remedy}")
 
 
 def _literal(source: str, text: str) -> Key:
-    """The key that is written in brackets as a Python literal."""
+    """Return the key that is written in brackets as a Python literal.
+
+    Raises:
+        RuleError: if it is not a literal, or cannot be hashed.
+    """
     try:
         key = ast.literal_eval(source)
         hash(key)
-    # The last two of what is nested too deeply for Python's parser.
+    # Python's parser raises the last two for literals that are nested too deeply.
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError) as error:
         raise RuleError(
             f"{text!r} is not a path: [{source}] is not a Python literal that can be a key"

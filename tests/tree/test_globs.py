@@ -66,23 +66,26 @@ def test_wildcards_of_shells_are_named(read: Any, pattern: str, part: str) -> No
     with pytest.raises(ft.RuleError) as error:
         read(pattern)
     assert str(error.value) == (
-        f"glob {pattern!r}: cannot read {part!r}; only `*` and `**` are wildcards: write `*` for "
-        'any text within one part, or a glob for each, as in `ft.glob("**.wq") | '
-        'ft.glob("**.wk")`; a filter may also be a regular expression (`re.compile`)'
+        f"glob {pattern!r}: cannot parse {part!r}, since only `*` and `**` are wildcards: write `*` "
+        'for any text within one key, join several globs (`ft.glob("**.wq") | ft.glob("**.wk")`), '
+        "or use a regular expression (`re.compile`)"
     )
 
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
-        ("a.**b", "glob 'a.**b': cannot read '**b'; `*` matches any text within one part, `**`"),
-        ("***", "cannot read '***'; `*` matches any text"),
-        ("a-*", "a key that is not an identifier is quoted"),
-        ("a*b c", "a key that is not an identifier is quoted"),
-        ("b.{q,k}", "is how a plan prints several paths at once, and no glob: write `*`"),
-        ('*"x"', "cannot read it from character 0"),
-        ("blocks[3].w", "cannot read it from character 0; parts are joined by single dots"),
-        ('m["w?"]', "cannot read it from character 0"),
+        (
+            "a.**b",
+            "glob 'a.**b': cannot parse '**b': write `*` for any text within one key, write `**`",
+        ),
+        ("***", "cannot parse '***': write `*` for any text"),
+        ("a-*", "quote each key that is not an identifier"),
+        ("a*b c", "quote each key that is not an identifier"),
+        ("b.{q,k}", "abbreviates several paths in a plan, and is not a glob: replace it with `*`"),
+        ('*"x"', "cannot parse it from character 0"),
+        ("blocks[3].w", "cannot parse it from character 0; separate keys with single dots"),
+        ('m["w?"]', "cannot parse it from character 0"),
         ('"w?".a b', "is not an identifier; quote it"),
         ("[<Color.RED: 1>].w", "is not a Python literal that can be a key"),
     ],

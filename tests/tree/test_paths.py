@@ -67,12 +67,12 @@ def test_a_path_reads_back(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("a.", "cannot read it from character 2"),
-        ('a"b"', "cannot read it from character 0"),
-        ('"a', "cannot read it from character 0"),
+        ("a.", "cannot parse it from character 2"),
+        ('a"b"', "cannot parse it from character 0"),
+        ('"a', "cannot parse it from character 0"),
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
-        ("**.w", "'**' is not an identifier; for all paths that fit a pattern use a filter, as in"),
-        ("a.{0-3}.b", "with braces a plan prints several paths at once: write one of them"),
+        ("**.w", "'**' is not an identifier; to match paths by a pattern, use a filter, as in"),
+        ("a.{0-3}.b", "braces abbreviate several paths in a plan: write one of these paths"),
         ("[open]", "[open] is not a Python literal"),
         ("[[1]]", "[[1]] is not a Python literal that can be a key"),
         (f"[{'-' * 10**4}1]", "is not a Python literal that can be a key"),
