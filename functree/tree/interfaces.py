@@ -1,8 +1,8 @@
-"""Base classes for modules that the walk over a tree treats in a special way.
+"""Base classes mark the modules that walks over a tree treat specially.
 
-`SelfNaming` is also for classes of users. The others are the base classes of functree's own
-`Stacked`, `Packed`, `StateRef` and `State`: these are defined in packages that this one must not
-import.
+Users may implement the protocols `SelfNaming` and `HasMatrices`. The other classes are bases of
+functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`. Those are defined in
+packages that this package must not import.
 """
 
 from abc import abstractmethod
@@ -15,8 +15,9 @@ from functree.tree.paths import Path
 
 
 class SelfNaming(Protocol):
-    """A module that names its own leaves, for a class whose instances have different axes. Any
-    class may define this.
+    """Module that names its own leaves, for a class whose instances have different axes.
+
+    Any class may define this method.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -33,7 +34,7 @@ class SelfNaming(Protocol):
 
 
 def own_names(node: Tree) -> Names | None:
-    """The names that a module gives to its own leaves; None if it gives none."""
+    """Return the names that a module gives to its own leaves, or None."""
     # This runs for each module. `isinstance` with a protocol takes ten times as long.
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
@@ -42,13 +43,16 @@ Dimensions = int | Sequence[int]
 """Dimensions of an array, counted from the end: -1 is the last one."""
 
 Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
-"""For fields of a module, or paths below it: the dimensions of a matrix that are summed over, and
-those of the result. None for what is no matrix."""
+"""Mapping from a module's fields, or paths below it, to the dimensions of matrices.
+
+Each value holds the dimensions that a product sums over, and the dimensions of its result. It is
+None for an array that is not a matrix."""
 
 
 class HasMatrices(Protocol):
-    """A module that says which of its arrays are matrices, as `ft.nn.matrix_dimensions` asks. Any
-    class may define this.
+    """Module that declares which of its arrays are matrices, for `ft.nn.matrix_dimensions`.
+
+    Any class may define this method.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -65,24 +69,28 @@ class HasMatrices(Protocol):
 
 
 def own_matrices(node: Tree) -> Matrices | None:
-    """What a module says about its matrices; None if it says nothing."""
+    """Return a module's declaration of its matrices, or None."""
     if not hasattr(type(node), "__matrix_dimensions__"):
         return None
     return node.__matrix_dimensions__()
 
 
 class Stack:
-    """A module that holds several equal layers as one: every array below it has leading dimensions
-    for the layers."""
+    """Module that holds several equal layers as one.
+
+    Every array below it has leading dimensions for the layers.
+    """
 
     @abstractmethod
     def stack_axes(self) -> tuple[str, ...]:
-        """The names of these dimensions, outermost first."""
+        """Return the names of the leading dimensions, outermost first."""
 
 
 class PackedTree:
-    """A node that holds another tree in a packed form: its leaves have the paths, axes and modules
-    of that tree."""
+    """Node that holds another tree in packed form.
+
+    Its leaves have the paths, axes and modules that they have in that tree.
+    """
 
     __slots__ = ()
 
@@ -93,16 +101,15 @@ class PackedTree:
 
 
 class HoldsState:
-    """A module whose arrays are state and not parameters."""
+    """Module whose arrays are state and not parameters."""
 
     __slots__ = ()
 
 
 class TrainingState:
-    """A module with a model and the state of the optimizer that trains it; the base of
-    `TrainState`.
+    """Module with a model and the state of its optimizer; the base of `TrainState`.
 
-    Its fields are `model`, `opt_state`, `tx`, and `wrt`, the filter of the parameters that the
+    Its fields are `model`, `opt_state`, `tx`, and `wrt`, the filter for the parameters that the
     optimizer updates.
     """
 
@@ -113,11 +120,11 @@ class TrainingState:
 
 
 class Entry(NamedTuple):
-    """One piece of state, without its value.
+    """Piece of state, without its value.
 
     Attributes:
-        path: the path in the model of the module that declares it.
-        axes: the names of its dimensions; those of stacks are first.
+        path: the path of its `StateRef` in the model.
+        axes: the names of its dimensions, beginning with the axes of stacks.
         stacked: the number of leading dimensions that belong to stacks of layers.
     """
 
@@ -127,20 +134,21 @@ class Entry(NamedTuple):
 
 
 class StateMapping(HoldsState, Mapping[Path, AnyArray]):
-    """A mapping from paths in a model to arrays. It is one node of a tree, with one child for each
-    path."""
+    """Mapping from paths in a model to arrays.
+
+    It is one node of a tree, with one child for each path.
+    """
 
     __slots__ = ()
 
     @abstractmethod
     def entries(self) -> Sequence[Entry]:
-        """One entry for each child, in the order of the children."""
+        """Return an entry for each child, in the order of the children."""
 
     @abstractmethod
     def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
-        """The values that all layers of a stack share, and the values of which each layer has its
-        own part."""
+        """Separate the values that all layers of a stack share from the values sliced by layer."""
 
     @abstractmethod
     def update(self, values: Mapping[Path, AnyArray]) -> "StateMapping":
-        """The same mapping with other values at some paths."""
+        """Return a copy of the mapping with new values at some paths."""

@@ -1,5 +1,4 @@
-"""A tree ─► its nodes, with their paths; a node ─► its children by key, and the same node with
-others."""
+"""`walk` visits the nodes of a tree with their paths; `rebuilt` gives a node new children."""
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,8 +10,10 @@ from functree.tree.skeleton.kinds import FOUND, LEAVES, NONE, Kind, kind_of, one
 
 
 def children(node: Tree) -> list[tuple[Key, Tree]] | None:
-    """The (plain key, child) pairs of a node, with children that are `None`. For a leaf, and for
-    `None`: None."""
+    """Return the (plain key, child) pairs of a node, including children that are `None`.
+
+    The result is None for a leaf, and for `None`.
+    """
     kind = kind_of(node)
     if kind in LEAVES:
         return None
@@ -20,10 +21,9 @@ def children(node: Tree) -> list[tuple[Key, Tree]] | None:
 
 
 def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
-    """A node of the same kind with other children, given in the order of `children`. Static fields
-    are kept.
+    """Copy a node with new children, given in the order of `children`.
 
-    A dict keeps the order of its keys.
+    Static fields are kept, and a dict keeps the order of its keys.
     """
     # JAX's unflatten would return a dict with sorted keys.
     if type(node) is dict:
@@ -35,10 +35,12 @@ def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
 
 
 def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
-    """The nodes at paths that exist in the tree. Each node above them is opened once.
+    """Return the nodes at paths that exist in the tree.
+
+    Each node above them is flattened once.
 
     Raises:
-        FunctreeError: several nodes are at one of the paths.
+        FunctreeError: if several nodes have one of the paths.
     """
     opened: dict[Keys, tuple[dict[Key, Tree], set[Key]]] = {}
     found: list[Tree] = []
@@ -56,21 +58,21 @@ def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
 
 
 def _by_key(node: Tree) -> tuple[dict[Key, Tree], set[Key]]:
-    """The children of a node by their keys, and the keys of several."""
+    """Return the children of a node by key, and the keys that several children share."""
     pairs = children(node) or []
-    found = dict(pairs)
-    if len(found) == len(pairs):
-        return found, set()
+    by_key = dict(pairs)
+    if len(by_key) == len(pairs):
+        return by_key, set()
     keys = [key for key, _ in pairs]
-    return found, {key for key in found if keys.count(key) > 1}
+    return by_key, {key for key in by_key if keys.count(key) > 1}
 
 
 def _several(path: Path, parent: Tree) -> FunctreeValueError:
-    """The error for a path at which there are several nodes."""
+    """Make the error for a path that several nodes share."""
     why = f"is the path of several parts: {type(parent).__name__} gives two of its children one key"
     remedy = "give each child a key of its own in the class's `tree_flatten_with_keys`"
     problem = Problem(path, None, "", why, remedy)
-    return FunctreeValueError("a part cannot be told by its path", [problem])
+    return FunctreeValueError("several parts have the same path", [problem])
 
 
 def _nowhere(path: Keys, node: Tree) -> bool:
@@ -80,23 +82,22 @@ def _nowhere(path: Keys, node: Tree) -> bool:
 def walk(
     tree: Tree, stops_at: Callable[[Keys, Tree], object] = _nowhere, *, in_model: bool = False
 ) -> Iterator[tuple[Keys, Tree, Kind]]:
-    """The nodes and leaves of a tree with their paths and kinds, in JAX's order, each before its
-    children.
+    """Yield the nodes and leaves of a tree with their paths and kinds, each before its children.
 
-    `None` is visited too.
+    The order is JAX's order. `None` is visited too.
 
     Args:
         tree: the tree.
-        stops_at: a function of the path of a node and of itself. Where it is true, the kind is
+        stops_at: a function of a node's path and the node. Where it is true, the node's kind is
             `FOUND`, and nothing below the node is visited.
-        in_model: whether what is in a state or in a packed tree has the path that it has in the
-            model (several keys), instead of the path of its node (one key).
+        in_model: whether children of a state or a packed tree have their paths in the model
+            (several keys), instead of the paths of their nodes (one key).
 
     Raises:
-        RecursionError: the tree contains itself, or is too deep for JAX too.
+        RecursionError: if the tree contains itself, or is nested too deeply for JAX.
     """
-    # A tree that contains itself would be visited without end. JAX flattens by recursion, which
-    # ends at Python's limit, so nothing below that depth is in a tree of JAX.
+    # Without a limit, a walk over a tree that contains itself would not end. JAX flattens by
+    # recursion, up to Python's limit, so no deeper tree is valid in JAX.
     deepest = sys.getrecursionlimit()
     waiting: list[tuple[Keys, Tree]] = [((), tree)]
     while waiting:
@@ -117,10 +118,13 @@ def walk(
 
 
 def outermost(tree: Tree, fits: Callable[[Path, Tree], object]) -> Iterator[tuple[Path, Tree]]:
-    """The nodes and leaves for which a function of path and node is true, with their paths; nothing
-    below such a node.
+    """Yield the outermost nodes and leaves for which a function is true, with their paths.
 
     `None` counts as a leaf.
+
+    Args:
+        tree: the tree.
+        fits: a function of a node's path and the node.
     """
 
     for keys, node, kind in walk(tree, lambda keys, node: fits(Path(keys), node)):
@@ -131,11 +135,11 @@ def outermost(tree: Tree, fits: Callable[[Path, Tree], object]) -> Iterator[tupl
 def leaves_of(
     tree: Tree, is_leaf: Callable[[Tree], object] = lambda node: False
 ) -> Iterator[tuple[Path, Tree]]:
-    """The leaves of a tree with their paths, as `jax.tree_util.tree_flatten_with_path` finds them.
+    """Yield the leaves of a tree with their paths, as `jax.tree_util.tree_flatten_with_path` does.
 
     Args:
         tree: the tree.
-        is_leaf: a function of nodes; those for which it is true are leaves too, and so is `None`.
+        is_leaf: a function of nodes. Nodes for which it is true are leaves too, even `None`.
     """
 
     for keys, node, kind in walk(tree, lambda keys, node: is_leaf(node)):
@@ -147,10 +151,10 @@ _ROOT = Path()
 
 
 def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
-    """A tree in which each node is what a function of path and node returns for it.
+    """Replace the nodes of a tree by the results of a function of path and node.
 
-    Where the function returns `BELOW`, the children of the node are changed instead, and it is
-    built with these; leaves and `None` stay.
+    Where the function returns `BELOW`, a node is rebuilt from its children, which are replaced in
+    the same way. A leaf or `None` is kept.
     """
     changed = change(path, tree)
     if changed is not BELOW:
@@ -162,4 +166,4 @@ def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT)
 
 
 BELOW = object()
-"""What a function returns to `mapped` for a node whose children are to be changed."""
+"""Result of a function in `mapped` that keeps a node and changes its children."""

@@ -151,7 +151,7 @@ def tokens(text: str) -> Iterator[str]:
         at = token.end() + 1
 
 
-# Python refuses to parse much longer integers (`sys.set_int_max_str_digits`). No index is that long.
+# Python parses no integers far longer than this (`sys.set_int_max_str_digits`), and no index is.
 _MOST_DIGITS = 1000
 
 

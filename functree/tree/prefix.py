@@ -1,4 +1,4 @@
-"""A prefix tree and a tree ─► each value of the prefix with the subtree that it is for."""
+"""`aligned` pairs each value of a prefix tree with the subtree that it applies to."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -12,14 +12,15 @@ _ROOT = Path()
 
 
 class PrefixOf(NamedTuple):
-    """What a prefix tree is made of.
+    """Description of the values in a prefix tree, such as layouts.
 
     Attributes:
-        noun: their name for messages: `layouts`.
-        one: the name of one of them: `layout`.
-        is_one: whether a value is one of them, and not a tree.
-        wanted: what a value should be that is neither.
-        hint: for a wrong part of the prefix, the end of the error.
+        noun: the plural for messages: `layouts`.
+        one: the singular for messages: `layout`.
+        is_one: a function that returns whether an object is such a value, and not a tree of them.
+        wanted: the predicate in the message about an object that is neither.
+        hint: a function from an invalid part of the prefix, and its subtree, to the end of the
+            message.
     """
 
     noun: str
@@ -32,12 +33,11 @@ class PrefixOf(NamedTuple):
 def aligned(
     prefix: Tree, tree: Tree, of: PrefixOf, path: Path = _ROOT
 ) -> Iterator[tuple[Tree, Path, Tree]]:
-    """The values of a prefix tree, each with the path of the subtree that it is for, and with this
-    subtree.
+    """Yield each value of a prefix tree with the path of its subtree, and the subtree itself.
 
     Raises:
-        RuleError: the prefix has another structure than the tree, or contains something that does
-            not belong in it.
+        RuleError: if the structures of the prefix and the tree differ, or the prefix contains an
+            invalid value.
     """
     if of.is_one(prefix):
         yield prefix, path, tree
@@ -48,8 +48,8 @@ def aligned(
         raise RuleError(f"at {where}: {prefix!r} {of.wanted}, or a tree of these{hint}")
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
-            f"at {where}: the {of.noun} are a {_kind(prefix)} and the tree is a {_kind(tree)}; "
-            f"a tree of {of.noun} has the tree's own structure down to each {of.one}{hint}"
+            f"at {where}: the {of.noun} are a {_kind(prefix)}, but the tree is a {_kind(tree)}: "
+            f"use the structure of the tree, down to each {of.one}{hint}"
         )
     have, want = [key for key, _ in values], [key for key, _ in nodes]
     if have != want:
@@ -59,29 +59,29 @@ def aligned(
 
 
 def where_text(path: Path) -> str:
-    """A place in a tree, for messages."""
+    """Format the path of a subtree for messages."""
     return f"`{path}`" if path else "the root"
 
 
 def _difference(have: Sequence[Key], want: Sequence[Key], noun: str) -> str:
-    """How the keys of the layouts differ from those of the tree, for messages."""
+    """Describe how the keys of the prefix differ from the tree's keys, for messages."""
     parts: list[str] = []
     for keys, others, where in ((have, want, f"the {noun}"), (want, have, "the tree")):
         lost = [key for key in keys if key not in others]
         if lost:
             parts.append(f"{_listed(lost)} {'is' if len(lost) == 1 else 'are'} only in {where}")
     if not parts:
-        # For JAX, an `OrderedDict` with another order has another structure.
+        # In JAX, the order of an `OrderedDict` is part of its structure.
         order = f"{_listed(have)} instead of {_listed(want)}"
-        return f"the {noun} have the keys of the tree in another order: {order}"
-    return "; ".join(parts) + f": a tree of {noun} has the keys of the tree"
+        return f"the {noun} have the keys of the tree in a different order: {order}"
+    return "; ".join(parts) + ": use the keys of the tree"
 
 
 def _listed(keys: Sequence[Key]) -> str:
-    """The first few keys, for messages."""
+    """List the first few keys, for messages."""
     return listed([f"`{Path((key,))}`" for key in keys], MAX_PATHS)
 
 
 def _kind(value: Tree) -> str:
-    """A node in messages: the name of its class, or `leaf`."""
+    """Return the name of a node's class, or `leaf`, for messages."""
     return "leaf" if children(value) is None else type(value).__name__
