@@ -1,5 +1,4 @@
-"""A traced program ─► its operations, with the programs inside them; and what its outputs depend
-on."""
+"""`all_equations` lists a traced program's operations; `dependencies` finds its outputs' sources."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -11,63 +10,64 @@ AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
 
 
 def inner_programs(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
-    """The programs that an operation has among its parameters.
+    """Yield the programs among the parameters of an operation.
 
     Args:
         equation: the operation.
     """
     for value in equation.params.values():
-        # `cond` has a tuple of programs, others have single ones.
+        # `cond` has a tuple of programs; other operations have single programs.
         several = value if isinstance(value, tuple | list) else (value,)
-        for one in several:
-            if isinstance(one, ClosedJaxpr | Jaxpr):
-                yield one
+        for inner in several:
+            if isinstance(inner, ClosedJaxpr | Jaxpr):
+                yield inner
 
 
 def all_equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
-    """All operations of a program: its own, and those of the programs inside of it.
+    """Yield all operations of a program, including the operations of its inner programs.
 
     Args:
-        program: the program, as `jax.make_jaxpr` returns it.
+        program: a program, such as `jax.make_jaxpr` returns.
 
     Examples:
         >>> from functree.tree.jaxprs import all_equations
         >>> program = jax.make_jaxpr(lambda x: jax.lax.map(jnp.sin, x))(
         ...     jnp.ones(3)
         ... )
-        >>> [one.primitive.name for one in all_equations(program)]
+        >>> [equation.primitive.name for equation in all_equations(program)]
         ['scan', 'sin']
     """
     waiting, seen = [program], set[int]()
     while waiting:
-        one = waiting.pop()
+        current = waiting.pop()
         # A function that is called several times is one program.
-        if id(one) in seen:
+        if id(current) in seen:
             continue
-        seen.add(id(one))
-        for equation in one.eqns:
+        seen.add(id(current))
+        for equation in current.eqns:
             yield equation
             waiting += inner_programs(equation)
 
 
 Sources = frozenset[Hashable]
-"""What a value depends on."""
+"""The sources that a value depends on."""
 
 NOTHING: Sources = frozenset()
 
-# Whatever draws random numbers, or makes the keys for that.
+# Prefixes of the operations that draw random numbers or make random keys.
 _RANDOM = ("random_", "threefry", "rng_")
 
 
 class Reader(NamedTuple):
-    """What else is asked of a program.
+    """Options of `dependencies`.
 
     Attributes:
-        see: is called with each operation that is no loop, branch or call, and with what its inputs
-            depend on; in a loop once, with what they depend on in any iteration.
-        constants: what the constants of the program depend on.
-        mutable: what that depends on which is read from a mutable array.
-        adds: what the outputs of such an operation depend on besides its inputs.
+        see: a function that is called with each operation other than loops, branches and calls, and
+            with the sources of its inputs. In a loop, it is called once, with the sources of all
+            iterations.
+        constants: the sources of the program's constants.
+        mutable: the sources of values that are read from a mutable array.
+        adds: a function from such an operation to further sources of its outputs.
     """
 
     see: Callable[[Any, Sequence[Sources]], None] | None = None
@@ -79,23 +79,23 @@ class Reader(NamedTuple):
 def dependencies(
     program: AnyJaxpr, inputs: Sequence[Sources], reader: Reader | None = None
 ) -> list[Sources]:
-    """What each output of a program depends on.
+    """Find the sources that each output of a program depends on.
 
-    The programs inside of a program are followed too: those of functions that it calls, of
-    branches and of loops. An output of any other operation depends on all inputs of the operation,
-    so what is concatenated and split again depends on all parts.
+    Dependencies are followed into called functions, branches and loops. Each output of any other
+    operation depends on all its inputs. After a concatenation and a split, each piece therefore
+    depends on all concatenated arrays.
 
     Args:
-        program: the program, as `jax.make_jaxpr` returns it.
-        inputs: what each input depends on; a set with the input's own index, to ask for the inputs.
-        reader: what else is asked of it.
+        program: a program, such as `jax.make_jaxpr` returns.
+        inputs: the sources of each input; for example, a set with the input's index.
+        reader: further options.
 
     Examples:
         >>> from functree.tree.jaxprs import dependencies
         >>> program = jax.make_jaxpr(lambda x, y, z: (x * y, jnp.sin(z)))(
         ...     1.0, 2.0, 3.0
         ... )
-        >>> [sorted(found) for found in dependencies(program, [{0}, {1}, {2}])]
+        >>> [sorted(sources) for sources in dependencies(program, [{0}, {1}, {2}])]
         [[0, 1], [2]]
     """
     reader = reader or Reader()
@@ -103,24 +103,24 @@ def dependencies(
     known: dict[Any, Sources] = dict.fromkeys(open_program.constvars, reader.constants)
     known.update(zip(open_program.invars, map(frozenset, inputs), strict=True))
     for equation in open_program.eqns:
-        found = _outputs(equation, _looked_up(known, equation.invars), reader)
-        known.update(zip(equation.outvars, found, strict=True))
+        outputs = _outputs(equation, _looked_up(known, equation.invars), reader)
+        known.update(zip(equation.outvars, outputs, strict=True))
     return _looked_up(known, open_program.outvars)
 
 
 def _looked_up(known: Mapping[Any, Sources], variables: Sequence[Any]) -> list[Sources]:
-    """What variables depend on. Literals depend on nothing."""
-    found: list[Sources] = []
+    """Look up the sources of variables. Literals have no sources."""
+    sources: list[Sources] = []
     for variable in variables:
         if isinstance(variable, Literal):  # it has no hash
-            found.append(NOTHING)
+            sources.append(NOTHING)
         else:
-            found.append(known[variable])
-    return found
+            sources.append(known[variable])
+    return sources
 
 
 def _outputs(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
-    """What the outputs of one operation depend on."""
+    """Find the sources of an operation's outputs."""
     name = equation.primitive.name
     if name == "cond":
         return _branches(equation, inputs, reader)
@@ -133,19 +133,22 @@ def _outputs(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sourc
         return dependencies(called, inputs, reader)
     if reader.see is not None:
         reader.see(equation, inputs)
-    read = any(hasattr(one.aval, "inner_aval") for one in equation.invars)
+    read = any(hasattr(variable.aval, "inner_aval") for variable in equation.invars)
     added = NOTHING if reader.adds is None else reader.adds(equation)
     return [added.union(reader.mutable if read else NOTHING, *inputs)] * len(equation.outvars)
 
 
 def is_random(equation: Any) -> bool:
-    """Whether an operation draws random numbers, or makes keys for that."""
+    """Return whether an operation draws random numbers or makes random keys."""
     return equation.primitive.name.startswith(_RANDOM)
 
 
 def called_program(equation: Any) -> AnyJaxpr | None:
-    """The program that an operation runs once, with the operation's own inputs and outputs: that of
-    a function under `jit` or `checkpoint`, or one with a derivative rule of its own."""
+    """Return the program that an operation runs once, on its own inputs and outputs.
+
+    It is a function under `jit` or `checkpoint`, or a function with a custom derivative rule. The
+    result is None for all other operations.
+    """
     if equation.primitive.name in ("while", "scan"):
         return None
     inner = list(inner_programs(equation))
@@ -154,7 +157,7 @@ def called_program(equation: Any) -> AnyJaxpr | None:
     program: Any = inner[0]
     open_program = getattr(program, "jaxpr", program)
     same_inputs = len(open_program.invars) == len(equation.invars)
-    # The programs of reductions and scatters are those of scalars.
+    # The inner programs of reductions and scatters work on scalars.
     same_ranks = all(
         inside.aval.ndim == outside.aval.ndim
         for inside, outside in zip(open_program.outvars, equation.outvars, strict=False)
@@ -166,26 +169,26 @@ def called_program(equation: Any) -> AnyJaxpr | None:
 
 
 def _branches(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
-    """Of a choice between branches: each output depends on what chooses too."""
-    chosen, *operands = inputs
-    found = [chosen] * len(equation.outvars)
+    """Find the sources of a `cond`'s outputs. Each output depends on the index too."""
+    index, *operands = inputs
+    outputs = [index] * len(equation.outvars)
     for branch in equation.params["branches"]:
         of_branch = dependencies(branch, operands, reader)
-        found = [one | other for one, other in zip(found, of_branch, strict=True)]
-    return found
+        outputs = [one | other for one, other in zip(outputs, of_branch, strict=True)]
+    return outputs
 
 
 def _while(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
-    """Of a loop with a condition: each output depends on what ends the loop too."""
+    """Find the sources of a `while_loop`'s outputs. Each output depends on the condition too."""
     before = equation.params["cond_nconsts"]
     first = before + equation.params["body_nconsts"]
     of_condition, of_body, carry = inputs[:before], inputs[before:first], inputs[first:]
 
     def iteration(reader: Reader) -> list[Sources]:
         test, body = equation.params["cond_jaxpr"], equation.params["body_jaxpr"]
-        (going_on,) = dependencies(test, [*of_condition, *carry], reader)
+        (condition,) = dependencies(test, [*of_condition, *carry], reader)
         after = dependencies(body, [*of_body, *carry], reader)
-        return [one | new | going_on for one, new in zip(carry, after, strict=True)]
+        return [old | new | condition for old, new in zip(carry, after, strict=True)]
 
     unseen = reader._replace(see=None)
     while (grown := iteration(unseen)) != carry:
@@ -194,19 +197,21 @@ def _while(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources
 
 
 class ScanSizes(NamedTuple):
-    """The numbers of the constants and of the carried values among the inputs of a loop over
-    slices: the first inputs, before the arrays that are sliced. Carried values are the first
-    outputs."""
+    """Numbers of constants and carried values of a `scan`.
+
+    The inputs of a `scan` are its constants, its carried values and its sliced arrays. Its outputs
+    are the carried values and the stacked results.
+    """
 
     constants: int
     carried: int
 
 
 def scan_sizes(equation: Any) -> ScanSizes:
-    """The sizes of a loop.
+    """Count the constants and carried values of a `scan`.
 
-    The parameters of the operation differ between versions of JAX. Slices and what is collected
-    have one dimension less inside of the loop, and nothing else has.
+    The operation's parameters differ between JAX versions. Shapes show the numbers: only sliced
+    arrays and stacked results have one dimension less inside the loop.
     """
     body: Any = equation.params["jaxpr"]
     open_body = getattr(body, "jaxpr", body)
@@ -216,7 +221,7 @@ def scan_sizes(equation: Any) -> ScanSizes:
 
 
 def _scan(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
-    """Of a loop over slices."""
+    """Find the sources of a `scan`'s outputs."""
     body: Any = equation.params["jaxpr"]
     first, carried = scan_sizes(equation)
     constants, slices = inputs[:first], inputs[first + carried :]
@@ -224,7 +229,7 @@ def _scan(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]
 
     def iteration(reader: Reader) -> list[Sources]:
         after = dependencies(body, [*constants, *carry, *slices], reader)
-        grown = [one | new for one, new in zip(carry, after[:carried], strict=True)]
+        grown = [old | new for old, new in zip(carry, after[:carried], strict=True)]
         return [*grown, *after[carried:]]
 
     unseen = reader._replace(see=None)
@@ -234,6 +239,6 @@ def _scan(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]
 
 
 def _fewer_dimensions(inside: Sequence[Any], outside: Sequence[Any]) -> int:
-    """How many values have fewer dimensions inside of a loop than outside."""
+    """Count the values that have fewer dimensions inside a loop than outside."""
     pairs = zip(inside, outside, strict=True)
-    return sum(one.aval.ndim < other.aval.ndim for one, other in pairs)
+    return sum(inner.aval.ndim < outer.aval.ndim for inner, outer in pairs)

@@ -90,8 +90,8 @@ def test_static_data_that_cannot_be_compared(data: Any):
             f(module)
         said = (
             "cannot be compared: its `==` raises ValueError: ",
-            "give it an `__eq__` that returns True or False, and a `__hash__`",
-            "an array is a field without `static=True`",
+            "give the class an `__eq__` that returns True or False, and a `__hash__`",
+            "for an array, remove `static=True` from the field",
         )
         with raises(*said):
             f(Pair(X, X, data()))

@@ -1,4 +1,4 @@
-"""Python source, line by line ─► a function with a file name, which tracebacks show."""
+"""`Code` turns lines of Python into a function with a file name, which tracebacks show."""
 
 import itertools
 import linecache
@@ -10,10 +10,10 @@ _NUMBERS = itertools.count()
 
 
 class Code:
-    """The body of a function that is being generated, and the values that it uses.
+    """Body of a generated function, and the values that it uses.
 
     Args:
-        outer: the code that this may become a part of; their names are different.
+        outer: the code that may include this code, so their names must differ.
     """
 
     def __init__(self, outer: "Code | None" = None) -> None:
@@ -22,29 +22,28 @@ class Code:
         self._names: Iterator[int] = itertools.count() if outer is None else outer._names
 
     def name(self) -> str:
-        """A new name."""
+        """Return a new name."""
         return f"x{next(self._names)}"
 
     def value(self, value: object) -> str:
-        """Add a value that the code uses, as a global variable of the function; returns its
-        name."""
+        """Add a value to the function's global variables, and return its name."""
         name = self.name()
         self.values[name] = value
         return name
 
     def assign(self, expression: str) -> str:
-        """Add an assignment to a new name; returns the name."""
+        """Add an assignment to a new name, and return the name."""
         name = self.name()
         self.lines.append(f"{name} = {expression}")
         return name
 
     def add(self, inner: "Code") -> None:
-        """Add code that was written with this one as its outer code."""
+        """Add code that was made with this code as its outer code."""
         self.lines += inner.lines
         self.values |= inner.values
 
     def function(self, head: str, what: str) -> Callable[..., Any]:
-        """The finished function.
+        """Compile the function.
 
         Args:
             head: its name and parameters: `take(tree)`.
@@ -55,9 +54,8 @@ class Code:
         file = f"<functree: {name} {what} {next(_NUMBERS)}>"
         exec(compile(source, file, "exec"), self.values)
         function = self.values[name]
-        # Tracebacks look up the lines of a file here. None in the place of the modification time:
-        # the entry is valid although there is no file on disk. The entry is removed together with
-        # the function.
+        # Tracebacks look up a file's lines in this cache. The modification time is None, so the
+        # entry is valid without a file on disk. The entry is removed with the function.
         linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
         weakref.finalize(function, linecache.cache.pop, file, None)
         return function

@@ -1,6 +1,6 @@
-"""A leaf that is not an array ─► `StaticValue`, which is compared and hashed by type and value.
+"""`StaticValue` compares and hashes a leaf that is not an array by its type and value.
 
-Static data inside of nodes is compared as JAX compares it, by `==`.
+Static data of nodes is compared with `==`, as in JAX.
 """
 
 from collections.abc import AsyncIterator, Awaitable, Iterator
@@ -12,14 +12,14 @@ import numpy as np
 from functree.errors import USERS_ERRORS, FunctreeTypeError
 
 PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None)})
-"""The classes of most static values. They hold no other values."""
+"""The classes of most static values. Their instances hold no other objects."""
 
 
 class StaticValue:
-    """A static leaf. It equals another one of the same type whose value is equal.
+    """Static leaf, equal to static leaves with the same type and an equal value.
 
-    So `1`, `True` and `1.0` are different leaves; `0.0` and `-0.0` are too, and `nan` equals
-    itself. A value without a hash has the hash of its type.
+    `1`, `True` and `1.0` are therefore different leaves. `0.0` differs from `-0.0`, and `nan`
+    equals itself. A value without a hash has the hash of its type.
     """
 
     __slots__ = ("value",)
@@ -29,7 +29,7 @@ class StaticValue:
         self.value = value
 
     def differs(self, other: object) -> bool:
-        """Whether a leaf, which is not wrapped, differs from this one."""
+        """Return whether a leaf, which is not wrapped, differs from this leaf."""
         if self.value is other:
             return False
         if isinstance(self.value, np.ndarray) and isinstance(other, np.ndarray):
@@ -53,8 +53,8 @@ class StaticValue:
 
 
 def _compared(value: object) -> object:
-    """What stands for a leaf in comparisons."""
-    # By the text, because 0.0 == -0.0, and nan is not equal to itself.
+    """Return the value that represents a leaf in comparisons."""
+    # The text, because 0.0 == -0.0, and nan is not equal to itself.
     if isinstance(value, float | complex | np.number):
         return repr(value)
     if _is_float0(value):
@@ -63,29 +63,29 @@ def _compared(value: object) -> object:
 
 
 def equal(one: object, other: object) -> bool:
-    """Whether two static values are one object, or equal by `==`.
+    """Return whether two static values are one object, or equal with `==`.
 
     Raises:
         FunctreeTypeError: if `==` raises.
     """
     try:
-        # Not `one != other`, which some classes do not define together with `__eq__`.
+        # Not `one != other`: some classes define `__eq__` without a matching `__ne__`.
         return one is other or bool(one == other)
     except USERS_ERRORS as error:
         raise FunctreeTypeError(
             f"static data of class {type(one).__name__} cannot be compared: its `==` raises "
-            f"{type(error).__name__}: {error}; give it an `__eq__` that returns True or False, "
-            "and a `__hash__`; an array is a field without `static=True`"
+            f"{type(error).__name__}: {error}; give the class an `__eq__` that returns True or "
+            "False, and a `__hash__`; for an array, remove `static=True` from the field"
         ) from error
 
 
 def _is_float0(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """Whether a value is JAX's gradient of integers: an array without values."""
+    """Return whether a value is JAX's gradient of integers, an array without values."""
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
 
 
 def is_hashable(value: object) -> bool:
-    """Whether a value can be hashed."""
+    """Return whether a value can be hashed."""
     if _is_float0(value):
         return True
     try:
@@ -96,10 +96,10 @@ def is_hashable(value: object) -> bool:
 
 
 def runs_once(value: object) -> bool:
-    """Whether a value is only a computation, which runs once, when it is iterated or awaited: a
-    generator, a `map`.
+    """Return whether a value is used up by one iteration or `await`: a generator, a `map`.
 
-    An object of another class that can be iterated, such as a loader of data, may be static.
+    Only Python's own classes count. An iterator of another class, such as a data loader, may be
+    static.
     """
     return (
         isinstance(value, Iterator | AsyncIterator | Awaitable)
