@@ -1,4 +1,4 @@
-"""`all_equations` lists a traced program's operations; `dependencies` finds its outputs' sources."""
+"""`all_equations` lists a traced program's operations; `dependencies` follows values through it."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias

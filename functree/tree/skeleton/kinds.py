@@ -1,10 +1,9 @@
-"""A node of a tree ─► its `Kind`: how its children are found, and the code that flattens and
-rebuilds such nodes.
+"""A `Kind` finds the children of a node, and writes code that flattens and rebuilds such nodes.
 
-The code for a tree is written node by node from a sample (see `Form`). It reads each array by one
-expression, and compares all static values on the way. It does not depend on the identity of the
-nodes of the sample, so a tree that was changed in place (a list with another element) is recognized
-as another structure.
+The code for a tree is generated node by node from a sample (see `Form`). It reads each array with
+one expression, and compares all static values on the way. It does not depend on the identity of the
+sample's nodes. A tree that was changed in place, such as a list with a new element, is therefore
+recognized as a different structure.
 """
 
 import dataclasses
@@ -30,48 +29,50 @@ from functree.tree.skeleton.static_value import StaticValue, equal
 T = TypeVar("T")
 
 Children = Iterable[tuple[Any, Tree]]
-"""(key, child) pairs of a node. A key is plain, or of one of JAX's classes for keys."""
+"""The (key, child) pairs of a node. A key is plain, or an instance of a JAX key class."""
 
 
 class Kind:
-    """How the nodes of one kind are read, flattened and built."""
+    """Rules for reading, flattening and building the nodes of one kind."""
 
     by_field: bool = False
-    """Whether the keys of its children are names of fields, which a class may annotate."""
+    """Whether the keys of its children are field names, which a class may annotate."""
 
     def children(self, node: Tree) -> Children:
-        """(key, child) pairs in JAX's order; `None` is a child too."""
+        """Return the (key, child) pairs in JAX's order, including children that are `None`."""
         return ()
 
     def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
-        """(keys, child) pairs in JAX's order, with the keys from the node to the child in
-        functree's paths."""
+        """Return (keys, child) pairs in JAX's order.
+
+        The keys lead from the node to the child in functree's paths.
+        """
         return (((plain_key(key),), child) for key, child in self.children(node))
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
-        """The static data of a node: (keys, value) pairs."""
+        """Return the static data of a node as (keys, value) pairs."""
         return ()
 
     @abstractmethod
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
-        """Write the code that flattens a node like the sample.
+        """Write code that flattens a node like the sample.
 
         Args:
-            code: the code.
-            sample: a node with the structure that is expected.
-            at: the name of the node in the generated code; for a leaf its expression.
+            code: the code to extend.
+            sample: a node with the expected structure.
+            at: the name of the node in the generated code; for a leaf, its expression.
         """
 
     @abstractmethod
     def build(self, code: "BuildCode", sample: Tree) -> str:
-        """Write the code that builds a node like the sample; returns the expression of the node."""
+        """Write code that builds a node like the sample, and return the node's expression."""
 
 
 class ArrayKind(Kind):
-    """An array."""
+    """Kind of arrays."""
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
-        # Not checked to be an array: the caller checks all arrays at once, which is faster.
+        # The code does not check for an array: the caller checks all arrays at once, faster.
         code.array(at)
 
     def build(self, code: "BuildCode", sample: Tree) -> str:
@@ -79,7 +80,7 @@ class ArrayKind(Kind):
 
 
 class NoneKind(Kind):
-    """`None`, which JAX treats as a node without children."""
+    """Kind of `None`, which JAX treats as a node without children."""
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.refuse_if(f"{at} is not None", f"type({at})")
@@ -89,7 +90,7 @@ class NoneKind(Kind):
 
 
 class StaticKind(Kind):
-    """A leaf that is not an array."""
+    """Kind of leaves that are not arrays."""
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
         return (((), node),)
@@ -102,7 +103,7 @@ class StaticKind(Kind):
 
 
 class SequenceKind(Kind):
-    """A list or a tuple."""
+    """Kind of lists and tuples."""
 
     def children(self, node: Tree) -> Children:
         return enumerate(node)
@@ -113,19 +114,19 @@ class SequenceKind(Kind):
 
     def build(self, code: "BuildCode", sample: Tree) -> str:
         items = code.items(sample)
-        # Each container is a statement: Python refuses an expression with 200 nested brackets.
+        # Each container is a statement, because Python refuses 200 nested brackets.
         if type(sample) is list:
             return code.assign(f"[{items}]")
         return code.assign(f"({items})")
 
 
 class NamedTupleKind(Kind):
-    """A named tuple that JAX flattens like a tuple, so that its elements are its children."""
+    """Kind of named tuples that JAX flattens like tuples: the elements are the children."""
 
     by_field = True
 
     def children(self, node: Tree) -> Children:
-        # The keys of JAX are not used: in version 0.10.2 each field has the key of the first field.
+        # JAX's keys are not used: in version 0.10.2, all fields have the key of the first field.
         return zip(node._fields, elements(node), strict=True)
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
@@ -139,15 +140,15 @@ class NamedTupleKind(Kind):
 
 
 class DictKind(Kind):
-    """A dict. JAX sorts its keys."""
+    """Kind of dicts, whose keys JAX sorts."""
 
     def children(self, node: Tree) -> Children:
         return [(key, node[key]) for key in sorted(node)]
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
         code.type_of(sample, at)
-        # A dict of the same length with other keys raises KeyError, which the generated function
-        # handles.
+        # A dict with the same length and different keys raises KeyError, which the generated
+        # function handles.
         code.refuse_if(f"len({at}) != {len(sample)}", f"len({at})")
         code.dicts.append(at)
         for key in sorted(sample):
@@ -159,8 +160,10 @@ class DictKind(Kind):
 
 
 class RegisteredKind(Kind):
-    """A node of any other class that is registered with JAX. The generated code calls JAX for one
-    level of it."""
+    """Kind of nodes whose class is registered with JAX, and that have no kind of their own.
+
+    The generated code calls JAX to flatten one level.
+    """
 
     def children(self, node: Tree) -> Children:
         level = default_registry.flatten_one_level_with_keys(node)
@@ -186,16 +189,21 @@ class RegisteredKind(Kind):
 
 
 class DefaultDictKind(RegisteredKind):
-    """A defaultdict. Its treedef has the factory, so it is built by JAX, but it is read like a
-    dict."""
+    """Kind of defaultdicts.
+
+    Their children are read like a dict's children. JAX builds them, because only the treedef has
+    the factory.
+    """
 
     def children(self, node: Tree) -> Children:
         return DICT.children(node)
 
 
 class StateKind(RegisteredKind):
-    """A state. Each child has the path of its declaration in the model, which may be several
-    keys."""
+    """Kind of functree's states.
+
+    Each child has the path of its `StateRef` in the model, which may have several keys.
+    """
 
     def paths(self, node: StateMapping) -> Iterator[tuple[Keys, Tree]]:
         for entry, (_, child) in zip(node.entries(), self.children(node), strict=True):
@@ -203,12 +211,14 @@ class StateKind(RegisteredKind):
 
 
 class EquinoxStateKind(RegisteredKind):
-    """Equinox' own state. Each value has the path of the `StateIndex` that declares it in the
-    model."""
+    """Kind of Equinox' own states.
+
+    Each value has the path of its `StateIndex` in the model.
+    """
 
     def paths(self, node: eqx.nn.State) -> Iterator[tuple[Keys, Tree]]:
         _, treedef = one_level(node)
-        # `eqx.nn.make_with_state` marks each index by its place, as a text:
+        # `eqx.nn.make_with_state` marks each index with its path in the model:
         # `Net.norms[0].batch_counter`.
         _, markers = treedef.node_data()
         for i, (marker, (_, child)) in enumerate(zip(markers, self.children(node), strict=True)):
@@ -220,11 +230,10 @@ _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 
 
 def _place_of(marker: object) -> Keys:
-    """The keys in a marker, behind the name of the class of the model; the marker itself if it has
-    another form.
+    """Return the keys in a marker, after the name of the model's class.
 
-    Empty for an index without a place: it is the model itself, or the model was made by other
-    means.
+    A marker of a different form is the only key itself. The result is empty if the marker holds no
+    path: the index is the model itself, or the model was made without `make_with_state`.
     """
     if not isinstance(marker, str):
         return ()
@@ -241,7 +250,7 @@ def _place_of(marker: object) -> Keys:
 
 
 class PackedKind(RegisteredKind):
-    """A packed tree. Its arrays have the paths that they have in the tree that was packed."""
+    """Kind of packed trees. Arrays keep their paths in the tree that was packed."""
 
     def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
         return zip(node.static.paths, node.arrays, strict=True)
@@ -261,7 +270,7 @@ class PackedKind(RegisteredKind):
 
 
 class ModuleKind(Kind):
-    """An Equinox module."""
+    """Kind of Equinox modules."""
 
     by_field = True
 
@@ -270,7 +279,7 @@ class ModuleKind(Kind):
         try:
             return [(name, contents[name]) for name in _fields(type(node), False)]
         except KeyError:
-            # A field has no value, and Equinox leaves it out when it flattens a module.
+            # A field has no value. Equinox omits such a field when it flattens a module.
             return [(plain_key(key), child) for key, child in REGISTERED.children(node)]
 
     def statics(self, node: Tree) -> Iterable[tuple[Keys, object]]:
@@ -278,15 +287,14 @@ class ModuleKind(Kind):
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
-        # A module with all its fields is read from its `__dict__`. Equinox's own flattening is
-        # slower.
+        # A complete module is read from its `__dict__`, which is faster than Equinox' flattening.
         if not _complete(sample):
             REGISTERED.take(code, sample, at)
             return
         known = _contents(sample)
         code.type_of(sample, at)
         contents = code.assign(f"{code.value(_contents)}({at})")
-        # A module that wraps a function has attributes of the function too, such as its name, and
+        # A module that wraps a function also has the function's attributes, such as its name, and
         # is not complete.
         code.refuse_if(f"len({contents}) != {len(known)}", f"len({contents})")
         for name in _fields(type(sample), True):
@@ -295,16 +303,15 @@ class ModuleKind(Kind):
             code.visit(known[name], f"{contents}[{name!r}]")
 
     def build(self, code: "BuildCode", sample: Tree) -> str:
-        """As Equinox builds a module from its leaves: without `__init__`."""
+        """Write code that builds a module as Equinox does, without `__init__`."""
         if not _complete(sample):
             return REGISTERED.build(code, sample)
         known, cls = _contents(sample), type(sample)
-        # The children first, because they are written as statements before those of the module
-        # itself.
+        # The children first: their statements must precede the module's statements.
         below: dict[str, str] = {}
         for name in _fields(cls, False):
             below[name] = code.visit(known[name])
-        # `object.__new__` and the assignments to `__dict__` go past `__setattr__`, which raises:
+        # `object.__new__` and assignments to `__dict__` bypass `__setattr__`, which raises because
         # modules are frozen.
         module = code.assign(f"{code.value(object.__new__)}({code.value(cls)})")
         contents = code.assign(f"{code.value(_contents)}({module})")
@@ -315,39 +322,41 @@ class ModuleKind(Kind):
         return module
 
 
-# A function from a module to its `__dict__`, past `__getattribute__`, by which Equinox binds
-# methods and which is slow.
+# Returns the `__dict__` of a module. It bypasses Equinox' `__getattribute__`, which binds methods
+# and is slow.
 _contents: Callable[[eqx.Module], dict[str, Tree]] = eqx.Module.__dict__["__dict__"].__get__
 
 
 @functools.cache
 def _fields(cls: type, static: bool) -> tuple[str, ...]:
-    """The names of a module's static fields, or of its other fields."""
-    found = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
-    return tuple(f.name for f in found if bool(f.metadata.get("static", False)) is static)
+    """Return the names of a module's static fields, or of its other fields."""
+    fields = dataclasses.fields(cls)  # pyright: ignore[reportArgumentType]
+    return tuple(f.name for f in fields if bool(f.metadata.get("static", False)) is static)
 
 
 def _complete(module: eqx.Module) -> bool:
-    """Whether a module has a value for each field and no other attributes, as one that wraps a
-    function has."""
+    """Return whether a module has a value for each field, and no other attributes.
+
+    A module that wraps a function has other attributes.
+    """
     cls = type(module)
     return _contents(module).keys() == {*_fields(cls, True), *_fields(cls, False)}
 
 
 def _key(code: Code, key: Key) -> str:
-    """The expression of a key of a dict: a literal for a string, or else the name of a value."""
+    """Return the expression of a dict key: a string literal, or the name of a value."""
     if type(key) is str:
         return repr(key)
     return code.value(key)
 
 
 def one_level(node: Tree) -> tuple[list[Tree], TreeDef]:
-    """The children of a node, and the treedef of this node alone."""
+    """Flatten one level: return a node's children, and the treedef of the node alone."""
     return tree_flatten(node, is_leaf=lambda x: x is not node)
 
 
 ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
-# A node at which a walk ends, because it is what the walk is for.
+# The kind of a node at which a walk stops, because its caller asked for this node.
 FOUND = Kind()
 LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC, FOUND})
 SEQUENCE, NAMED_TUPLE = SequenceKind(), NamedTupleKind()
@@ -363,16 +372,16 @@ _CONTAINERS: dict[type, Kind] = {
 
 
 def kind_of(node: Tree) -> Kind:
-    """The kind of a node or leaf."""
+    """Return the kind of a node or leaf."""
     if node is None:
         return NONE
-    # By the exact class: a subclass of list or dict is a leaf for JAX, or is registered with a
-    # flattening of its own.
+    # The exact class: in JAX, a subclass of list or dict is a leaf, or is registered with its own
+    # flattening.
     container = _CONTAINERS.get(type(node))
     if container is not None:
         return container
-    # First, because a function has a class of its own for its calls, and for each new class Python
-    # asks all arrays and all modules whether it is a subclass of them.
+    # Before the `isinstance` checks of arrays and modules, which are slow for a new class. Each
+    # function has a new class of named tuples for its calls.
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
         return NAMED_TUPLE
     if is_array(node):
@@ -391,37 +400,41 @@ def kind_of(node: Tree) -> Kind:
 
 
 def _flattens_as_tuple(node: tuple[Tree, ...]) -> bool:
-    """Whether the children of a named tuple are its elements. Its class may be registered with
-    another flattening."""
+    """Return whether the children of a named tuple are its elements.
+
+    Its class may be registered with a different flattening.
+    """
     children, _ = one_level(node)
-    own = elements(node)
-    return len(children) == len(own) and all(map(operator.is_, children, own))
+    items = elements(node)
+    return len(children) == len(items) and all(map(operator.is_, children, items))
 
 
 def elements(node: tuple[T, ...]) -> tuple[T, ...]:
-    """The elements of a named tuple. The class may have a length and an iteration of its own; JAX
-    does not use them."""
+    """Return the elements of a named tuple.
+
+    As in JAX, a `__len__` or `__iter__` of its class is ignored.
+    """
     return tuple(tuple.__iter__(node))
 
 
-# The number of arrays from which a part of a tree has a form of its own. A form costs 0.2 µs in
-# each call.
+# A subtree with at least this number of arrays has its own form. A form costs 0.2 µs per call.
 LARGE = 12
-# The number of forms that are remembered for each class.
+# The number of forms that are cached for each class.
 _REMEMBERED = 16
 
 
 class Form:
-    """The generated functions of trees with one structure and equal static values. It holds no
-    arrays.
+    """Generated functions for trees with one structure and equal static values.
+
+    It holds no arrays.
 
     Args:
         sample: a tree with this structure.
         code: the code of `take`, written from the sample.
 
     Attributes:
-        take: a function from a tree to its arrays, in JAX's order. For another tree it returns a
-            `Refusal`. It does not check that the values in the place of arrays are arrays.
+        take: a function from a tree to its arrays, in JAX's order. For a different structure it
+            returns a `Refusal`. It does not check that values at the paths of arrays are arrays.
         build: a function from arrays, in JAX's order, to a tree.
         size: the number of arrays.
     """
@@ -431,36 +444,36 @@ class Form:
         self.size: int = code.size
         self.take: Callable[[Tree], list[AnyArray] | Refusal] = code.finished(what)
         build = BuildCode(code.parts)
-        # Not `visit`, for which the sample would be a part of itself.
+        # Not `visit`, which looks for the form of a subtree.
         build.lines.append(f"return {kind_of(sample).build(build, sample)}")
         self.build: Callable[[Sequence[AnyArray]], Tree] = build.function("build(arrays)", what)
-        # They are remembered by others as long as this form exists.
+        # Keeps the forms of subtrees alive, so that other trees can use them.
         self._parts: list[Form] = [form for _, form in code.parts.values()]
 
     def fits(self, tree: Tree) -> bool:
-        """Whether a tree has this form."""
+        """Return whether a tree has this form."""
         try:
             arrays = self.take(tree)
         except FunctreeTypeError:
-            # Its static data cannot be compared with the static data of another function's trees.
+            # The static data of the tree cannot be compared with this form's static data.
             return False
         return type(arrays) is list and all(map(is_array, arrays))
 
 
 def form_of(tree: Tree) -> Form:
-    """The form of a tree. It is generated unless there is a tree with this form already."""
+    """Return the form of a tree, and generate it unless an existing form fits."""
     known = _known(tree)
     if known is not None:
         return known
     return _remembered(tree, TakeCode(tree))
 
 
-# The forms by the class of their trees. The forms belong to those who use them.
+# The forms by the class of their trees. Only the users of a form keep it alive.
 _FORMS: weakref.WeakKeyDictionary[type, list[weakref.ref[Form]]] = weakref.WeakKeyDictionary()
 
 
 def _known(tree: Tree) -> Form | None:
-    """The form of a tree, if it was generated before and is still in use."""
+    """Return the form of a tree if it exists and is still in use."""
     for reference in _FORMS.get(type(tree), ()):
         form = reference()
         if form is not None and form.fits(tree):
@@ -469,7 +482,7 @@ def _known(tree: Tree) -> Form | None:
 
 
 def _remembered(sample: Tree, code: "TakeCode") -> Form:
-    """A new form, as the first one of its class."""
+    """Make a form, and cache it as the first form of its class."""
     form = Form(sample, code)
     others = [other for other in _FORMS.get(type(sample), ()) if other() is not None]
     _FORMS[type(sample)] = [weakref.ref(form), *others][:_REMEMBERED]
@@ -477,25 +490,26 @@ def _remembered(sample: Tree, code: "TakeCode") -> Form:
 
 
 Refusal = tuple[Hashable, ...]
-"""What `take` returns for a tree of another structure: the number of the check that refused it, and
-what it found.
+"""Result of `take` for a tree of a different structure: the number of the check that refused the
+tree, and the value that the check found.
 
-All functions check the nodes of a tree in the same order. So a function whose own trees have what
-was found there refuses the tree, if it does, by a later check.
+All functions check the nodes of a tree in the same order. If a function expects the found value,
+only one of its later checks can refuse the tree.
 """
 
-# A part of a sample and its form, by the identity of the part. The part is kept, so that its
-# identity stays its own.
+# A subtree of a sample and its form, by the subtree's id. The subtree is kept, so that no other
+# object gets its id.
 _Parts = dict[int, tuple[Tree, Form]]
 
 
 class TakeCode(Code):
-    """The body of a function from a tree to its arrays. For a tree of another structure it returns
-    a `Refusal`.
+    """Body of a function from a tree to its arrays.
+
+    For a tree of a different structure, the function returns a `Refusal`.
 
     Args:
-        sample: a tree with the structure that is expected.
-        outer: the code that this may become a part of.
+        sample: a tree with the expected structure.
+        outer: the code that may include this code.
     """
 
     def __init__(self, sample: Tree, outer: Code | None = None) -> None:
@@ -508,10 +522,10 @@ class TakeCode(Code):
         kind_of(sample).take(self, sample, self.root)
 
     def visit(self, sample: Tree, at: str) -> None:
-        """Write the code for a node. A large part of a tree is taken apart by its own form.
+        """Write the code for a node. A large subtree is flattened by its own form.
 
         Args:
-            sample: a node with the structure that is expected.
+            sample: a node with the expected structure.
             at: the expression of the node in the generated code.
         """
         kind = kind_of(sample)
@@ -531,17 +545,17 @@ class TakeCode(Code):
         self.several(arrays, form.size)
 
     def array(self, at: str) -> None:
-        """Add an array, by its expression."""
+        """Add the expression of an array."""
         self.arrays.append(at)
         self.size += 1
 
     def several(self, at: str, number: int) -> None:
-        """Add arrays, by the expression of a list or tuple of them."""
+        """Add the expression of a list or tuple of arrays."""
         self.arrays.append(f"*{at}")
         self.size += number
 
     def include(self, inner: "TakeCode", at: str) -> None:
-        """Add the code for a part that is at the expression `at`."""
+        """Add the code for a subtree, whose expression is `at`."""
         self.lines.append(f"{inner.root} = {at}")
         self.add(inner)
         self.arrays += inner.arrays
@@ -550,49 +564,62 @@ class TakeCode(Code):
         self.parts |= inner.parts
 
     def refuse_if(self, condition: str, found: str) -> None:
-        """Refuse trees for which a condition is true; `found` is an expression of what differs,
-        which has a hash."""
+        """Refuse trees for which a condition is true.
+
+        Args:
+            condition: the expression of the condition.
+            found: the expression of the value that differs. The value must be hashable.
+        """
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
     def leaf(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` is another leaf; not for arrays."""
+        """Refuse trees in which the expression `at` is a different leaf. It is not for arrays."""
         differs = self.value(StaticValue(value).differs)
         self._refuse_others(value, at, f"{differs}({{found}})")
 
     def static(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` has other static data of a node."""
+        """Refuse trees in which the expression `at` is different static data of a node."""
         self._refuse_others(value, at, f"not {self.value(equal)}({{known}}, {{found}})")
 
     def _refuse_others(self, value: object, at: str, differs: str) -> None:
-        """Refuse trees in which the expression `at` has another value, as the expression `differs`
-        of both tells."""
+        """Refuse trees in which the expression `at` has a different value.
+
+        Args:
+            value: the expected value.
+            at: the expression of the value.
+            differs: the expression of the comparison, with `{known}` and `{found}` for both values.
+        """
         known, found = self.value(value), self.assign(at)
-        # Most static values are the same object in every tree, and `is` takes no call.
+        # Most static values are the same object in every tree, and `is` needs no call.
         differs = f"{found} is not {known} and {differs.format(known=known, found=found)}"
         self.refuse_if(differs, f"{self.value(StaticValue)}({found})")
 
     def type_of(self, sample: Tree, node: str) -> None:
-        """Refuse trees in which a node has another class."""
+        """Refuse trees in which a node has a different class."""
         self.refuse_if(f"type({node}) is not {self.value(type(sample))}", f"type({node})")
 
     def children(self, samples: Iterable[Tree], at: str) -> None:
-        """Write the code for the children of a node; the expression `at` is a list or tuple of
-        them."""
+        """Write the code for the children of a node.
+
+        Args:
+            samples: the children of the sample.
+            at: the expression of a list or tuple of the children.
+        """
         samples = list(samples)
-        # Checked before they are unpacked, because unpacking another number of values raises.
+        # Before unpacking, which raises for a different number of values.
         self.refuse_if(f"len({at}) != {len(samples)}", f"len({at})")
         names = [self.name() for _ in samples]
         if names:
-            # The comma makes a single name unpack too.
+            # With the comma, a single name unpacks too.
             self.lines.append(f"{', '.join(names)}, = {at}")
         for child, name in zip(samples, names, strict=True):
             self.visit(child, name)
 
     def finished(self, what: str) -> Callable[[Tree], list[AnyArray] | Refusal]:
-        """The finished function, with the class of the tree in its file name."""
+        """Compile the function, with the class of the tree in its file name."""
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
-        # A module without one of its fields, or a dict with other keys, raises KeyError: it has
-        # another structure.
+        # A module that lacks a field, or a dict with different keys, raises KeyError. Its structure
+        # differs.
         found = f"{self.value(_keys)}({self.value(tuple(self.dicts))}, locals())"
         self.lines[:] = [
             "try:",
@@ -604,14 +631,20 @@ class TakeCode(Code):
 
 
 def _keys(dicts: Iterable[str], found: Mapping[str, Iterable[Key]]) -> Hashable:
-    """The keys of the dicts that a function has come to, among its local variables, for a
-    `Refusal`."""
+    """Return the keys of the dicts that a function reached, for a `Refusal`.
+
+    Args:
+        dicts: the names of local variables that are dicts.
+        found: the function's local variables.
+    """
     return tuple(frozenset(found[name]) for name in dicts if name in found)
 
 
 class BuildCode(Code):
-    """The body of a function from arrays to a tree, in which parts that have forms are built by
-    these."""
+    """Body of a function from arrays to a tree.
+
+    Subtrees with forms are built by their forms.
+    """
 
     def __init__(self, parts: _Parts) -> None:
         super().__init__()
@@ -619,23 +652,25 @@ class BuildCode(Code):
         self._parts = parts
 
     def visit(self, sample: Tree) -> str:
-        """Write the code that builds a node like the sample; returns the expression of the node."""
+        """Write code that builds a node like the sample, and return the node's expression."""
         part, form = self._parts.get(id(sample), (None, None))
         if form is None or part is not sample:
             return kind_of(sample).build(self, sample)
         return self.assign(f"{self.value(form.build)}({self.several(form.size)})")
 
     def array(self) -> str:
-        """The expression of the next array. Arrays are visited in JAX's order."""
+        """Return the expression of the next array. Arrays are visited in JAX's order."""
         self.size += 1
         return f"arrays[{self.size - 1}]"
 
     def several(self, number: int) -> str:
-        """The expression of the next arrays, as a list or tuple."""
+        """Return the expression of the next arrays, as a list or tuple."""
         self.size += number
         return f"arrays[{self.size - number}:{self.size}]"
 
     def items(self, samples: Iterable[Tree]) -> str:
-        """The expressions of some nodes, each with a comma after it, so that one of them is a tuple
-        too."""
+        """Return the expressions of some nodes, each followed by a comma.
+
+        With the comma, a single expression makes a tuple too.
+        """
         return "".join([f"{self.visit(sample)}, " for sample in samples])

@@ -1,4 +1,4 @@
-"""A tree ─► its `Skeleton`: the tree without its arrays, with their paths."""
+"""A `Skeleton` is a tree without its arrays, which knows their paths."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -21,20 +21,20 @@ from functree.tree.skeleton.static_value import StaticValue, equal, is_hashable
 
 
 class Skeleton:
-    """A tree without its arrays. It is hashable, and equal to the skeletons of trees that differ
-    only in their arrays.
+    """Tree without its arrays: hashable, and equal for trees that differ only in their arrays.
 
-    Leaves are compared with their types, so `1`, `True` and `1.0` are different leaves. Static data
-    of nodes is compared as JAX compares it, by `==`, and a change of it in place goes unseen. A
-    skeleton holds no array.
+    Leaves are compared by type and value, so `1`, `True` and `1.0` are different leaves. Static
+    data of nodes is compared with `==`, as in JAX. A skeleton does not detect changes of static
+    data in place, and it holds no arrays.
+
+    `learn` finds the paths and the static values; the paths may instead be passed to the
+    constructor. A tree is never built to find them, because some node classes accept only their
+    original children.
 
     Attributes:
         treedef: JAX's treedef of the tree.
         indices: the indices of the arrays among all leaves, in JAX's order.
-        others: (index, value) of the leaves that are not arrays.
-
-    Its paths and static values are known after `learn`; the paths also if they were given to it.
-    They are never found out by building a tree: the classes of some nodes take only what they had.
+        others: the (index, value) pairs of the leaves that are not arrays.
     """
 
     def __init__(
@@ -54,14 +54,18 @@ class Skeleton:
 
     @classmethod
     def of(cls, tree: Tree, paths: Iterable[Path] | None = None) -> "Skeleton":
-        """The skeleton of a tree, whose arrays may be traced or abstract; with the paths of these,
-        if they are known."""
+        """Return the skeleton of a tree, whose arrays may be traced or abstract.
+
+        Args:
+            tree: the tree.
+            paths: the paths of the arrays, if they are known.
+        """
         skeleton, _ = cls.apart(tree)
         return cls(skeleton.treedef, skeleton.indices, skeleton.others, paths)
 
     @classmethod
     def apart(cls, tree: Tree) -> tuple["Skeleton", list[AnyArray]]:
-        """The skeleton of a tree, and its arrays in JAX's order."""
+        """Separate a tree into its skeleton and its arrays, in JAX's order."""
         leaves, treedef = tree_flatten(tree)
         indices: list[int] = []
         arrays: list[AnyArray] = []
@@ -75,12 +79,10 @@ class Skeleton:
         return cls(treedef, indices, others), arrays
 
     def learn(self, tree: Tree) -> "Skeleton":
-        """Find the paths and static values in a tree with this skeleton. Returns the skeleton
-        itself."""
+        """Find the paths and static values in a tree with this skeleton, and return it."""
         paths: list[Path] = []
-        # Two lists: a model has thousands of static values, and a pair for each of them is one more
-        # object for Python's garbage collector, which runs the more often the more objects a trace
-        # makes.
+        # Two lists instead of pairs: a model has thousands of static values, and Python's garbage
+        # collector runs more often when a trace makes more objects.
         keys: list[Keys] = []
         values: list[object] = []
         for path, node, kind in walk(tree, in_model=True):
@@ -95,24 +97,24 @@ class Skeleton:
     # From values to a tree
 
     def build(self, arrays: Sequence[AnyArray]) -> Tree:
-        """A new tree with these arrays, in JAX's order.
+        """Build a tree with these arrays, in JAX's order.
 
-        The second call generates a function, which is far faster and takes the place of this one.
-        Most results are built once for each compilation, or in every step of a loop.
+        The second call generates a far faster function, which replaces this method. Most results
+        are built either once per compilation, or in every step of a loop.
         """
         tree = self.fill(arrays)
         if self._was_built:
-            self._form = form_of(tree)  # kept, so that others find it
+            self._form = form_of(tree)  # kept alive, so that other trees can use it
             vars(self)["build"] = self._form.build
         self._was_built = True
         return tree
 
     def fill(self, values: Iterable[object]) -> Tree:
-        """The tree with a value for each array."""
+        """Build the tree with a value for each array."""
         return self._unflatten(values, dict(self.others))
 
     def spread(self, values: Iterable[object]) -> Tree:
-        """A tree with a value for each array, and None in the place of other leaves."""
+        """Build the tree with a value for each array, and None for other leaves."""
         return self._unflatten(values, {})
 
     def _unflatten(self, values: Iterable[object], others: dict[int, object]) -> Tree:
@@ -127,27 +129,28 @@ class Skeleton:
     def paths(self) -> tuple[Path, ...]:
         """The path of each array."""
         if self._paths is None:
-            raise FunctreeError("the skeleton of a tree that was not read has no paths")
+            raise FunctreeError("this skeleton has no paths: call `learn(tree)` first")
         return self._paths
 
     @cached_property
     def keys(self) -> tuple[object, ...]:
-        """A JAX key for each array, with the text of the whole path as its name."""
+        """A JAX key for each array, whose name is the text of the whole path."""
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @property
     def statics(self) -> Iterator[tuple[Keys, object]]:
-        """All static values with their paths: leaves that are not arrays, and static data of
-        nodes."""
+        """All static values with paths: leaves that are not arrays, and static data of nodes."""
         if self._statics is None:
-            raise FunctreeError("the skeleton of a tree that was not read has no static values")
+            raise FunctreeError("this skeleton has no static values: call `learn(tree)` first")
         return zip(*self._statics, strict=True)
 
     def check_hashable(self) -> None:
-        """Raise FunctreeError if leaves that are not arrays cannot be hashed. The error lists them
-        by path.
+        """Check that all leaves that are not arrays can be hashed.
 
-        Static data of nodes needs no hash: it is compared by `==`, as JAX does.
+        Static data of nodes needs no hash: it is compared with `==`, as in JAX.
+
+        Raises:
+            FunctreeError: if leaves cannot be hashed. The error lists them by path.
         """
         wrong = {id(leaf) for _, leaf in self.others if not is_hashable(leaf)}
         if not wrong:
@@ -159,7 +162,7 @@ class Skeleton:
         raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
 
     def __len__(self) -> int:
-        """The number of arrays."""
+        """Return the number of arrays."""
         return len(self.indices)
 
     def __copy__(self) -> "Skeleton":
@@ -169,11 +172,11 @@ class Skeleton:
         return self  # it is immutable
 
     def __reduce__(self) -> Any:
-        # Equinox compares some objects in its treedefs by identity, and pickle copies them: the
-        # treedef would be unpickled, and fail where it is used.
+        # Equinox compares some objects in its treedefs by identity, and pickle copies them. The
+        # treedef would therefore unpickle, and then fail in use.
         raise FunctreeTypeError(
-            "static data of a tree (of `ft.split` or `ft.pack`) cannot be pickled, because JAX's "
-            "treedefs of Equinox modules cannot: pickle the tree itself"
+            "static data from `ft.split` or `ft.pack` cannot be pickled, because JAX's treedefs of "
+            "Equinox modules cannot: pickle the tree itself"
         )
 
     def __eq__(self, other: object) -> bool:
@@ -204,14 +207,14 @@ class Skeleton:
 
 def _unhashable(path: Path, value: object) -> Problem:
     why = "is neither an array nor hashable, so it can be neither traced nor static"
-    return Problem(path, None, type(value).__name__, why, "make it an array, or something hashable")
+    return Problem(path, None, type(value).__name__, why, "make it an array or a hashable value")
 
 
 T = TypeVar("T")
 
 
 def abstract_result(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
-    """`jax.eval_shape` for trees whose leaves need not be arrays."""
+    """Run `jax.eval_shape` on trees whose leaves need not be arrays."""
     skeleton, arrays = read_abstract(lambda tree: Skeleton.apart(fn(tree)), tree)
     return skeleton.fill(arrays)
 
@@ -219,19 +222,19 @@ def abstract_result(fn: Callable[[Tree], Tree], tree: Tree) -> Tree:
 def read_abstract(
     fn: Callable[[Tree], tuple[T, Sequence[AnyArray]]], tree: Tree
 ) -> tuple[T, list[jax.ShapeDtypeStruct]]:
-    """What a function returns beside the arrays that it returns, and these, abstract.
+    """Trace a function that returns a value and arrays; return the value and abstract arrays.
 
-    So a tree that was made in the trace can be read there, with its traced arrays: it is not built
-    once more with abstract ones, which the class of a node may refuse. What is returned beside the
-    arrays must not be used for others that it may have.
+    A tree that is made in the trace can be read there, with its traced arrays. It need not be
+    rebuilt with abstract arrays, which the class of a node may refuse. Traced
+    arrays in the value must not be used after the trace.
     """
     skeleton, arrays = Skeleton.apart(tree)
-    beside: list[T] = []
+    results: list[T] = []
 
     def run(*arrays: AnyArray) -> list[AnyArray]:
-        found, values = fn(skeleton.fill(arrays))
-        beside.append(found)
+        result, values = fn(skeleton.fill(arrays))
+        results.append(result)
         return list(values)
 
     abstract = jax.eval_shape(run, *arrays)
-    return beside[0], abstract
+    return results[0], abstract
