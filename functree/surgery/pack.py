@@ -1,5 +1,4 @@
-"""A tree ─► `Packed`: its arrays as one flat tuple, and all else as static data; and this ─► the
-tree."""
+"""`pack` holds a tree as one flat tuple of arrays and static data, and `unpack` returns the tree."""
 
 from typing import Any, Generic, TypeVar
 
@@ -14,13 +13,12 @@ T = TypeVar("T")
 
 
 class Packed(PackedTree, Generic[T]):
-    """A tree that JAX flattens in one Python call, whatever its number of arrays; made by
-    `ft.pack`.
+    """Tree that JAX flattens in one Python call, for any number of arrays. `ft.pack` builds it.
 
     A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
-    and return it. It is equal only to itself, because the comparison of arrays has no single truth
-    value; compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad`
-    use the paths and axes of the tree that was packed, and their results are packed too.
+    and return it. It is equal only to itself, because comparing arrays gives no single truth value.
+    Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the
+    paths and axes of the tree that was packed. They return packed trees.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
@@ -37,8 +35,8 @@ class Packed(PackedTree, Generic[T]):
 
     __slots__ = ("_arrays", "_static")
 
-    # The attributes are declared here, because annotations in the class would be read as those of
-    # leaves below it.
+    # The attributes are declared here, because functree would read annotations in the class as
+    # annotations of leaves below it.
     def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
         self._arrays: tuple[Any, ...] = arrays
         self._static: Skeleton = static
@@ -61,8 +59,8 @@ class Packed(PackedTree, Generic[T]):
         return f"<Packed{name}: {count(len(self._static), 'array')}>"
 
 
-# The arrays are children of the node itself, so JAX's C++ code iterates over them. The keys have
-# the whole paths; JAX asks for them only when it traces a function.
+# The arrays are children of the node itself, so JAX's C++ code iterates over them. Each key holds a
+# whole path. JAX asks for keys only when it traces a function.
 register_pytree_with_keys(
     Packed,
     lambda packed: (tuple(zip(packed.static.keys, packed.arrays, strict=True)), packed.static),
@@ -72,19 +70,19 @@ register_pytree_with_keys(
 
 
 def pack(tree: T | Packed[T]) -> Packed[T]:
-    """Pack a tree, for loops in which the overhead of a call takes longer than its computation.
+    """Pack a tree, for loops in which a call's overhead takes longer than its computation.
 
-    JAX flattens and unflattens modules in Python, on every call of a compiled function. A packed
-    tree is flattened in constant time.
+    JAX flattens and unflattens modules in Python, in each call of a compiled function. Flattening
+    a packed tree takes constant time.
 
     Args:
         tree: any tree. A `Packed` is returned as it is.
 
     Returns:
-        The arrays as one flat tuple, with all else as static data.
+        The arrays as one flat tuple, with everything else as static data.
 
     Raises:
-        FunctreeError: static values cannot be hashed. The error lists them by path.
+        FunctreeError: if static values cannot be hashed. The error lists them by path.
 
     Examples:
         >>> packed = ft.pack(eqx.nn.MLP(2, 2, 8, 3, key=jax.random.key(0)))
@@ -107,13 +105,13 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
 
 
 def unpack(packed: Packed[T]) -> T:
-    """The tree that was packed, with the arrays of this `Packed`.
+    """Unpack a tree: return the tree that was packed, with the arrays of this `Packed`.
 
     Args:
-        packed: a result of `ft.pack`, or of a transformation of it.
+        packed: a result of `ft.pack`, or a transformation of it.
 
     Raises:
-        FunctreeError: the argument is not packed.
+        FunctreeError: if the argument is not packed.
 
     Examples:
         >>> ft.unpack(ft.pack({"a": jnp.arange(2), "b": "text"}))
@@ -121,6 +119,6 @@ def unpack(packed: Packed[T]) -> T:
     """
     if not isinstance(packed, Packed):
         raise FunctreeTypeError(
-            f"unpack takes the result of `ft.pack`, not a {type(packed).__name__}"
+            f"unpack: pass a result of `ft.pack`, not a {type(packed).__name__}"
         )
     return packed.tree

@@ -1,4 +1,4 @@
-"""A tree ─► its skeleton and its arrays, in one part for each filter; and these ─► the tree."""
+"""`split` separates a tree into static data and parts, one per filter; `merge` joins them again."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -30,24 +30,24 @@ _T = TypeVar("_T")
 
 
 def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
-    """Split a tree into its static values and its arrays, with one part of the arrays for each
-    filter.
+    """Split a tree into its static values, and one part of its arrays for each filter.
 
     Args:
         tree: any tree.
-        *filters: each array is in the part of the first filter that matches it. A last `...`
-            matches all arrays that are left. Without filters there is one part with all arrays.
+        *filters: the filters of the parts. Each array belongs to the first filter that matches it.
+            `...` as the last filter matches all remaining arrays. Without filters, there is one
+            part with all arrays.
 
     Returns:
         `(static, *parts)`. `static` is hashable, equal by value, and does not depend on the
-            filters. Each part has the structure of the tree, with None for everything that is not
-            in the part.
+            filters. Each part has the structure of the tree, with None for everything else.
 
     Raises:
-        RuleError: `...` is not the last filter, or an argument is not a filter.
-        FunctreeError: no filter matches some arrays, or some static values cannot be hashed. The
-            error lists them. Or a pattern or a class matches no array, or a pattern behind a `~`; a
-            filter by a property, such as `ft.has_axis`, may match none.
+        RuleError: if `...` is not the last filter, or an argument is not a filter.
+        FunctreeError: if no filter matches some arrays. The error lists them.
+        FunctreeError: if some static values cannot be hashed. The error lists them.
+        FunctreeError: if a pattern or a class matches no array, even after `~`. A filter by a
+            property, such as `ft.has_axis`, may match none.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -65,57 +65,65 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
     """
     written = filters or (...,)
     if any(f is ... for f in written[:-1]):
-        raise RuleError("`...` may only be the last filter: a filter after it would match nothing")
+        raise RuleError("split: `...` matches all remaining arrays: write it as the last filter")
     leaves = read(tree)
     static = leaves.skeleton.learn(tree)
     static.check_hashable()
-    wanted = list(map(as_filter, written))
-    first_match = FirstMatch(wanted)
-    _check_named(wanted, leaves)
-    # Each part has an entry for each array: None where the array is in another part.
+    checked = list(map(as_filter, written))
+    first_match = FirstMatch(checked)
+    _check_named(checked, leaves)
+    # Each part has an entry for each array, which is None if the array is in a different part.
     parts: list[list[AnyArray | None]] = [[None] * len(static) for _ in written]
     problems: list[Problem] = []
     for i, leaf in enumerate(leaves.leaves):
         choice = first_match(leaf)
         if choice is None:
-            remedy = "add a filter for it, or `...` last"
+            remedy = "add a filter for it, or `...` as the last filter"
             problems.append(leaf.problem("no filter matches it", remedy))
         else:
             parts[choice][i] = leaf.value
     if problems:
-        raise FunctreeValueError(f"no filter matches {count(len(problems), 'leaf')}", problems)
+        headline = f"split: no filter matches {count(len(problems), 'leaf')}"
+        raise FunctreeValueError(headline, problems)
     return (static, *map(static.spread, parts))
 
 
 def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
-    """Raise for filters that match no array because of a pattern or a class, or all arrays because
-    of a pattern behind a `~`. A property may be that of no array."""
-    lost: list[Filter] = []
+    """Refuse patterns and classes that match no array. A property may match none.
+
+    Raises:
+        FunctreeError: if a filter matches nothing because of a pattern or a class, or excludes
+            nothing because of a pattern after `~`.
+    """
+    unmatched: list[Filter] = []
     for item in filters:
-        # Each part of a filter that matches nothing, and of others those that are left out in vain.
+        # All patterns and classes of a filter that matches nothing; otherwise its negated patterns.
         nothing = not any(map(item, leaves.leaves))
         for part in naming(item) if nothing else negated_patterns(item):
             if not any(map(part, leaves.leaves)):
-                lost.append(part)
-    if lost:
-        why, remedy = "does not match", "correct the filter, or leave it out"
+                unmatched.append(part)
+    if unmatched:
+        why, remedy = "is not matched", "correct the filter or remove it"
         problems = [leaf.problem(why, remedy) for leaf in leaves.leaves]
+        verb = "matches" if len(unmatched) == 1 else "match"
         raise FunctreeValueError(
-            f"split: {', '.join(map(repr, lost))} matches no array of the tree", problems
+            f"split: {', '.join(map(repr, unmatched))} {verb} no array of the tree", problems
         )
 
 
 def merge(static: Skeleton, *parts: _T) -> _T:
-    """Merge the values that `ft.split` returned into a tree.
+    """Merge the results of `ft.split` into a tree.
 
     Args:
-        static: from `split`.
-        *parts: trees with the structure of the tree that was split, with None for some of its
-            leaves. Each array is in exactly one of them.
+        static: the first result of `split`.
+        *parts: trees with the structure of the tree that was split, and None for some of its
+            leaves. Each array is in exactly one part.
 
     Raises:
-        FunctreeError: a part has another structure, or an array is in no part or in several. The
-            error lists the arrays by path.
+        FunctreeError: if `static` is not a result of `split`.
+        FunctreeError: if a part has a different structure.
+        FunctreeError: if an array is in no part or in several. The error lists them by path.
+        FunctreeError: if a part has a leaf where the tree has no array. The error lists them.
 
     Examples:
         >>> static, arrays = ft.split({"a": jnp.ones(2), "b": "text"})
@@ -124,32 +132,36 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     """
     if not isinstance(static, Skeleton):
         raise FunctreeTypeError(
-            f"merge takes the `static` of a split first, not a {type(static).__name__}"
+            f"merge: pass the `static` of `ft.split` first, not a {type(static).__name__}"
         )
     columns = [_arrays_of(static, part, index) for index, part in enumerate(parts)]
     values, problems = [], []
     for i, path in enumerate(static.paths):
-        found = [column[i] for column in columns if column[i] is not None]
-        if len(found) == 1:
-            values.append(found[0])
+        arrays = [column[i] for column in columns if column[i] is not None]
+        if len(arrays) == 1:
+            values.append(arrays[0])
             continue
-        why = f"is in {len(found)} parts" if found else "is in no part"
-        problems.append(Problem(path, None, "", why, "give each array in exactly one part"))
+        why = f"is in {len(arrays)} parts" if arrays else "is in no part"
+        problems.append(Problem(path, None, "", why, "pass each array in exactly one part"))
     if problems:
         raise FunctreeValueError(f"{count(len(problems), 'leaf')} cannot be merged", problems)
     return static.fill(values)
 
 
 def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
-    """The value of a part for each array of the tree that was split; None where it has none."""
+    """Return a part's value for each array of the tree that was split, or None.
+
+    Raises:
+        FunctreeError: if the part has a different structure, or a leaf where the tree has no array.
+    """
     places = static.spread(range(len(static)))
     expected, structure = tree_flatten(places, is_leaf=_is_none)
     if not equal(tree_structure(part, is_leaf=_is_none), structure):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
-            f"part {index} has another structure than the tree that was split: it is a "
-            f"{type(part).__name__} with {count(have, 'leaf')}; a part has the structure of the "
-            "tree, with None in the place of all other leaves"
+            f"merge: the structure of part {index} differs from the tree that was split: it is a "
+            f"{type(part).__name__} with {count(have, 'leaf')}; keep the structure of the tree, "
+            "with None for all other leaves"
         )
     values: list[Tree] = []
     problems: list[Problem] = []
@@ -157,10 +169,10 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
         if place is not None:
             values.append(value)
         elif value is not None:
-            why = "is not in the place of an array of the tree that was split"
-            problems.append(Problem(path, None, "", why, "write None there"))
+            why = "is not the path of an array in the tree that was split"
+            problems.append(Problem(path, None, "", why, "replace the leaf with None"))
     if problems:
-        headline = f"part {index} has {count(len(problems), 'leaf')} too many"
+        headline = f"merge: part {index} has {count(len(problems), 'leaf')} too many"
         raise FunctreeValueError(headline, problems)
     return values
 

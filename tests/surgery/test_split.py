@@ -134,13 +134,13 @@ def test_no_arrays_and_no_tree() -> None:
 CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no filter matches": (
         lambda: ft.split({"a": np.ones((2, 3), np.float32), "b": np.ones(2)}, "b"),
-        ("no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` last"),
+        ("split: no filter matches 1 leaf", "a   f32[2, 3]", "no filter matches it", "or `...` as the last"),
     ),
     "unhashable": (
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
         ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
     ),
-    "not a static": (lambda: ft.merge({"w": 1}), ("merge takes the `static` of a split first, not a dict",)),  # type: ignore[arg-type]
+    "not a static": (lambda: ft.merge({"w": 1}), ("merge: pass the `static` of `ft.split` first, not a dict",)),  # type: ignore[arg-type]
     "missing": (
         lambda: ft.merge(*ft.split(model(), "**.bias", ...)[:2]),
         ("3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"),
@@ -148,11 +148,11 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), ("w", "is in 2 parts")),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
-        ("part 0 has another structure", "a dict with 1 leaf", "with None in the place of all other"),
+        ("merge: the structure of part 0 differs", "a dict with 1 leaf", "with None for all other"),
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),
-        ("part 0 has 1 leaf too many", "n", "is not in the place of an array of the tree that"),
+        ("merge: part 0 has 1 leaf too many", "n", "is not the path of an array in the tree that"),
     ),
 }  # fmt: skip
 
@@ -165,7 +165,7 @@ def test_errors(case: str) -> None:
 
 
 def test_everything_else_is_the_last_filter() -> None:
-    with raises("`...` may only be the last filter", error=RuleError):
+    with raises("split: `...` matches all remaining arrays", error=RuleError):
         ft.split(model(), ..., "**.bias")
 
 
