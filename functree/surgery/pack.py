@@ -1,4 +1,4 @@
-"""`pack` holds a tree as one flat tuple of arrays and static data, and `unpack` returns the tree."""
+"""`pack` turns a tree into a flat tuple of arrays with static data; `unpack` restores the tree."""
 
 from typing import Any, Generic, TypeVar
 

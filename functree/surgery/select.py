@@ -1,4 +1,4 @@
-"""A tree and a selection of its parts ─► the tree with these parts changed."""
+"""`select` selects parts of a tree and returns the tree with these parts changed."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
@@ -33,10 +33,10 @@ T = TypeVar("T")
 
 
 class Selection(Generic[T]):
-    """Selected parts of a tree, none of them inside another; made by `ft.select`.
+    """Selected parts of a tree, none of which contains another. `ft.select` builds it.
 
-    A selection is immutable, and each change returns a new tree. To change nothing at all, because
-    nothing is selected, is an error. Iteration yields the parts, and `len` is their number.
+    A selection is immutable, and each change returns a new tree. A change of an empty selection is
+    an error. Iteration yields the parts, and `len` is their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))
@@ -54,7 +54,9 @@ class Selection(Generic[T]):
     ):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
-        self._asked: str = asked  # what was asked for, for messages: `.under(Linear)`
+        self._asked: str = (
+            asked  # the calls that made the selection, for messages: `.under(Linear)`
+        )
         self._found_by: _FoundBy | None = found_by
 
     # Choosing
@@ -63,38 +65,39 @@ class Selection(Generic[T]):
         """Select the part at a path, or the parts that a function returns.
 
         Args:
-            where: a path below each selected part (an `ft.Path`, or its text: `"blocks.0.attn"`);
-                or a function from a selected part to one of its parts, or to a tuple or list of
-                them: `lambda model: model.blocks[0]`.
+            where: a path below each selected part, as an `ft.Path` or as text
+                (`"blocks.0.attn"`). It may instead be a function from a selected part to one of its
+                parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
 
         Raises:
-            FunctreeError: there is nothing at the path; the function returns something that is not
-                a part, or a part and another one that is inside of it.
-            RuleError: `where` is neither a path nor a function, or its text is not a path.
+            FunctreeError: if nothing is at the path.
+            FunctreeError: if the function returns an object that is not a part, or two parts of
+                which one contains the other.
+            RuleError: if `where` is neither a path nor a function, or its text is not a path.
         """
         if isinstance(where, str | Path):
             below = Path(where)
             paths = [_path_below(path, part, below) for path, part in self._parts()]
             return self._chosen(paths, f".at({str(below)!r})")
-        found: list[Path] = []
+        picked: list[Path] = []
         for path, part in self._parts():
-            found += [Path((*path, *keys)) for keys in _picked_paths(part, where)]
-        return self._chosen(found, f".at({_name(where)})")
+            picked += [Path((*path, *keys)) for keys in _picked_paths(part, where)]
+        return self._chosen(picked, f".at({_name(where)})")
 
     def under(self, cls: Any) -> "Selection[T]":
         """Select the outermost instances of a class, or of several classes (`Linear | Conv`).
 
         Raises:
-            FunctreeError: the argument is not a class.
+            FunctreeError: if the argument is not a class.
         """
-        # `isinstance` itself knows best what it accepts: unions, tuples, and abstract classes too.
+        # `isinstance` defines what it accepts: unions, tuples, and abstract classes too.
         try:
             isinstance(None, cls)
         except TypeError:
             classes = get_args(cls) if isinstance(cls, UnionType) else (cls,)
             bare = bare_class(classes)
             raise FunctreeTypeError(
-                f"under takes a class, or several joined by `|`, not {cls!r}{bare}"
+                f"under: {cls!r} is not a class: pass a class, or several joined with `|`{bare}"
             ) from None
         return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 
@@ -103,15 +106,15 @@ class Selection(Generic[T]):
         true.
 
         Args:
-            what: any filter (`"**.bias"`, `ft.has_axis("embed")`, a class, for the arrays below its
-                instances); or a function `(path, node) -> bool`, which is called with nodes and
-                leaves, and with `None`. Paths begin at the selected part.
+            what: any filter, such as `"**.bias"` or `ft.has_axis("embed")`; a class selects the
+                arrays below its instances. It may instead be a function `(path, node) -> bool`,
+                which is called with nodes, leaves and `None`. Paths begin at the selected part.
 
         Raises:
-            RuleError: the argument is not a filter.
+            RuleError: if the argument is not a filter.
         """
-        # A function as a filter sees only arrays, but here it sees every node. `get_origin` is for
-        # `Linear[int]` and `typing.Union[A, B]`, which are callable.
+        # In a filter, a function gets only arrays, but here it gets every node. `get_origin`
+        # recognizes `Linear[int]` and `typing.Union[A, B]`, which are callable.
         if (
             what is ...
             or isinstance(what, str | Filter | type)
@@ -119,18 +122,19 @@ class Selection(Generic[T]):
             or not callable(what)
         ):
             chosen = as_filter(what)
-            # Arrays have no parts inside, so the innermost are the same.
+            # Arrays contain no parts, so `innermost` keeps all of them.
             paths = self._matched(chosen)
             return self._chosen(paths, f".where({chosen!r})", (lambda path, node: True, paths))
         check_callback(what, "a filter")
         return self._outermost(_telling(what), f".where({_name(what)})")
 
     def innermost(self) -> "Selection[T]":
-        """Select the innermost parts, instead of the outermost. This follows `.under(cls)` or
-        `.where(...)`.
+        """Select the innermost parts instead of the outermost.
+
+        Call it right after `.under(cls)` or `.where(...)`.
 
         Raises:
-            FunctreeError: if it follows something else, such as `.at(...)`.
+            FunctreeError: if it follows any other call, such as `.at(...)`.
 
         Examples:
             >>> tree = [1, [2, [3]]]
@@ -141,93 +145,107 @@ class Selection(Generic[T]):
         """
         if self._found_by is None:
             raise FunctreeValueError(
-                f"select({type(self._tree).__name__}){self._asked}.innermost(): there are no "
-                "innermost parts of an exact choice: write it right after `.under(cls)` or "
-                "`.where(...)`"
+                f"select({type(self._tree).__name__}){self._asked}.innermost(): an exact choice "
+                "has no innermost parts: call it right after `.under(cls)` or `.where(...)`"
             )
-        found: list[Path] = []
+        paths: list[Path] = []
         fits, within = self._found_by
         for start, part in Selection(self._tree, within)._parts():
             for keys, node, _ in walk(part):
                 if fits(Path(keys), node):
-                    found.append(Path((*start, *keys)))
-        above = {path[:depth] for path in found for depth in range(len(path))}
-        inner = [path for path in found if path not in above]
+                    paths.append(Path((*start, *keys)))
+        above = {path[:depth] for path in paths for depth in range(len(path))}
+        inner = [path for path in paths if path not in above]
         return self._chosen(inner, ".innermost()")
 
     # Looking
 
     def get(self) -> Any:
-        """The only selected part.
+        """Return the only selected part.
 
         Raises:
-            FunctreeError: the number of parts is not one.
+            FunctreeError: if the number of parts is not one. The error lists the parts.
         """
         return next(iter(self.expect(1)))
 
     def count(self) -> int:
-        """The number of parts."""
+        """Return the number of parts."""
         return len(self._paths)
 
     def paths(self) -> tuple[Path, ...]:
-        """The paths of the parts, in the order of the tree; after `at` with a function, in the
-        order of its result."""
+        """Return the paths of the parts, in the order of the tree.
+
+        After `at` with a function, the order is the order of the function's result.
+        """
         return self._paths
 
     def expect(self, number: int) -> "Selection[T]":
-        """The same selection, if it has this number of parts.
+        """Check the number of parts, and return the selection.
 
         Raises:
-            FunctreeError: the number of parts is different. The error lists them.
+            FunctreeError: if the number of parts differs. The error lists the parts.
         """
-        check("a selection has a number of parts", number=(number, EXTENT))
+        check("expect: invalid arguments", number=(number, EXTENT))
         if len(self._paths) != number:
             raise self._refuse(
-                f"expected {count(number, 'part')}, found {len(self._paths)}",
-                "select more, or fewer",
+                f"select: expected {count(number, 'part')}, found {len(self._paths)}",
+                "select more or fewer parts",
             )
         return self
 
     def partition(self) -> tuple[T, T]:
-        """`(selected, rest)`: two trees with the structure of the tree. Each leaf is in one, and
-        None in the other."""
-        found = [first_beginning(path, self._paths) for path, _ in leaves_of(self._tree)]
-        mask = jax.tree.structure(self._tree).unflatten(path is not None for path in found)
+        """Split the tree into `(selected, rest)`.
+
+        Both have the structure of the tree. Each leaf is in one of them, and None in the other.
+        """
+        parts = [first_beginning(path, self._paths) for path, _ in leaves_of(self._tree)]
+        mask = jax.tree.structure(self._tree).unflatten(part is not None for part in parts)
         return eqx.partition(self._tree, mask)
 
     # Changing
 
     def set(self, value: Any) -> T:
-        """The tree with one value in the place of every selected part."""
+        """Replace every selected part with one value, and return the tree.
+
+        Raises:
+            FunctreeError: if nothing is selected.
+        """
         return self._changed(lambda path, node: value)
 
     def set_each(self, values: Sequence[Any]) -> T:
-        """The tree with one value for each selected part, in the order of `paths`.
+        """Replace each selected part with its own value, and return the tree.
+
+        Args:
+            values: one value for each part, in the order of `paths`.
 
         Raises:
-            FunctreeError: the number of values is not the number of parts.
+            FunctreeError: if the number of values differs from the number of parts.
+            FunctreeError: if nothing is selected.
         """
-        check("set_each sets nothing", values=(values, ITERABLE))
+        check("set_each: invalid arguments", values=(values, ITERABLE))
         values = list(values)
         if len(values) != len(self._paths):
             headline = (
-                f"set_each has {count(len(values), 'value')} for {count(len(self._paths), 'part')}"
+                f"set_each: got {count(len(values), 'value')} for {count(len(self._paths), 'part')}"
             )
-            raise self._refuse(headline, "give one value for each part")
+            raise self._refuse(headline, "pass one value for each part")
         by_path = dict(zip(self._paths, values, strict=True))
         return self._changed(lambda path, node: by_path[path])
 
-    # Two signatures, so that a type checker knows what a lambda takes.
+    # Two signatures, so that type checkers infer the parameters of a lambda.
     @overload
     def apply(self, fn: Callable[[Any], Any], with_path: Literal[False] = False) -> T: ...
     @overload
     def apply(self, fn: Callable[[Path, Any], Any], with_path: Literal[True]) -> T: ...
     def apply(self, fn: Callable[..., Any], with_path: bool = False) -> T:
-        """The tree with the result of a function for each selected part.
+        """Replace each selected part with a function's result, and return the tree.
 
         Args:
-            fn: a function of a part; of the path and the part, if `with_path` is true.
-            with_path: whether the function takes the path of the part, too.
+            fn: a function of a part, or of its path and the part if `with_path` is true.
+            with_path: whether the function takes the path of the part too.
+
+        Raises:
+            FunctreeError: if nothing is selected.
 
         Examples:
             >>> ft.select({"a": 1, "b": [2]}).under(int).apply(
@@ -235,30 +253,31 @@ class Selection(Generic[T]):
             ... )
             {'a': 'a=1', 'b': ['b.0=2']}
         """
-        check("apply changes nothing", fn=(fn, FUNCTION), with_path=(with_path, FLAG))
+        check("apply: invalid arguments", fn=(fn, FUNCTION), with_path=(with_path, FLAG))
         return self._changed(fn if with_path else lambda path, node: fn(node))
 
     def insert_after(self, value: Any) -> T:
-        """The tree with a value after each selected element of a list or tuple.
+        """Insert a value after each selected element of a list or tuple, and return the tree.
 
         Raises:
-            FunctreeError: a part is not an element of a list or tuple.
+            FunctreeError: if nothing is selected, or a part is not an element of a list or tuple.
         """
         return self._replaced(lambda element: (element, value), insert=True)
 
     def insert_before(self, value: Any) -> T:
-        """The tree with a value before each selected element of a list or tuple.
+        """Insert a value before each selected element of a list or tuple, and return the tree.
 
         Raises:
-            FunctreeError: a part is not an element of a list or tuple.
+            FunctreeError: if nothing is selected, or a part is not an element of a list or tuple.
         """
         return self._replaced(lambda element: (value, element), insert=True)
 
     def remove(self) -> T:
-        """The tree without the selected elements of lists, tuples and dicts.
+        """Remove the selected elements of lists, tuples and dicts, and return the tree.
 
         Raises:
-            FunctreeError: a part is not an element of a list, tuple or dict.
+            FunctreeError: if nothing is selected, or a part is not an element of a list, tuple or
+                dict.
         """
         return self._replaced(lambda element: (), insert=False)
 
@@ -271,52 +290,55 @@ class Selection(Generic[T]):
     def __repr__(self) -> str:
         text = f"{count(len(self._paths), 'part')} of {type(self._tree).__name__}"
         if self._paths:
-            text += ": " + listed([str(path) or "the whole" for path in self._paths])
+            text += ": " + listed([str(path) or "the whole tree" for path in self._paths])
         return f"<{text}>"
 
     # How the parts are found and changed
 
     def _parts(self) -> Iterator[tuple[Path, Any]]:
-        """The paths and the selected parts."""
+        """Return the selected parts with their paths."""
         return zip(self._paths, self, strict=True)
 
     def _chosen(
         self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
     ) -> "Selection[T]":
-        # Raises for a path of several parts, of which one would be taken for the other.
+        # Raises for a path that several parts share, because they could be confused.
         nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked, found_by)
 
     def _outermost(self, fits: "_Fits", asked: str) -> "Selection[T]":
-        """The nodes for which a function is true, and nothing below such a node."""
-        found: list[Path] = []
+        """Select the outermost nodes for which a function is true."""
+        paths: list[Path] = []
         for start, part in self._parts():
-            found += [Path((*start, *path)) for path, _ in outermost(part, fits)]
-        return self._chosen(found, asked, (fits, self._paths))
+            paths += [Path((*start, *path)) for path, _ in outermost(part, fits)]
+        return self._chosen(paths, asked, (fits, self._paths))
 
     def _matched(self, chosen: Filter) -> list[Path]:
-        """The paths of the arrays that a filter matches."""
+        """Return the paths of the arrays that a filter matches."""
         whole = read(self._tree)
-        # The paths of nodes, found by index. The leaves of a state and of a packed tree have the
-        # path in the model (several keys) instead of the path of their node (one key).
+        # The paths of nodes, looked up by index. Leaves of a state or a packed tree have their path
+        # in the model (several keys) instead of the path of their node (one key).
         places = [path for path, _ in leaves_of(self._tree)]
-        found = dict[Path, list[Path]]()
+        matched = dict[Path, list[Path]]()
         for start in self._paths:
-            found[start] = []
+            matched[start] = []
         for index, leaf in zip(whole.skeleton.indices, whole.leaves, strict=True):
-            # The selected part that the leaf is in, if it is in one: no part is inside another.
-            start = first_beginning(places[index], found)
+            # At most one selected part contains the leaf, because no part contains another.
+            start = first_beginning(places[index], matched)
             if start is None:
                 continue
-            # Patterns are matched with the path from the selected part on.
+            # Patterns match the path below the selected part.
             below = Path(leaf.path[len(start) :])
             if chosen(leaf._replace(seen=below)):
-                found[start].append(places[index])
-        return list(chain(*found.values()))
+                matched[start].append(places[index])
+        return list(chain(*matched.values()))
 
     def _changed(self, change: Callable[[Path, Tree], Any]) -> T:
-        """The tree with another value for each selected part. All nodes that are not above a part
-        stay the same."""
+        """Replace each selected part. Nodes that contain no selected part keep their identity.
+
+        Raises:
+            FunctreeError: if nothing is selected.
+        """
         self._check_some()
         chosen = set(self._paths)
         above = {path[:depth] for path in chosen for depth in range(len(path))}
@@ -329,7 +351,11 @@ class Selection(Generic[T]):
         return mapped(self._tree, changed)
 
     def _replaced(self, by: Callable[[Tree], tuple[Tree, ...]], *, insert: bool) -> T:
-        """The tree with several elements (`insert`), or none, for each selected element."""
+        """Replace each selected element with several elements (`insert`) or with none.
+
+        Raises:
+            FunctreeError: if nothing is selected, or a part is not an element.
+        """
         self._check_some()
         self._check_elements(insert)
         keys: dict[Path, set[Key]] = {}
@@ -339,7 +365,7 @@ class Selection(Generic[T]):
         def changed(path: Path, node: Tree) -> Tree:
             return _with_elements(node, keys[path], by)
 
-        # The deepest first: the path of an element ends where another one before it is removed.
+        # The deepest first, because a removal changes the indices in longer paths.
         tree = self._tree
         for depth in sorted({len(path) for path in keys}, reverse=True):
             here = [path for path in keys if len(path) == depth]
@@ -347,21 +373,29 @@ class Selection(Generic[T]):
         return tree
 
     def _check_some(self) -> None:
-        """Raise FunctreeError if nothing is selected: the tree would silently stay as it is."""
+        """Refuse to change an empty selection, which would silently return the same tree.
+
+        Raises:
+            FunctreeError: if nothing is selected.
+        """
         if not self._paths:
             raise FunctreeValueError(
-                f"nothing is selected by select({type(self._tree).__name__}){self._asked}, "
-                "so nothing can be changed: correct what is selected, or ask `.count()` first"
+                f"select({type(self._tree).__name__}){self._asked} selects nothing, so nothing can "
+                "be changed: correct the selection, or check `.count()` first"
             )
 
     def _check_elements(self, insert: bool) -> None:
-        """Raise FunctreeError for selected parts that are not elements of a container which may
-        have another length."""
+        """Refuse parts that are not elements of a container whose length may change.
+
+        Raises:
+            FunctreeError: if there are such parts. The error lists them.
+        """
         if insert:
-            wanted, remedy = "a list or a tuple", "`.apply(lambda part: ...)` to replace the part"
+            wanted = "a list or a tuple"
+            remedy = "use `.apply(lambda part: ...)` to replace the part"
             headline = "nothing can be inserted next to {}"
         else:
-            wanted, remedy = "a list, a tuple or a dict", "`.set(None)`"
+            wanted, remedy = "a list, a tuple or a dict", "use `.set(None)` instead"
             headline = "{} cannot be removed"
         problems = []
         parents = nodes_at(self._tree, [Path(path[:-1]) for path in self._paths])
@@ -378,7 +412,7 @@ class Selection(Generic[T]):
             raise FunctreeValueError(headline.format(count(len(problems), "part")), problems)
 
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
-        """An error that lists the selected parts."""
+        """Make an error that lists the selected parts."""
         parts = [
             Problem(path, None, value_text(part), "selected", remedy)
             for path, part in self._parts()
@@ -387,38 +421,38 @@ class Selection(Generic[T]):
 
 
 _Fits = Callable[[Path, Tree], bool]
-"""Whether a node at a path is to be selected."""
+"""A function from a path and its node to whether the node is selected."""
 
 _FoundBy = tuple[_Fits, Sequence[Path]]
-"""By which function the parts were found, and inside which parts."""
+"""The function that selected the parts, and the paths below which it searched."""
 
 
 def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:
-    """The same function, whose failure is an error with the path of the node."""
+    """Wrap a function so that its failure is an error with the path of the node."""
 
     def fits_or_tells(path: Path, node: Tree) -> bool:
         try:
             return bool(fits(path, node))
         except USERS_ERRORS as error:
             why = f"{_name(fits)} raised {error_text(error)}"
-            remedy = "a function in `where` takes the path and the value of a node, modules among "
-            remedy += "them, and returns a bool: `lambda path, node: ...`"
+            remedy = "pass a function that takes the path and the value of any node, including "
+            remedy += "modules, and returns a bool: `lambda path, node: ...`"
             problem = Problem(path, None, value_text(node), why, remedy)
-            raise RuleError(f"the filter function {_name(fits)} failed", [problem]) from error
+            raise RuleError(f"where: the function {_name(fits)} failed", [problem]) from error
 
     return fits_or_tells
 
 
 def _name(what: Any) -> str:
-    """A class or a function in messages."""
+    """Return the name of a class or function, for messages."""
     return getattr(what, "__name__", None) or repr(what)
 
 
 def select(tree: T) -> Selection[T]:
-    """Select parts of a tree, to read or to change them.
+    """Select parts of a tree, to read or change them.
 
-    This works on modules, lists, tuples, named tuples and dicts. A change keeps the objects of all
-    parts that are not selected.
+    This works on modules, lists, tuples, named tuples and dicts. A change keeps all objects that
+    are neither selected nor contain a selected part.
 
     Args:
         tree: any tree.
@@ -443,10 +477,15 @@ def select(tree: T) -> Selection[T]:
 
 
 def _with_elements(node: Tree, keys: Collection[Key], by: Callable[[Tree], Iterable[Tree]]) -> Tree:
-    """A list, tuple or dict with several elements, or none, for each of those at some keys; a dict
-    without these."""
+    """Replace elements of a list or tuple, or remove elements of a dict.
+
+    Args:
+        node: the list, tuple or dict.
+        keys: the keys of the elements.
+        by: a function from an element of a list or tuple to the elements that replace it.
+    """
     if isinstance(node, dict):
-        # A copy keeps the class, and the factory of a defaultdict.
+        # A copy keeps the class, and a defaultdict's factory.
         kept = copy(node)
         for key in keys:
             del kept[key]
@@ -458,11 +497,14 @@ def _with_elements(node: Tree, keys: Collection[Key], by: Callable[[Tree], Itera
 
 
 def _path_below(path: Path, node: Tree, below: Path) -> Path:
-    """The path of the node that is at `below` in the node at `path`. Raises FunctreeError if there
-    is none."""
+    """Return the whole path of the node at `below` in a node at `path`.
+
+    Raises:
+        FunctreeError: if there is no such node.
+    """
     for i, key in enumerate(below):
         known = dict(children(node) or ())
-        # The keys of an `ft.State` and of a packed tree are whole paths, as texts.
+        # Each key of an `ft.State` or a packed tree is the text of a whole path.
         if (rest := str(Path(below[i:]))) in known and not isinstance(node, dict):
             return Path((*path, *below[:i], rest))
         if key not in known:
@@ -471,52 +513,63 @@ def _path_below(path: Path, node: Tree, below: Path) -> Path:
             if is_dataclass(node) and key in [field.name for field in fields(node)]:
                 hint = "; it is a static field, not a part of the tree"
             raise FunctreeValueError(
-                f"there is no `{below}`: `{here}` has no `{Path((key,))}`{hint}"
+                f"at: there is no `{below}`: `{here}` has no `{Path((key,))}`{hint}"
             )
         node = known[key]
     return Path((*path, *below))
 
 
 class _Mark:
-    """A placeholder for one leaf."""
+    """Placeholder for one leaf."""
 
     def __repr__(self) -> str:
         return "<leaf>"
 
 
 def _is_one(node: Tree) -> bool:
-    """Whether a node is one object at all its places."""
+    """Return whether a node is the same object wherever it occurs."""
     return node is None or (type(node) is tuple and not node)
 
 
 def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
-    """The paths of the parts of a node that a function returns, from the node on."""
+    """Return the paths, below a node, of the parts that a function returns.
+
+    Raises:
+        RuleError: if `where` is not a function.
+        FunctreeError: if it returns an object that is not a part, or two parts of which one
+            contains the other.
+    """
     if not callable(where) or isinstance(where, type):
         raise RuleError(
-            f"at takes a path or a function from the tree to one of its parts, not {shown(where)}"
+            f"at: invalid argument {shown(where)}: "
+            "pass a path, or a function from the tree to one of its parts"
         )
-    # The function is called with a copy in which each node and leaf is a different object, so that
-    # the objects that it returns show their paths. Python has only one None and one empty tuple.
+    # The function gets a copy in which each node and leaf is a different object, so that objects in
+    # its result identify their paths. None and the empty tuple exist only once in Python, so they
+    # are replaced too.
     copied = jax.tree.map(lambda leaf: _Mark(), node, is_leaf=_is_one)
     places: dict[int, Path] = {}
     for keys, part, _ in walk(copied):
         places.setdefault(id(part), Path(keys))
-    found = where(copied)
-    # A tuple or list of parts that the function made, or one part.
+    result = where(copied)
+    # One part, or a tuple or list of parts that the function made.
     several = (
-        found if type(found) in (tuple, list) and id(found) not in places and found else (found,)
+        result
+        if type(result) in (tuple, list) and id(result) not in places and result
+        else (result,)
     )
-    parts: dict[Path, None] = {}  # a dict, as a set in the order of the result
+    parts: dict[Path, None] = {}  # an ordered set
     for part in several:
         if id(part) not in places:
             raise FunctreeValueError(
-                f"at: the function returned {part!r}, which is not a part of the tree"
+                f"at: the function returned {part!r}, which is not a part of the tree: "
+                "return parts of its argument"
             )
         parts[places[id(part)]] = None
     for path in parts:
         outer = first_beginning(path, parts)
         if outer != path:
             raise FunctreeValueError(
-                f"at: `{path}` is inside `{outer or type(node).__name__}`: choose one of them"
+                f"at: `{path}` is inside `{outer or type(node).__name__}`: return only one of them"
             )
     return list(parts)

@@ -103,7 +103,7 @@ def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
             if not any(map(part, leaves.leaves)):
                 unmatched.append(part)
     if unmatched:
-        why, remedy = "is not matched", "correct the filter or remove it"
+        why, remedy = "does not match", "correct the filter or remove it"
         problems = [leaf.problem(why, remedy) for leaf in leaves.leaves]
         verb = "matches" if len(unmatched) == 1 else "match"
         raise FunctreeValueError(

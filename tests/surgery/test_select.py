@@ -251,7 +251,7 @@ def test_innermost() -> None:
         "heads.z.bias",
     ]
     assert ft.select(tree).under(dict).innermost().set(0) == [[1, [2]], 0, (5,)]
-    with raises("nothing is selected by select(list).under(str).innermost()"):
+    with raises("select(list).under(str).innermost() selects nothing"):
         ft.select(tree).under(str).innermost().set(0)
 
 
@@ -259,7 +259,7 @@ def test_innermost_of_an_exact_choice_is_an_error() -> None:
     """It would silently be the outermost."""
     whole = ft.select([1, [2, [3]]])
     for exact in (whole, whole.under(list).at("1"), whole.under(list).innermost()):
-        with raises("write it right after `.under(cls)` or `.where(...)`"):
+        with raises("call it right after `.under(cls)` or `.where(...)`"):
             exact.innermost()
 
 
@@ -349,7 +349,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 )
 def test_to_change_nothing_is_an_error(case: str, change: str) -> None:
     choose, asked = EMPTY[case]
-    with raises(f"nothing is selected by {asked}, so nothing can be changed", "`.count()`"):
+    with raises(f"{asked} selects nothing, so nothing can be changed", "`.count()`"):
         CHANGES[change](choose(ft.select(model())))
 
 
@@ -366,7 +366,7 @@ def test_the_whole_is_selected() -> None:
     whole = ft.select(tree)
     assert whole.get() is tree and whole.paths() == (Path(),) and whole.set(3) == 3
     assert whole.apply(lambda m: m.act) is jax.nn.relu and same(whole.partition()[0], tree)
-    assert repr(whole) == "<1 part of Model: the whole>"
+    assert repr(whole) == "<1 part of Model: the whole tree>"
     assert repr(whole.where(...)).endswith(
         " layers.0.bias, layers.1.scale, layers.2.weight and 5 more>"
     )
@@ -433,7 +433,7 @@ def test_traced_and_abstract_trees() -> None:
 CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "get of several": (
         lambda s: s.under(Norm).get(),
-        ("expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more, or"),
+        ("select: expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more or"),
     ),
     "expect": (
         lambda s: s.where("**.bias").expect(3),
@@ -441,21 +441,21 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     ),
     "set_each": (
         lambda s: s.under(Norm).set_each([1]),
-        ("set_each has 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: give one"),
+        ("set_each: got 1 value for 3 parts", 'layers.1, pair.0, heads."a.b"   Norm', "Try: pass one"),
     ),
     "nothing at a path": (
         lambda s: s.at("layers.0.weigth"),
-        ("there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"),
+        ("at: there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"),
     ),
     "a static field": (lambda s: s.at("layers.0.name"), ("`layers.0` has no `name`", "a static field")),
     "at: a slice": (lambda s: s.at(lambda m: [m.pair[:1]]), ("returned (Norm(", "which is not a part of the tree")),
     "at: no parts": (lambda s: s.at(lambda m: ()), ("the function returned ()",)),
     "at: one in another": (
         lambda s: s.at(lambda m: (m.layers[0].bias, m.layers)),
-        ("`layers.0.bias` is inside `layers`", "choose one of them"),
+        ("`layers.0.bias` is inside `layers`", "return only one of them"),
     ),
-    "under a number": (lambda s: s.under(3), ("under takes a class", "not 3")),
-    "under a class with arguments": (lambda s: s.under(list[int]), ("not list[int]; write `list`: the arguments",)),
+    "under a number": (lambda s: s.under(3), ("under: 3 is not a class", "pass a class")),
+    "under a class with arguments": (lambda s: s.under(list[int]), ("under: list[int] is not a class", "write `list`")),
     "remove a field": (
         lambda s: s.at(lambda m: (m.act, m.named.second)).remove(),
         ("2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
