@@ -18,7 +18,8 @@ class Packed(PackedTree, Generic[T]):
     A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
     and return it. It is equal only to itself, because comparing arrays gives no single truth value.
     Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the
-    paths and axes of the tree that was packed. They return packed trees.
+    paths and axes of the tree that was packed. Results with the structure of
+    the tree are packed too.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
@@ -119,6 +120,6 @@ def unpack(packed: Packed[T]) -> T:
     """
     if not isinstance(packed, Packed):
         raise FunctreeTypeError(
-            f"unpack: pass a result of `ft.pack`, not a {type(packed).__name__}"
+            f"unpack: the argument is of class {type(packed).__name__}: pass a result of `ft.pack`"
         )
     return packed.tree

@@ -54,9 +54,7 @@ class Selection(Generic[T]):
     ):
         self._tree: T = tree
         self._paths: tuple[Path, ...] = tuple(paths)
-        self._asked: str = (
-            asked  # the calls that made the selection, for messages: `.under(Linear)`
-        )
+        self._asked: str = asked  # the calls so far, for messages: `.under(Linear)`
         self._found_by: _FoundBy | None = found_by
 
     # Choosing

@@ -132,7 +132,8 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     """
     if not isinstance(static, Skeleton):
         raise FunctreeTypeError(
-            f"merge: pass the `static` of `ft.split` first, not a {type(static).__name__}"
+            f"merge: `static` is of class {type(static).__name__}: "
+            "pass the first result of `ft.split`"
         )
     columns = [_arrays_of(static, part, index) for index, part in enumerate(parts)]
     values, problems = [], []

@@ -79,7 +79,7 @@ def unheld(value: object) -> tuple[str, str] | None:
 def is_unheld_number(value: object) -> bool:
     """Return whether a value is a NumPy array of numbers that JAX cannot hold.
 
-    Its user means it as an array.
+    Such a value is meant as an array, not as a static leaf.
     """
     return isinstance(value, np.ndarray | np.generic) and (
         value.dtype.kind in "fciub" and unheld(value) is not None

@@ -104,8 +104,8 @@ def _regex(pattern: str, groups: bool) -> str:
 
 
 # A key as shells and `fnmatch` read it: `?` matches any character, and `[qkv]`, `[0-9]` and `[!b]`
-# match one of several. In functree, brackets around a whole key hold a literal, and are refused
-# only if they do not. A number in brackets is meant as an index.
+# match one of several. In functree, a key in brackets is a literal, so it is refused only if it
+# cannot be parsed. A number in brackets is meant as an index.
 _SHELL_PART = re.compile(r"(?<![^.])(?:[\w*?-]|\[[!^]?[\w-]+\])+(?![^.])")
 _INDEXED = re.compile(r"\w*(?:\[-?\d+\])+")
 
@@ -168,7 +168,7 @@ def _part_regex(token: str, pattern: str, groups: bool) -> str:
 def meant_glob(pattern: str, paths: Iterable[Path]) -> str:
     """Return the text `; did you mean ...?` for a glob that matches no path.
 
-    Suggestions replace keys by the nearest existing ones, or add a wildcard where keys are missing.
+    A suggestion uses the nearest existing keys, or a wildcard where keys are missing.
     The text is empty if no suggestion matches a path.
 
     >>> meant_glob("**.bais", [Path.parse("layers.0.bias")])

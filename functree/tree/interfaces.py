@@ -17,7 +17,7 @@ from functree.tree.paths import Path
 class SelfNaming(Protocol):
     """Module that names its own leaves, for a class whose instances have different axes.
 
-    Any class may define this method.
+    Any class may define `__axis_names__`.
 
     Examples:
         >>> class Projection(eqx.Module):
@@ -52,7 +52,7 @@ None for an array that is not a matrix."""
 class HasMatrices(Protocol):
     """Module that declares which of its arrays are matrices, for `ft.nn.matrix_dimensions`.
 
-    Any class may define this method.
+    Any class may define `__matrix_dimensions__`.
 
     Examples:
         >>> class Projection(eqx.Module):

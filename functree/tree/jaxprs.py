@@ -67,7 +67,8 @@ class Reader(NamedTuple):
             iterations.
         constants: the sources of the program's constants.
         mutable: the sources of values that are read from a mutable array.
-        adds: a function from such an operation to further sources of its outputs.
+        adds: a function from an operation, other than loops, branches and calls, to further
+            sources of its outputs.
     """
 
     see: Callable[[Any, Sequence[Sources]], None] | None = None

@@ -151,7 +151,7 @@ _ROOT = Path()
 
 
 def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
-    """Replace the nodes of a tree by the results of a function of path and node.
+    """Replace the nodes of a tree with the results of a function of path and node.
 
     Where the function returns `BELOW`, a node is rebuilt from its children, which are replaced in
     the same way. A leaf or `None` is kept.

@@ -151,7 +151,7 @@ def tokens(text: str) -> Iterator[str]:
         at = token.end() + 1
 
 
-# Python parses no integers far longer than this (`sys.set_int_max_str_digits`), and no index is.
+# Python refuses to parse far longer integers (`sys.set_int_max_str_digits`); indices are shorter.
 _MOST_DIGITS = 1000
 
 

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
         ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
     ),
-    "not a static": (lambda: ft.merge({"w": 1}), ("merge: pass the `static` of `ft.split` first, not a dict",)),  # type: ignore[arg-type]
+    "not a static": (lambda: ft.merge({"w": 1}), ("merge: `static` is of class dict: pass the first result of `ft.split`",)),  # type: ignore[arg-type]
     "missing": (
         lambda: ft.merge(*ft.split(model(), "**.bias", ...)[:2]),
         ("3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"),

@@ -232,7 +232,7 @@ _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 def _place_of(marker: object) -> Keys:
     """Return the keys in a marker, after the name of the model's class.
 
-    A marker of a different form is the only key itself. The result is empty if the marker holds no
+    A marker in a different form is the only key. The result is empty if the marker holds no
     path: the index is the model itself, or the model was made without `make_with_state`.
     """
     if not isinstance(marker, str):
@@ -573,7 +573,7 @@ class TakeCode(Code):
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
     def leaf(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` is a different leaf. It is not for arrays."""
+        """Refuse trees in which the expression `at` is a different leaf. Not for arrays."""
         differs = self.value(StaticValue(value).differs)
         self._refuse_others(value, at, f"{differs}({{found}})")
 

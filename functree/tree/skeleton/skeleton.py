@@ -79,7 +79,7 @@ class Skeleton:
         return cls(treedef, indices, others), arrays
 
     def learn(self, tree: Tree) -> "Skeleton":
-        """Find the paths and static values in a tree with this skeleton, and return it."""
+        """Find the paths and static values in a tree with this skeleton, and return `self`."""
         paths: list[Path] = []
         # Two lists instead of pairs: a model has thousands of static values, and Python's garbage
         # collector runs more often when a trace makes more objects.
@@ -225,8 +225,8 @@ def read_abstract(
     """Trace a function that returns a value and arrays; return the value and abstract arrays.
 
     A tree that is made in the trace can be read there, with its traced arrays. It need not be
-    rebuilt with abstract arrays, which the class of a node may refuse. Traced
-    arrays in the value must not be used after the trace.
+    rebuilt with abstract arrays, which the class of a node may refuse. Traced arrays in the value
+    must not be used after the trace.
     """
     skeleton, arrays = Skeleton.apart(tree)
     results: list[T] = []
