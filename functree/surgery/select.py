@@ -403,7 +403,7 @@ class Selection(Generic[T]):
             elif type(parent) in (list, tuple) or (not insert and isinstance(parent, dict)):
                 continue
             else:
-                where = f"is a field of {type(parent).__name__}"
+                where = f"is a child of {type(parent).__name__}"
             why = f"{where}, not an element of {wanted}"
             problems.append(Problem(path, None, value_text(part), why, remedy))
         if problems:

@@ -458,13 +458,13 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "under a class with arguments": (lambda s: s.under(list[int]), ("under: list[int] is not a class", "write `list`")),
     "remove a field": (
         lambda s: s.at(lambda m: (m.act, m.named.second)).remove(),
-        ("2 parts cannot be removed", "is a field of Model, not an element of a list, a tuple or a dict",
-         "named.second   NoneType", "is a field of Named", "`.set(None)`"),
+        ("2 parts cannot be removed", "is a child of Model, not an element of a list, a tuple or a dict",
+         "named.second   NoneType", "is a child of Named", "`.set(None)`"),
     ),
     "remove the whole": (lambda s: s.remove(), ("1 part cannot be removed", "Model", "is the whole tree")),
     "insert beside a field": (
         lambda s: s.where("**.bias").insert_after(1),
-        ("nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a field of Dense",
+        ("nothing can be inserted next to 2 parts", "layers.0.bias, heads.z.bias   f32[3]", "is a child of Dense",
          "not an element of a list or a tuple", "`.apply(lambda part: ...)`"),
     ),
 }  # fmt: skip
