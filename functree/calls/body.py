@@ -1,4 +1,7 @@
-"""A function of modules ─► a `Body`: a function of arrays that JAX can trace."""
+"""A `Body` turns a user's function of modules into a function of arrays that JAX can trace.
+
+function of modules ─► `Body`.
+"""
 
 import functools
 import inspect
@@ -18,11 +21,10 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The keys of arrays in their parameter. Behind its name, the text of a key makes the path of
-    the array.
+    """The keys of a parameter's arrays. The parameter's name and a key form the array's path.
 
-    There is one object for equal keys, which JAX compares by identity: it compares a new function
-    with those before whose arguments are as many.
+    Equal keys share one object. JAX compares a new function with earlier functions of as many
+    arguments, and then compares these objects by identity.
     """
 
     keys: tuple[str, ...]
@@ -32,11 +34,9 @@ _labels = functools.lru_cache(maxsize=1024)(Labels)
 
 
 class Arrays:
-    """The arrays of a parameter, as a node that JAX flattens in one Python call, with a path for
-    each array.
+    """The arrays of a parameter and their paths, as a node that JAX flattens in one Python call.
 
-    In trees that JAX makes of such nodes, it has something else for each array, such as its
-    sharding.
+    In trees that JAX builds from these nodes, other values replace the arrays, such as shardings.
     """
 
     __slots__ = ("labels", "values")
@@ -50,14 +50,16 @@ register_pytree_with_keys(
     Arrays,
     lambda node: (tuple(zip(node.labels.keys, node.values, strict=True)), node.labels),
     lambda labels, values: Arrays(tuple(values), labels),
-    # JAX flattens by this one wherever it needs no paths, as in each call.
+    # JAX flattens with this function where it needs no paths, as in each call.
     lambda node: (tuple(node.values), node.labels),
 )
 
 
 def donated_indices(paths: Sequence[Path], donated: Collection[str]) -> tuple[int, ...]:
-    """The indices of the arrays of donated parameters; `more.mode` is the name of the argument
-    `mode` in `**more`."""
+    """Return the indices of the arrays of donated parameters.
+
+    The name `more.mode` stands for the argument `mode` in `**more`.
+    """
     indices: list[int] = []
     for i, path in enumerate(paths):
         if path[0] in donated or ".".join(map(str, path[:2])) in donated:
@@ -66,21 +68,20 @@ def donated_indices(paths: Sequence[Path], donated: Collection[str]) -> tuple[in
 
 
 class Arguments:
-    """The arrays of a call as the arguments of a compiled function: one for each parameter of the
-    user's function.
+    """The arrays of a call, grouped into the arguments of a compiled function.
 
-    If only some of the arrays of a parameter are donated, this parameter has several.
+    Each parameter of the user's function is one argument. A parameter is several arguments if
+    only some of its arrays are donated.
 
     Args:
-        paths: the paths of the arrays, in JAX's order; so those of a parameter are next to each
-            other.
+        paths: the paths of the arrays in JAX's order, so a parameter's arrays are adjacent.
         donated: the indices of the donated arrays.
 
     Attributes:
-        names: of the arguments.
+        names: the names of the arguments.
         donated_arguments: the indices of the donated arguments.
         donated: the indices of the donated arrays.
-        kept: the indices of the others.
+        kept: the indices of the other arrays.
     """
 
     def __init__(self, paths: Sequence[Path], donated: tuple[int, ...]):
@@ -92,37 +93,37 @@ class Arguments:
         self.donated_arguments: list[int] = []
         self._parts: list[tuple[slice, Labels]] = []
         for (name, is_donated), run in groupby(indices, lambda i: (paths[i][0], i in given)):
-            # JAX names the arguments by the parameters of the body, and these need different names.
+            # JAX names arguments after the body's parameters, whose names must be distinct.
             while name in self.names:
                 name += "_"
             if is_donated:
                 self.donated_arguments.append(len(self.names))
             self.names.append(name)
-            own = list(run)
-            labels = _labels(tuple(str(paths[i]).removeprefix(paths[i][0]) for i in own))
-            self._parts.append((slice(own[0], own[-1] + 1), labels))
+            members = list(run)
+            labels = _labels(tuple(str(paths[i]).removeprefix(paths[i][0]) for i in members))
+            self._parts.append((slice(members[0], members[-1] + 1), labels))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:
-        """A value for each array ─► the arguments."""
-        # By a list, since a generator takes longer, and this is a part of every call.
+        """Group one value per array into the arguments."""
+        # This runs in every call, and a list is faster than a generator.
         return tuple([Arrays(values[part], labels) for part, labels in self._parts])
 
     def join(self, arguments: Iterable[Arrays]) -> list[Tree]:
-        """The arguments ─► their values in the order of the call's arrays."""
+        """Return the values of the arguments in the order of the call's arrays."""
         return [value for argument in arguments for value in argument.values]
 
 
 class Body:
-    """The function that JAX traces: from `Arrays` for each parameter to an `Output`.
+    """The function that JAX traces. It takes `Arrays` for each parameter and returns an `Output`.
 
-    JAX caches traces by the identity of the function. One body is used for all programs that differ
-    only in the shardings of arrays, so the user's function is traced once for all of them. A body
-    holds no array, and only a weak reference to the user's function.
+    JAX caches traces by the identity of the function. Programs that differ only in the shardings of
+    arrays share one body, so the user's function is traced once for all of them. A body holds no
+    arrays, and only a weak reference to the user's function.
 
     Args:
         compute: a function from the arrays of a call to the output.
-        arguments: how the arrays are passed.
-        traces: the user's function, whose file and line JAX shows, and its name, for messages.
+        arguments: the grouping of the arrays into arguments.
+        traces: the user's function, whose file and line JAX shows, and its name for messages.
         context: the context in which the user's function runs; None if it needs none.
     """
 
@@ -139,7 +140,7 @@ class Body:
         self.arguments: Arguments = arguments
         self.__name__: str = self.name.rpartition(".")[2]
         self.__qualname__: str = self.__name__
-        # By this JAX names the arguments, in errors and in the compiled text.
+        # JAX takes the names of arguments from here, in errors and in the compiled text.
         parameters = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in arguments.names
         ]
@@ -150,5 +151,5 @@ class Body:
 
     @property
     def __wrapped__(self) -> AnyFunction:
-        """The user's function. JAX shows its file and line in errors."""
+        """The user's function, whose file and line JAX shows in errors."""
         return self._fun()

@@ -1,5 +1,8 @@
-"""A call of a function ─► its arrays, and its group: all calls with the same structure and static
-values. The groups of a function with some options are its `Traces`."""
+"""This module flattens a call and finds its group, the calls with the same structure and statics.
+
+call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups of one function and
+its options.
+"""
 
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -24,19 +27,19 @@ from functree.tree.skeleton.static_value import StaticValue
 
 
 class CallGroup:
-    """The calls with one skeleton, and their traces and programs.
+    """The calls that share one skeleton, and their traces and programs.
 
     Attributes:
         skeleton: the skeleton of the calls.
         paths: the path of each array.
-        others: for a call that `take` refuses, a group that it may belong to.
+        others: the group that a refused call may belong to, for each refusal of `take`.
         heads: the index of the first array of each parameter.
-        several_devices: whether a call of the group has had arrays on several devices.
-        bodies: the traced functions, by everything that a trace depends on.
-        programs: the compiled programs, by everything that a compilation depends on.
+        several_devices: whether any call of the group had arrays on several devices.
+        bodies: the traced functions, keyed by everything that a trace depends on.
+        programs: the compiled programs, keyed by everything that a compilation depends on.
         last: the key and the program of the last call.
-        shardings: the shardings of the arrays of the last call, and the same without repetition.
-        placements: the shardings of arguments that nobody has placed, by all that decides them.
+        shardings: the shardings of the last call's arrays, and the set of them.
+        placements: the shardings of uncommitted arguments, keyed by everything that decides them.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -45,7 +48,7 @@ class CallGroup:
         self.others: dict[Refusal, CallGroup] = {}
         self.heads: tuple[int, ...] = _heads(self.paths)
         self.several_devices: bool = False
-        # What is kept here is made by wrappers, each of which keeps something else.
+        # Wrappers fill these dictionaries, each with entries of its own type.
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
@@ -54,15 +57,15 @@ class CallGroup:
         self._form: Form | None = None
 
     def take(self, call: Tree) -> list[Tree] | Refusal:
-        """The arrays of a call in JAX's order, or a refusal of a call that is not of this group.
+        """Return a call's arrays in JAX's order, or a refusal if the call is not in this group.
 
-        It does not check that what it returns as arrays are arrays. The first use generates a
-        function, which is far faster and replaces this one.
+        The returned leaves are not checked to be arrays. The first use generates a much faster
+        function, which replaces this one.
         """
         skeleton, arrays = Skeleton.apart(call)
         if skeleton != self.skeleton:
             return ()
-        self._form = form_of(call)  # kept, so that others find it
+        self._form = form_of(call)  # kept alive, so that other trees can reuse it
         vars(self)["take"] = self._form.take
         return arrays
 
@@ -73,7 +76,7 @@ class CallGroup:
 
 
 def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
-    """The index of the first array of each parameter."""
+    """Return the index of the first array of each parameter."""
     first: dict[Hashable, int] = {}
     for i, path in enumerate(paths):
         first.setdefault(path[:1], i)
@@ -81,15 +84,15 @@ def _heads(paths: Sequence[Path]) -> tuple[int, ...]:
 
 
 class FlatCall(NamedTuple):
-    """A call, and its arrays.
+    """A call and its arrays.
 
     Attributes:
         call: the call, a named tuple of the arguments.
         group: the group of the call.
-        arrays: the arrays of the call, in JAX's order. Some of them may have been placed, and are
-            others than in `call` then.
-        concrete: whether all of them are `jax.Array`s with values; otherwise some are traced,
-            abstract, or of numpy.
+        arrays: the arrays of the call, in JAX's order. An array that was placed differs from the
+            array in `call`.
+        concrete: whether all arrays are `jax.Array`s with values. Otherwise some are traced,
+            abstract or NumPy arrays.
     """
 
     call: Tree
@@ -98,42 +101,41 @@ class FlatCall(NamedTuple):
     concrete: bool
 
     def kinds(self) -> tuple[Hashable, ...]:
-        """What a layout depends on: the types of the arrays, their shardings, and whether they are
-        committed."""
+        """Return the types, shardings and commitment of the arrays, which decide the layouts."""
         if not self.concrete:
             return tuple(map(_kind, self.arrays))
         shardings = tuple(map(_SHARDING, self.arrays))
         return tuple(map(_AVAL, self.arrays)), shardings, self._committed(shardings)
 
     def all_placed(self) -> bool:
-        """Whether all arrays are on a mesh."""
+        """Return whether all arrays are on a mesh."""
         return self.concrete and _NAMED.issuperset(map(type, map(_SHARDING, self.arrays)))
 
     def on_no_mesh(self) -> bool:
-        """Whether all arrays have values, and none is on a mesh."""
+        """Return whether all arrays have values and none is on a mesh."""
         return self.concrete and NamedSharding not in set(map(type, map(_SHARDING, self.arrays)))
 
     def placement(self) -> Hashable:
-        """On which meshes and devices the arrays are, as far as it can be read without a cost.
+        """Return the meshes and devices of the arrays, as far as they are cheap to read.
 
-        To read it of all arrays would cost a few percent of a call on one device, so there it is
-        read of the first array of each parameter only. All that matters to a program on one device
-        is in the types of the arrays.
+        On one device, reading all arrays would cost a few percent of a call. There, only the first
+        array of each parameter is read. The types of the arrays decide everything else that a
+        program on one device depends on.
         """
         if not self.concrete:
             meshes = tuple(map(mesh_of, self.arrays))
             distinct = frozenset(meshes)
             if len(distinct) == 1:
                 return distinct
-            # The key tells which arrays are on a mesh. Of the others, a program replicates those
-            # that are uncommitted, and refuses those that are committed to a device.
+            # The key records which arrays are on a mesh. A program replicates the other arrays if
+            # they are uncommitted, and refuses them if they are committed to a device.
             apart = [x for x, mesh in zip(self.arrays, meshes, strict=True) if mesh is None]
             return meshes, tuple([x.committed for x in apart if is_concrete(x)])
         if not self.group.several_devices:
             return tuple([_SHARDING(self.arrays[i]) for i in self.group.heads])
         every = tuple(map(_SHARDING, self.arrays))
-        # Most calls have the sharding objects of the last call. To compare them takes less time
-        # than to hash them.
+        # Most calls have the same sharding objects as the last call. Comparing them is faster than
+        # hashing them.
         last, distinct = self.group.shardings
         if every != last:
             distinct = frozenset(every)
@@ -141,14 +143,14 @@ class FlatCall(NamedTuple):
         return distinct, self._committed(distinct)
 
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """The arrays without their values, with their shardings as far as they are known."""
-        # An array of numpy has no sharding, and that of a traced one is not known.
+        """Return the arrays without values, with their shardings where these are known."""
+        # A NumPy array has no sharding, and a traced array's sharding is unknown.
         return tuple([abstract(jax.typeof(x), getattr(x, "sharding", None)) for x in self.arrays])
 
     def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
-        """Whether each array is committed; empty if all are, because they are on a mesh."""
-        # An array with a `NamedSharding` is always committed, and to read `committed` of each array
-        # costs time.
+        """Return whether each array is committed; empty if all arrays are on a mesh."""
+        # An array with a `NamedSharding` is always committed, and reading `committed` of every
+        # array takes time.
         if _NAMED.issuperset(map(type, shardings)):
             return ()
         return tuple(map(_COMMITTED, self.arrays))
@@ -159,8 +161,7 @@ _NAMED = frozenset({NamedSharding})
 
 
 def _kind(array: AnyArray) -> tuple[Hashable, ...]:
-    """The same for an array that may be traced, abstract or of numpy, which has no sharding of its
-    own."""
+    """Return what `kinds` reads, for an array that may also be traced, abstract or from NumPy."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.shape, array.dtype, array.weak_type, array.sharding
     if is_concrete(array):
@@ -179,20 +180,20 @@ class CallGroups:
         self._first: CallGroup | None = None
         self._last: CallGroup | None = None
         self._known: dict[Skeleton, CallGroup] = {}
-        # The classes of JAX's concrete arrays. They are private, so they are collected from calls.
+        # The classes of JAX's concrete arrays. They are private, so calls collect them.
         self._concrete: frozenset[type] = frozenset()
 
     def find(self, call: Tree) -> FlatCall:
         """Flatten a call and find its group.
 
         Raises:
-            FunctreeError: leaves are neither arrays nor hashable (the error lists them by path), or
-                the call is not a tree.
+            FunctreeError: if leaves are neither arrays nor hashable (the error lists their paths),
+                or if the call is not a tree.
         """
         ends: list[tuple[CallGroup, Refusal]] = []
         try:
-            # Most calls are of the group of the last call, or of one that has followed it before.
-            # From the first group there is a way to each group that was called twice.
+            # Most calls belong to the last call's group, or to a group that followed it before.
+            # The first group leads to each group that was called twice.
             found = self._follow(self._last, call, ends)
             if found is None and self._first is not self._last:
                 found = self._follow(self._first, call, ends)
@@ -211,14 +212,13 @@ class CallGroups:
     def _follow(
         self, group: CallGroup | None, call: Tree, ends: list[tuple[CallGroup, Refusal]]
     ) -> FlatCall | None:
-        """Find the group of a call, from one group to the next by what each of them refuses the
-        call for.
+        """Find a call's group by following refusals from one group to the next.
 
         Returns:
-            None if the way ends; the group at its end is added to `ends`, with its refusal.
+            None if no group follows; the last group is then added to `ends`, with its refusal.
         """
-        # At most as many steps as there are groups. Their number, because another thread may add
-        # one meanwhile.
+        # At most one step per group. The number is fixed at the start, because another thread may
+        # add a group meanwhile.
         for _ in range(len(self._known)):
             if group is None:
                 break
@@ -247,12 +247,11 @@ class CallGroups:
             group = self._known[skeleton] = CallGroup(skeleton)
             self._first = self._first or group
         else:
-            group.take(call)  # generates its code
+            group.take(call)  # generates the group's code
         return self._with_kinds(call, group, arrays)
 
     def _with_kinds(self, call: Tree, group: CallGroup, arrays: Sequence[AnyArray]) -> FlatCall:
-        """A call whose arrays have classes that have not been seen before, or are not all
-        concrete."""
+        """Return a flat call whose arrays have new classes or are not all concrete."""
         kinds = {type(x) for x in arrays}
         unlike = (Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
         concrete = not any(issubclass(kind, unlike) for kind in kinds)
@@ -265,12 +264,12 @@ class CallGroups:
 
 
 class Traces:
-    """The traces and programs of a function, shared by all wrappers of it that have equal options.
+    """The traces and programs of a function. Wrappers of it with equal options share them.
 
     Attributes:
         signature: the signature of the function.
         groups: the groups of its calls, with their traces and programs.
-        fun: returns the function. The reference is weak.
+        fun: a function that returns the user's function, which it references weakly.
     """
 
     def __init__(self, fun: AnyFunction, signature: Signature):
@@ -280,44 +279,46 @@ class Traces:
 
 
 def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
-    """A weak reference to a function, or a strong one if it has no weak references."""
+    """Return a weak reference to a function, or a strong one if it does not support weak ones."""
     try:
         weak = weakref.ref(fun)
     except TypeError:  # some functions that are written in C
         return lambda: fun
-    # It does not return None while it is used: a wrapper that is called holds its function.
+    # It never returns None when called, since a wrapper holds its function.
     reference: Any = weak
     return reference
 
 
-# By the identity of a function, because equal callables may differ (`F(1)` and `F(True)`), and then
-# by options. The values do not hold the function.
+# Keyed by the identity of a function, because equal callables may differ (`F(1)` and `F(True)`),
+# and then by options. The values do not hold the function.
 _SHARED: dict[int, dict[Hashable, Traces]] = {}
 
 
 def _shared(fun: AnyFunction) -> dict[Hashable, Traces]:
-    """The traces of a function by options, deleted together with it. TypeError if it has no hash or
-    weak references."""
-    hash(fun)  # an object without a hash may be changed between two wrappers
-    found = _SHARED.get(id(fun))
-    if found is None:
+    """Return the traces of a function by options. They are deleted together with the function.
+
+    Raises:
+        TypeError: if the function is unhashable or does not support weak references.
+    """
+    hash(fun)  # an unhashable object may change between two wrappers
+    by_options = _SHARED.get(id(fun))
+    if by_options is None:
         weakref.finalize(fun, _SHARED.pop, id(fun), None)
-        found = _SHARED[id(fun)] = {}
-    return found
+        by_options = _SHARED[id(fun)] = {}
+    return by_options
 
 
 def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
-    """The traces of a function with some options. The same function with equal options has the same
-    object.
+    """Return the traces of a function with some options; equal options return the same object.
 
     Args:
         partial: the function and the arguments bound to it.
         signature: the signature of the function.
-        options: a tree of hashable values, which may contain prefix trees of layouts. If they
-            cannot be hashed, the traces are not shared.
+        options: a tree of hashable values, which may contain prefix trees of layouts. Traces are
+            not shared if an option is unhashable.
     """
-    # The options are compared as a skeleton, so that 1 and True are different and trees of layouts
-    # are compared by their structure and leaves.
+    # The options are compared as a skeleton. There, 1 and True differ, and trees of layouts are
+    # compared by structure and leaves.
     try:
         skeleton, _ = Skeleton.apart(options)
         skeleton.check_hashable()
@@ -325,7 +326,7 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
     except (TypeError, ValueError, FunctreeError):
         return Traces(partial.fun, signature)
     key = (skeleton, len(partial.args), frozenset(partial.kwargs))
-    found = shared.get(key)
-    if found is None:
-        found = shared[key] = Traces(partial.fun, signature)
-    return found
+    traces = shared.get(key)
+    if traces is None:
+        traces = shared[key] = Traces(partial.fun, signature)
+    return traces

@@ -1,4 +1,7 @@
-"""A traced function that calls back, for GPUs that are not there ─► an error that says so."""
+"""`check_callbacks` refuses host callbacks in a program for GPUs that this machine lacks.
+
+traced function ─► an error, or nothing.
+"""
 
 from collections.abc import Iterable
 
@@ -13,36 +16,37 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 
 
 def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding | None]) -> None:
-    """Refuse what prints or calls back, before it is lowered for GPUs that are not there.
+    """Refuse host callbacks before a program is lowered for GPUs that this machine lacks.
 
-    JAX asks the GPU's own backend for a place in which a callback is kept, and a compiler alone has
-    none. For TPUs it needs none.
+    JAX registers a callback with the GPU's backend, which a compiler alone does not have. For TPUs,
+    JAX needs no backend.
 
     Args:
         name: the name of the function.
         program: the traced function.
-        shardings: those of its arguments, as far as they are known.
+        shardings: the shardings of its arguments, where they are known.
 
     Raises:
-        ShardingError: it prints or calls back, which JAX lowers only beside a GPU.
+        ShardingError: if the program prints or calls back. JAX lowers callbacks for GPUs only on a
+            machine with a GPU.
     """
     if not any(map(_is_on_absent_gpus, shardings)):
         return
-    if any(one.primitive.name in _CALLBACKS for one in all_equations(program)):
+    if any(equation.primitive.name in _CALLBACKS for equation in all_equations(program)):
         raise ShardingError(
-            f"{name} prints or calls back to the host, and JAX lowers this for GPUs only where "
-            "there is one: take out `jax.debug.print`, `jax.debug.callback`, `jax.pure_callback` "
-            "and `io_callback` to compile for `target=`"
+            f"{name} prints or calls back to the host, which JAX lowers for GPUs only on a machine "
+            "with a GPU: to compile for `target=`, remove `jax.debug.print`, `jax.debug.callback`, "
+            "`jax.pure_callback` and `io_callback`"
         )
 
 
 def _is_on_absent_gpus(sharding: Sharding | None) -> bool:
-    """Whether a sharding is on GPUs, and this machine has none."""
+    """Return whether a sharding is on GPUs while this machine has none."""
     if not isinstance(sharding, NamedSharding) or not isinstance(sharding.mesh, Mesh):
         return False
     if sharding.mesh.devices.flat[0].platform != "gpu":
         return False
     try:
         return not jax.devices("gpu")
-    except RuntimeError:  # JAX has no such platform here
+    except RuntimeError:  # JAX has no GPU platform here
         return True

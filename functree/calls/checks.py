@@ -1,4 +1,7 @@
-"""A call and its program ─► an error or a warning, before the call is passed to JAX."""
+"""These checks raise errors or warn about a call before JAX gets it.
+
+call, program ─► an error, a warning, or nothing.
+"""
 
 from collections.abc import Hashable, Sequence
 from operator import methodcaller
@@ -28,22 +31,21 @@ from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
 from functree.tree.paths import Path
 
-BIG_CONSTANT = 2**20  # bytes; there is a warning for a larger array that a function closes over
+BIG_CONSTANT = 2**20  # bytes; closing over a larger array gives a warning
 
 
 def check_call(program: Program, flat: FlatCall) -> None:
-    """Raise an error if arguments have no values or are deleted, or if an array is donated
-    twice."""
+    """Raise an error if arguments are abstract, deleted, or share memory with a donated array."""
     arrays, arguments = flat.arrays, program.body.arguments
     if program.missing is not None or not flat.concrete:
         _refuse_abstract(program, arrays)
-    # By a function in C where it can be, since on several devices this is a part of each call.
+    # A function in C where possible, since this runs in each call on several devices.
     is_gone = _IS_DELETED if flat.concrete else is_deleted
-    # JAX 0.10 ends the process if an array on several devices is deleted, and to run a step again
-    # on the old state is a mistake that is easily made.
+    # JAX 0.10 ends the process if a deleted array on several devices is used. Running a step again
+    # on the old state is an easy mistake.
     if any(map(is_gone, arrays)):
         raise refuse_deleted(program.name, program.group.paths, arrays)
-    # Not by their buffers: on several devices it takes longer to read these than to make the call.
+    # Buffers are not compared: on several devices, reading them takes longer than the call itself.
     if arguments.donated and twice_by_identity(arrays, arguments):
         check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=False)
 
@@ -52,28 +54,27 @@ _IS_DELETED = methodcaller("is_deleted")
 
 
 def _refuse_abstract(program: Program, arrays: Sequence[AnyArray]) -> None:
-    """Raise an error if an argument is abstract, or if nothing can be run on the mesh."""
+    """Raise an error if an argument is abstract, or if the mesh has no devices to run on."""
     if program.missing is not None and not tracing():
         raise ShardingError(f"{program.name} cannot run: {program.missing}")
     for path, array in zip(program.group.paths, arrays, strict=True):
         if isinstance(array, jax.ShapeDtypeStruct):
             raise FunctreeTypeError(
-                f"{program.name}: `{path}` is abstract, so the function cannot run: use `.lower` "
-                "or `.eval_shape`"
+                f"{program.name}: `{path}` is abstract, so the function cannot run: pass an array, "
+                "or use `.lower` or `.eval_shape`"
             )
 
 
 def check_mesh(
     name: str, paths: Sequence[Path], arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None
 ) -> None:
-    """Check that the arguments are on the function's mesh or, if it has none, on the mesh of the
-    first argument.
+    """Check that the arguments are on the function's mesh.
 
-    A traced array on Auto axes is not checked: it is placed nowhere yet, and the mesh of its type
-    has no effect.
+    A function without a mesh takes the mesh of the first argument that is on one. A traced array
+    on Auto axes is not checked: it is not placed yet, and the mesh of its type has no effect.
 
     Raises:
-        ShardingError: arguments are on another mesh, or on different devices; the message has their
+        ShardingError: if arguments are on different meshes or devices; the message lists their
             paths.
     """
     mesh = mesh if mesh is not None else first_mesh(arrays)
@@ -96,8 +97,8 @@ def check_mesh(
 
 
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
-    """Check that arguments without a mesh are not on different devices."""
-    # JAX checks it too, but its message has no paths.
+    """Check that arguments without a mesh are all on the same devices."""
+    # JAX makes the same check, but its message has no paths.
     first: tuple[Path, jax.Array] | None = None
     problems: list[Problem] = []
     for path, array in zip(paths, arrays, strict=True):
@@ -108,29 +109,28 @@ def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray])
         first_path, other = first
         if array.sharding.device_set != other.sharding.device_set:
             devices, others = _devices_text(array), _devices_text(other)
-            why = f"is committed to {devices}, but `{first_path}` to {others}"
-            remedy = "move them to one device, or all to one mesh (`ft.shard`)"
+            why = f"is committed to {devices}, but `{first_path}` is committed to {others}"
+            remedy = "move them to one device, or to one mesh with `ft.shard`"
             problems.append(array_problem(path, array, why, remedy))
     if problems:
         raise ShardingError(f"{name}: the arguments are on different devices", problems)
 
 
 def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
-    """Check that a function which is traced as a part of another one has the devices of the other
-    one's mesh."""
+    """Check that a function traced inside another function uses the devices of the outer mesh."""
     outer = current_mesh() if tracing() else None
     if not isinstance(outer, Mesh) or not isinstance(mesh, Mesh):
         return
-    own, others = list(mesh.devices.flat), list(outer.devices.flat)
-    if own == others:
+    inner_devices, outer_devices = list(mesh.devices.flat), list(outer.devices.flat)
+    if inner_devices == outer_devices:
         return
-    what = "other devices"
-    if set(own) == set(others):
-        what = "the same devices in another order"
+    difference = "different devices"
+    if set(inner_devices) == set(outer_devices):
+        difference = "the same devices in a different order"
     raise ShardingError(
-        f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on "
-        f"{mesh_view(outer)}, with {what}. JAX compiles both as one program, with one order of "
-        "devices: use the devices of the outer mesh in the same order"
+        f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on mesh "
+        f"{mesh_view(outer)}, which has {difference}. JAX compiles both as one program with one "
+        "device order: use the outer mesh's devices in their order"
     )
 
 
@@ -142,7 +142,7 @@ MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
 def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
-    """Why an array without a mesh is not on the devices of a mesh; None if it is, or is on none."""
+    """Explain why an array without a mesh is not on a mesh's devices; return None if it fits."""
     if not isinstance(mesh, Mesh) or not is_concrete(array):
         return None
     if not array.committed or isinstance(array.sharding, NamedSharding):
@@ -153,29 +153,28 @@ def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
-    """Why the mesh that an array is on is not a function's mesh; None if it is, or is on none."""
-    own = mesh_of(array)
-    if own is None:
+    """Explain how an array's mesh differs from a function's mesh; return None if it does not."""
+    array_mesh = mesh_of(array)
+    if array_mesh is None:
         return None
-    explicit, explicit_here = (AxisType.Explicit in one.axis_types for one in (own, mesh))
-    # A traced array on Auto axes is placed nowhere yet, and the mesh of its type has no effect.
+    explicit, explicit_here = (AxisType.Explicit in m.axis_types for m in (array_mesh, mesh))
+    # A traced array on Auto axes is not placed yet, and the mesh of its type has no effect.
     if isinstance(array, Tracer) and not explicit and not explicit_here:
         return None
-    why = f"is on the mesh {mesh_view(own)}"
-    if dict(own.shape) != dict(mesh.shape):
+    why = f"is on the mesh {mesh_view(array_mesh)}"
+    if dict(array_mesh.shape) != dict(mesh.shape):
         return why
-    if isinstance(own, Mesh) and isinstance(mesh, Mesh):
-        if own.devices.tolist() != mesh.devices.tolist():
-            return f"{why}, with other devices"
-    # Inside `shard_map` the types of the axes change.
-    if AxisType.Manual in (*own.axis_types, *mesh.axis_types) or explicit == explicit_here:
+    if isinstance(array_mesh, Mesh) and isinstance(mesh, Mesh):
+        if array_mesh.devices.tolist() != mesh.devices.tolist():
+            return f"{why}, with different devices"
+    # Inside `shard_map`, the types of the axes change.
+    if AxisType.Manual in (*array_mesh.axis_types, *mesh.axis_types) or explicit == explicit_here:
         return None
     return f"{why} with {'Explicit' if explicit else 'Auto'} axes"
 
 
 def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
-    """Warn of large arrays that the function closes over, since each becomes a constant of the
-    program.
+    """Warn about large arrays that a function closes over. They become constants of its program.
 
     Args:
         name: the name of the function.
@@ -184,31 +183,33 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
     """
     for constant in traced.jaxpr.consts:
         size = getattr(constant, "nbytes", 0)
-        # A traced array of an outer function is passed to the program, and is no constant of it.
+        # An outer function's traced array is passed to the program, and is not a constant.
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue
-        # JAX does not tell where a constant is from, so it is looked for among these by identity.
+        # JAX does not record the origin of a constant, so search these variables by identity.
         variables = {**used_globals(fun), **closed_over(fun)}
         path = next((path for path, value in held(variables) if value is constant), None)
-        what = f"{constant.dtype}{list(constant.shape)}"
+        description = f"{constant.dtype}{list(constant.shape)}"
         if path is not None:
-            what += f" (`{path}`)"
+            description += f" (`{path}`)"
         warn(
-            f"{name} closes over an array of {size / 2**20:.1f} MiB, {what}: it becomes a constant "
-            "of the compiled program, on every device; pass it as an argument",
+            f"{name} closes over an array of {size / 2**20:.1f} MiB, {description}, which becomes "
+            "a constant of the compiled program on every device: pass it as an argument",
         )
 
 
 # Donation
 #
-# If an array on several devices is donated twice, JAX 0.10 aborts the process. Later versions raise
-# an error of XLA, which has no paths.
+# If an array on several devices is donated twice, JAX 0.10 ends the process. Later versions raise
+# an XLA error without paths.
 
 
 def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
-    """Whether an array is donated twice, or donated and also passed without donation. Fast enough
-    for each call."""
-    # Most calls have no array twice at all, donated or not, which is seen faster.
+    """Return whether a donated array is passed a second time, donated or not.
+
+    This is fast enough for each call.
+    """
+    # Most calls pass no array twice, which is faster to see.
     if len(set(map(id, arrays))) == len(arrays):
         return False
     donated = {id(arrays[i]) for i in arguments.donated}
@@ -224,19 +225,19 @@ def check_donated(
     arguments: Arguments,
     by_buffer: bool,
 ) -> None:
-    """Raise FunctreeError if an array is donated twice, or donated and also passed without
-    donation.
+    """Check that no donated array is passed a second time, donated or not.
 
     Args:
         name: the name of the function.
         paths: the paths of the arrays.
         arrays: the arrays of a call.
-        arguments: which of them are donated.
-        by_buffer: whether to find different arrays with one buffer too, as `jax.device_put` makes
-            them.
+        arguments: the arguments, which record the donated arrays.
+        by_buffer: whether to also find different arrays that share a buffer, such as results of
+            `jax.device_put`.
 
     Raises:
-        FunctreeError: such an array has two paths, which the error lists; or an array is deleted.
+        FunctreeError: if a donated array has a second path (the error lists both), or if an array
+            is deleted.
     """
     donated = set(arguments.donated)
     # The buffers of a deleted array cannot be read.
@@ -244,40 +245,40 @@ def check_donated(
         raise refuse_deleted(name, paths, arrays)
     owners: dict[Hashable, int] = {}  # the index of the first array with an identity
     problems: list[Problem] = []
-    # The donated arrays first: a kept array is a problem only if a donated one has the same buffer.
+    # Donated arrays first: a kept array is a problem only if a donated array has the same buffer.
     for i in (*arguments.donated, *arguments.kept):
         for identity in _identities(arrays[i], by_buffer):
             owner = owners.setdefault(identity, i)
             if owner == i or owner not in donated:
                 continue
-            what = "buffer" if by_buffer else "array"
-            how = "both are donated" if i in donated else "that one is donated"
-            why = f"is the same {what} as `{paths[owner]}`, and {how}"
-            # An untied copy, since the two may be in one argument.
+            shared = "has the same buffer as" if by_buffer else "is the same array as"
+            how = "and both are donated" if i in donated else "which is donated"
+            why = f"{shared} `{paths[owner]}`, {how}"
+            # An untied copy, since both paths may be in one argument.
             copy = f"`ft.copy({paths[i][0]}, untie=True)`"
-            remedy = f"donate it once, or pass {copy}, where each place has an array of its own"
+            remedy = f"pass it once, or pass {copy}, in which each path has its own array"
             problems.append(array_problem(paths[i], arrays[i], why, remedy))
             break
     if problems:
-        verb = "is" if len(problems) == 1 else "are"
+        verb = "shares" if len(problems) == 1 else "share"
         raise FunctreeValueError(
-            f"{name}: {count(len(problems), 'array')} {verb} donated twice", problems
+            f"{name}: {count(len(problems), 'array')} {verb} memory with a donated array", problems
         )
 
 
 def _identities(array: AnyArray, by_buffer: bool) -> Sequence[Hashable]:
-    """What identifies an array: its id, or its buffers."""
+    """Return the identities of an array: its id, or its buffers."""
     if not by_buffer:
         return [id(array)]
-    # A traced array has no buffer, and neither has an array of keys by JAX's public functions.
+    # A traced array has no buffer, and JAX's public API exposes none for an array of keys.
     if not is_concrete(array) or jnp.issubdtype(array.dtype, jax.dtypes.extended):
         return []
-    # Nothing of an empty shard is overwritten, so two arrays may share it.
+    # An empty shard has nothing to overwrite, so two arrays may share it.
     shards = [shard for shard in array.addressable_shards if shard.data.size]
     buffers = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
-    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX does not overwrite
-    # such foreign memory, so two arrays may be over it. It is known by shards of one array that
-    # share it: JAX's own is of one device.
+    # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX never overwrites this
+    # foreign memory, so two arrays may share it. Shards of one array that share memory reveal it,
+    # since JAX's own memory belongs to one device.
     if len({pointer for _, pointer in buffers}) < len(buffers):
         return []
     return buffers

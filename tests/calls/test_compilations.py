@@ -137,8 +137,8 @@ def test_a_large_constant_warns():
         f(X.sum())
     (warning,) = caught
     assert str(warning.message) == (
-        "closing closes over an array of 1.0 MiB, float32[512, 513] (`BIG.table`): it becomes a "
-        "constant of the compiled program, on every device; pass it as an argument"
+        "closing closes over an array of 1.0 MiB, float32[512, 513] (`BIG.table`), which becomes a "
+        "constant of the compiled program on every device: pass it as an argument"
     )
     assert warning.filename == __file__
     f(X.sum())

@@ -217,13 +217,13 @@ def test_silent_failure_22_an_array_is_donated_twice(how: str, first: bool):
         f(*jax.tree.map(lambda x: x.copy() if eqx.is_array(x) else x, make(x)))
     with pytest.raises(ft.FunctreeError) as caught:
         f(*make(x))
-    what = "buffer" if first and how != "numpy" else "array"
-    ending = "that one is donated" if how == "donated and kept" else "both are donated"
+    shared = "has the same buffer as" if first and how != "numpy" else "is the same array as"
+    ending = "which is donated" if how == "donated and kept" else "and both are donated"
     assert str(caught.value) == (
-        "total: 1 array is donated twice\n\n"
-        f"  {path}   f32[8]\n      is the same {what} as `{owner}`, and {ending}\n\n"
-        f"Try: donate it once, or pass `ft.copy({path[0]}, untie=True)`, where each place has an "
-        "array of its own"
+        "total: 1 array shares memory with a donated array\n\n"
+        f"  {path}   f32[8]\n      {shared} `{owner}`, {ending}\n\n"
+        f"Try: pass it once, or pass `ft.copy({path[0]}, untie=True)`, in which each path has its "
+        "own array"
     )
     assert not x.is_deleted() and jax.sharding.get_mesh().empty
     assert len(f.compilations) == (0 if first else 1)
@@ -240,7 +240,10 @@ def test_silent_failure_24_two_arrays_on_one_buffer():
     buffers = [one.addressable_shards[0].data.unsafe_buffer_pointer() for one in (x, same)]
     assert same is not x and buffers[0] == buffers[1]
     f = ft.jit(total, donate="s")
-    with raises("1 array is donated twice", "t.a   f32[8, 2]\n      is the same buffer as `s.0`"):
+    with raises(
+        "1 array shares memory with a donated array",
+        "t.a   f32[8, 2]\n      has the same buffer as `s.0`",
+    ):
         f([x], {"a": same})
     f([x.copy()], {"a": x.copy()})
 
@@ -372,7 +375,11 @@ def test_a_tracer_is_donated_twice(around: Any):
     process."""
     f = ft.jit(total, donate=...)
     x = lay(jnp.ones(8))
-    with raises("total: 1 array is donated twice", "t.0   f32[", "is the same array as `s.0`"):
+    with raises(
+        "total: 1 array shares memory with a donated array",
+        "t.0   f32[",
+        "is the same array as `s.0`",
+    ):
         around(lambda x: f([x], [x])[0][0].sum())(x)
 
 
@@ -414,8 +421,8 @@ def test_where_foreign_memory_cannot_be_told_the_remedy_is_a_copy():
     first, second = jax.device_put(x), jax.device_put(x)
     f = ft.jit(lambda a, b: (a + 1, b + 2), donate=...)
     with raises(
-        "1 array is donated twice",
-        "b   f32[8, 16]\n      is the same buffer as `a`",
+        "1 array shares memory with a donated array",
+        "b   f32[8, 16]\n      has the same buffer as `a`",
         "pass `ft.copy(b, untie=True)`",
     ):
         f(first, second)

@@ -133,7 +133,7 @@ def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Ar
     once = ft.shard(jnp.ones((8, 8)), P(), mesh)
     with pytest.raises(
         ft.FunctreeError,
-        match=r"(?s)step: .*model.down.*is the same buffer as `model.up`, and both are",
+        match=r"(?s)step: .*model.down.*has the same buffer as `model.up`, and both are",
     ):
         compiled(MLP(once, once), placed[1])
 

@@ -346,7 +346,7 @@ def test_the_context_brings_the_mesh():
 
 
 ELSEWHERE = {
-    "other devices": (REVERSED, "(data=2, model=4), with other devices"),
+    "other devices": (REVERSED, "(data=2, model=4), with different devices"),
     "other shape": (TALL, "(data=4, model=2)"),
     "fewer devices": (HALF, "(data=2, model=2)"),
 }
