@@ -1,4 +1,7 @@
-"""A function ─► the values that it closes over, and the leaves in them, whatever they are."""
+"""These functions find the values that a function closes over, and the leaves in them.
+
+function ─► its variables ─► their leaves, with paths.
+"""
 
 import functools
 from collections import deque
@@ -11,44 +14,46 @@ from functree.tree.paths import Path
 
 
 def closed_over(fun: Any) -> dict[str, Any]:
-    """The variables that a function closes over, by name."""
+    """Return the variables that a function closes over, by name."""
     code, cells = getattr(fun, "__code__", None), getattr(fun, "__closure__", None)
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if not code or not cells:
-        return found
+        return variables
     for name, cell in zip(code.co_freevars, cells, strict=True):
         try:
-            found[name] = cell.cell_contents
+            variables[name] = cell.cell_contents
         except ValueError:  # not assigned yet
             continue
-    return found
+    return variables
 
 
 def used_globals(fun: Any) -> dict[str, Any]:
-    """The global variables that a function and the functions in it use, by name. Names of
-    attributes may be among them."""
+    """Return the global variables that a function and its inner functions use, by name.
+
+    A global that only shares its name with an attribute in the code may be among them.
+    """
     if not isinstance(fun, FunctionType):
         return {}
     known = fun.__globals__
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     waiting = [fun.__code__]
     while waiting:
         code = waiting.pop()
-        found.update((name, known[name]) for name in code.co_names if name in known)
-        # The code of an inner function, such as the loss in a step.
+        variables.update((name, known[name]) for name in code.co_names if name in known)
+        # The code of inner functions, such as the loss in a step.
         waiting.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
-    return found
+    return variables
 
 
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """The leaves of some variables, and of what functions among them keep, with their paths, the
-    outermost first.
+    """Yield the leaves of some variables with their paths, the outermost first.
 
-    Not by `functree.tree.nodes.walk`: a program may close over what is no tree for JAX, such as a
-    dict with keys of several types, or a list that contains itself.
+    It enters the variables and defaults of functions among them. It does not use
+    `functree.tree.nodes.walk`, since a program may close over values that are not JAX trees.
+    Examples are a dict with keys of several types and a list that contains itself.
     """
     waiting = deque[tuple[Path, Any]](_named(values))
-    # By identity; with the objects, so that their identities stay their own.
+    # By identity. Keeping the objects alive prevents the reuse of their ids.
     seen: dict[int, Any] = {}
     while waiting:
         path, node = waiting.popleft()
@@ -60,36 +65,38 @@ def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
             waiting.extend((path / key, child) for key, child in below)
             continue
         yield path, node
-        # These paths begin with the variable, since the function itself need not have a name.
+        # These paths begin with the variable, since the function may have no name.
         if callable(node):
             waiting.extend(_named(kept_by(node)))
 
 
 def _named(values: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
-    """Variables with their paths, which are their names."""
+    """Pair each variable with its path, which is its name."""
     return ((Path((name,)), value) for name, value in values.items())
 
 
 def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """The (key, child) pairs of a node; None for a leaf, and for what cannot be flattened."""
+    """Return a node's (key, child) pairs; None for a leaf or a value that cannot be flattened."""
     if isinstance(node, dict):
         return node.items()
     if isinstance(node, list | tuple):
         return enumerate(node)
     try:
         return children(node)
-    except (TypeError, ValueError):  # such as an `eqx.nn.State` of which a new one was made
+    except (TypeError, ValueError):  # such as an `eqx.nn.State` that was updated already
         return None
 
 
 def kept_by(fun: Any) -> dict[str, Any]:
-    """The variables and defaults of a function; for a callable that wraps another one, that one and
-    its arguments."""
+    """Return the variables and defaults of a function.
+
+    For a callable that wraps another callable, return the inner callable and its bound arguments.
+    """
     if isinstance(fun, functools.partial):
         return {"func": fun.func, "args": fun.args, **fun.keywords}
     if isinstance(fun, MethodType):
         return {"self": fun.__self__, "func": fun.__func__}
     if not isinstance(fun, FunctionType):
-        wrapped = getattr(fun, "__wrapped__", None)  # such as that of `jax.jit`
+        wrapped = getattr(fun, "__wrapped__", None)  # such as the function inside `jax.jit`
         return {} if wrapped is None else {"fun": wrapped}
     return {**closed_over(fun), "defaults": fun.__defaults__, **(fun.__kwdefaults__ or {})}

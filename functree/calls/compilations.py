@@ -1,4 +1,7 @@
-"""Two compilations of one function ─► the differences between them, with paths."""
+"""`Log` records the compilations of one function, with their differences and paths.
+
+two compilations of one function ─► the differences between them.
+"""
 
 import dataclasses
 import functools
@@ -25,12 +28,12 @@ class Difference(NamedTuple):
     """One difference from an earlier compilation.
 
     Attributes:
-        path: the path of the leaf, which begins with the name of a parameter; empty if the
-            difference is not in a leaf.
+        path: the path of the leaf, which begins with a parameter's name; empty if the difference is
+            not in a leaf.
         kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`,
             `mesh`, `compiler options`, `settings`.
         before: the value in the earlier compilation.
-        now: the value in this one.
+        now: the value in this compilation.
     """
 
     path: Path
@@ -43,18 +46,18 @@ class Difference(NamedTuple):
 
     @property
     def change(self) -> str:
-        """Its text, without the path."""
+        """The difference as text, without the path."""
         before, now = self.text(self.before), self.text(self.now)
         text = f"{self.kind} {before} → {now}"
         if before == now and self.kind in ("mesh", "devices"):
-            text += " (other devices, or in another order)"
+            text += " (different devices, or a different order)"
         elif before == now:
-            # Such as two lambdas from one line. The values differ, but their texts do not show it.
-            text += " (a different object, which is equal only to itself: create it once)"
+            # The values differ but their texts do not, as with two lambdas from one line.
+            text += " (a different object, which equals only itself: create it once)"
         return text
 
     def text(self, value: object) -> str:
-        """The text of one of the two values; for a function it is the name."""
+        """Return the text of one of the two values; the text of a function is its name."""
         if self.kind == "static":
             return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
         if isinstance(value, Mesh | AbstractMesh):
@@ -67,7 +70,7 @@ class Difference(NamedTuple):
 
 
 def _devices_text(names: tuple[str, ...]) -> str:
-    """The names of the devices of a mesh, the first of them if there are many."""
+    """List the names of a mesh's devices, or only the first four if there are more."""
     shown = ", ".join(names[:4])
     return shown if len(names) <= 4 else f"{shown}, … ({len(names)} devices)"
 
@@ -77,10 +80,9 @@ class Compilation(NamedTuple):
 
     Attributes:
         number: 1 for the first compilation.
-        differences: the differences from the most similar earlier compilation; empty for the first
-            one.
-        shared: whether the program existed already, because another wrapper of the same function
-            with equal options had compiled it.
+        differences: the differences from the most similar earlier compilation; empty for the first.
+        shared: whether another wrapper of the same function with equal options had already compiled
+            the program.
     """
 
     number: int
@@ -95,11 +97,11 @@ class Compilation(NamedTuple):
 
 
 def _why(differences: Sequence[Difference]) -> str:
-    """The text of some differences: those that are alike at once."""
+    """Render differences as text, with one entry for all paths that share a change."""
     paths: dict[str, list[str]] = {}
-    # The arrays of a state often change place together, because of something else.
-    for one in sorted(differences, key=lambda one: one.kind in ("sharding", "devices")):
-        paths.setdefault(one.change, []).extend([str(one.path)] if one.path else [])
+    # Shardings come last: a state's arrays often move together as the result of another change.
+    for each in sorted(differences, key=lambda each: each.kind in ("sharding", "devices")):
+        paths.setdefault(each.change, []).extend([str(each.path)] if each.path else [])
     texts: list[str] = []
     for change, changed in paths.items():
         texts.append(f"{listed(changed, 3)}: {change}" if changed else change)
@@ -107,7 +109,7 @@ def _why(differences: Sequence[Difference]) -> str:
 
 
 Properties = tuple[tuple[str, Any], ...]
-"""What a compilation depends on at one leaf, as (kind, value) pairs."""
+"""The properties of one leaf that a compilation depends on, as (kind, value) pairs."""
 
 
 class Situation(NamedTuple):
@@ -117,7 +119,7 @@ class Situation(NamedTuple):
         leaves: the properties of each leaf of the call.
         mesh: the mesh.
         rules: the ambient rules.
-        options: the options of the compiler, as (name, value) pairs.
+        options: the compiler options, as (name, value) pairs.
     """
 
     leaves: Mapping[Path, Properties]
@@ -133,7 +135,7 @@ class Situation(NamedTuple):
         mesh: Mesh | AbstractMesh | None,
         rules: Layout | None,
     ) -> "Situation":
-        """The situation of a call of a group with these arrays."""
+        """Return the situation of a group's call with these arrays."""
         leaves: dict[Path, Properties] = {}
         for path, array in zip(group.paths, arrays, strict=True):
             leaves[path] = _of_array(array)
@@ -143,16 +145,19 @@ class Situation(NamedTuple):
         return cls(leaves, mesh, rules)
 
     def distance(self, other: "Situation") -> int:
-        """In how many leaves, and other things, it differs from another one."""
-        beside = sum(one != two for one, two in zip(self[1:], other[1:], strict=True))
-        return len(self.leaves.items() ^ other.leaves.items()) + beside
+        """Count the leaves and other fields that differ from another situation.
+
+        A leaf that changed counts twice.
+        """
+        fields = sum(mine != theirs for mine, theirs in zip(self[1:], other[1:], strict=True))
+        return len(self.leaves.items() ^ other.leaves.items()) + fields
 
 
 _NOT_GIVEN = jax.tree.structure(NOT_GIVEN)
 
 
 def _of_array(array: AnyArray) -> Properties:
-    """The properties of an array that a compilation depends on."""
+    """Return the properties of an array that a compilation depends on."""
     kind, sharding = jax.typeof(array), getattr(array, "sharding", None)
     mesh = getattr(sharding, "mesh", None)
     return (
@@ -160,54 +165,54 @@ def _of_array(array: AnyArray) -> Properties:
         ("dtype", dtype_text(kind.dtype)),
         ("weak type", bool(kind.weak_type)),
         ("sharding", sharding_text(sharding)),
-        # The text of a sharding without a mesh names the devices itself.
+        # The text of a sharding without a mesh already names the devices.
         ("devices", _device_names(mesh) if isinstance(mesh, Mesh) else None),
     )
 
 
 @functools.lru_cache(maxsize=64)
 def _device_names(mesh: Mesh) -> tuple[str, ...]:
-    """The names of the devices of a mesh; one object for all arrays that are on it."""
+    """Return the names of a mesh's devices, as one object for all arrays on the mesh."""
     return tuple(map(str, mesh.devices.flat))
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
-    """The differences between two situations, leaf by leaf."""
-    found: list[Difference] = []
+    """Compare two situations, leaf by leaf."""
+    changes: list[Difference] = []
     for path in dict.fromkeys((*before.leaves, *now.leaves)):
         old, new = before.leaves.get(path), now.leaves.get(path)
-        # A leaf that exists only in one of them, or is an array in one and static in the other.
+        # The leaf exists in only one situation, or is an array in one and static in the other.
         if old is None or new is None or dict(old).keys() != dict(new).keys():
-            found.append(Difference(path, "structure", _brief(old), _brief(new)))
+            changes.append(Difference(path, "structure", _brief(old), _brief(new)))
         else:
-            found += _leaf_differences(path, old, new)
+            changes += _leaf_differences(path, old, new)
     if before.mesh != now.mesh:
-        found.append(Difference(Path(), "mesh", before.mesh, now.mesh))
+        changes.append(Difference(Path(), "mesh", before.mesh, now.mesh))
     if before.rules != now.rules:
-        found.append(Difference(Path(), "rules", before.rules, now.rules))
+        changes.append(Difference(Path(), "rules", before.rules, now.rules))
     if before.options != now.options:
-        found.append(
+        changes.append(
             Difference(Path(), "compiler options", dict(before.options), dict(now.options))
         )
-    return tuple(found)
+    return tuple(changes)
 
 
 def _leaf_differences(path: Path, before: Properties, now: Properties) -> list[Difference]:
-    """The differences between the properties of a leaf, which is an array or static in both."""
-    found: list[Difference] = []
+    """Compare the properties of a leaf that is an array in both situations, or static in both."""
+    changes: list[Difference] = []
     for (kind, old), (_, new) in zip(before, now, strict=True):
         if old == new:
             continue
         if isinstance(old, StaticValue) and isinstance(new, StaticValue):
-            found += _static_differences(path, old.value, new.value)
-        # The text of another sharding shows other devices already.
-        elif kind != "devices" or not any(one.kind == "sharding" for one in found):
-            found.append(Difference(path, kind, old, new))
-    return found
+            changes += _static_differences(path, old.value, new.value)
+        # A difference in shardings makes a difference in devices redundant.
+        elif kind != "devices" or not any(change.kind == "sharding" for change in changes):
+            changes.append(Difference(path, kind, old, new))
+    return changes
 
 
 def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
-    """The differences between two static values: of two configs the fields that differ."""
+    """Compare two static values; for two configs of one class, return the fields that differ."""
     fields: list[Difference] = []
     is_config = dataclasses.is_dataclass(before) and not isinstance(before, type)
     if is_config and type(before) is type(now):
@@ -219,7 +224,7 @@ def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
 
 
 def _brief(properties: Properties | None) -> str:
-    """A leaf in a difference of structure."""
+    """Describe a leaf in a difference of structure."""
     if properties is None:
         return "nothing"
     kind, value = properties[0]
@@ -227,11 +232,11 @@ def _brief(properties: Properties | None) -> str:
 
 
 observers: list[Callable[[str, Compilation], None]] = []
-"""Functions that are told of each compilation, with the name of the function that is compiled."""
+"""Functions called after each compilation, with the compiled function's name and the record."""
 
 
 _COMPARED = 32
-"""The number of the latest compilations that a new one is compared with."""
+"""The number of recent compilations that a new compilation is compared with."""
 
 
 class Log:
@@ -241,26 +246,28 @@ class Log:
         name: the name of the function.
 
     Attributes:
-        records: one for each compilation.
+        records: one record for each compilation.
     """
 
     def __init__(self, name: str):
         self.name = name
         self.records: list[Compilation] = []
         self._earlier = deque[Situation](maxlen=_COMPARED)
-        # How often a Python number at a path was the only difference.
+        # The number of times that a Python number at a path was the only difference.
         self._numbers: Counter[Path] = Counter()
 
     def add(self, now: Situation, shared: bool = False) -> None:
-        """Add a compilation, compared with the most similar of the last ones. Warns if a Python
-        number is the reason."""
+        """Add a compilation and compare it with the most similar recent one.
+
+        It warns if a Python number is repeatedly the reason.
+        """
         nearest: tuple[Difference, ...] = ()
         if self._earlier:
             nearest = differences(min(self._earlier, key=now.distance), now)
         if self._earlier and not nearest:
-            # Everything that is compared is the same. So a setting of JAX has changed, such as its
-            # matmul precision.
-            nearest = (Difference(Path(), "settings", "of JAX", "others"),)
+            # Nothing that is compared differs, so a JAX setting changed, such as the matmul
+            # precision.
+            nearest = (Difference(Path(), "settings", "of JAX", "different"),)
         self._earlier.append(now)
         record = Compilation(len(self.records) + 1, nearest, shared)
         self.records.append(record)
@@ -276,15 +283,17 @@ class Log:
         self._earlier.clear()
 
     def _count_number(self, changed: Difference) -> None:
-        """Count a compilation for a Python number, and warn at the second: a single one may be on
-        purpose."""
-        # By type and not by isinstance: True is an int, and switches between two programs.
+        """Count a compilation caused by a Python number, and warn at the second.
+
+        A single compilation may be intended.
+        """
+        # Not isinstance: True is an int, and a bool only switches between two programs.
         if type(changed.now) not in (int, float, complex):
             return
         self._numbers[changed.path] += 1
         if self._numbers[changed.path] == 2:
             warn(
-                f"{self.name} compiles a third time because of `{changed.path}` alone, a Python "
-                f"number and therefore static ({changed.before!r}, now {changed.now!r}): pass an "
-                "array, `jnp.asarray(...)`, to trace it",
+                f"{self.name} recompiles a second time because only `{changed.path}` differs "
+                f"({changed.before!r} earlier, {changed.now!r} now). A Python number is static: "
+                "pass an array, `jnp.asarray(...)`, to trace it",
             )

@@ -1,9 +1,9 @@
-"""The programs that JAX has lowered or compiled in this thread, which show whether a call has done
-so.
+"""`compile_events` counts the programs that JAX lowers and compiles in the current thread.
 
-A compilation need not trace the function again, so traces cannot be counted instead. Neither of the
-two is enough: a program from the persistent cache is lowered and not compiled, and for other
-devices a program is compiled again from the lowered text that JAX has kept.
+The counts show whether a call lowered or compiled anything. Counting traces would not suffice,
+since a compilation may reuse an earlier trace. Both events are counted. A program from the
+persistent cache is lowered but not compiled. For different devices, JAX compiles the lowered text
+that it kept, without lowering it again.
 """
 
 import threading
@@ -16,33 +16,33 @@ class CompileEvents(threading.local):
     """The lowerings and compilations in one thread.
 
     Attributes:
-        count: their number.
-        names: the names of the last programs, in order; None for one without a name.
-        compiled: the number of compilations, also those that were found in the persistent cache.
-        cached: the number of programs that were found there.
+        count: the number of lowerings and compilations.
+        names: the names of the last programs, in order; None for a program without a name.
+        compiled: the number of compilations, including hits in the persistent cache.
+        cached: the number of hits in the persistent cache.
     """
 
     def __init__(self) -> None:
         self.count: int = 0
         self.compiled: int = 0
         self.cached: int = 0
-        # Bounded, since it is never emptied. A call lowers and compiles far fewer programs.
+        # Bounded, since it is never emptied. One call lowers and compiles far fewer programs.
         self.names: deque[str | None] = deque(maxlen=256)
 
     @property
     def by_compiler(self) -> int:
-        """The number of programs that the compiler has compiled."""
+        """The number of programs that the compiler compiled, without cache hits."""
         return self.compiled - self.cached
 
     def have(self, name: str, before: int) -> bool:
-        """Whether a function has been lowered or compiled since the count was `before`.
+        """Return whether a function was lowered or compiled since the count was `before`.
 
-        JAX compiles functions of its own too, such as one that moves arrays to the devices of a
-        program.
+        The name matters because JAX compiles its own functions too, such as one that moves arrays
+        to a program's devices.
         """
         number = min(self.count - before, len(self.names))
         recent = list(self.names)[len(self.names) - number :]
-        # A program without a name may be that of the function.
+        # A program without a name may belong to the function.
         return f"jit({name})" in recent or None in recent
 
 
@@ -54,7 +54,7 @@ _EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", _COMPILED)
 
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Note an event. JAX calls this in the thread that lowers or compiles, when it has finished."""
+    """Count an event. JAX calls this in the thread that lowered or compiled, when it is done."""
     if event not in _EVENTS:
         return
     compile_events.count += 1
@@ -65,11 +65,11 @@ def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
 
 
 def _found(event: str, **kwargs: str | int) -> None:
-    """Note that a program was in the persistent cache."""
+    """Count a program that was in the persistent cache."""
     if event == _CACHED:
         compile_events.cached += 1
 
 
-# Once, for all threads: JAX calls them in the thread that compiles, which counts for itself.
+# Registered once for all threads: JAX calls them in the compiling thread, which has its own counts.
 jax.monitoring.register_event_duration_secs_listener(_heard)
 jax.monitoring.register_event_listener(_found)

@@ -1,8 +1,8 @@
-"""A traced function ─► the same function, whose custom derivative rules run in its own context.
+"""`in_context` makes a function's custom derivative rules run in the function's own context.
 
-JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates, which may be
-long after the function that contains them was traced, and outside of it. JAX then restores the mesh
-without its devices, and no user contexts.
+JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates. This may happen
+long after the trace of the function that contains them, and outside it. JAX then restores the mesh
+without its devices, and does not restore user contexts.
 """
 
 import functools
@@ -21,29 +21,29 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MakeContext = Callable[[], AbstractContextManager[None]]
-"""A hashable function that makes a context, such as that of an ambient mesh and rules."""
+"""A hashable function that makes a context, such as an ambient mesh and rules."""
 
 _RULES = frozenset({"fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"})
-"""The parameters of an equation that are functions of the user, which JAX calls when it
-differentiates."""
+"""The parameters of an equation that hold user functions, called when JAX differentiates."""
 
 
 def has_derivatives(value: object) -> bool:
-    """Whether a value is a traced function that has custom derivative rules, or calls one that has
-    some."""
+    """Return whether a value is a traced function with custom derivative rules.
+
+    The rules may belong to a function that it calls.
+    """
     if not isinstance(value, ClosedJaxpr | Jaxpr):
         return False
     return any(not _RULES.isdisjoint(equation.params) for equation in all_equations(value))
 
 
 def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
-    """The same function, whose custom derivative rules run in a context."""
+    """Make the function's custom derivative rules run in a context."""
     jitted = jax.jit(fun)
 
     @functools.wraps(fun, updated=())
     def rewritten(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # Not `jitted.trace`, whose result does not have the traced arrays that the function closes
-        # over.
+        # Not `jitted.trace`, whose result lacks the traced arrays that the function closes over.
         jaxpr, output = jax.make_jaxpr(jitted, return_shape=True)(*args, **kwargs)
         run = jaxpr_as_fun(_Rewriting(context).value(jaxpr))
         return tree_unflatten(tree_structure(output), run(*tree_leaves((args, kwargs))))
@@ -52,16 +52,16 @@ def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
 
 
 class _Rewriting:
-    """The rewriting of one function and of those that it calls."""
+    """The rewriting of one function and the functions that it calls."""
 
     def __init__(self, context: MakeContext):
         self._context = context
-        # A function that is called several times stays one function, so that JAX compiles it once.
-        # The original is kept too, so that its id is not used again.
+        # A function that is called several times stays one function, so JAX compiles it once. The
+        # originals stay alive, so that their ids are not reused.
         self._known: dict[int, tuple[object, object]] = {}
 
     def value(self, value: Any) -> Any:
-        """A parameter of an equation, or a result of a rule: the functions in it are rewritten."""
+        """Rewrite the functions in a parameter of an equation or in a rule's result."""
         if isinstance(value, tuple | list) and any(map(has_derivatives, value)):
             return type(value)(map(self.value, value))
         if not has_derivatives(value):
@@ -71,10 +71,10 @@ class _Rewriting:
         return self._known[id(value)][1]
 
     def _function(self, jaxpr: Any) -> object:
-        # A `ClosedJaxpr` contains a `Jaxpr`; in later versions of JAX the two are one class.
+        # A `ClosedJaxpr` contains a `Jaxpr`; in later JAX versions, both are one class.
         if isinstance(jaxpr, ClosedJaxpr) and jaxpr.jaxpr is not jaxpr:
             return jaxpr.replace(jaxpr=self.value(jaxpr.jaxpr))
-        equations = [one.replace(params=self._params(one.params)) for one in jaxpr.eqns]
+        equations = [eqn.replace(params=self._params(eqn.params)) for eqn in jaxpr.eqns]
         new: Any = jaxpr
         return new.replace(eqns=equations)
 
@@ -92,8 +92,10 @@ class _Rewriting:
 def _entered(
     rule: Callable[..., object], context: MakeContext, *args: Any, **kwargs: Any
 ) -> object:
-    """A rule that runs in a context. It may return a function with rules of its own, for higher
-    derivatives."""
+    """Run a rule in a context.
+
+    For higher derivatives, the rule may return a function with its own rules.
+    """
     with context():
         result = rule(*args, **kwargs)
     return _Rewriting(context).value(result)

@@ -96,7 +96,7 @@ HOLDERS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*compiles a third time")
+@pytest.mark.filterwarnings("ignore:.*recompiles a second time")
 @pytest.mark.parametrize("holder", HOLDERS)
 def test_silent_failure_28_ones_of_three_types_are_three(holder: str):
     seen: list[str] = []
