@@ -1,4 +1,4 @@
-"""A function of modules ─► a `Function`, compiled for each group of its calls."""
+"""A `Function` wraps a function of modules and compiles it for each group of its calls."""
 
 import copy
 import functools
@@ -35,18 +35,18 @@ class Function(Generic[_P, _T]):
     """A function of modules that is compiled for each group of its calls.
 
     Attributes:
-        compilations: a record for each program that it has used or that `.lower(...).compile()` has
-            made, with the differences from the most similar earlier one. A program that another
-            wrapper of the function had compiled is marked as shared.
+        compilations: a record for each program that it used or that `.lower(...).compile()` made,
+            with the differences from the most similar earlier program. A program that another
+            wrapper of the function compiled is marked as shared.
     """
 
     compilations: list[Compilation]
     _door: ClassVar[str]  # the name of the public function that makes it
-    _places: ClassVar[bool] = False  # whether it places arguments that nobody has placed
+    _places: ClassVar[bool] = False  # whether it places uncommitted arguments
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
-    # Only of a method.
+    # Only set on methods.
     __func__: Any
     __self__: Any
 
@@ -58,28 +58,28 @@ class Function(Generic[_P, _T]):
         options: Any,
     ):
         check_wrapped(self._door, fun)
-        # A partial and a module have no names of their own.
+        # A partial or a module has no name.
         self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
         self._partial, self._traces = partial, traces
-        # A named tuple of a class for each door, with which another one is made for a copy.
+        # A named tuple; each public function has its own class. Copies are made from it.
         self._options: Any = options
         self._static: frozenset[str] = getattr(options, "static", frozenset())
         self._is_bound = bool(partial.args or partial.kwargs)
-        # Copied, because each attribute of an attribute takes time in every call.
+        # Copied, because nested attribute lookups take time in every call.
         self._signature, self._groups = traces.signature, traces.groups
         self._log, self._used = Log(traces.signature.name), set[Program]()
         self.compilations = self._log.records
         self._set_up()
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # A call of a compiled function may take 300 µs, and each Python function that it calls
-        # takes one or two. So everything that most calls do not need is behind a condition here.
+        # A call of a compiled function may take only 300 µs, and each nested Python call adds 1 to
+        # 2 µs. Everything that most calls do not need therefore runs under a condition.
         program, flat = self._prepare(args, kwargs)
         arrays = flat.arrays
         if program.careful or flat.group.several_devices or not flat.concrete:
             check_call(program, flat)
-        # Only these events show that JAX has lowered or compiled something during the call.
+        # Only these events show whether JAX lowers or compiles anything during the call.
         before = compile_events.count
         try:
             if program.entered is None:
@@ -88,8 +88,8 @@ class Function(Generic[_P, _T]):
                 with around(program.entered):
                     result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
-            # To look for deleted arguments on a single device would take time in each call. After
-            # any other error, donated ones may be deleted.
+            # On a single device, checking for deleted arguments would take time in each call, so
+            # they are found here. After any other error, donated arguments may be deleted too.
             if str(error).startswith("Array has been deleted") and any(map(is_deleted, arrays)):
                 raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)
@@ -99,30 +99,35 @@ class Function(Generic[_P, _T]):
         return result
 
     def trace(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Traced:
-        """Trace a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
-        with jax.disable_jit(False):  # which changes calls only
+        """Trace a call without running it; arguments may be arrays or `jax.ShapeDtypeStruct`s."""
+        with jax.disable_jit(False):  # `jax.disable_jit()` affects only calls
             program, flat = self._prepare(args, kwargs)
             names, arrays = frozenset(kwargs), flat.abstract()
             call = StagedCall(program, self._signature, self._bind, names, arrays, self._log)
             return Traced(program.trace(flat.arrays), call)
 
     def lower(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Lowered:
-        """Trace and lower a call, of arrays or of `jax.ShapeDtypeStruct`s, without running it."""
+        """Trace and lower a call without running it.
+
+        Arguments may be arrays or `jax.ShapeDtypeStruct`s.
+        """
         return self.trace(*args, **kwargs).lower()
 
     def eval_shape(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Tree:
-        """The result of a call as `jax.ShapeDtypeStruct`s."""
+        """Return the result of a call as `jax.ShapeDtypeStruct`s."""
         return self.trace(*args, **kwargs).out_info
 
     def clear_cache(self) -> None:
-        """Forget all traces and programs, and their records. Other wrappers that share them forget
-        them too."""
+        """Discard all traces, programs and records.
+
+        Other wrappers that share the traces and programs lose them too.
+        """
         self._groups.clear()
         self._log.clear()
         self._used.clear()
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        """The same function on another mesh, whatever the mesh of this one."""
+        """Return the same function on a different mesh, even if this one has a mesh."""
         return type(self).of(self.__wrapped__, self._options._replace(mesh=mesh))
 
     @overload
@@ -132,8 +137,10 @@ class Function(Generic[_P, _T]):
         self: "Function[Concatenate[Any, _Q], _T]", instance: object, owner: type | None = None
     ) -> "Function[_Q, _T]": ...
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        """The function of a class, bound to an instance. Its traces, programs and records are those
-        of the function."""
+        """Bind a function in a class to an instance.
+
+        The bound method shares its traces, programs and records with the function.
+        """
         if instance is None:
             return self
         method = object.__new__(type(self))
@@ -141,13 +148,13 @@ class Function(Generic[_P, _T]):
         args = (*self._partial.args, instance)
         method._partial = self._partial._replace(args=args)
         method._is_bound = True
-        # Bound methods have these attributes, by which other wrappers such as `ft.jit` find the
+        # Bound methods have these attributes. Other wrappers such as `ft.jit` use them to find the
         # instance.
         method.__func__, method.__self__ = self, instance
         method.__wrapped__ = MethodType(self.__wrapped__, instance)
         return method
 
-    # It is copied and pickled as what makes it: traces and programs stay where they are.
+    # It is copied and pickled as a function and options, without its traces and programs.
 
     def __copy__(self) -> Self:
         return self
@@ -155,7 +162,7 @@ class Function(Generic[_P, _T]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if hasattr(self, "__self__"):
             return self.__func__.__get__(copy.deepcopy(self.__self__, memo))
-        # Of a Python function this is the function itself, and then of its wrapper too.
+        # The copy of a Python function is the function itself, so the wrapper is its own copy too.
         fun = copy.deepcopy(self.__wrapped__, memo)
         return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
 
@@ -166,14 +173,14 @@ class Function(Generic[_P, _T]):
 
     @classmethod
     def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
-        """The wrapper of a function with some options."""
+        """Wrap a function with some options."""
         return cls.made(fun, *Signature.of(fun), options)
 
     @classmethod
     def made(
         cls, fun: Callable[_P, _T], signature: Signature, partial: Partial, options: Any
     ) -> Self:
-        """The same, for a function whose signature is known."""
+        """Wrap a function whose signature was already read."""
         return cls(fun, partial, traces_of(partial, signature, options), options)
 
     def __repr__(self) -> str:
@@ -182,46 +189,45 @@ class Function(Generic[_P, _T]):
     # For subclasses
 
     def _set_up(self) -> None:
-        """Read from the options what the calls need."""
+        """Read the options that calls need into attributes."""
 
     def _rules(self) -> Layout | None:
-        """The rules that are ambient in the body of a call that is made now."""
+        """Return the ambient rules that the body of a call made now sees."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
     @abstractmethod
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        """Everything that a program depends on, except the group of the call."""
+        """Return everything that a program depends on, except the call's group."""
 
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
-        """The call, with arrays that nobody has placed where the layouts put them."""
+        """Place uncommitted arrays of a call as the layouts decide, and return the call."""
         return flat
 
     @abstractmethod
     def _program(self, flat: FlatCall) -> Program:
-        """Make a program: everything that is checked and resolved only once."""
+        """Make a program, including all checks and decisions that are made only once."""
 
     # From a call to its program
 
     def _bind(self, args: Args, kwargs: Kwargs) -> Record:
-        """A call of the function."""
+        """Bind arguments to the parameters of the function."""
         if self._is_bound:
             args, kwargs = self._partial.with_bound(args, kwargs)
         call = self._signature.bind(args, kwargs)
         return with_static(call, self._static) if self._static else call
 
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        """The program for a call, which is made if it does not exist yet, and the flattened
-        call."""
+        """Return the program for a call and the flattened call; make the program if necessary."""
         flat = self._groups.find(self._bind(args, kwargs))
         if without_jit():
-            # The program runs without being traced, and is not kept.
+            # The program runs without a trace, and is not kept.
             return self._program(flat), flat
         rules = self._rules()
         if self._places:
             flat = self._placed(flat, rules)
         group, key = flat.group, self._key(flat, rules)
-        # Most calls have the key of the last call. Comparing keys is cheaper than hashing them,
-        # because most of their elements are the same objects.
+        # Most calls have the same key as the last call. Comparing keys is cheaper than hashing
+        # them, because most of their elements are the same objects.
         last = group.last
         if last is None or last[0] != key:
             program = group.programs.get(key)
@@ -231,7 +237,7 @@ class Function(Generic[_P, _T]):
                 program = self._program(flat)
                 if not program.is_kept:
                     return program, flat
-                # It has more elements once calls of the group are on several devices.
+                # The key has more elements once a call of the group had arrays on several devices.
                 key = self._key(flat, rules)
                 group.programs[key] = program
                 self._used.add(program)
@@ -239,9 +245,9 @@ class Function(Generic[_P, _T]):
         return last[1], flat
 
     def _note(self, program: Program, arrays: Sequence[AnyArray], compiled: bool) -> None:
-        """Log that a call has compiled its program, or has used it for the first time."""
-        # Under a trace of another function, the program is a part of that function's program. Under
-        # `jax.disable_jit()` there is none.
+        """Record that a call compiled its program, or used it for the first time."""
+        # In another function's trace, the program is a part of that function's program. Under
+        # `jax.disable_jit()` there is no program.
         if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
             return
         program.group.see_devices(arrays)

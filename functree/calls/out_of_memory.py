@@ -1,4 +1,4 @@
-"""A program that is too large for its devices ─► an error with its largest arguments."""
+"""These checks raise an error with the largest arguments if a program does not fit in memory."""
 
 import math
 import re
@@ -21,22 +21,22 @@ LARGEST = 5
 """The number of arguments that the error lists."""
 
 SMALLER = (
-    "shard the largest arguments over more mesh axes or devices, donate what is not needed "
-    "afterwards (`donate=`), recompute in the backward pass (`remat=`), or take smaller "
+    "shard the largest arguments over more mesh axes or devices, donate arguments that are not "
+    "needed afterwards (`donate=`), recompute in the backward pass (`remat=`), or use smaller "
     "micro-batches (`ft.accumulate`)"
 )
-"""What makes a program fit."""
+"""The remedy that makes a program smaller."""
 
 FindArguments = Callable[[], Mapping[Path, jax.ShapeDtypeStruct]]
-"""The arguments of a program, which are asked for if it does not fit."""
+"""A function that returns a program's arguments. It is called only if the program does not fit."""
 
 
 @contextmanager
 def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Iterator[None]:
-    """Turn the error of the compiler for TPUs about the memory into one with the largest arguments.
+    """Turn the TPU compiler's out-of-memory error into an error that lists the largest arguments.
 
     Raises:
-        FunctreeError: the program does not fit.
+        FunctreeError: if the program does not fit.
     """
     try:
         yield
@@ -47,26 +47,26 @@ def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Itera
 
 
 def _figures(message: str) -> str:
-    """The figures in the error of a compiler; its first line if it is written in a new way."""
+    """Read the figures in a compiler's error; return its first line if its wording is new."""
     known = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
     if known is None:
         return message.removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
-    # Although it speaks of temporaries, the arguments and the results are among them.
+    # The figure includes arguments and results, although the error calls it temporaries.
     needed, unit, available, of = known.groups()
-    return f"it needs {needed} {unit}iB, and there are {available} {of}iB"
+    return f"it needs {needed} {unit}iB, but the device has {available} {of}iB"
 
 
 def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: FindArguments) -> None:
-    """Check the memory of a program for GPUs, whose compiler leaves that to the one that runs it.
+    """Check that a program fits in the memory of a GPU, since the GPU compiler does not.
 
     Raises:
-        FunctreeError: the program does not fit.
+        FunctreeError: if the program does not fit.
     """
     available, stats = device_memory(mesh.devices.flat[0]), compiled.memory_analysis()
     if available is None or stats is None or stats.peak_memory_in_bytes <= available:
         return
     needed = bytes_text(stats.peak_memory_in_bytes)
-    figures = f"it needs {needed}, and there are {bytes_text(available)}"
+    figures = f"it needs {needed}, but the device has {bytes_text(available)}"
     raise _too_large(name, mesh, figures, arguments())
 
 
@@ -76,7 +76,7 @@ def _too_large(
     sizes = {
         path: _local_bytes(array)
         for path, array in arguments.items()
-        # Arrays in host memory take none of the device's.
+        # Arrays in host memory use no device memory.
         if array.sharding is None or other_memory(array.sharding) is None
     }
     problems: list[Problem] = []
@@ -88,13 +88,13 @@ def _too_large(
     headline = f"{name} does not fit in the memory of a {kind}: {figures}"
     if not problems:
         return FunctreeError(headline, [Problem(None, None, name, figures, SMALLER)])
-    headline += f"\nIts arguments are {total} on each device; the largest of them:"
+    headline += f"\nIts arguments take {total} on each device; the largest:"
     return FunctreeError(headline, problems)
 
 
 def _local_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """The bytes of an array on one device; all of them, if its sharding is not known."""
-    # Nobody has placed it then: the compiler chooses a sharding, and may leave the array whole.
+    """Return the bytes of an array on one device; all its bytes if its sharding is unknown."""
+    # Without a sharding, the array is uncommitted, and the compiler may replicate it.
     shape = array.shape
     if array.sharding is not None:
         shape = array.sharding.shard_shape(shape)

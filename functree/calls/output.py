@@ -1,4 +1,4 @@
-"""The result of a compiled function ─► an `Output`: its arrays, and the rest as static data."""
+"""An `Output` holds the result of a compiled function: its arrays, and the rest as static data."""
 
 from collections.abc import Sequence
 
@@ -19,13 +19,13 @@ from functree.tree.skeleton.static_value import PLAIN, runs_once
 
 
 class Output:
-    """A flattened result of a function, as one node for JAX.
+    """The flattened result of a function, as one node for JAX.
 
     Attributes:
-        values: the arrays of the result, or what there is for each of them, such as its sharding.
+        values: the arrays of the result, or one other value for each array, such as its sharding.
         skeleton: the result without its arrays.
-        which: for each array of the skeleton, its index among the values; None if these are one to
-            one.
+        which: the index among the values of each array of the skeleton; None if the two correspond
+            one to one.
     """
 
     __slots__ = ("skeleton", "values", "which")
@@ -47,13 +47,13 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: a static value of the result is a traced array, a function that closes
-                over one, or what computes only when it is used, such as a generator. It must not be
-                used after the trace. Or an array of the result is abstract.
+            FunctreeError: if a static value of the result must not be used after the trace, or if
+                an array of the result is abstract. Such static values are traced arrays, functions
+                that close over one, and lazy values such as generators.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
-            # From the tree, since a skeleton that has not seen one would have to build a sample.
+            # The tree is at hand, so the skeleton need not build a sample.
             skeleton.learn(tree)
         except RecursionError:
             raise too_deep(tree) from None
@@ -68,10 +68,10 @@ class Output:
             number = count(len(problems), "array")
             raise FunctreeTypeError(f"{name}: JAX cannot hold {number} of the result", problems)
         for path, value in skeleton.statics:
-            found = _outliving(value)
-            if found is not None:
-                what, why, remedy = found
-                why += ", which would be after its trace has ended"
+            texts = _outliving(value)
+            if texts is not None:
+                what, why, remedy = texts
+                why += ", and would be used after its trace has ended"
                 problems.append(Problem(Path((RESULT, *path)), None, what, why, remedy))
         if problems:
             number = count(len(problems), "static value")
@@ -82,50 +82,53 @@ class Output:
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":
-        """The same output, in which an array that is at two paths of the result is only one
-        value."""
-        # While a function is traced, an array at two paths is one tracer, hence by identity.
+        """Return the same output, with one value for an array at several paths of the result."""
+        # Compared by identity: in a trace, an array at two paths is one tracer.
         first: dict[int, int] = {}
         which = tuple(first.setdefault(id(value), len(first)) for value in self.values)
         different = {id(value): value for value in self.values}
         return Output(tuple(different.values()), self.skeleton, which)
 
     def built(self) -> Tree:
-        """The result of a call. It shares nothing that can be changed with the results of other
-        calls."""
+        """Build the result of a call. Results of different calls share nothing mutable."""
         return self.skeleton.build(self._spread(self.values))
 
     @property
     def tree(self) -> Tree:
-        """A tree with the structure of the result, whose values may be anything."""
+        """The result's structure, filled with this output's values of any type."""
         return self.like(self.values)
 
     def like(self, values: Sequence[Tree]) -> Tree:
-        """A tree with the structure of the result and with other values."""
+        """Return a tree with the structure of the result and different values."""
         return self.skeleton.fill(self._spread(values))
 
     def paths(self) -> list[Path]:
-        """The path of each value; of one that is at several paths of the result, the first."""
-        found = [Path()] * len(self.values)
+        """Return the path of each value; the first path for a value with several paths."""
+        paths = [Path()] * len(self.values)
         which = self.which or range(len(self.values))
-        # From the last to the first, so that the first path is what stays.
+        # Written from the last to the first, so that the first path remains.
         for i, path in reversed(list(zip(which, self.skeleton.paths, strict=True))):
-            found[i] = path
-        return found
+            paths[i] = path
+        return paths
 
     def _spread(self, values: Sequence[Tree]) -> Sequence[Tree]:
-        """Values of the output ─► one for each array of the skeleton."""
+        """Return a value for each array of the skeleton, from the values of the output."""
         if self.which is None:
             return values
         return [values[i] for i in self.which]
 
 
 def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None:
-    """Raise FunctreeError for arrays of a result that are abstract."""
+    """Refuse abstract arrays in a result.
+
+    Raises:
+        FunctreeError: if an array of the result is abstract.
+    """
     if not any(isinstance(value, jax.ShapeDtypeStruct) for value in values):
         return
     problems: list[Problem] = []
-    why, remedy = "is abstract, but a program returns values", "return it from outside of the trace"
+    why = "is abstract, but a program returns values"
+    remedy = "leave it out of the result, or return an array"
     for path, value in zip(skeleton.paths, values, strict=True):
         if isinstance(value, jax.ShapeDtypeStruct):
             problems.append(array_problem(Path((RESULT, *path)), value, why, remedy))
@@ -134,14 +137,16 @@ def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None
 
 
 def _outliving(value: object) -> tuple[str, str, str] | None:
-    """What a static value is that must not be used after the trace, why, and the remedy; None for
-    other values."""
+    """Describe a static value that must not be used after the trace: what it is, why, and a remedy.
+
+    It returns None for all other values.
+    """
     if type(value) in PLAIN:
         return None
     if isinstance(value, jax.Ref):
-        return "Ref", "has its value when it is used", "return its value, `ref[...]`"
+        return "Ref", "is a mutable array", "return its value, `ref[...]`"
     if is_hijax(value):
-        why = "is a value of `jax.experimental.hijax`, whose arrays would be traced when it is used"
+        why = "is a `jax.experimental.hijax` value, which holds traced arrays"
         return type(value).__name__, why, HIJAX_REMEDY
     if isinstance(value, Tracer):
         remedy = "declare the field without `static=True`"
@@ -150,13 +155,13 @@ def _outliving(value: object) -> tuple[str, str, str] | None:
         for path, variable in held(kept_by(value)):
             if isinstance(variable, Tracer):
                 remedy = (
-                    "make it an array of the result; or make the object outside of the trace, and "
-                    "then `ft.shard` it"
+                    "make it an array of the result, or create the object outside the trace and "
+                    "`ft.shard` it"
                 )
                 return "", f"closes over a traced array, `{path}`", remedy
-    # Such as a generator, whose body would run with the traced arrays that it has.
+    # For example, the body of a generator would run with the traced arrays that it holds.
     if runs_once(value):
-        return type(value).__name__, "computes when it is used", "return a list or an array"
+        return type(value).__name__, "computes only when it is used", "return a list or an array"
     return None
 
 

@@ -1,5 +1,7 @@
-"""The layouts of `in_shardings=` or `in_specs=` ─► a layout, or a prefix tree of layouts, for a
-call."""
+"""`ParameterLayouts` holds the layouts that an option gives to a function's parameters.
+
+`in_shardings=` or `in_specs=` ─► a prefix tree of layouts for each call.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -18,14 +20,14 @@ class ParameterLayouts:
 
     Args:
         option: the name of the option, for errors.
-        written: one entry for each positional parameter, a dict by parameter names, or one layout
-            for all parameters.
+        written: one layout per positional parameter, a dict by parameter name, or one layout for
+            all parameters.
         signature: the signature of the function.
         otherwise: the layout of parameters that a dict does not name.
 
     Raises:
-        RuleError: the number of entries is not that of the parameters, a name is unknown, or
-            something is not a layout.
+        RuleError: if there is not one entry per positional parameter, a name is unknown, or a value
+            is not a layout.
     """
 
     def __init__(
@@ -33,66 +35,65 @@ class ParameterLayouts:
     ):
         self.signature: Signature = signature
         self.otherwise: LayoutTree = otherwise
-        # None if one layout is for all parameters.
+        # None if one layout covers all parameters.
         self.by_name: dict[str, LayoutTree] | None = None
         if is_layout(written):
             self.otherwise = written
         elif isinstance(written, dict):
             self.by_name = dict(written)
             lost = [name for name in written if name not in signature.parameters]
-            # With `**kwargs`, any name may be that of an argument.
+            # With `**kwargs`, an argument may have any name.
             if lost and signature.by_name is None:
                 near = did_you_mean(lost[0], signature.parameters)
                 raise RuleError(
-                    f"{option}: {signature.name} has no parameter {lost[0]!r}{near}; "
-                    f"its parameters are {', '.join(signature.parameters) or 'none'}"
+                    f"{option}: {signature.name} has no parameter {lost[0]!r} "
+                    f"(parameters: {', '.join(signature.parameters) or 'none'}){near}"
                     f"{meant_rules(written)}"
                 )
         elif isinstance(written, tuple | list):
             self.by_name = self._in_order(option, written)
         else:
             raise RuleError(
-                f"{option}: {written!r} is neither a layout, "
-                f"nor one for each positional parameter, nor a dict by name{meant_rules(written)}"
+                f"{option}: {written!r} is not a layout, a sequence with one layout per positional "
+                f"parameter, or a dict by parameter name{meant_rules(written)}"
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
-        """The layouts by parameter names, from one for each positional parameter."""
+        """Return the layouts by parameter name, from one layout per positional parameter."""
         positional = self.signature.positional
         if len(written) != len(positional):
             have = f"{option} has {count(len(written), 'layout')}"
             parameters = count(len(positional), "positional parameter")
             raise RuleError(
-                f"{have}, and {self.signature.name} has {parameters} "
-                f"({', '.join(positional) or 'none'}): give each one, "
+                f"{have}, but {self.signature.name} has {parameters} "
+                f"({', '.join(positional) or 'none'}): give one layout for each, and "
                 "`None` for a parameter that is not an array"
             )
         return dict(zip(positional, written, strict=True))
 
     def has_entry(self, path: Path) -> bool:
-        """Whether a layout was given for the array at a path of a call; `None` is one too."""
+        """Return whether the array at a path of a call has an entry; `None` counts as one."""
         if self.by_name is None or path[0] in self.by_name:
             return True
         return path[0] == self.signature.by_name and path[1] in self.by_name
 
     def prefix(self, call: Any) -> LayoutTree:
-        """The layouts of a call, as a named tuple like the call."""
-        own = self.by_name or {}
-        given = {name: own.get(name, self.otherwise) for name in call._fields}
+        """Return the layouts of a call, as a named tuple like the call."""
+        named = self.by_name or {}
+        given = {name: named.get(name, self.otherwise) for name in call._fields}
         by_name, many = self.signature.by_name, self.signature.many
-        # Each argument in `**kwargs` and `*args` is one by itself.
+        # Each argument in `**kwargs` and `*args` has its own layout.
         if by_name is not None and is_layout(given[by_name]):
             names = call[call._fields.index(by_name)]
-            given[by_name] = {name: own.get(name, given[by_name]) for name in names}
+            given[by_name] = {name: named.get(name, given[by_name]) for name in names}
         if many is not None and is_layout(given[many]):
             given[many] = (given[many],) * len(call[call._fields.index(many)])
         return self.signature.call(*given.values())
 
     def read(self, call: Any) -> tuple[Leaves, list[Part]]:
-        """The leaves of a call, and its layouts with the names of the arguments and the paths that
-        filters see."""
+        """Read the leaves of a call, and its layouts with the paths that filters see."""
         leaves, parts = read_for(call, self.prefix(call))
-        found: list[Part] = []
+        scoped: list[Part] = []
         for part in parts:
             argument, depth = 0, 1
             if part.path[0] in (self.signature.by_name, self.signature.many):
@@ -107,5 +108,5 @@ class ParameterLayouts:
                 shared=by_rules or self.by_name is None,
                 by_rules=by_rules,
             )
-            found.append(part._replace(scope=scope))
-        return leaves, found
+            scoped.append(part._replace(scope=scope))
+        return leaves, scoped

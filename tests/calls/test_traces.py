@@ -114,7 +114,7 @@ def test_what_is_bound_is_no_parameter(by: str, first: str):
         if kind == "bound":
             assert ft.jit(bound, **options)(jnp.ones(8)).tolist() == [3.0] * 8
         else:
-            with raises("in_shardings has 1 layout, and ", "has 2 positional parameters (x, y)"):
+            with raises("in_shardings has 1 layout, but ", "has 2 positional parameters (x, y)"):
                 ft.jit(f, **options)(jnp.ones(8))
 
 

@@ -241,7 +241,7 @@ def test_what_the_compiler_of_a_target_refuses_is_a_problem_of_its_row() -> None
     row = ft.explore(outer, (x, x), meshes=8, layouts=layouts, target="tpu:v5e:2x4")[0]
     assert row.score is None and row.flops is None
     assert re.match(
-        r"outer does not fit in the memory of a tpu v5e: it needs [\d.]+ GiB, and there are 15.75 GiB",
+        r"outer does not fit in the memory of a tpu v5e: it needs [\d.]+ GiB, but the device has 15.75 GiB",
         row.problems[0].why,
     )
     assert row.problems[1].path == ft.Path("b")
@@ -409,8 +409,8 @@ def test_what_does_not_fit_is_refused(platform: str) -> None:
         lowered.compile()
     text = str(caught.value)
     assert text.startswith(f"step does not fit in the memory of a {BACKENDS[platform]}: ")
-    assert re.search(r"it needs [\d.]+ GiB, and there are (15\.75|79\.1) GiB\n", text)
-    assert "Its arguments are 48 GiB on each device; the largest of them:" in text
+    assert re.search(r"it needs [\d.]+ GiB, but the device has (15\.75|79\.1) GiB\n", text)
+    assert "Its arguments take 48 GiB on each device; the largest:" in text
     assert (
         "model.wide   f32[131072, 65536]\n      32 GiB on each device, P(None, None) on (data=2, model=4)"
         in text
@@ -427,7 +427,7 @@ def test_arguments_in_the_memory_of_a_host_are_not_counted() -> None:
         out_shardings=ft.P(),
         mesh=mesh_of("tpu"),
     )
-    with raises("Its arguments are 9 GiB on each device", error=ft.FunctreeError) as caught:
+    with raises("Its arguments take 9 GiB on each device", error=ft.FunctreeError) as caught:
         step.lower(big, big).compile()
     assert "far" not in str(caught.value)
 

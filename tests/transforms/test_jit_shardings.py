@@ -110,16 +110,17 @@ def test_in_shardings_of_a_bound_module():
 WRONG: dict[str, tuple[Any, str]] = {
     "too few": (
         (P(),),
-        "in_shardings has 1 layout, and three has 3 positional parameters (a, b, c): give each one, "
-        "`None` for a parameter that is not an array",
+        "in_shardings has 1 layout, but three has 3 positional parameters (a, b, c): give one layout "
+        "for each, and `None` for a parameter that is not an array",
     ),
     "unknown name": (
         {"aa": P()},
-        "in_shardings: three has no parameter 'aa'; did you mean `a`?; its parameters are a, b, c",
+        "in_shardings: three has no parameter 'aa' (parameters: a, b, c); did you mean `a`?",
     ),
     "no layout": (
         3,
-        "in_shardings: 3 is neither a layout, nor one for each positional parameter, nor a dict by name",
+        "in_shardings: 3 is not a layout, a sequence with one layout per positional parameter, or a "
+        "dict by parameter name",
     ),
 }
 

@@ -542,7 +542,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"in_specs": (P(), P())},
         ft.RuleError,
-        "in_specs has 2 layouts, and <lambda> has 1 positional parameter (x)",
+        "in_specs has 2 layouts, but <lambda> has 1 positional parameter (x)",
     ),
     (
         {"axis_names": {"dta"}},
