@@ -1,4 +1,4 @@
-"""A body, and the shardings of its arguments and its result ─► the `Program` that JAX compiles."""
+"""`make_program` turns a body into a `Program` for JAX to compile, and lays out its result."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -24,13 +24,13 @@ from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, Tree, abstract
 
 ArrayFunction = Callable[..., Output]
-"""A body, or a function with a body in it, of `Arrays` for each parameter."""
+"""A body, or a function around a body. It takes `Arrays` for each parameter."""
 
 Shardings = Sequence[NamedSharding | None]
 """A sharding for each array; None for an array that may have any sharding."""
 
 
-# Compared by identity: wrappers remember the programs that they have used.
+# Compared by identity: wrappers remember the programs that they used.
 @dataclass(frozen=True, eq=False)
 class Program:
     """A function that JAX compiles for the calls of one group.
@@ -38,17 +38,17 @@ class Program:
     Attributes:
         group: the group of the calls.
         body: the function from arrays to arrays.
-        jitted: `jax.jit` of the body; under `jax.disable_jit()` the body itself.
+        jitted: `jax.jit` of the body; under `jax.disable_jit()`, the body itself.
         mesh: the mesh of the body; None for the mesh of the arguments.
         rules: the ambient rules of the body.
-        entered: the mesh to enter around a call, if it is not the current one.
-        out_shardings: for each array of the result; None if there are none.
+        entered: the mesh to enter around a call, unless it is the current mesh.
+        out_shardings: the sharding of each array of the result; None if there are none.
         donates: whether parameters of the user's function are donated, even if none of their arrays
             can be.
-        has_checks: whether it has checks of Equinox, for which a call waits. Those of a program
-            inside of another one are checks of the outer one.
-        is_kept: whether later calls may use it. Not if it closes over a traced array, whose trace
-            has ended then.
+        has_checks: whether the program has Equinox checks, for which a call waits. The checks of a
+            program inside another program belong to the outer program.
+        is_kept: whether later calls may use the program. False if it closes over a traced array,
+            since the trace has ended by then.
     """
 
     group: CallGroup
@@ -69,37 +69,41 @@ class Program:
 
     @cached_property
     def missing(self) -> str | None:
-        """Why nothing can be run on the mesh; None if it has devices."""
+        """The reason why the mesh cannot run programs; None if it has devices."""
         return None if self.mesh is None else without_devices(self.mesh)
 
     @cached_property
     def careful(self) -> bool:
-        """Whether each call is checked before it runs: because it donates, or nothing can be run on
-        the mesh."""
+        """Whether every call is checked before it runs.
+
+        It is if the program donates, or if the mesh cannot run programs.
+        """
         return self.donates or self.missing is not None
 
     def run(self, jitted: ArrayFunction, arrays: Sequence[AnyArray]) -> Tree:
-        """The result for the arrays of a call, by `jitted` or what JAX has compiled of it."""
+        """Run `jitted`, or a compiled version of it, on the arrays of a call."""
         arguments = self.body.arguments.split(arrays)
         if self.has_checks:
             return run_checked(jitted, arguments, self.name).built()
         return jitted(*arguments).built()
 
     def trace(self, arrays: Sequence[AnyArray]) -> Traced:
-        """Trace the program for a call's arrays, abstract ones too."""
+        """Trace the program for a call's arrays, which may be abstract."""
         with around(self.entered):
             given = _traceable(arrays, self.mesh)
             return self.jitted.trace(*self.body.arguments.split(given))
 
     def of_arrays(self) -> Wrapped:
-        """The program as a `jax.jit` function that takes single arrays and returns a tuple of
-        arrays, so that its callers need nothing of functree's trees."""
+        """Return the program as a `jax.jit` function from arrays to a tuple of arrays.
+
+        Its callers need none of functree's trees.
+        """
 
         def of_arrays(*arrays: jax.Array) -> tuple[jax.Array, ...]:
             output: Output = self.jitted(*self.body.arguments.split(arrays))
             return tuple(output.values)
 
-        # What is exported is named by it.
+        # An exported function takes this name.
         of_arrays.__name__ = self.body.__name__
         return jax.jit(of_arrays)
 
@@ -116,24 +120,27 @@ def make_program(
     lay_outputs: Callable[[Output], Shardings | None] | None = None,
     donates: bool = False,
 ) -> tuple[Program, Traced | None]:
-    """Trace a body for a call, and lay out its result.
+    """Trace a body for a call and lay out its result.
 
     Args:
         group: the group of the call.
         body: the function.
         arrays: the arrays of the call.
-        mesh: as in `Program`, and so are `rules`, `entered`, `donates`.
+        mesh: the mesh, as in `Program`.
+        rules: the ambient rules, as in `Program`.
+        entered: the mesh to enter around a call, as in `Program`.
         options: the options of `jax.jit`, without shardings and donation.
         lay_outputs: a function from the traced result to a sharding for each of its arrays, or to
-            None; None if there are no shardings in any case.
+            None. None if the result is never laid out.
+        donates: whether parameters are donated, as in `Program`.
 
     Returns:
         The program, and JAX's `Traced` of the call, which is None under `jax.disable_jit()`.
     """
     arguments, given = body.arguments, dict(options or {})
-    # Not in a trace: the arrays behind the tracers of an eager `vmap` or `grad` cannot be checked,
-    # and JAX 0.10 ends the process if one of them is deleted already. In the trace of an outer jit
-    # it has no effect.
+    # Nothing is donated in a trace. The arrays inside the tracers of an eager `vmap` or `grad`
+    # cannot be checked, and JAX 0.10 ends the process if one of them is already deleted. In an
+    # outer jit's trace, donation has no effect.
     in_trace = tracing()
     if arguments.donated and not in_trace:
         given["donate_argnums"] = tuple(arguments.donated_arguments)
@@ -146,12 +153,12 @@ def make_program(
         entered=entered,
         donates=donates,
     )
-    # Nothing is traced under `jax.disable_jit()`: a call runs the function itself.
+    # Under `jax.disable_jit()`, nothing is traced: a call runs the function itself.
     if without_jit():
         return make(body), None
     out_shardings: Shardings | None = None
     with around(entered):
-        # First without shardings of the result, since these depend on what the result is.
+        # The first trace has no shardings for the result, since they depend on the result.
         inputs = arguments.split(_traceable(arrays, mesh))
         jitted = jax.jit(body, **given)
         traced = jitted.trace(*inputs)
@@ -166,8 +173,8 @@ def make_program(
     if in_trace and out_shardings is not None and _by_constraints(out_shardings):
         last = _constraining(last, out_shardings)
         del given["out_shardings"]
-    # JAX has the trace of the body in its cache, so the user's function is not traced again. But
-    # what it finds out once more for another `jax.jit` takes half as long as a trace.
+    # JAX has cached the trace of the body, so the user's function is not traced again. The rest of
+    # JAX's work for a second `jax.jit` still takes half as long as a trace, so avoid it.
     if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)
@@ -175,35 +182,34 @@ def make_program(
 
 
 def _by_constraints(shardings: Shardings) -> bool:
-    """Whether the shardings of a result are given by constraints, and not to `jax.jit`, inside of
-    another trace."""
-    meshes = [one.mesh for one in shardings if one is not None]
+    """Return whether, in an outer trace, constraints instead of `jax.jit` apply the shardings."""
+    meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     return any(
         isinstance(mesh, AbstractMesh) or AxisType.Explicit in mesh.axis_types for mesh in meshes
     )
 
 
 def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
-    """A body whose result is constrained, instead of being given shardings in `jax.jit`.
+    """Constrain the result of a body, instead of passing its shardings to `jax.jit`.
 
-    `jax.jit` takes a sharding on an abstract mesh only to lower a function, while a constraint
-    takes the devices of the arguments. And on Explicit axes `jax.jit` does not change the types of
+    `jax.jit` accepts a sharding on an abstract mesh only for lowering. A constraint uses the
+    devices of the arguments instead. On Explicit axes, `jax.jit` does not change the types of
     arrays, so the body would return arrays whose types are unsharded.
 
     Args:
         fun: the function.
-        shardings: for each array of the result.
+        shardings: the sharding of each array of the result.
     """
-    # JAX caches its trace by the function.
+    # JAX caches the trace of this function by its identity.
     jitted = jax.jit(fun)
 
     @functools.wraps(fun, updated=())
     def constraining(*given: Arrays) -> Output:
         output: Output = jitted(*given)
         values: list[jax.Array] = []
-        for array, one in zip(output.values, shardings, strict=True):
-            if one is not None:
-                array = with_constraint(array, one.mesh, one.spec, one.memory_kind)
+        for array, to in zip(output.values, shardings, strict=True):
+            if to is not None:
+                array = with_constraint(array, to.mesh, to.spec, to.memory_kind)
             values.append(array)
         return Output(values, output.skeleton, output.which)
 
@@ -211,10 +217,10 @@ def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
 
 
 def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> Sequence[AnyArray]:
-    """The arrays of a call as its function can be traced with them.
+    """Return the arrays of a call in a form that its function can be traced with.
 
-    If the mesh is of devices that are only compiled for, those that nobody has placed are abstract:
-    they are in the memory of other devices, of which there are other kinds.
+    If the mesh is a compilation target without devices, arrays with values become abstract. Their
+    memory is on different devices, with memories of different kinds.
     """
     if not isinstance(mesh, Mesh) or without_devices(mesh) is None:
         return arrays
@@ -225,20 +231,19 @@ def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> 
     return given
 
 
-_CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
+_CONFIG: Any = jax.config  # type checkers cannot see its options, which are attributes
 
 
 def without_jit() -> bool:
-    """Whether functions are run and not compiled, because of `jax.disable_jit()`."""
+    """Return whether functions run without compilation, under `jax.disable_jit()`."""
     return _CONFIG.jax_disable_jit
 
 
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[object]:
-    """A context with a mesh. It does nothing if the mesh is the current one, or while a function is
-    traced.
+    """Return a context that sets a mesh.
 
-    Call this only in a `with` statement: `jax.set_mesh` sets the mesh when it is called, and not
-    when it is entered.
+    It does nothing if the mesh is already current, or during a trace. Call this only in a `with`
+    statement, since `jax.set_mesh` sets the mesh when it is called, not when it is entered.
     """
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()

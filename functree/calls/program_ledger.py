@@ -1,4 +1,4 @@
-"""A function that JAX has compiled ─► the ledger of its program."""
+"""`ledger_of` reads the ledger of a function that JAX compiled."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +23,8 @@ from functree.tree.paths import Path
 
 @contextmanager
 def heard_compiling() -> Iterator[CompilerOutput]:
-    """Listen to the compiler. What it has said is not known if JAX found the program in one of its
-    caches."""
-    # By the number of programs that were compiled, since JAX does not tell whether it has done so.
+    """Collect the compiler's warnings. They are unknown if JAX found the program in a cache."""
+    # JAX does not report whether it compiled, so count the compiled programs.
     before = compile_events.by_compiler
     with listening() as said:
         yield said
@@ -44,32 +43,33 @@ def ledger_of(
     layouts: Callable[[], Layouts] | None = None,
     of_program: bool = True,
 ) -> Ledger:
-    """The ledger of a compiled function.
+    """Read the ledger of a compiled function.
 
     Args:
         compiled: JAX's compiled function.
         name: the name of the function.
-        parameters: the path of each of its arrays, in JAX's order; it begins with the name of an
-            argument.
+        parameters: the path of each array of its arguments, in JAX's order. A path begins with the
+            name of an argument.
         outputs: the path of each array of its result.
-        mesh: the mesh that it was compiled for; None for that of its shardings.
-        layouts: makes the layouts of its lowered program.
-        of_program: whether that is known; else the mesh is taken only if no sharding is on one.
-        warnings: what the compiler has said; None if it is not known.
+        mesh: the mesh that the function was compiled for; None for the mesh of its shardings.
+        warnings: the compiler's warnings; None if they are unknown.
+        layouts: a function that makes the layouts of the lowered program.
+        of_program: whether the function was surely compiled for `mesh`. Otherwise, the mesh of its
+            shardings comes first.
 
     Raises:
-        FunctreeError: the compiler gives no text of the program; the mesh has another number of
-            devices.
+        FunctreeError: if the compiler returns no text of the program, or if the number of devices
+            differs from the mesh.
     """
-    # For a large program XLA takes as long for this as we do for the text, and it lets other
-    # threads run meanwhile.
+    # For a large program, XLA's memory analysis takes as long as reading the text. It runs in a
+    # thread, since XLA lets other threads run meanwhile.
     with ThreadPoolExecutor(1) as pool:
         memory = pool.submit(compiled.memory_analysis)
         text = compiled.as_text()
         if text is None:
             platform = jax.default_backend()
             raise FunctreeError(
-                f"{name}: the compiler for {platform} gives no text of the program to read"
+                f"{name} has no ledger: the {platform} compiler returned no program text to read"
             )
         used, inputs = _used(compiled, parameters)
         results: list[Sharding] = tree_leaves(compiled.output_shardings)
@@ -95,12 +95,12 @@ def ledger_of(
 
 
 def _used(compiled: Compiled, parameters: Sequence[Path]) -> tuple[list[Path], list[Sharding]]:
-    """The paths and the shardings of the arrays that a program uses."""
+    """Return the paths and the shardings of the arrays that a program uses."""
     used: list[Path] = []
     shardings: list[Sharding] = []
     given = compiled.in_tree.flatten_up_to(compiled.input_shardings)
     for path, sharding in zip(parameters, given, strict=True):
-        # An array that the program does not use has no sharding, and is none of its parameters.
+        # An unused array has no sharding, and is not a parameter of the program.
         if sharding is not None:
             used.append(path)
             shardings.append(sharding)
@@ -110,46 +110,46 @@ def _used(compiled: Compiled, parameters: Sequence[Path]) -> tuple[list[Path], l
 def _mesh_of(
     shardings: Sequence[Sharding], given: Mesh | AbstractMesh | None, devices: int
 ) -> Mesh | AbstractMesh | None:
-    """The mesh of a program for a number of devices, by its shardings.
+    """Find the mesh of a program for a number of devices from its shardings.
 
-    It is the largest, since a part of the arrays may be on a mesh of some of the devices. If there
-    are several of its size with other axes, or none, the one that is given decides.
+    It is the largest mesh, since some arrays may be on a mesh of only some devices. The given mesh
+    decides if no sharding has a mesh, or if several of the largest size have different axes.
 
     Raises:
-        FunctreeError: the one that is given has another number of devices.
+        FunctreeError: if the chosen mesh has a different number of devices while a mesh is given.
     """
-    meshes = [one.mesh for one in shardings if isinstance(one, NamedSharding)]
-    mesh = max(meshes, key=lambda one: one.size, default=given)
-    axes = {tuple(one.shape.items()) for one in meshes if mesh and one.size == mesh.size}
+    meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
+    mesh = max(meshes, key=lambda each: each.size, default=given)
+    axes = {tuple(each.shape.items()) for each in meshes if mesh and each.size == mesh.size}
     if given is not None and mesh is not None and len(axes) > 1 and given.size == mesh.size:
         mesh = given
     if given is not None and mesh is not None and mesh.size != devices:
         raise FunctreeValueError(
-            f"ledger: the program was compiled for {count(devices, 'device')}, and `mesh=` "
+            f"ledger: the program was compiled for {count(devices, 'device')}, but `mesh=` "
             f"has {mesh.size}: give its arguments shardings on the mesh"
         )
     return mesh
 
 
 def _global_shapes(shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> list[Shape]:
-    """The shapes on all devices of arrays of these shapes on each of them."""
-    found: list[Shape] = []
+    """Compute global shapes from the shapes on each device."""
+    whole: list[Shape] = []
     for sharding, shape in zip(shardings, shapes, strict=True):
-        # As many elements along each dimension as there are devices can be cut in any way. JAX
-        # does not say it of a result itself if the program has effects in order.
+        # A dimension with one element per device divides evenly under any sharding. JAX itself
+        # does not report a result's global shape if the program has ordered effects.
         devices = sharding.num_devices
         parts = sharding.shard_shape((devices,) * len(shape))
-        found.append(tuple(size * devices // part for size, part in zip(shape, parts, strict=True)))
-    return found
+        whole.append(tuple(size * devices // part for size, part in zip(shape, parts, strict=True)))
+    return whole
 
 
 def _sharded(shardings: Iterable[Sharding], sizes: Mapping[str, int]) -> frozenset[str] | None:
-    """The mesh axes by which some of the shardings shard; None if one of them has other axes."""
-    found: set[str] = set()
+    """Return the mesh axes that shard any array; None if a sharding is on a different mesh."""
+    used: set[str] = set()
     for sharding in shardings:
         if sharding.is_fully_replicated:
             continue
         if not isinstance(sharding, NamedSharding) or dict(sharding.mesh.shape) != dict(sizes):
             return None
-        found |= named_axes(sharding.spec)
-    return frozenset(found)
+        used |= named_axes(sharding.spec)
+    return frozenset(used)

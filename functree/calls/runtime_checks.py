@@ -1,9 +1,8 @@
-"""A program with checks of Equinox, such as `eqx.error_if` ─► Equinox' error when one of them
-fails.
+"""`run_checked` raises Equinox' own error if an Equinox check in a program fails.
 
-Equinox raises such an error from a callback in the program. JAX makes an error of its own of it, of
-two kilobytes, and raises it where the result is used, which may be in another function. Under
-`eqx.filter_jit` it is Equinox' error, raised by the call.
+A check is `eqx.error_if`, for example. Equinox raises its error from a callback in the program. JAX
+wraps it in an error of two kilobytes, and raises this where the result is used, which may be in a
+different function. With `eqx.filter_jit`, the call raises Equinox' error.
 """
 
 import logging
@@ -16,16 +15,15 @@ from functree.calls.output import Output
 from functree.tree.arrays import Tree
 from functree.tree.jaxprs import AnyJaxpr, all_equations
 
-# How the message begins in JAX's error, and what follows it. Equinox has no public names for these.
+# The texts around the message in JAX's error. Equinox has no public names for them.
 _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
 
-# Here JAX writes the traceback of a callback that has failed, with Equinox' advice to use
-# `eqx.filter_jit`.
+# JAX logs the traceback of a failed callback here, with Equinox' advice to use `eqx.filter_jit`.
 _LOG = logging.getLogger("jax._src.callback")
 
 
 def has_checks(program: AnyJaxpr) -> bool:
-    """Whether a function, or one that it calls, has checks of Equinox."""
+    """Return whether a function, or a function that it calls, has Equinox checks."""
     for equation in all_equations(program):
         if equation.primitive.name == "pure_callback" and _is_check(equation.params["callback"]):
             return True
@@ -33,27 +31,27 @@ def has_checks(program: AnyJaxpr) -> bool:
 
 
 def _is_check(callback: object) -> bool:
-    """Whether the function of a callback is one of Equinox. A user's own does not make a call
-    wait."""
+    """Return whether a callback belongs to Equinox. A user's callback does not make a call wait."""
     fun = getattr(callback, "callback_func", callback)
     return str(getattr(fun, "__module__", "")).startswith("equinox.")
 
 
 def run_checked(run: Callable[..., Output], arguments: Sequence[Tree], name: str) -> Output:
-    """Run a program with checks, and wait until they have run, as `eqx.filter_jit` does. Otherwise
-    the error would come where the result is used.
+    """Run a program with checks, and wait for the checks as `eqx.filter_jit` does.
+
+    Without the wait, the error would be raised where the result is used.
 
     Raises:
-        EquinoxRuntimeError: a check has failed; the message is short.
+        EquinoxRuntimeError: if a check fails; the message is short.
     """
     _LOG.addFilter(_is_no_failure)
     try:
         output = run(*arguments)
-        # First on the first device, which runs the callback. If it fails, the other devices of a
-        # CPU wait for it until XLA ends the process.
-        own = [value for value in output.values if value.addressable_shards]
-        jax.block_until_ready([value.addressable_data(0) for value in own])
-        jax.block_until_ready(own)
+        # Wait for the first device first, since it runs the callback. If it fails, the other
+        # simulated devices of a CPU wait for it until XLA ends the process.
+        local = [value for value in output.values if value.addressable_shards]
+        jax.block_until_ready([value.addressable_data(0) for value in local])
+        jax.block_until_ready(local)
     except (RuntimeError, ValueError) as error:
         raise_failed(error, name)
         raise
@@ -63,16 +61,18 @@ def run_checked(run: Callable[..., Output], arguments: Sequence[Tree], name: str
 
 
 def raise_failed(error: RuntimeError | ValueError, name: str) -> None:
-    """Raise Equinox' error if JAX's is about a check that has failed. JAX raises a ValueError if
-    the program has ended before the call returns."""
+    """Raise Equinox' error if JAX's error is about a failed check.
+
+    JAX raises a ValueError if the program ends before the call returns.
+    """
     _, found, rest = str(error).partition(_BEGINNING)
     if not found:
         return
     message, _, _ = rest.partition(_END)
-    # `from None`, since the other one has all of it too, among much else.
+    # `from None`, since JAX's error repeats this message in a much longer text.
     raise eqx.EquinoxRuntimeError(
-        f"{message}\n\nThis is a check in {name}. The environment variable "
-        "`EQX_ON_ERROR=breakpoint` opens a debugger where it is made."
+        f"{message}\n\nThis check failed in {name}. Set the environment variable "
+        "`EQX_ON_ERROR=breakpoint` to open a debugger at the check."
     ) from None
 
 

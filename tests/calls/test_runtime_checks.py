@@ -56,7 +56,7 @@ def test_it_is_the_error_of_the_call(case: str, caplog: pytest.LogCaptureFixture
     call(X)
     for _ in range(2):  # the second call is not traced
         with pytest.raises(
-            eqx.EquinoxRuntimeError, match=r"^x is negative\n\nThis is a check in "
+            eqx.EquinoxRuntimeError, match=r"^x is negative\n\nThis check failed in "
         ) as e:
             call(-X)
         assert len(str(e.value)) < 200 and e.value.__suppress_context__
@@ -69,8 +69,8 @@ def test_its_message():
     with pytest.raises(eqx.EquinoxRuntimeError) as caught:
         ft.jit(check)(-X)
     assert str(caught.value) == (
-        "x is negative\n\nThis is a check in check. The environment variable "
-        "`EQX_ON_ERROR=breakpoint` opens a debugger where it is made."
+        "x is negative\n\nThis check failed in check. Set the environment variable "
+        "`EQX_ON_ERROR=breakpoint` to open a debugger at the check."
     )
     # Around it, `eqx.filter_jit` says all of what it says.
     with pytest.raises(eqx.EquinoxRuntimeError, match=r"x is negative(?s:.*)`JAX_DISABLE_JIT=1`"):
