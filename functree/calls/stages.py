@@ -1,4 +1,4 @@
-"""A call of a function ─► its stages, traced, lowered and compiled, for trees of modules."""
+"""`Traced`, `Lowered` and `Compiled` are the stages of a call with trees of modules."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -31,14 +31,14 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class StagedCall(NamedTuple):
-    """The call that a stage belongs to. It holds no arrays.
+    """The call that a stage belongs to, without its arrays.
 
     Attributes:
         program: the program of the call.
         signature: the signature of the function.
-        bind: a function from the arguments of another call to this call, as a tree.
+        bind: a function from the arguments of a call to that call as a tree.
         by_keyword: the names of the arguments that are passed by keyword.
-        arrays: the arrays of the call, abstract, with their shardings as far as they are known.
+        arrays: the call's abstract arrays, with their shardings where these are known.
         log: the compilations of the function.
     """
 
@@ -50,19 +50,18 @@ class StagedCall(NamedTuple):
     log: Log
 
     def values(self, tree: Tree) -> list[Any]:
-        """A tree from JAX with the structure of the compiled function's arguments ─► a value for
-        each array."""
+        """Return one value per array from a JAX tree with the structure of the arguments."""
         arguments, _ = tree
         return self.program.body.arguments.join(arguments)
 
     def arguments(self, values: Sequence[object]) -> tuple[Args, dict[str, Tree]]:
-        """A value for each array ─► `(args, kwargs)` of the call, with None for static values."""
+        """Return `(args, kwargs)` with one value per array, and None for static values."""
         args, kwargs = self.signature.arguments(self.program.group.skeleton.spread(values))
-        # Behind an argument that is passed by keyword, defaults have no position either.
+        # After an argument that is passed by keyword, defaults have no position either.
         return self.signature.by_keyword(args, kwargs, self.by_keyword)
 
     def situation(self) -> Situation:
-        """Everything that a compilation of the call depends on."""
+        """Return everything that a compilation of the call depends on."""
         return Situation.of(self.program.group, self.arrays, self.program.mesh, self.program.rules)
 
 
@@ -72,11 +71,12 @@ _Stage = TypeVar("_Stage", jax.stages.Traced, jax.stages.Lowered, jax.stages.Com
 class Stage(Generic[_Stage]):
     """The base class of the three stages.
 
-    Trees have the structure of the function's arguments `(args, kwargs)`, with None instead of
-    leaves that are not arrays, or the structure of its result.
+    Trees have the structure of the function's result, or of its arguments `(args, kwargs)`. In
+    arguments, None replaces the leaves that are not arrays.
 
     Attributes:
-        jax: JAX's own stage, of a function of arrays: the jaxpr, memory layouts, the executable.
+        jax: JAX's own stage for the function of arrays, with its jaxpr, memory layouts and
+            executable.
     """
 
     def __init__(self, stage: _Stage, call: StagedCall):
@@ -85,8 +85,7 @@ class Stage(Generic[_Stage]):
 
     @property
     def args_info(self) -> tuple[Args, dict[str, Tree]]:
-        """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes, and whether they are
-        donated."""
+        """`(args, kwargs)` of `jax.stages.ArgInfo`: shapes, dtypes and donation."""
         return self._arguments(self.jax.args_info)
 
     @property
@@ -101,7 +100,7 @@ class Stage(Generic[_Stage]):
 
     @property
     def out_info(self) -> Tree:
-        """The result, with an abstract value for each array."""
+        """The result, with an abstract value in place of each array."""
         return self.jax.out_info.tree
 
     @property
@@ -110,7 +109,7 @@ class Stage(Generic[_Stage]):
         return tree_structure(self.out_info)
 
     def _arguments(self, tree: Tree) -> tuple[Args, dict[str, Tree]]:
-        """A tree from JAX as `(args, kwargs)` of the function."""
+        """Convert a tree from JAX to `(args, kwargs)` of the function."""
         return self._call.arguments(self._call.values(tree))
 
     def __repr__(self) -> str:
@@ -118,7 +117,7 @@ class Stage(Generic[_Stage]):
 
 
 class Traced(Stage[jax.stages.Traced]):
-    """A function traced for one call; like `jax.stages.Traced`, for functions of modules.
+    """A function traced for one call, like `jax.stages.Traced` but for functions of modules.
 
     Examples:
         >>> traced = ft.jit(lambda x: {"y": 2 * x}).trace(
@@ -135,15 +134,15 @@ class Traced(Stage[jax.stages.Traced]):
 
     @property
     def donated(self) -> tuple[Path, ...]:
-        """The paths of the donated ones."""
+        """The paths of the donated arrays."""
         return tuple(self.paths[i] for i in self._program.body.arguments.donated)
 
     def arrays(self, args: Args, kwargs: Kwargs) -> list[AnyArray]:
-        """The arrays of a call like the traced one, in JAX's order, and placed as that is traced.
+        """Return the arrays of a similar call in JAX's order, placed as in the traced call.
 
         Args:
-            args: the arguments by position.
-            kwargs: those by keyword.
+            args: the positional arguments.
+            kwargs: the keyword arguments.
         """
         _, arrays = Skeleton.apart(self._call.bind(args, kwargs))
         for i, kind in enumerate(self._call.arrays):
@@ -153,55 +152,58 @@ class Traced(Stage[jax.stages.Traced]):
         return arrays
 
     def of_arrays(self) -> tuple[jax.stages.Wrapped, list[jax.ShapeDtypeStruct]]:
-        """The program as a plain `jax.jit` function of its arrays, for `jax.export`; and these,
-        abstract."""
+        """Return the program as a `jax.jit` function for `jax.export`, and its abstract arrays.
+
+        Raises:
+            FunctreeError: if the function closes over a `jax.Ref`.
+        """
         if self._closes_over_refs:
             raise FunctreeError(
-                f"{self._program.name} closes over a `jax.Ref`, which stays in this process: pass "
-                "and return the value"
+                f"{self._program.name} closes over a `jax.Ref`, which exists only in this process: "
+                "pass and return its value"
             )
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
-            # JAX puts an array that nobody has placed on a single device. What is exported does not
-            # depend on that.
+            # JAX puts an uncommitted array on a single device. An exported function does not depend
+            # on that.
             if not isinstance(array.sharding, NamedSharding):
                 arrays[i] = array.update(sharding=None)
         return self._program.of_arrays(), arrays
 
     @property
     def entered(self) -> Mesh | None:
-        """The mesh that is entered around a call, if it is not the current one."""
+        """The mesh to enter around a call, unless it is the current mesh."""
         return self._program.entered
 
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **refused: object
     ) -> "Lowered":
-        """Lower the function, for this platform or for others (`("tpu",)`).
+        """Lower the function for this platform, or for different ones such as `("tpu",)`.
 
         Raises:
-            FunctreeError: `lowering_platforms` is not a tuple of names; another option is given, as
-                by `jax.export`.
+            FunctreeError: if `lowering_platforms` is not a tuple of names, or if a different option
+                is given, as `jax.export` does.
         """
         name = self._program.name
-        # Only JAX's own functions, such as `jax.export.export`, have options like this one.
+        # Only JAX's own functions, such as `jax.export.export`, pass options with an underscore.
         if any(option.startswith("_") for option in refused):
             raise FunctreeTypeError(
-                f"`jax.export.export` takes what `jax.jit` returns, and {name} is a function of "
-                f"functree: write `ft.export({name}, *args)`, whose result "
-                "`jax.export.deserialize` reads"
+                f"`jax.export.export` takes a `jax.jit` function, but {name} is a functree "
+                f"function: write `ft.export({name}, *args)`, whose result "
+                "`jax.export.deserialize` can read"
             )
         for option in refused:
             raise FunctreeTypeError(
-                f"{name} cannot be lowered so: there is no option `{option}`"
+                f"{name}: `lower()` has no option `{option}`"
                 f"{did_you_mean(option, ['lowering_platforms'])}"
             )
         check(
-            f"{self._program.name} cannot be lowered so",
+            f"{self._program.name}: invalid options of `lower()`",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
-        # On the mesh of the calls: otherwise JAX would lower and compile again for a call.
+        # Lower on the mesh of the calls: otherwise a call would lower and compile again.
         program = self._program
-        shardings = (one.sharding for one in self._call.arrays)
+        shardings = (array.sharding for array in self._call.arrays)
         check_callbacks(program.name, self.jax.jaxpr, shardings)
         with around(program.entered):
             lowered = self.jax.lower(lowering_platforms=lowering_platforms)
@@ -209,11 +211,11 @@ class Traced(Stage[jax.stages.Traced]):
 
     @property
     def _closes_over_refs(self) -> bool:
-        return any(isinstance(one, jax.Ref) for one in self.jax.jaxpr.consts)
+        return any(isinstance(constant, jax.Ref) for constant in self.jax.jaxpr.consts)
 
 
 class Lowered(Stage[jax.stages.Lowered]):
-    """A function lowered for one call; like `jax.stages.Lowered`, for functions of modules.
+    """A function lowered for one call, like `jax.stages.Lowered` but for functions of modules.
 
     Examples:
         >>> lowered = ft.jit(lambda x: 2 * x).lower(jnp.ones(3))
@@ -235,22 +237,22 @@ class Lowered(Stage[jax.stages.Lowered]):
         """Compile the program.
 
         Args:
-            compiler_options: as in `jax.jit`.
-            device_assignment: the devices of a program that was traced on an abstract mesh, in the
+            compiler_options: the compiler options, as in `jax.jit`.
+            device_assignment: the devices for a program that was traced on an abstract mesh, in the
                 order of that mesh.
 
         Raises:
-            FunctreeError: one of them is something else; or the program does not fit in the memory
-                of a target; or the function closes over a `jax.Ref`.
+            FunctreeError: if an argument has the wrong type, if the program does not fit in the
+                memory of a target, or if the function closes over a `jax.Ref`.
         """
-        # JAX cannot describe such a program: its result has the refs among the arrays.
+        # JAX cannot describe the compiled program: its result has the refs among the arrays.
         if self._closes_over_refs:
             raise FunctreeError(
-                f"{self._program.name} closes over a `jax.Ref`, and JAX does not tell how such a "
-                "program is compiled: call the function itself, or pass and return the value"
+                f"{self._program.name} closes over a `jax.Ref`, so `lower().compile()` cannot "
+                "compile it: call the function itself, or pass and return the value"
             )
         check(
-            f"{self._program.name} cannot be compiled so",
+            f"{self._program.name}: invalid options of `compile()`",
             compiler_options=(compiler_options, MAPPING.or_none()),
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
@@ -258,43 +260,43 @@ class Lowered(Stage[jax.stages.Lowered]):
         before = compile_events.count
         with heard_compiling() as heard, around(self._program.entered), self._refusing_too_large():
             compiled = self.jax.compile(options, device_assignment=device_assignment)
-        # Otherwise JAX had compiled it before, for a call or here.
+        # Otherwise, JAX had already compiled the program, for a call or here.
         if compile_events.have(self._program.body.__name__, before):
             pairs = tuple(sorted((options or {}).items()))
             self._call.log.add(self._call.situation()._replace(options=pairs))
-        # On devices that are there, JAX's own error comes when the program is run.
+        # On available devices, JAX raises its own error when the program runs.
         target = self._target()
         if target is not None:
             check_fits(self._program.name, target, compiled, self._placed_by_path)
         return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self.layouts)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
-        """A context in which a program that is too large for a target is an error with paths."""
+        """Return a context where a program too large for a target raises an error with paths."""
         target = self._target()
         if target is None:
             return nullcontext()
         return refusing_too_large(self._program.name, target, self._placed_by_path)
 
     def _target(self) -> Mesh | None:
-        """The mesh, if its devices are only compiled for."""
+        """Return the mesh if it is a compilation target without devices."""
         mesh = self._program.mesh
         if self._program.missing is None or not isinstance(mesh, Mesh):
             return None
         return mesh
 
     def _placed_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """The arrays of the call by path, as the program takes them."""
+        """Return the call's arrays by path, with the shardings that the program takes."""
         return dict(zip(self._program.group.paths, self._call.arrays, strict=True))
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
-        """The program as text: `dialect` is `"stablehlo"` or `"hlo"`."""
+        """Return the program as text in a dialect, `"stablehlo"` or `"hlo"`."""
         return self.jax.as_text(dialect=dialect, debug_info=debug_info)
 
     def layouts(self) -> Layouts:
-        """How each operation will be laid out, and who has decided so. Nothing is compiled.
+        """Return the layout of each operation and its origin, without compiling the program.
 
         Raises:
-            FunctreeError: this version of JAX does not have the passes of Shardy.
+            FunctreeError: if this version of JAX does not have Shardy's passes.
 
         Examples:
             >>> mesh = ft.make_mesh(data=8)
@@ -304,19 +306,20 @@ class Lowered(Stage[jax.stages.Lowered]):
             >>> print(scale.lower(jnp.ones((16, 4))).layouts().rows[-1].array)
             f32[16/data, 4]
         """
-        # Kept, because a ledger has them too.
+        # Kept, because the ledger needs them too.
         if self._layouts is None:
             self._layouts = layouts_of(self.jax, self.jax.out_info.paths())
         return self._layouts
 
     def cost_analysis(self) -> Any | None:
-        """The compiler's estimate of the costs, before compilation."""
+        """Return the compiler's cost estimate, before compilation."""
         return self.jax.cost_analysis()
 
 
 class Compiled(Stage[jax.stages.Compiled]):
-    """A function compiled for one call; like `jax.stages.Compiled`, for functions of modules. It
-    can be called.
+    """A function compiled for one call, like `jax.stages.Compiled` but for functions of modules.
+
+    It can be called.
 
     Examples:
         >>> scale = ft.jit(lambda m, x: m["w"] * x)
@@ -324,12 +327,12 @@ class Compiled(Stage[jax.stages.Compiled]):
         >>> compiled({"w": jnp.ones(3)}, jnp.ones(4))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeTypeError: <lambda>: 1 argument is not as compiled
+        functree.errors.FunctreeTypeError: <lambda>: 1 argument does not match the compiled program
         <BLANKLINE>
           x   f32[4]
               shape (3,) when compiled, (4,) now
         <BLANKLINE>
-        Try: call the function itself, which compiles again if necessary
+        Try: call the function itself, which recompiles if necessary
     """
 
     def __init__(
@@ -341,106 +344,111 @@ class Compiled(Stage[jax.stages.Compiled]):
         layouts: Callable[[], Layouts],
     ):
         super().__init__(stage, call)
-        # JAX has it for a compiled function too, but not for one with ordered effects.
+        # JAX's compiled stage has it too, but not for a function with ordered effects.
         self._output: Output = output
         self._warnings, self._layouts = warnings, layouts
-        self._checked: Hashable = None  # the kinds of the arrays that were checked last
+        self._checked: Hashable = None  # the kinds of the last checked arrays
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Tree:
         """Run the compiled program.
 
         Raises:
-            FunctreeError: arguments have another structure, shape, dtype or sharding than those
-                that it was compiled for; an array is donated twice, or is deleted. The error lists
-                the paths. Or the program was compiled for devices that are not there.
+            FunctreeError: if the structure, shape, dtype or sharding of an argument differs from
+                the compiled program; if an array is deleted or donated twice; or if the program was
+                compiled for a target without devices. The error lists the paths.
         """
         program, call = self._program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
         if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
             raise self._other(call)
-        # By class, because this runs in every call; and before the others, because a tracer has no
+        # By class, because this runs in every call. It comes first, because a tracer has no
         # commitment.
         kinds = set(map(type, arrays))
         if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
             raise self._without_value(arrays)
         concrete = all(issubclass(kind, jax.Array) for kind in kinds)
         flat = FlatCall(call, program.group, arrays, concrete)
-        if program.missing is None:  # otherwise it cannot run in any case
+        if program.missing is None:  # otherwise the program cannot run, and `check_call` raises
             self._check(flat)
         check_call(program, flat)
         return program.run(self.jax, arrays)
 
     def _check(self, flat: FlatCall) -> None:
-        """Raise FunctreeError if arrays are not as they were when the program was compiled."""
+        """Check that arrays match the compiled program.
+
+        Raises:
+            FunctreeError: if an array's shape, dtype or sharding differs, or if an array is donated
+                twice.
+        """
         program, arrays = self._program, flat.arrays
-        # Arrays with the same type, sharding and commitment as in the last call need no check. The
-        # commitment counts, since JAX moves uncommitted arrays to the devices of the program, but
-        # not committed ones.
+        # Arrays with the same type, sharding and commitment as in the last call need no check.
+        # Commitment matters, since JAX moves uncommitted arrays to the program's devices, but not
+        # committed arrays.
         now = flat.kinds()
         if now == self._checked:
             return
-        found = self._differences(arrays)
-        if found:
-            raise _refuse(program, found, dict(zip(program.group.paths, arrays, strict=True)))
+        changes = self._differences(arrays)
+        if changes:
+            raise _refuse(program, changes, dict(zip(program.group.paths, arrays, strict=True)))
         arguments = program.body.arguments
-        # Their buffers are compared only here, as in the first call of a function.
+        # Buffers are compared only here, as in a function's first call.
         if arguments.donated:
             check_donated(program.name, program.group.paths, arrays, arguments, by_buffer=True)
         self._checked = now
 
     def _differences(self, arrays: Sequence[AnyArray]) -> list[Difference]:
-        """The differences from the arrays that the program was compiled for."""
-        found: list[Difference] = []
+        """Compare arrays with the arrays that the program was compiled for."""
+        changes: list[Difference] = []
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
         paths = self._program.group.paths
         for path, x, kind, sharding in zip(paths, arrays, types, shardings, strict=True):
-            # One for each array: what is said of the first would be repeated by the others.
+            # One difference for each array: the first usually explains the others.
             if tuple(x.shape) != tuple(kind.shape):
-                found.append(Difference(path, "shape", tuple(kind.shape), tuple(x.shape)))
+                changes.append(Difference(path, "shape", tuple(kind.shape), tuple(x.shape)))
             elif x.dtype != kind.dtype:
-                found.append(Difference(path, "dtype", kind.dtype, x.dtype))
+                changes.append(Difference(path, "dtype", kind.dtype, x.dtype))
             elif isinstance(x, jax.Array) and not _is_taken(x, sharding):
                 before, now = sharding_text(sharding), sharding_text(x.sharding)
-                found.append(Difference(path, "sharding", before, now))
-        return found
+                changes.append(Difference(path, "sharding", before, now))
+        return changes
 
     def _without_value(self, arrays: Sequence[AnyArray]) -> FunctreeError:
-        """The error for an array that is traced or abstract."""
+        """Return the error for an array that is traced or abstract."""
         name, pairs = self._program.name, zip(self._program.group.paths, arrays, strict=True)
         path = next(path for path, x in pairs if isinstance(x, Tracer | jax.ShapeDtypeStruct))
         return FunctreeTypeError(
-            f"{name}: `{path}` has no value, and a compiled program runs on values"
+            f"{name}: `{path}` has no value, but a compiled program runs on values: pass a "
+            "concrete array"
         )
 
     def _other(self, call: Record) -> FunctreeError:
-        """The error for a call with another structure or other static values."""
+        """Return the error for a call with a different structure or different static values."""
         skeleton, arrays = Skeleton.apart(call)
         group = CallGroup(skeleton.learn(call))
         before = self._call.situation()
         now = Situation.of(group, arrays, before.mesh, before.rules)
-        # Not the shardings: those of the program are the compiler's, and those of the call that it
-        # was traced for are no requirement.
+        # Shardings are left out: the compiler chose the program's shardings, and the traced call's
+        # shardings are not a requirement.
         kinds = ("static", "structure", "shape", "dtype")
-        found = [one for one in differences(before, now) if one.kind in kinds]
-        return _refuse(self._program, found, dict(zip(group.paths, arrays, strict=True)))
+        changes = [change for change in differences(before, now) if change.kind in kinds]
+        return _refuse(self._program, changes, dict(zip(group.paths, arrays, strict=True)))
 
     @property
     def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
-        """`(args, kwargs)` of `jax.ShapeDtypeStruct`s: what the program takes, with its
-        shardings."""
+        """`(args, kwargs)` of `jax.ShapeDtypeStruct`s that the program takes, with shardings."""
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
-        # With the weak types too: a step that returns a Python number where it took an array is
-        # compiled again.
+        # Weak types are kept: a step that returns a Python number where it took an array is
+        # recompiled.
         return self._call.arguments(list(map(abstract, types, shardings)))
 
     def abstract_result(self, types: Sequence[Any]) -> Tree:
-        """The result as `jax.ShapeDtypeStruct`s, with its shardings.
+        """Return the result as `jax.ShapeDtypeStruct`s, with its shardings.
 
         Args:
-            types: JAX's type of each array of the program's result: those that are in the jaxpr may
-                be weak.
+            types: the JAX type of each array of the program's result. Types from the jaxpr may be
+                weak.
         """
         shardings: Output = self.jax.output_shardings
         return self._output.like(list(map(abstract, types, shardings.values)))
@@ -456,24 +464,24 @@ class Compiled(Stage[jax.stages.Compiled]):
         return self.jax.output_shardings.tree
 
     def as_text(self) -> str | None:
-        """The compiled program as text. Its parameters have the paths of the arrays: `x`,
-        `model.up`."""
+        """Return the compiled program as text; its parameters are named by path, as `model.up`."""
         return self.jax.as_text()
 
     def cost_analysis(self) -> Any | None:
-        """The compiler's estimate of costs: flops, bytes accessed."""
+        """Return the compiler's cost estimate, with flops and bytes accessed."""
         return self.jax.cost_analysis()
 
     def memory_analysis(self) -> Any | None:
-        """The compiler's estimate of memory on one device, in bytes."""
+        """Return the compiler's estimate of memory on one device, in bytes."""
         return self.jax.memory_analysis()
 
     def ledger(self) -> Ledger:
-        """What the compiled program moves between devices, for which parameters, and what it keeps
-        in memory.
+        """Return the ledger of what the program moves between devices and keeps in memory.
+
+        The ledger attributes the moved bytes to parameters.
 
         Raises:
-            FunctreeError: the compiler gives no text of the program.
+            FunctreeError: if the compiler returns no text of the program.
         """
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
@@ -489,26 +497,25 @@ class Compiled(Stage[jax.stages.Compiled]):
 
 
 def _is_taken(array: jax.Array, sharding: Sharding | None) -> bool:
-    """Whether JAX accepts an array: it is sharded as required, or may be moved because it is
-    uncommitted."""
+    """Return whether JAX accepts an array, as it is or by moving it because it is uncommitted."""
     return sharding is None or not array.committed or is_sharded_as(array, sharding)
 
 
 def _refuse(
-    program: Program, found: Sequence[Difference], arrays: Mapping[Path, AnyArray]
+    program: Program, changes: Sequence[Difference], arrays: Mapping[Path, AnyArray]
 ) -> FunctreeError:
-    """The error for arguments that differ from those that the program was compiled for."""
-    remedy = "call the function itself, which compiles again if necessary"
+    """Return the error for arguments that differ from the arguments of the compiled call."""
+    remedy = "call the function itself, which recompiles if necessary"
     problems: list[Problem] = []
-    for different in found:
-        before, now = different.text(different.before), different.text(different.now)
-        why = f"{different.kind} {before} when compiled, {now} now"
-        array = arrays.get(different.path)
+    for change in changes:
+        before, now = change.text(change.before), change.text(change.now)
+        why = f"{change.kind} {before} when compiled, {now} now"
+        array = arrays.get(change.path)
         if array is None:
-            problems.append(Problem(different.path, None, "", why, remedy))
+            problems.append(Problem(change.path, None, "", why, remedy))
         else:
-            problems.append(array_problem(different.path, array, why, remedy))
+            problems.append(array_problem(change.path, array, why, remedy))
     number = len({problem.path for problem in problems})
-    verb = "is" if number == 1 else "are"
-    headline = f"{program.name}: {count(number, 'argument')} {verb} not as compiled"
+    verb = "does" if number == 1 else "do"
+    headline = f"{program.name}: {count(number, 'argument')} {verb} not match the compiled program"
     return FunctreeTypeError(headline, problems)

@@ -185,7 +185,7 @@ def test_what_is_put_there_is_told_from_what_lies_elsewhere_by_choice(
     assert float(compiled(model, np.ones((4, 8), np.float32))["loss"]) == 4096
     with pytest.raises(
         ft.FunctreeError,
-        match=r"(?s)1 argument is not as compiled.*x   f32\[4, 8\].*sharding P\('data'\)",
+        match=r"(?s)1 argument does not match the compiled program.*x   f32\[4, 8\].*sharding P\('data'\)",
     ):
         compiled(model, jax.device_put(loose, jax.devices()[0]))
 
@@ -278,7 +278,7 @@ def test_a_compiled_function_runs_on_values():
         lambda: jax.jit(compiled)(jnp.ones(2)),
         lambda: compiled(jax.ShapeDtypeStruct((2,), "float32")),
     ):
-        with raises("`x` has no value, and a compiled program runs on values"):
+        with raises("`x` has no value, but a compiled program runs on values: pass a concrete array"):
             call()
 
 

@@ -114,15 +114,15 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "export": (
         lambda: jax.export.export(ft.jit(lambda x: x + 1))(X),
-        ("`jax.export.export` takes what `jax.jit` returns", "write `ft.export(<lambda>, *args)`"),
+        ("`jax.export.export` takes a `jax.jit` function", "write `ft.export(<lambda>, *args)`"),
     ),
     "export of a closed ref": (
         exported_with_ref,
-        ("<lambda> closes over a `jax.Ref`, which stays in this process: pass and return the",),
+        ("<lambda> closes over a `jax.Ref`, which exists only in this process: pass and return",),
     ),
     "an option of lower": (
         lambda: ft.jit(lambda x: x).trace(X).lower(lowering_platform=("cpu",)),
-        ("there is no option `lowering_platform`", "`lowering_platforms`"),
+        ("`lower()` has no option `lowering_platform`", "`lowering_platforms`"),
     ),
     "typed class": (
         lambda: ft.typed(Bias),
