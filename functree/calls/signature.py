@@ -1,4 +1,4 @@
-"""A function ─► its `Signature`: a class for its calls, trees with the parameters as fields."""
+"""A `Signature` turns a call of a function into a tree with the parameters as fields."""
 
 import functools
 import inspect
@@ -34,20 +34,20 @@ Kwargs = Mapping[str, Tree]
 
 @register_static
 class NotGiven:
-    """The value of a parameter that a call does not give; a tree without leaves."""
+    """The value of a parameter that a call omits. It is a tree without leaves."""
 
 
 NOT_GIVEN = NotGiven()
 
 
 class Partial(NamedTuple):
-    """A callable as a function and the arguments that are bound to it, as `functools.partial` is.
+    """A callable as a function and the arguments bound to it, like `functools.partial`.
 
     Attributes:
         fun: the function.
-        args: arguments bound by position: the instance of a method, the arguments of a partial, a
-            callable module.
-        kwargs: arguments bound by name.
+        args: the arguments bound by position: the instance of a method, the arguments of a partial,
+            or a callable module.
+        kwargs: the arguments bound by name.
     """
 
     fun: AnyFunction
@@ -56,38 +56,40 @@ class Partial(NamedTuple):
 
     @classmethod
     def of(cls, fun: Any) -> "Partial":
-        """The function of a callable and its bound arguments. Raises FunctreeError if it cannot be
-        called."""
+        """Separate a callable into a function and its bound arguments.
+
+        Raises:
+            FunctreeError: if the value is not callable.
+        """
         if not FUNCTION.fits(fun):
-            raise FunctreeTypeError(f"a function was expected, not {shown(fun)}")
+            raise FunctreeTypeError(f"expected a function, not {shown(fun)}")
         if isinstance(fun, functools.partial):
             inner, args, kwargs = cls.of(fun.func)
             return cls(inner, (*args, *fun.args), {**kwargs, **fun.keywords})
         if hasattr(fun, "__func__") and hasattr(fun, "__self__"):
             return cls(fun.__func__, (fun.__self__,), {})
-        # A callable module is a node of a tree: its arrays are arguments of the function
-        # `type(fun).__call__`.
+        # A callable module is a tree node, so its arrays become arguments of `type(fun).__call__`.
         if default_registry.flatten_one_level(fun) is not None:
             return cls(type(fun).__call__, (fun,), {})
         return cls(fun, (), {})
 
     def with_bound(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """The arguments of a call with those that are bound."""
+        """Return a call's arguments together with the bound arguments."""
         if not self.args and not self.kwargs:
             return args, kwargs
         return (*self.args, *args), {**self.kwargs, **kwargs}
 
 
 class Record(tuple):
-    """A call of a function, or its result: a named tuple, which is a tree with annotated fields.
+    """A call of a function, or its result, as a named tuple with annotated fields.
 
-    Each signature has classes of its own for them. They are not made by `typing.NamedTuple`, which
-    refuses names that begin with an underscore. JAX and functree treat any subclass of tuple with
-    `_fields` as a named tuple.
+    Each signature has its own subclasses. `typing.NamedTuple` is not used, since it refuses names
+    that begin with an underscore. JAX and functree treat any tuple subclass with `_fields` as a
+    named tuple.
     """
 
     __slots__ = ()
-    # Without an annotation, which would be read as that of a parameter.
+    # Not annotated, since the annotation would be read as a parameter's.
     _fields = tuple[str, ...]()
 
     def __new__(cls, *values: Tree) -> Self:
@@ -95,32 +97,30 @@ class Record(tuple):
 
 
 class Signature:
-    """The parameters and annotations of a function. A call of the function is a named tuple of its
-    arguments.
+    """The parameters and annotations of a function, and the class of its calls.
 
-    Such a named tuple is a tree with annotated fields, so the axes of arguments are read like those
-    of a module. A signature has no reference to the function itself, so that caches with signatures
-    do not keep functions alive.
+    A call is a named tuple of the arguments. It is a tree with annotated fields, so the axes of
+    arguments are read like the axes of a module. A signature does not reference the function, so
+    caches that hold signatures do not keep functions alive.
 
     Args:
         fun: a function.
-        bound: the number of parameters that are bound by position, and the names of those that are
-            bound by name.
+        bound: the number of parameters bound by position, and the names of the parameters bound by
+            name.
 
     Raises:
-        FunctreeError: the function is written in C, and has no signature that Python can read.
+        FunctreeError: if the function is written in C and Python cannot read its signature.
 
     Attributes:
         name: the name of the function.
-        positional: the names of the parameters that are given by position, without those that are
-            bound.
+        positional: the names of the positional parameters that are not bound.
         by_name: the name of the `**kwargs` parameter, or None.
         many: the name of the `*args` parameter, or None.
         call: the class of its calls.
     """
 
     def __init__(self, fun: AnyFunction, bound: tuple[int, Collection[str]] = (0, ())):
-        # `Model.step`, and of a function in a function its own name only.
+        # A method has its class in the name, `Model.step`. A nested function has only its own name.
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
         signature = inspected(fun)
         if _passes_on(fun):
@@ -142,8 +142,8 @@ class Signature:
                 self.positional += (parameter.name,)
         self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
         self._defaults: Args = tuple(p.default for p in parameters)
-        # Forward references in the annotations are looked up in this module.
-        # Code that runs without a `__name__`, such as by `exec`, has functions of no module.
+        # Forward references in annotations are looked up in this module. Functions made by code
+        # without a `__name__`, as in `exec`, have no module.
         self._module: str = getattr(fun, "__module__", None) or __name__
         self._returned: object = _resolved(fun, signature.return_annotation)
         self.call: type[Record] = _record(
@@ -152,7 +152,7 @@ class Signature:
 
     @classmethod
     def of(cls, fun: object) -> tuple["Signature", Partial]:
-        """The signature of a callable, and what is bound to it."""
+        """Return the signature of a callable, and its function with the bound arguments."""
         partial = Partial.of(fun)
         return cls(partial.fun, (len(partial.args), partial.kwargs)), partial
 
@@ -161,17 +161,24 @@ class Signature:
         """The names of all parameters, in the order of the signature."""
         return self.call._fields
 
-    # Only for layouts of the result, and a new class takes as long as a signature.
+    # Cached: only layouts of results need it, and a new class takes as long as a signature.
     @cached_property
     def result(self) -> type[Record]:
         """The class of its results, with one field."""
         return _record(self._module, {RESULT: self._returned})
 
     def bind(self, args: Args, kwargs: Kwargs) -> Record:
-        """A call with defaults; `args` begin with bound arguments. Raises FunctreeError for a call
-        that does not fit."""
-        # The usual call, by position and without `*args` or `**kwargs`, is bound without `inspect`,
-        # which is slow.
+        """Bind arguments and defaults to the parameters.
+
+        Args:
+            args: the positional arguments, which begin with the bound arguments.
+            kwargs: the keyword arguments.
+
+        Raises:
+            FunctreeError: if the arguments do not fit the signature.
+        """
+        # `inspect` is slow, so the usual call, with only positional arguments and parameters, is
+        # bound without it.
         if self._simple and not kwargs:
             missing = self._defaults[len(args) :]
             if len(args) + len(missing) == len(self._defaults) and not any(
@@ -182,37 +189,44 @@ class Signature:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise FunctreeTypeError(f"{self.name}: {error}") from None
-        # They are a part of the call, so that a call with a default is that in which it is given.
+        # A call that omits an argument then equals a call that passes its default.
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
 
     def each(self, call: Record) -> Iterator[tuple[Path, Tree]]:
-        """The arguments of a call with their paths; each argument in `*args` and `**kwargs` has its
-        own path."""
+        """Yield the arguments of a call with their paths.
+
+        Each argument in `*args` and `**kwargs` has its own path.
+        """
         for name, value in zip(self.parameters, call, strict=True):
             if name == self.by_name:
                 yield from ((Path((name, key)), value[key]) for key in value)
             elif name == self.many:
-                yield from ((Path((name, i)), one) for i, one in enumerate(value))
+                yield from ((Path((name, i)), argument) for i, argument in enumerate(value))
             else:
                 yield Path((name,)), value
 
     def given(self, args: Args, kwargs: Kwargs) -> Collection[str]:
-        """The parameters that have a value in `args` and `kwargs`, and not their default."""
+        """Return the parameters to which `args` and `kwargs` pass a value."""
         return self._signature.bind(*args, **kwargs).arguments.keys()
 
     def run(
         self, fun: AnyFunction, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> Tree:
-        """The result of a function with this signature for a call; with `given`, only these
-        parameters are passed."""
+        """Run a function with this signature for a call.
+
+        Args:
+            fun: the function.
+            call: the values of the parameters.
+            given: the parameters to pass; None for all.
+        """
         args, kwargs = self.arguments(call, given)
         return fun(*args, **kwargs)
 
     def arguments(
         self, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> tuple[Args, dict[str, Tree]]:
-        """A call as `(args, kwargs)`; with `given`, only the values of these parameters."""
+        """Return a call as `(args, kwargs)`; with `given`, only the values of these parameters."""
         if self._simple and given is None and not any(value is NOT_GIVEN for value in call):
             return tuple(call), {}
         values = OrderedDict[str, Tree]()
@@ -225,24 +239,26 @@ class Signature:
     def by_keyword(
         self, args: Args, kwargs: Kwargs, names: Collection[str]
     ) -> tuple[Args, dict[str, Tree]]:
-        """Arguments as they are if these names, and what comes behind the first of them, are passed
-        by keyword."""
+        """Return arguments with some names passed by keyword.
+
+        All arguments after the first of these names are passed by keyword, too.
+        """
         parameters = list(self._signature.parameters.values())
         start = len(args)
         for i, parameter in enumerate(parameters[: len(args)]):
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names:
                 start = i
                 break
-        # Positional-only parameters come before all others, so all that follow have names.
+        # Positional-only parameters come before all others, so the arguments from here have names.
         moved = {p.name: value for p, value in zip(parameters[start:], args[start:], strict=False)}
         return args[:start], {**moved, **kwargs}
 
 
 def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
-    """The signature of a wrapper such as `jax.vmap(f)`, which leaves defaults to `f`.
+    """Return the signature of a wrapper such as `jax.vmap(f)`, which leaves defaults to `f`.
 
-    To pass the defaults of `f` is something else: `jax.vmap` would map over them. Nor is an
-    argument required that a call leaves out: the wrapper may supply it.
+    The defaults of `f` must not be passed, since `jax.vmap` would map over them. No argument is
+    required, since the wrapper may supply it.
     """
     parameters: list[inspect.Parameter] = []
     for parameter in signature.parameters.values():
@@ -253,11 +269,10 @@ def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
 
 
 def wrapper_updates(fun: object) -> tuple[str, ...]:
-    """The `updated=` of `functools.update_wrapper`: a wrapper gets the attributes that a user gave
-    to a function.
+    """Return the `updated=` argument of `functools.update_wrapper` for a callable.
 
-    The `__dict__` of another callable, such as a module, has its fields, which a wrapper must not
-    get.
+    A wrapper gets the attributes that a user gave to a function. The `__dict__` of a different
+    callable, such as a module, holds its fields, which a wrapper must not get.
     """
     if isinstance(fun, FunctionType | MethodType):
         return functools.WRAPPER_UPDATES
@@ -265,37 +280,38 @@ def wrapper_updates(fun: object) -> tuple[str, ...]:
 
 
 def inspected(fun: AnyFunction) -> inspect.Signature:
-    """The signature by which a callable is called. Raises FunctreeError if it is written in C and
-    has none.
+    """Return the signature that a call of a callable must fit.
 
     A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the
-    function that it wraps. One with parameters of its own has those, although `functools.wraps`
-    refers to the other signature.
+    function that it wraps. A decorator with its own parameters has its own signature, although
+    `functools.wraps` refers to the wrapped function's signature.
+
+    Raises:
+        FunctreeError: if the callable is written in C and has no signature.
     """
     try:
-        own = inspect.signature(fun, follow_wrapped=False)
+        outer = inspect.signature(fun, follow_wrapped=False)
     except (ValueError, TypeError):
-        own = None
+        outer = None
     try:
-        if own is None or [p.kind for p in own.parameters.values()] == _ANY_ARGUMENTS:
+        if outer is None or [p.kind for p in outer.parameters.values()] == _ANY_ARGUMENTS:
             return inspect.signature(fun)
     except (ValueError, TypeError) as error:
         raise FunctreeValueError(
             f"{fun!r} has no signature: wrap it in a function, `lambda x: ...`"
         ) from error
-    return own
+    return outer
 
 
 _ANY_ARGUMENTS = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
 
 
 def _passes_on(fun: AnyFunction) -> bool:
-    """Whether a callable is a wrapper that passes on the arguments that it is given, whatever they
-    are."""
+    """Return whether a callable is a wrapper that passes on any arguments."""
     code = getattr(fun, "__code__", None)
-    if code is None:  # such as what `jax.jit` returns
+    if code is None:  # such as a result of `jax.jit`
         return hasattr(fun, "__wrapped__")
-    # By the code, because a wrapper may have a `__signature__` that is not its own.
+    # The code decides, because a wrapper's `__signature__` may belong to the wrapped function.
     any_arguments = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
     return (
         code.co_argcount + code.co_kwonlyargcount == 0
@@ -304,12 +320,14 @@ def _passes_on(fun: AnyFunction) -> bool:
 
 
 def _record(module: str, annotations: Mapping[str, object]) -> type[Record]:
-    """A class of records with annotated fields. Without annotations, it is one for all functions of
-    a module with these parameters."""
+    """Return a class of records with annotated fields.
+
+    Functions of one module with the same parameters share a class if none has annotations.
+    """
     hints = {name: hint for name, hint in annotations.items() if hint is not _EMPTY}
     fields = tuple(annotations)
-    # Such as a function that is made in each step of a loop. What Python and JAX have to find out
-    # about a class, when they first see it, takes longer than to make it.
+    # A function may be created in each step of a loop. Python and JAX inspect a class when they
+    # first see it, which takes longer than creating it.
     record = None if hints else _RECORDS.get((module, fields))
     if record is None:
         members = {
@@ -328,8 +346,10 @@ _RECORDS: WeakValueDictionary[tuple[str, tuple[str, ...]], type[Record]] = WeakV
 
 
 def _annotation(fun: AnyFunction, parameter: inspect.Parameter) -> Any:
-    """The annotation of a parameter's value in a call: a tuple for `*args`, and a dict for
-    `**kwargs`."""
+    """Return the annotation of a parameter's value in a call.
+
+    The value is a tuple for `*args` and a dict for `**kwargs`.
+    """
     hint = _resolved(fun, parameter.annotation)
     if hint is _EMPTY:
         return hint
@@ -341,12 +361,11 @@ def _annotation(fun: AnyFunction, parameter: inspect.Parameter) -> Any:
 
 
 def _resolved(fun: AnyFunction, annotation: object) -> Any:
-    """A quoted annotation, resolved in the scope of the function. If that fails, it is returned as
-    it is."""
+    """Resolve a quoted annotation in the scope of the function; return it unchanged on failure."""
     if not isinstance(annotation, str):
         return annotation
     inner = inspect.unwrap(fun)
-    # The variables that it closes over too, such as a class that a test defines.
+    # The scope includes closed-over variables, such as a class that a test defines.
     try:
         return eval(annotation, getattr(inner, "__globals__", {}), closed_over(inner))
     except UNREADABLE:

@@ -352,10 +352,12 @@ class Compiled(Stage[jax.stages.Compiled]):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Tree:
         """Run the compiled program.
 
+        Arguments must have the structure, shapes, dtypes and shardings that it was compiled for.
+
         Raises:
-            FunctreeError: if the structure, shape, dtype or sharding of an argument differs from
-                the compiled program; if an array is deleted or donated twice; or if the program was
-                compiled for a target without devices. The error lists the paths.
+            FunctreeError: if arguments do not match the compiled program, if an array is deleted or
+                donated twice, or if the program was compiled for a target. The error lists the
+                paths.
         """
         program, call = self._program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)

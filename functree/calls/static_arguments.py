@@ -1,4 +1,4 @@
-"""What is static in a call: the arguments that are declared so, and an error for what cannot be."""
+"""This module wraps the static arguments of a call, and refuses values that cannot be static."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -18,12 +18,14 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
 
-HIJAX_REMEDY = "use the arrays in it, or `jax.jit`, which takes such values"
+HIJAX_REMEDY = "use the arrays in it, or use `jax.jit`, which accepts it"
 
 
 def is_hijax(value: object) -> bool:
-    """Whether a value that is not an array has a type for JAX: `jax.experimental.hijax` can define
-    one for any class."""
+    """Return whether a value that is not an array has a JAX type.
+
+    `jax.experimental.hijax` can define a type for any class.
+    """
     try:
         return not isinstance(jax.typeof(value), ShapedArray)
     except (TypeError, ValueError):  # ValueError for a value with a method `__jax_array__`
@@ -34,13 +36,13 @@ class StaticArgument(StaticValue):
     """A static argument as one leaf of a call, compared by type and value.
 
     Raises:
-        TypeError: (when hashed) the value cannot be hashed.
+        TypeError: if it is hashed and its value is not hashable.
     """
 
     __slots__ = ()
 
     def __hash__(self) -> int:
-        hash(self.value)  # raises for a value without a hash, which cannot be a static argument
+        hash(self.value)  # raises if the value is not hashable, so cannot be a static argument
         return super().__hash__()
 
     def __eq__(self, other: object) -> bool:
@@ -48,13 +50,15 @@ class StaticArgument(StaticValue):
 
 
 def with_static(call: Record, names: frozenset[str]) -> Record:
-    """A call with static leaves for some parameters; the name `more.mode` is the argument `mode` in
-    `**more`."""
+    """Return a call where some arguments are static leaves.
+
+    The name `more.mode` stands for the argument `mode` in `**more`.
+    """
     values: list[Tree] = []
     for name, value in zip(call._fields, call, strict=True):
         if name in names:
             values.append(StaticArgument(value))
-        elif type(value) is dict:  # perhaps `**more`, in which single arguments may be static
+        elif type(value) is dict:  # possibly `**more`, whose single arguments may be static
             static = {k: StaticArgument(x) for k, x in value.items() if f"{name}.{k}" in names}
             values.append({**value, **static})
         else:
@@ -63,10 +67,10 @@ def with_static(call: Record, names: frozenset[str]) -> Record:
 
 
 def opened(call: Sequence[Tree]) -> list[Tree]:
-    """The values of a call for the function itself: static leaves are replaced by their values."""
+    """Return the values of a call for the user's function, with static leaves unwrapped."""
     values: list[Tree] = []
     for value in call:
-        # Perhaps `**more`. Deeper down there are no static arguments.
+        # Possibly `**more`. Static arguments are never nested deeper.
         if type(value) is dict:
             values.append({key: _opened(x) for key, x in value.items()})
         else:
@@ -81,50 +85,56 @@ def _opened(value: Tree) -> Tree:
 
 
 def check_static(skeleton: Skeleton) -> None:
-    """Raise FunctreeError for values of a call that cannot be static. The error lists them by
-    path."""
+    """Refuse values of a call that cannot be static.
+
+    Raises:
+        FunctreeError: if a value cannot be static; the error lists the paths.
+    """
     problems: list[Problem] = []
     for keys, static in skeleton.statics:
         why = _not_static(static)
         if why is not None:
             problems.append(Problem(Path(keys), None, *why))
-    # These first: they have another remedy than leaves that are not arrays.
+    # These problems come first, since their remedies differ from the remedy for unhashable leaves.
     if problems:
         raise FunctreeTypeError(f"{count(len(problems), 'leaf')} cannot be static", problems)
     skeleton.check_hashable()
 
 
 def _not_static(static: object) -> tuple[str, str, str] | None:
-    """What a value is that cannot be static, why, and the remedy; None for other values."""
+    """Describe a value that cannot be static: what it is, why, and a remedy.
+
+    It returns None for all other values.
+    """
     if type(static) in PLAIN:
         return None
-    # Of a static argument, the value that the user has passed.
+    # For a static argument, the value that the user passed.
     value = _opened(static)
     kind = type(value).__name__
     why = unheld(static)
     if why is not None and (is_unheld_number(static) or not is_hashable(static)):
         return kind, *why
     if isinstance(static, jax.Ref):
-        why = "is mutable, so it can be neither an argument nor static"
+        why = "is mutable, so it can be neither traced nor static"
         return "Ref", why, "pass its value, `ref[...]`"
     if isinstance(static, ShapedArray):
         remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
-        return kind, "is the type of an array, which is neither an array nor static", remedy
+        return kind, "is the type of an array, so it can be neither traced nor static", remedy
     if is_hijax(static):
-        why = "is a value of a type that is defined by `jax.experimental.hijax`"
+        why = "has a type that `jax.experimental.hijax` defines"
         return kind, why, HIJAX_REMEDY
-    # By the class, as Python looks for such methods.
+    # Looked up on the class, as Python does for special methods.
     if hasattr(type(static), "__jax_array__"):
-        remedy = "register the class, or pass the array itself, `jnp.asarray(...)`"
-        return kind, "has an array that JAX cannot see, because its class is no pytree", remedy
+        remedy = "register the class as a pytree, or pass the array itself, `jnp.asarray(...)`"
+        return kind, "has an array that JAX cannot see, because its class is not a pytree", remedy
     if runs_once(value):
-        why = "would be used up by the trace, and its arrays would be constants of the program"
+        why = "would be exhausted by the trace, and its arrays would be constants of the program"
         return kind, why, "pass a list or an array"
     if isinstance(static, StaticArgument) and not is_hashable(static):
         remedy = "make it hashable"
         if is_array(value):
-            remedy = "leave it out of `static_argnums` and `static_argnames`"
-        return value_text(value), "is declared static, but cannot be hashed", remedy
+            remedy = "remove it from `static_argnums` and `static_argnames`"
+        return value_text(value), "is declared static, but is not hashable", remedy
     return None
 
 
@@ -132,60 +142,72 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
 
 
 def check_identity(signature: Signature, call: Record) -> None:
-    """Raise FunctreeError for arguments of a call, bound ones among them, that are compared by
-    identity: their arrays would be constants of the program, and changes of them would be missed.
+    """Refuse arguments of a call, including bound arguments, that are compared by identity.
 
-    A leaf inside of a tree may be such an object, as in `eqx.filter_jit`.
+    Their arrays would be constants of the program, and later changes to them would go unnoticed. A
+    leaf inside a tree may be compared by identity, as in `eqx.filter_jit`.
+
+    Raises:
+        FunctreeError: if an argument is compared by identity.
     """
     problems: list[Problem] = []
     for path, value in signature.each(call):
-        found = _by_identity(value)
-        if found is not None:
-            problems.append(Problem(path, None, found, _BY_IDENTITY, _remedy(found)))
+        cls = _by_identity(value)
+        if cls is not None:
+            problems.append(Problem(path, None, cls, _BY_IDENTITY, _remedy(cls)))
     if problems:
         arguments = count(len(problems), "argument")
         raise FunctreeTypeError(
-            f"{signature.name}: {arguments} would be static by identity", problems
+            f"{signature.name}: {arguments} would be static and compared by identity", problems
         )
 
 
 def check_wrapped(door: str, fun: object) -> None:
-    """Raise FunctreeError for a function that has an object in it that is compared by identity: it
-    is such an object itself, or a wrapper of one or of a bound method, such as `jax.vmap` makes."""
+    """Refuse a function that contains an object compared by identity.
+
+    The function may be the object itself, or a wrapper, such as a result of `jax.vmap`, of the
+    object or of its bound method.
+
+    Raises:
+        FunctreeError: if the function contains an object compared by identity.
+    """
     inner: Any = fun
     while inner is not None:
-        found = _by_identity(Partial.of(inner).fun)
-        if found is not None:
-            problem = Problem(None, None, found, _BY_IDENTITY, _remedy(found))
-            raise FunctreeTypeError(f"{door}: the function would be static by identity", [problem])
+        cls = _by_identity(Partial.of(inner).fun)
+        if cls is not None:
+            problem = Problem(None, None, cls, _BY_IDENTITY, _remedy(cls))
+            raise FunctreeTypeError(
+                f"{door}: the function would be static and compared by identity", [problem]
+            )
         inner = getattr(inner, "__wrapped__", None)
-        # A bound method in a wrapper is no argument of the wrapper.
+        # The instance of a bound method in a wrapper is not an argument of the wrapper.
         if isinstance(inner, MethodType) and _by_identity(inner) is not None:
             inner = inner.__self__
 
 
 _BY_IDENTITY = (
-    "has no `__eq__` of its own, so its arrays would be constants of the program, and later "
-    "changes of it would be missed"
+    "does not define `__eq__`, so its arrays would be constants of the program, and later changes "
+    "to it would go unnoticed"
 )
 
 
 def _remedy(cls: str) -> str:
     return (
         f"make {cls} an `eqx.Module`, or close over the object in a lambda, "
-        "`lambda x: obj.method(x)`; `static_argnames=` of `ft.jit` takes it as it is"
+        "`lambda x: obj.method(x)`. `ft.jit` also accepts it as an argument named in "
+        "`static_argnames=`"
     )
 
 
 def _by_identity(value: Any) -> str | None:
-    """The class of an object that is compared by identity; None for all other values."""
-    # A bound method is compared by what it is bound to.
+    """Return the class name of an object that is compared by identity; None for other values."""
+    # A bound method is compared by its instance.
     if isinstance(value, MethodType):
         return _by_identity(value.__self__)
     cls = type(value)
     if cls.__eq__ is not object.__eq__ or isinstance(value, _EXEMPT):
         return None
-    # Functions of any kind, and objects of JAX.
+    # Functions of any kind, and JAX objects.
     if cls.__module__.partition(".")[0] in _LIBRARIES or hasattr(value, "__wrapped__"):
         return None
     if is_array(value) or default_registry.flatten_one_level(value) is not None:

@@ -86,7 +86,7 @@ def test_a_call_that_its_own_code_does_not_take(make: Any):
 @pytest.mark.parametrize("static", [(), "x"], ids=["", "static"])
 def test_what_a_trace_would_use_up_is_no_argument(static: Any):
     f = ft.jit(lambda x: jax.tree.map(jnp.add, *x), static_argnames=static)
-    why = "would be used up by the trace, and its arrays would be constants of the program"
+    why = "would be exhausted by the trace, and its arrays would be constants of the program"
     with raises("1 leaf cannot be static", "x   map", why, "pass a list or an array"):
         f(map(jnp.sin, [A]))
 

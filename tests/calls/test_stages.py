@@ -278,7 +278,9 @@ def test_a_compiled_function_runs_on_values():
         lambda: jax.jit(compiled)(jnp.ones(2)),
         lambda: compiled(jax.ShapeDtypeStruct((2,), "float32")),
     ):
-        with raises("`x` has no value, but a compiled program runs on values: pass a concrete array"):
+        with raises(
+            "`x` has no value, but a compiled program runs on values: pass a concrete array"
+        ):
             call()
 
 

@@ -65,11 +65,11 @@ DOORS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("door", DOORS)
 def test_refused(door: str):
     with raises(
-        "static by identity",
+        "static and compared by identity",
         "Trainer",
-        "has no `__eq__` of its own, so its arrays would be constants of the program, and later",
+        "does not define `__eq__`, so its arrays would be constants of the program, and later",
         "Try: make Trainer an `eqx.Module`, or close over the object in a lambda",
-        "`static_argnames=` of `ft.jit` takes it as it is",
+        "`ft.jit` also accepts it as an argument named in `static_argnames=`",
     ):
         DOORS[door]()
 

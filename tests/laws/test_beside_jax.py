@@ -97,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         (
             "pair.0   Pair\n",
             "has a type that `jax.experimental.hijax` defines",
-            "use the arrays in it, or `jax.",
+            "use the arrays in it, or use `jax.",
         ),
     ),
     "hijax as a result": (

@@ -298,8 +298,8 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    for value, remedy in ((X, "leave it out of `static_arg"), ([3], "make it hashable")):
-        told = "cannot be static", "n   ", "static, but cannot be hashed", remedy
+    for value, remedy in ((X, "remove it from `static_arg"), ([3], "make it hashable")):
+        told = "cannot be static", "n   ", "static, but is not hashable", remedy
         with raises(*told, error=FunctreeTypeError):
             f(X, value)
 
@@ -354,10 +354,8 @@ class Hidden:
 
 def test_an_array_that_jax_does_not_see_is_refused():
     f = ft.jit(lambda tree: jax.tree.leaves(tree)[0] * 2)
-    told = (
-        "tree.a.0   Hidden\n      has an array that JAX cannot see, because its class is no pytree"
-    )
-    with raises(told, "register the class, or pass the array", error=FunctreeTypeError):
+    told = "tree.a.0   Hidden\n      has an array that JAX cannot see, because its class is not a pytree"
+    with raises(told, "register the class as a pytree, or pass the array", error=FunctreeTypeError):
         f({"a": [Hidden(X)]})
     told = "tree.0   ShapedArray\n      is the type of an array"
     with raises(told, "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`", error=FunctreeTypeError):
