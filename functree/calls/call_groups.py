@@ -161,7 +161,7 @@ _NAMED = frozenset({NamedSharding})
 
 
 def _kind(array: AnyArray) -> tuple[Hashable, ...]:
-    """Return what `kinds` reads, for an array that may also be traced, abstract or from NumPy."""
+    """Return an array's entry in `kinds`. The array may be traced, abstract or from NumPy."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.shape, array.dtype, array.weak_type, array.sharding
     if is_concrete(array):

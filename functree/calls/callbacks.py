@@ -18,8 +18,8 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding | None]) -> None:
     """Refuse host callbacks before a program is lowered for GPUs that this machine lacks.
 
-    JAX registers a callback with the GPU's backend, which a compiler alone does not have. For TPUs,
-    JAX needs no backend.
+    JAX registers a callback with the GPU's backend, which a compiler alone lacks. TPUs need no
+    backend for this.
 
     Args:
         name: the name of the function.

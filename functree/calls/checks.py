@@ -35,7 +35,7 @@ BIG_CONSTANT = 2**20  # bytes; closing over a larger array gives a warning
 
 
 def check_call(program: Program, flat: FlatCall) -> None:
-    """Raise an error if arguments are abstract, deleted, or share memory with a donated array."""
+    """Raise an error for abstract or deleted arguments, and for a donated array passed twice."""
     arrays, arguments = flat.arrays, program.body.arguments
     if program.missing is not None or not flat.concrete:
         _refuse_abstract(program, arrays)
@@ -130,7 +130,7 @@ def _check_outer(name: str, mesh: Mesh | AbstractMesh) -> None:
     raise ShardingError(
         f"{name} runs on mesh {mesh_view(mesh)}, but is called in a function that runs on mesh "
         f"{mesh_view(outer)}, which has {difference}. JAX compiles both as one program with one "
-        "device order: use the outer mesh's devices in their order"
+        "device order: build the inner mesh from the outer mesh's devices, in the same order"
     )
 
 

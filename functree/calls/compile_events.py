@@ -70,6 +70,7 @@ def _found(event: str, **kwargs: str | int) -> None:
         compile_events.cached += 1
 
 
-# Registered once for all threads: JAX calls them in the compiling thread, which has its own counts.
+# Registered once for all threads. JAX calls a listener in the compiling thread, which has its own
+# counts.
 jax.monitoring.register_event_duration_secs_listener(_heard)
 jax.monitoring.register_event_listener(_found)

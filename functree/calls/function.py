@@ -89,7 +89,7 @@ class Function(Generic[_P, _T]):
                     result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
             # On a single device, checking for deleted arguments would take time in each call, so
-            # they are found here. After any other error, donated arguments may be deleted too.
+            # JAX's error reveals them. Other errors may leave donated arguments deleted, too.
             if str(error).startswith("Array has been deleted") and any(map(is_deleted, arrays)):
                 raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)

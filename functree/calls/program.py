@@ -182,7 +182,7 @@ def make_program(
 
 
 def _by_constraints(shardings: Shardings) -> bool:
-    """Return whether, in an outer trace, constraints instead of `jax.jit` apply the shardings."""
+    """Return whether constraints must apply a result's shardings in an outer trace."""
     meshes = [sharding.mesh for sharding in shardings if sharding is not None]
     return any(
         isinstance(mesh, AbstractMesh) or AxisType.Explicit in mesh.axis_types for mesh in meshes
@@ -207,9 +207,9 @@ def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
     def constraining(*given: Arrays) -> Output:
         output: Output = jitted(*given)
         values: list[jax.Array] = []
-        for array, to in zip(output.values, shardings, strict=True):
-            if to is not None:
-                array = with_constraint(array, to.mesh, to.spec, to.memory_kind)
+        for array, target in zip(output.values, shardings, strict=True):
+            if target is not None:
+                array = with_constraint(array, target.mesh, target.spec, target.memory_kind)
             values.append(array)
         return Output(values, output.skeleton, output.which)
 
@@ -217,7 +217,7 @@ def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
 
 
 def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> Sequence[AnyArray]:
-    """Return the arrays of a call in a form that its function can be traced with.
+    """Return the arrays of a call in the form in which its function can trace them.
 
     If the mesh is a compilation target without devices, arrays with values become abstract. Their
     memory is on different devices, with memories of different kinds.

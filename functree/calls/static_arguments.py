@@ -138,7 +138,7 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
     return None
 
 
-# Objects that are static by identity
+# Objects that are compared by identity
 
 
 def check_identity(signature: Signature, call: Record) -> None:

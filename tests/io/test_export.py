@@ -185,9 +185,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     x = jnp.ones(3)
     with raises("export takes a function of `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
         ft.export(jnp.sin, x)
-    with raises(
-        "takes what `jax.jit` returns, and <lambda> is a function of functree: write `ft.exp"
-    ):
+    with raises("takes a `jax.jit` function, but <lambda> is a functree function: write `ft.exp"):
         jax.export.export(f)(x)  # type: ignore[arg-type]
 
     @ft.jit
