@@ -1,5 +1,8 @@
-"""A function, jitted or not, and its arguments ─► the `Layouts` of its lowered program, and the
-`Ledger` of its compiled one."""
+"""`ft.ledger` and `ft.layouts` show how the compiler treats a function of any library.
+
+A function, jitted or not, and its arguments ─► the `Ledger` of the compiled program, or the
+`Layouts` of the lowered program.
+"""
 
 import functools
 import inspect
@@ -41,22 +44,23 @@ def ledger(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Tree,
 ) -> Ledger:
-    """Compile a function, and return the ledger of its program. Nothing is run.
+    """Compile a function and return the ledger of its program. Nothing is run.
 
     Args:
-        fn: a function; or what `ft.jit`, `jax.jit` or another library has made of one, with a
-            method `lower`.
-        *args: its arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
-            jitted already.
-        out_shardings: the layout of the result, likewise.
-        mesh: the mesh; of a function that is jitted already, the mesh whose axes the ledger names,
-            if its shardings are not on one.
-        **kwargs: its arguments by name.
+        fn: a function. It may already be jitted with `ft.jit`, `jax.jit` or another library, if it
+            has a method `lower`.
+        *args: its positional arguments, which may be abstract.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. A function that is already
+            jitted accepts none here.
+        out_shardings: the layout of the result, with the same restriction.
+        mesh: the mesh of the program. For a function that another library jitted, it names the
+            mesh axes if the shardings of the program are not on one mesh.
+        **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: `fn` is not a function; it is jitted already, and a layout is given; the
-            compiler gives no text.
+        FunctreeError: if `fn` is not a function.
+        FunctreeError: if `fn` is already jitted and a layout is given.
+        FunctreeError: if the compiler returns no text of the program.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)
@@ -80,21 +84,21 @@ def layouts(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Tree,
 ) -> Layouts:
-    """How each operation of a function will be laid out, and who has decided so. Nothing is
-    compiled.
+    """Return how each operation of a function is laid out, and why. Nothing is compiled.
 
     Args:
         fn: a function, as in `ft.ledger`.
-        *args: its arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. Not for a function that is
-            jitted already.
-        out_shardings: the layout of the result, likewise.
-        mesh: the mesh, likewise.
-        **kwargs: its arguments by name.
+        *args: its positional arguments, which may be abstract.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. A function that is already
+            jitted accepts none here.
+        out_shardings: the layout of the result, with the same restriction.
+        mesh: the mesh, as in `ft.ledger`.
+        **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: `fn` is not a function; it is jitted already, and a layout is given; this
-            version of JAX does not have the passes of Shardy.
+        FunctreeError: if `fn` is not a function.
+        FunctreeError: if `fn` is already jitted and a layout is given.
+        FunctreeError: if this version of JAX does not have Shardy's passes.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -112,19 +116,19 @@ def layouts(
 
 
 class LoweredCall(NamedTuple):
-    """A call of a jitted function, which may be one of another library.
+    """Call of a function that functree or another library jitted.
 
     Attributes:
         name: the name of the function.
         lowered: JAX's lowered function.
         parameters: the path of each array of the call, in JAX's order.
         results: the path of each array of the result.
-        layouts: finds its layouts.
-        compiled: compiles it, for its ledger and the text of its program.
-        of_arrays: calls the jitted function with the arrays of the call.
-        arrays: these arrays, which may be abstract, in an order of their own.
-        mesh: the mesh to enter around a call; None for the current one.
-        fn: the function of functree; None if it is that of another library.
+        layouts: a function that returns the layouts.
+        compiled: a function that compiles the program, and returns its ledger and its text.
+        of_arrays: a function that calls the jitted function with `arrays`.
+        arrays: the arrays of the call, which may be abstract. Their order may differ from JAX's.
+        mesh: the mesh to enter around a call; None for the current mesh.
+        fn: functree's function; None if another library jitted it.
     """
 
     name: str
@@ -148,21 +152,22 @@ def call_of(
     out_shardings: LayoutTree,
     mesh: Mesh | AbstractMesh | None,
 ) -> LoweredCall:
-    """The call of a function, which is jitted if it is not.
+    """Return the call of a function. The function is jitted first, unless it is already jitted.
 
     Raises:
-        FunctreeError: it is not a function; it is jitted, and a layout is given.
+        FunctreeError: if `fn` is not a function.
+        FunctreeError: if `fn` is already jitted and a layout is given.
     """
-    check(f"{what} cannot compile so", fn=(fn, FUNCTION))
-    # A method that Equinox has jitted: by itself the partial is a module with fields of its own.
+    check(f"{what}: invalid arguments", fn=(fn, FUNCTION))
+    # Equinox returns a jitted method as an `eqx.Partial`, which has no `lower` of its own.
     while isinstance(fn, eqx.Partial) and hasattr(fn.func, "lower"):
         fn, args, kwargs = fn.func, (*fn.args, *args), {**fn.keywords, **kwargs}
-    # By what it can do: other libraries have classes of their own for jitted functions.
+    # Other libraries have their own classes for jitted functions, all with a method `lower`.
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     elif in_shardings is not None or out_shardings is not None:
         raise FunctreeValueError(
-            f"{what}: {_name(fn)} is jitted already: give the layouts where it is jitted"
+            f"{what}: {_name(fn)} is already jitted: pass the layouts where you jit it"
         )
     if isinstance(fn, Function):
         return _own_call(fn, args, kwargs)
@@ -201,24 +206,24 @@ def _own_call(
 def _others_call(
     fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
 ) -> LoweredCall:
-    """The call of a function that another library has jitted."""
+    """Return the call of a function that another library jitted."""
     wrapped = _lowered(fn, args, kwargs)
-    # A wrapper around JAX's stages, such as that of Flax, has them inside.
+    # A library may wrap JAX's stages, as Flax does.
     lowered = getattr(wrapped, "lowered", wrapped)
     known: dict[Path, Path] = {}
     if wrapped is not lowered:
         known = _paths_in_call(fn, wrapped, lowered, args, kwargs)
     parameters = _parameters(fn, lowered, len(args), known)
     entries, _ = tree_flatten_with_path(lowered.out_info)
-    # Flax returns its modules too, in the trees in which they came.
+    # Flax's program also returns its input modules, in the same trees.
     results = [known.get(path, path) for path in (Path.of(path) for path, _ in entries)]
 
     @functools.cache
     def found_layouts() -> Layouts:
-        found = layouts_of(lowered, results)
-        own = None if known else fn
-        used = _used(found, _ends_of_names(own, lowered, len(args)))
-        return named(found, [parameters[i] for i in used]) or found
+        unnamed = layouts_of(lowered, results)
+        readable = None if known else fn
+        used = _used(unnamed, _ends_of_names(readable, lowered, len(args)))
+        return named(unnamed, [parameters[i] for i in used]) or unnamed
 
     def compiled() -> tuple[Ledger, str]:
         return _others_ledger(_name(fn), wrapped, parameters, results, mesh, found_layouts)
@@ -251,7 +256,7 @@ def _others_ledger(
     mesh: MeshLike,
     layouts: Callable[[], Layouts],
 ) -> tuple[Ledger, str]:
-    """The ledger and the text of what another library's lowered function compiles to."""
+    """Compile another library's lowered function, and return the program's ledger and text."""
     with heard_compiling() as heard:
         stage = lowered.compile()
     compiled = getattr(stage, "compiled", stage)
@@ -272,38 +277,42 @@ def _others_ledger(
 def _parameters(
     fn: Any, lowered: Lowered, positional: int, known: Mapping[Path, Path]
 ) -> list[Path]:
-    """The path of each array of a call, in JAX's order."""
+    """Return the path of each array of a call, in JAX's order."""
     entries, _ = tree_flatten_with_path(lowered.in_avals)
-    # If some arguments are static, JAX does not say which ones: the others have their positions.
+    # JAX does not record which arguments are static. If some are, paths begin with a position.
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn if traced == positional else None, traced)
-    found: list[Path] = []
+    paths: list[Path] = []
     for path in (Path.of(path) for path, _ in entries):
         which, first, *rest = path
         beginning = beginnings[first] if which == 0 else (first,)
-        found.append(known.get(path) or Path((*beginning, *rest)))
-    return found
+        paths.append(known.get(path) or Path((*beginning, *rest)))
+    return paths
 
 
 def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
-    """How JAX's name of each array of a call ends: `['up']` of `params['up']`; of the arguments of
-    a function whose signature is known, all of it."""
+    """Return how JAX's name of each array of a call ends: `['up']` for `params['up']`.
+
+    If the signature of the function is known, the text is the whole name.
+    """
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
-    found: list[str] = []
+    ends: list[str] = []
     for path, _ in tree_flatten_with_path(lowered.in_avals)[0]:
         which, first, *_ = Path.of(path)
         end = keystr(path[2:])
         if which == 0 and beginnings is not None:
             name, *index = beginnings[first]
             end = name + "".join(f"[{i}]" for i in index) + end
-        found.append(end)
-    return found
+        ends.append(end)
+    return ends
 
 
 def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
-    """The indices of the arrays of a call that its program has, by the ends of JAX's names: JAX
-    leaves out those that are not used. Empty if it is not certain."""
+    """Return the indices of the arrays of a call that its program uses; empty if ambiguous.
+
+    JAX drops unused arrays, so the remaining ones are recognized by the ends of JAX's names.
+    """
     names = [row.name for row in layouts if row.op == ARGUMENT]
     if len(names) == len(ends):
         return list(range(len(names)))
@@ -314,35 +323,37 @@ def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
 
 
 def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
-    """The earliest ends of these names, in their order."""
+    """Return the index of the first remaining end that fits each name, in order; -1 if none."""
     left = iter(enumerate(ends))
     return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
 
 
 def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
-    """What another library's jitted function lowers to, whose stages may be its own."""
+    """Lower another library's jitted function. The result may be the library's own stage."""
     if not isinstance(fn, jax.stages.Wrapped):
         return fn.lower(*args, **kwargs)
     traced = fn.trace(*args, **kwargs)
-    # Only JAX's own has the program; that of Flax has it inside, as something of its own.
+    # Only JAX's own `Traced` has a jaxpr. Flax wraps it in a class of its own.
     if isinstance(traced, jax.stages.Traced):
-        given = [getattr(one, "sharding", None) for one in jax.tree.leaves((args, kwargs))]
+        given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
         check_callbacks(_name(fn), traced.jaxpr, given)
     return traced.lower()
 
 
-# The paths of arrays in the call. Another library hands JAX other trees than those of the call:
-# `eqx.filter_jit` a tuple of leaves, `nnx.jit` the variables of each module.
+# The paths of arrays in the call. Other libraries pass different trees to JAX: `eqx.filter_jit`
+# passes a tuple of leaves, and `nnx.jit` the variables of each module.
 
 
 Beginning = tuple[Hashable, ...]
-"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second of
-`*rest`."""
+"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second
+argument in `*rest`."""
 
 
 def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
-    """The beginnings of the paths of that many positional arguments: by the signature of a
-    function, or by position if there is none that Python can read."""
+    """Return how the paths of each positional argument begin.
+
+    Names come from the signature of the function. If Python cannot read it, they are positions.
+    """
     by_position: list[Beginning] = [("args", i) for i in range(number)]
     if fn is None:
         return by_position
@@ -350,22 +361,22 @@ def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
         return by_position
-    found: list[Beginning] = []
+    by_name: list[Beginning] = []
     for parameter in signature.parameters.values():
         if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD):
-            found.append((parameter.name,))
+            by_name.append((parameter.name,))
         elif parameter.kind is parameter.VAR_POSITIONAL:
-            found.extend((parameter.name, i) for i in range(number - len(found)))
-    return found or by_position
+            by_name.extend((parameter.name, i) for i in range(number - len(by_name)))
+    return by_name or by_position
 
 
 class _Given(NamedTuple):
-    """A leaf of a call.
+    """Leaf of a call.
 
     Attributes:
         argument: the position or the name of its argument.
         path: its path in the call.
-        leaf: the leaf.
+        leaf: the value.
     """
 
     argument: int | str
@@ -380,22 +391,21 @@ def _paths_in_call(
     args: Sequence[Tree],
     kwargs: Mapping[str, Tree],
 ) -> dict[Path, Path]:
-    """The path of each array in the call, by its path in the trees that JAX has; empty if the paths
-    are not known.
+    """Map the paths in JAX's trees to the paths in the call; empty if they are unknown.
 
     Args:
         fn: the jitted function.
-        wrapped: what the library has made of JAX's lowered function.
+        wrapped: the library's wrapper around JAX's lowered function.
         lowered: JAX's lowered function.
         args: the positional arguments of the call.
-        kwargs: the others.
+        kwargs: the keyword arguments of the call.
     """
     call: list[_Given] = []
     for i, (beginning, value) in enumerate(zip(_beginnings(fn, len(args)), args, strict=False)):
         call.extend(_leaves(i, beginning, value))
     for key in sorted(kwargs):
         call.extend(_leaves(key, (key,), kwargs[key]))
-    # Equinox hands JAX the leaves themselves, in an order of its own, by this function.
+    # Equinox uses this function to pass the leaves to JAX, in its own order.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
         return _by_order(lowered, call)
@@ -415,53 +425,65 @@ def _by_identity(
     kwargs: Mapping[str, Tree],
     handed: Callable[[Sequence[Tree], Mapping[str, Tree]], Tree],
 ) -> dict[Path, Path]:
-    """The paths, from a function that returns what JAX gets for a call."""
+    """Map the paths by identity, using a function that returns the tree that JAX gets for a call.
+
+    Args:
+        fn: the jitted function.
+        call: the leaves of the call.
+        args: the positional arguments of the call.
+        kwargs: the keyword arguments of the call.
+        handed: returns the tree that JAX gets for some arguments.
+    """
     paths: dict[int, Path] = {}
     fun = getattr(fn, "__wrapped__", None)
-    # A module that is called has arrays of its own, below the first parameter of its method.
-    own, *_ = inspect.signature(type(fun).__call__).parameters
-    for one in _leaves(own, (own,), fun):
-        paths.setdefault(id(one.leaf), one.path)
-    # A new array for each one, since an array may be at several paths. And in the place of each
-    # argument a list of its leaves, so that no node of the user's is built with them.
-    new: dict[int | str, list[object]] = {i: [] for i in (*range(len(args)), *kwargs)}
-    for one in call:
-        mark = np.empty(0) if isinstance(one.leaf, jax.Array | np.ndarray) else one.leaf
-        new[one.argument].append(mark)
-        if mark is not one.leaf:
-            paths[id(mark)] = one.path
-    tree = handed([new[i] for i in range(len(args))], {key: new[key] for key in kwargs})
-    found: dict[Path, Path] = {}
+    # A called module has arrays too. Their paths begin with the first parameter of `__call__`.
+    module, *_ = inspect.signature(type(fun).__call__).parameters
+    for given in _leaves(module, (module,), fun):
+        paths.setdefault(id(given.leaf), given.path)
+    # A new array marks each leaf, since one array may be at several paths. Lists of marks replace
+    # the arguments, so that no class of the user's gets marks as fields.
+    marks: dict[int | str, list[object]] = {i: [] for i in (*range(len(args)), *kwargs)}
+    for given in call:
+        mark = np.empty(0) if isinstance(given.leaf, jax.Array | np.ndarray) else given.leaf
+        marks[given.argument].append(mark)
+        if mark is not given.leaf:
+            paths[id(mark)] = given.path
+    tree = handed([marks[i] for i in range(len(args))], {key: marks[key] for key in kwargs})
+    in_call: dict[Path, Path] = {}
     for path, leaf in tree_flatten_with_path((tree, {}))[0]:
         if id(leaf) in paths:
-            found[Path.of(path)] = paths[id(leaf)]
-    return found
+            in_call[Path.of(path)] = paths[id(leaf)]
+    return in_call
 
 
 def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
-    """The paths, if JAX has the leaves in the order of the call, as those of Flax' modules are; an
-    array that is at several of their paths, once."""
+    """Map the paths by order, if JAX has the leaves in the order of the call; empty otherwise.
+
+    This works for Flax's modules, whose variables JAX gets once even if they are at several paths.
+    """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
-    found = [Path.of(path) for path, _ in entries]
-    wanted = _form([path[:2] for path in found], [aval for _, aval in entries])
-    # JAX traces numbers too, but not those of static arguments.
-    arrays = [one for one in call if is_array(one.leaf)]
-    traced = [one for one in call if is_array(one.leaf) or isinstance(one.leaf, Number)]
-    for given in (traced, arrays, _once(traced), _once(arrays)):
-        # Otherwise JAX has something else, and no name is guessed.
-        if _form([one.argument for one in given], [one.leaf for one in given]) == wanted:
-            return dict(zip(found, [one.path for one in given], strict=True))
+    paths = [Path.of(path) for path, _ in entries]
+    wanted = _form([path[:2] for path in paths], [aval for _, aval in entries])
+    # JAX also traces Python numbers, except in static arguments.
+    arrays = [given for given in call if is_array(given.leaf)]
+    traced = [given for given in call if is_array(given.leaf) or isinstance(given.leaf, Number)]
+    for leaves in (traced, arrays, _once(traced), _once(arrays)):
+        # If no form matches, JAX has different leaves, and no path is guessed.
+        if _form([given.argument for given in leaves], [given.leaf for given in leaves]) == wanted:
+            return dict(zip(paths, [given.path for given in leaves], strict=True))
     return {}
 
 
 def _once(given: Sequence[_Given]) -> list[_Given]:
-    """The leaves, each array only at the first of its paths."""
-    first = {id(one.leaf): one for one in reversed(given) if is_array(one.leaf)}
-    return [one for one in given if first.get(id(one.leaf), one) is one]
+    """Return the leaves, with each array only at its first path."""
+    first = {id(entry.leaf): entry for entry in reversed(given) if is_array(entry.leaf)}
+    return [entry for entry in given if first.get(id(entry.leaf), entry) is entry]
 
 
 def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
-    """What is the same for leaves in the same order: the number of each argument's leaves, and
-    their shapes."""
+    """Return the number of leaves of each argument, and all shapes.
+
+    Two sequences of leaves in the same order have the same form.
+    """
     sizes = [len(list(run)) for _, run in groupby(arguments)]
     return sizes, [getattr(leaf, "shape", ()) for leaf in leaves]
