@@ -1,4 +1,7 @@
-"""Layers of equal structure ─► one module with stacked arrays, run by a single `lax.scan`."""
+"""`Stacked` holds layers of equal structure as one module, and runs them in one `lax.scan`.
+
+Layers of equal structure ─► one module with stacked arrays.
+"""
 
 import inspect
 import operator
@@ -40,11 +43,11 @@ T = TypeVar("T")
 X = TypeVar("X")
 S = TypeVar("S")
 Each = Mapping[str, Tree] | None
-"""Keyword arguments of layers, whose arrays have a leading dimension with a part for each layer."""
+"""Keyword arguments of layers. Their arrays have a leading dimension, with one slice per layer."""
 
 
 class ScanOptions(TypedDict, total=False):
-    """The options of `Stacked.scan` that do not change the type of its result."""
+    """Options of `Stacked.scan` that do not change the type of its result."""
 
     each: Each
     remat: Remat
@@ -54,21 +57,21 @@ class ScanOptions(TypedDict, total=False):
 
 
 class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
-    """`n` layers of equal structure as one module, which applies them in order.
+    """`n` layers of equal structure in one module, which applies them in order.
 
-    It is a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration), and also a layer (`s(x)`).
-    The compiled program contains one layer, whatever the number of layers. Called outside of jit,
-    it is compiled once for arrays of equal types.
+    It is both a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer (`s(x)`).
+    The compiled program contains one layer, regardless of `n`. Outside jit, the stack is compiled
+    once for arrays of equal types.
 
     Args:
-        layer: a layer whose array leaves all have a leading dimension of size `n`; made by
-            `ft.stack`, or by `eqx.filter_vmap(make)(keys)`. Values that are not arrays are shared
-            by all layers.
+        layer: a layer whose array leaves all have a leading dimension of size `n`. `ft.stack` and
+            `eqx.filter_vmap(make)(keys)` return such a layer. All layers share the values that are
+            not arrays.
         axis: the name of the leading dimension. It becomes the first axis of every leaf of `layer`.
 
     Raises:
-        FunctreeError: there are no array leaves, or their leading sizes differ.
-        AxesError: `axis` is not an identifier.
+        FunctreeError: if there are no array leaves, or their leading sizes differ.
+        AxesError: if `axis` is not an identifier.
 
     Examples:
         >>> key = jax.random.key(0)
@@ -91,13 +94,13 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         _depth(self)
 
     def stack_axes(self) -> tuple[str, ...]:
-        """The axes that come before those of every leaf of `layer`."""
+        """Return the axes that precede the axes of every leaf of `layer`."""
         return (self.axis,)
 
     def __len__(self) -> int:
         return _depth(self)
 
-    # Without it Python would ask for one layer after the other until an `IndexError`.
+    # Without this method, Python would index the stack until it gets an `IndexError`.
     def __iter__(self) -> Iterator[T]:
         return (self[i] for i in range(len(self)))
 
@@ -106,10 +109,10 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     @overload
     def __getitem__(self, index: int | Int[Array, ""]) -> T: ...
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
-        """One layer, or for a slice a shorter stack.
+        """Return one layer, or a shorter stack for a slice.
 
-        An index that is an array (traced or not) is clamped to the stack, as in JAX. To check it,
-        the call would have to wait for the device.
+        An array as the index, traced or not, is clamped to the stack, as in JAX. A check would have
+        to wait for the device.
         """
         if isinstance(index, slice):
             return Stacked(_take(self.layer, index), self.axis)
@@ -120,8 +123,10 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     @overload
     def __call__(self, x: X, *args: Tree, state: S) -> tuple[X, S]: ...
     def __call__(self, x: Tree, *args: Tree, state: Tree = None) -> Tree:
-        """Apply the layers to `x` in order; each is called as `layer(x, *args)`, or with `state=`
-        as in `scan`."""
+        """Apply the layers to `x` in order.
+
+        Each layer is called as `layer(x, *args)`, or with `state=` as in `scan`.
+        """
         return self.scan(x, *args, state=state)
 
     @overload
@@ -172,44 +177,49 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         microbatches: int | None = None,
         divided: Sequence[int] = (),
     ) -> Tree:
-        """Apply the layers to `x` in order, with inputs and outputs of each of them.
+        """Apply the layers to `x` in order, with options for inputs and outputs of each layer.
 
         Args:
-            x: an array, or a tree of arrays, that every layer returns with the same shapes and
-                dtypes.
-            *args: passed to every layer; each gets the same values.
-            each: keyword arguments of the layers, of which each layer gets its own part: trees of
-                arrays whose leading dimension is that of the layers, such as `{"key":
-                jax.random.split(key, len(layers))}`.
-            collect: whether each layer returns `(x, out)`, a tree of arrays besides. The scan
-                returns these as one tree whose arrays have a leading dimension.
-            remat: what is kept for the backward pass. `None`: everything; `"full"`: only the input
-                of each layer; `"dots"`: also the products with weights; `ft.offload(...)`: values
-                by their names, in host memory; or a policy of `jax.checkpoint_policies`.
+            x: an array or a tree of arrays. Every layer returns it with the same shapes and dtypes.
+            *args: positional arguments, which every layer gets unchanged.
+            each: keyword arguments of the layers, as trees of arrays. Each layer gets its slice of
+                their leading dimension: `{"key": jax.random.split(key, len(layers))}`.
+            collect: whether each layer returns `(x, out)`, where `out` is a tree of arrays. The
+                scan returns all `out` as one tree whose arrays have a leading dimension.
+            remat: the values to keep for the backward pass. `None` keeps all. `"full"` keeps only
+                the input of each layer, and `"dots"` also keeps the products with weights.
+                `ft.offload(...)` keeps named values in host memory. A policy of
+                `jax.checkpoint_policies` is accepted too.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
-            state: an `ft.State`. Each layer is then called with `state=` too and returns it last:
-                `(x, state)`, or `(x, out, state)`. A layer sees its own slice of the state that its
-                `StateRef`s declare. Other state is shared by all layers and passed from one to the
-                next; this includes state whose ref is also outside of the stack.
-            microbatches: where the stack's axis is sharded (`{"layers": "pipe"}`), the layers run
-                as a pipeline of stages, with this number of micro-batches. The first dimension of
-                `x` is the batch. Random keys in `each` are split by micro-batch. Where the axis is
-                not sharded, it is a scan as without it.
-            divided: the positions of the `args` whose arrays have the batch as their first
-                dimension, and are divided like `x` in a pipeline. The other arguments are the same
-                in each micro-batch.
+            state: an `ft.State`. Each layer then gets `state=` and returns it last: `(x, state)`,
+                or `(x, out, state)`. A layer sees its own slice of the state that its `StateRef`s
+                declare. All other state passes from layer to layer, even if its ref also occurs
+                outside the stack.
+            microbatches: the number of micro-batches of a pipeline. If the stack's axis is sharded
+                (`{"layers": "pipe"}`), the layers run in pipeline stages. The first dimension of
+                `x` is then the batch, and random keys in `each` are split per micro-batch. If the
+                axis is unsharded, the option has no effect.
+            divided: the positions of those `args` whose arrays have the batch as their first
+                dimension. A pipeline divides them like `x`. Every micro-batch gets all other
+                arguments unchanged.
 
         Returns:
-            The `x` that the last layer returns; with `collect` or `state=` a tuple: `(x, outs)`,
-                `(x, state)` or `(x, outs, state)`.
+            The `x` that the last layer returns. With `collect` or `state=`, it is the first element
+                of a tuple: `(x, outs)`, `(x, state)` or `(x, outs, state)`.
 
         Raises:
-            FunctreeError: a layer changes the shape or dtype of `x`, or does not return a tuple as
-                above; an array in `each` has another leading size, with its path; `remat` is
-                unknown; no value of a layer has a name that is to be offloaded; the stack's axis is
-                sharded and there are no `microbatches`, or there are and the layers return more
-                than `x`, or the batch cannot be divided so; `divided` has no such positions, or an
-                array there does not have the size of the batch.
+            FunctreeError: if a layer changes the shape or dtype of `x`.
+            FunctreeError: if a layer does not return the tuple that `collect` or `state=` requires.
+            FunctreeError: if a layer does not have a parameter that `each` names.
+            FunctreeError: if an array in `each` has a different leading size; the message has its
+                path.
+            FunctreeError: if `remat` is invalid, or offloads a name that no value of a layer has.
+            FunctreeError: if the stack's axis is sharded and `microbatches` is missing.
+            FunctreeError: if the layers of a pipeline return more than `x`.
+            FunctreeError: if the stages or micro-batches of a pipeline do not divide its layers or
+                its batch.
+            FunctreeError: if `divided` has a position that `args` does not have.
+            FunctreeError: if an array at a position in `divided` does not have the batch's size.
 
         Examples:
             >>> key = jax.random.key(0)
@@ -217,7 +227,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             >>> layers.scan(jnp.ones((5, 4)), remat="dots").shape
             (5, 4)
 
-            Dropout with a key for each layer:
+            Each layer gets its own dropout key:
 
             >>> parts = [ft.nn.RMSNorm(4), ft.nn.Dropout(0.5)]
             >>> layers = ft.stack(lambda _: ft.nn.Sequential(parts), 3, key)
@@ -226,7 +236,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             (5, 4)
         """
         check(
-            "a Stacked cannot be scanned",
+            "Stacked.scan: invalid arguments",
             each=(each, EACH),
             collect=(collect, FLAG),
             unroll=(unroll, UNROLL),
@@ -234,7 +244,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             microbatches=(microbatches, SIZE.or_none()),
             divided=(divided, POSITIONS),
         )
-        remat_policy(remat)  # raises for what is none
+        remat_policy(remat)  # raises an error if it is invalid
         layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
         positions = _divided_arguments(divided, args)
         options = _Options(bool(collect), remat, layers_at_once, microbatches, positions)
@@ -242,7 +252,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
 
 
 _Step = Callable[[tuple[Tree, Tree], tuple[Tree, Tree]], tuple[Tree, Tree]]
-"""One layer of a scan, as a function of what `jax.lax.scan` passes."""
+"""One layer, as the body of a `jax.lax.scan`."""
 
 
 class _Options(NamedTuple):
@@ -264,20 +274,20 @@ def _scanned(
     state: Tree,
     options: _Options,
 ) -> Tree:
-    """The layers of a stack, applied to `x` in order."""
+    """Apply the layers of a stack to `x` in order."""
     collect, remat, unroll, microbatches, divided = options
     shared: dict[Path, jax.Array] = {}
-    own: dict[Path, jax.Array] = {}
+    per_layer: dict[Path, jax.Array] = {}
     if state is not None:
-        shared, own = state.of_layers(stacked.layer)
-    depth = _depth(stacked, own)
+        shared, per_layer = state.of_layers(stacked.layer)
+    depth = _depth(stacked, per_layer)
     check_each(stacked.layer, each, depth)
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
     policy = remat_policy(remat)
 
-    # What layers share is passed from one to the next, like `x`; each gets a slice of the rest.
+    # Shared state passes from layer to layer, like `x`. Each layer gets a slice of the rest.
     def run(x: Tree, arrays: Tree, step: _Step) -> tuple[Tree, Tree]:
-        return jax.lax.scan(step, (x, shared), (arrays, own), unroll=unroll)
+        return jax.lax.scan(step, (x, shared), (arrays, per_layer), unroll=unroll)
 
     def step_with(args: Sequence[Tree]) -> _Step:
         step = _step(skeleton, args, state, collect)
@@ -287,7 +297,7 @@ def _scanned(
     if stages:
         check_pipeline(stacked.axis, stages, microbatches, collect, state)
     else:
-        arrays = [scannable(one) for one in arrays]
+        arrays = [scannable(array) for array in arrays]
     step = step_with(args)
     if isinstance(policy, Offload):
         check_names(policy, type(stacked.layer).__name__, partial(run, step=step), x, arrays)
@@ -302,47 +312,47 @@ def _scanned(
             keys=_own_keys(stacked.layer, arrays),
             divided=divided,
         )
-    (x, shared), (outs, own) = run(x, arrays, step)
+    (x, shared), (outs, per_layer) = run(x, arrays, step)
     results = [x]
     if collect:
         results.append(outs)
     if state is not None:
-        results.append(state.update({**shared, **own}))
+        results.append(state.update({**shared, **per_layer}))
     return results[0] if len(results) == 1 else tuple(results)
 
 
 def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Step:
-    """One layer of a scan, whose backward pass has what a policy keeps and recomputes the rest."""
-    # In one program XLA would merge the recomputation with the forward pass and save nothing
-    # (common subexpressions). Two loops are not merged, so the costly barriers are needed only
-    # without a loop.
+    """Return a step whose backward pass recomputes all values except those that a policy keeps."""
+    # Without a loop, XLA would merge the recomputation with the forward pass as common
+    # subexpressions, and save no memory. XLA does not merge two loops, so loops do not need the
+    # costly barriers.
     unrolled = unroll is True or unroll >= depth
     return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
 
 def _own_keys(layer: Tree, arrays: Sequence[AnyArray]) -> frozenset[int]:
-    """Which arrays are random keys that were given for each layer, and not a part of it."""
+    """Return the indices of the arrays that are random keys in `each`, not in the layers."""
     first = len(Skeleton.apart(layer)[1])
     return frozenset(i for i, x in enumerate(arrays) if i >= first and is_key(x.dtype))
 
 
 def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) -> _Step:
-    """One layer of a scan.
+    """Build the body of a scan over layers.
 
     Args:
-        skeleton: the layers, and what is given for each, without their arrays.
-        args: what is passed to every layer.
+        skeleton: the layers and `each`, without their arrays.
+        args: the arguments that every layer gets.
         state: the `ft.State` before the first layer, or None.
-        collect: whether the layers return something besides.
+        collect: whether the layers return `(x, out)`.
     """
 
     def step(carry: tuple[Tree, Tree], slices: tuple[Tree, Tree]) -> tuple[Tree, Tree]:
-        (x, shared), (arrays, own) = carry, slices
-        # A new dict in each trace, so the state may be added to it.
-        layer, given = skeleton.fill(arrays)
+        (x, shared), (arrays, per_layer) = carry, slices
+        # The skeleton returns a new dict in each trace, so this code may add the state.
+        layer, keywords = skeleton.fill(arrays)
         if state is not None:
-            given["state"] = state.update({**shared, **own})
-        result = layer(x, *args, **given)
+            keywords["state"] = state.update({**shared, **per_layer})
+        result = layer(x, *args, **keywords)
         y, out = result, None
         if collect or state is not None:
             _check_result(layer, result, collect, state)
@@ -352,15 +362,15 @@ def _step(skeleton: Skeleton, args: Sequence[Tree], state: Tree, collect: bool) 
         if state is not None:
             after = result[-1]
             shared = {path: after[path] for path in shared}
-            own = {path: after[path] for path in own}
+            per_layer = {path: after[path] for path in per_layer}
         _check_same_type(layer, x, y)
-        return (y, shared), (out, own)
+        return (y, shared), (out, per_layer)
 
     return step
 
 
 def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None:
-    """Raise FunctreeError if a layer does not return a tuple of all that is asked for."""
+    """Raise FunctreeError if a layer does not return the tuple that the options require."""
     wanted, options = ["y"], list[str]()
     if collect:
         wanted.append("out")
@@ -369,13 +379,13 @@ def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None
         wanted.append("state")
         options.append("`state=`")
     fits = isinstance(result, tuple) and len(result) == len(wanted)
-    # Otherwise a layer that returns `(x, out)` would fail later, where its state is read.
+    # Without this check, a layer that returns `(x, out)` would fail later, when its state is read.
     if fits and state is not None:
         fits = isinstance(result[-1], StateMapping)
     if not fits:
         raise FunctreeValueError(
-            f"{type(layer).__name__} is called with {' and '.join(options)} but does not "
-            f"return `({', '.join(wanted)})`"
+            f"Stacked.scan: {type(layer).__name__} must return `({', '.join(wanted)})` if the scan "
+            f"is called with {' and '.join(options)}"
         )
 
 
@@ -394,82 +404,95 @@ def _are_keywords(value: object) -> bool:
 
 
 EACH = Takes(
-    'keyword arguments of the layers in a dict, `{"key": keys}`; the state is `state=`',
+    'a dict of keyword arguments for the layers, such as `{"key": keys}`, without `state`',
     _are_keywords,
 ).or_none()
 
 
 def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
-    """Raise FunctreeError for what a layer does not take, and for arrays that do not have a part
-    for each layer."""
+    """Raise FunctreeError if `each` does not fit the layers.
+
+    A layer must have its parameters, and its arrays must have one slice per layer.
+    """
     if not each:
         return
     parameters = inspect.signature(layer).parameters
-    # A layer with `**kwargs` may pass them on to others.
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    # A layer with `**kwargs` may pass them on to other functions.
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in each:
             if name not in parameters:
                 near, of_layer = did_you_mean(name, parameters), type(layer).__name__
                 raise FunctreeTypeError(
-                    f"each={{{name!r}: ...}}: {of_layer} has no parameter `{name}`{near}"
+                    f"Stacked.scan: each={{{name!r}: ...}}: {of_layer} has no parameter "
+                    f"`{name}`{near}"
                 )
     problems: list[Problem] = []
     for path, leaf in _arrays_with_path(dict(each)):
         if leaf.shape[:1] == (depth,):
             continue
-        remedy = "pass what all layers share by position, `scan(x, shared)`"
-        # The likely mistake: one key for all layers.
+        remedy = "pass a value that all layers share by position: `scan(x, shared)`"
+        # One key for all layers is a likely mistake.
         if is_key(leaf.dtype) and not leaf.shape:
-            remedy = f"split it, `jax.random.split(key, {depth})`"
+            remedy = f"split the key: `jax.random.split(key, {depth})`"
         why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no leading dimension"
-        why += f", and there are {depth} layers"
+        why += f", but the stack has {count(depth, 'layer')}"
         problems.append(array_problem(Path(("each", *path)), leaf, why, remedy))
     if problems:
-        raise FunctreeValueError("each layer needs its own part of an array", problems)
+        raise FunctreeValueError(
+            "Stacked.scan: arrays in `each` need one slice for each layer", problems
+        )
 
 
 def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tuple[int, ...]:
-    """The positions of the arguments that are divided like the batch. Raises FunctreeError for
-    those that a call does not have."""
+    """Return the positions of the arguments that are divided like the batch.
+
+    Raises:
+        FunctreeError: if the call does not have a position.
+    """
     positions = tuple(divided) if isinstance(divided, Sequence) else (divided,)
     if any(i not in range(len(args)) for i in positions):
         given = count(len(args), "argument")
         raise FunctreeValueError(
-            f"a Stacked cannot be scanned: divided={divided!r} are positions among {given}, "
-            "counted from 0 after `x`"
+            f"Stacked.scan: divided={divided!r} is out of range: the call has {given} after `x`; "
+            "count their positions from 0"
         )
     return positions
 
 
 def _arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDtypeStruct]]:
-    """The arrays that are stacked, with their paths."""
-    # Abstract ones too, since a stack may be planned before there are arrays.
+    """Yield the stacked arrays with their paths."""
+    # Abstract arrays are included, since a stack may be planned before its arrays exist.
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):
             yield Path.of(path), leaf
 
 
 def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
-    """Raise with our own message before `lax.scan` does, whose message is about its carry."""
+    """Raise FunctreeError if a layer changes the type of `x`.
+
+    The message of `lax.scan` would be about its carry.
+    """
     given, returned = _types(x), _types(y)
     if given != returned:
         raise FunctreeValueError(
-            f"{type(layer).__name__} takes {given} and returns {returned}: in a Stacked the result "
-            "of each layer is the input of the next one, so shape and dtype must stay the same. "
-            "Convert x before the stack, or the result in the layer, or write "
+            f"Stacked.scan: {type(layer).__name__} takes {given} but returns {returned}. The "
+            "result of each layer is the input of the next, so its shape and dtype must stay the "
+            "same: convert `x` before the stack, convert the result in the layer, or write "
             "`for layer in stacked: x = layer(x)`"
         )
 
 
 def _types(x: Tree) -> str:
-    """The types of the leaves as JAX writes them, with Explicit shardings. A weak type is as good
-    as a strong one."""
-    # JAX marks a weak type by a tilde.
+    """Return the types of the leaves as JAX writes them, including Explicit shardings.
+
+    Weak and strong types are not distinguished.
+    """
+    # JAX marks a weak type with a tilde.
     return str(jax.tree.map(lambda leaf: _Text(str(jax.typeof(leaf)).removeprefix("~")), x))
 
 
 class _Text(str):
-    """A string that is printed without quotes, also inside a tree."""
+    """String that is printed without quotes, even inside a tree."""
 
     __repr__ = str.__str__
 
@@ -477,52 +500,58 @@ class _Text(str):
 def stack(
     make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers"
 ) -> Stacked[T]:
-    """Make `n` layers, each from its own key, as one module.
+    """Create `n` layers as one module, each from its own key.
 
-    Its layer is `eqx.filter_vmap(make)(jax.random.split(key, n))`: arrays are stacked, everything
-    else is shared.
+    The module's `layer` is `eqx.filter_vmap(make)(jax.random.split(key, n))`. Arrays are stacked,
+    and the layers share everything else.
 
     Args:
         make: a function from a key to one layer.
-        n: the number of layers; at least one.
-        key: is split into one key for each layer.
+        n: the number of layers, at least one.
+        key: a random key, which is split into one key for each layer.
         axis: the name of the leading dimension.
 
     Raises:
-        FunctreeError: `n` is not a positive integer; a layer has no arrays.
-        AxesError: `axis` is not an identifier.
+        FunctreeError: if `n` is not a positive integer.
+        FunctreeError: if a layer has no arrays.
+        AxesError: if `axis` is not an identifier.
 
     Examples:
         >>> layers = ft.stack(lambda _: ft.nn.RMSNorm(4), 3, jax.random.key(0))
         >>> layers.layer.scale.shape
         (3, 4)
     """
-    check("stack cannot make layers", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
+    check("stack: invalid arguments", make=(make, FUNCTION), n=(n, SIZE), key=(key, KEY))
     return Stacked(_each(make, jax.random.split(key, n)), axis)
 
 
 def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:
-    """The layers that a function makes of some keys, as one whose arrays are stacked."""
-    found: list[Skeleton] = []
+    """Create a layer from each key, and return them as one layer with stacked arrays."""
+    skeletons: list[Skeleton] = []
 
-    # Not by `eqx.filter_vmap`, which puts True and None into the nodes of the layer; some classes
-    # check what they are given.
+    # `eqx.filter_vmap` would build the layer's nodes with True and None in place of arrays, which
+    # some classes refuse.
     def arrays_of(key: PRNGKeyArray) -> list[AnyArray]:
         skeleton, arrays = Skeleton.apart(make(key))
-        found.append(skeleton)
+        skeletons.append(skeleton)
         return arrays
 
     arrays = jax.vmap(arrays_of)(keys)
-    return found[0].fill(arrays)
+    return skeletons[0].fill(arrays)
 
 
 def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -> int:
-    """The leading size of all array leaves, and of the layers' own state; raises if they differ."""
+    """Return the leading size of all array leaves and of the layers' own state.
+
+    Raises:
+        FunctreeError: if there are no arrays, or their leading sizes differ.
+    """
     leaves = [*_arrays_with_path(stacked), *(state or {}).items()]
     if not leaves:
         name = type(stacked.layer).__name__
         raise FunctreeValueError(
-            f"{name} has no array leaves, so the number of its layers is unknown"
+            f"Stacked: {name} has no array leaves, so the number of layers is unknown: stack "
+            "layers with arrays"
         )
     sizes = {leaf.shape[:1] for _, leaf in leaves}
     if len(sizes) > 1 or () in sizes:
@@ -532,29 +561,31 @@ def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -
             why = f"has leading size {leaf.shape[0]}" if leaf.shape else "has no dimensions"
             problems.append(array_problem(path, leaf, why, remedy))
         raise FunctreeValueError(
-            f'the arrays of a Stacked need the same leading size, that of "{stacked.axis}"',
+            f'Stacked: all arrays need the same leading size, the size of "{stacked.axis}"',
             problems,
         )
     return sizes.pop()[0]
 
 
 def _take(layer: T, index: int | jax.Array | slice) -> T:
-    """Each array leaf at `index` along its leading dimension; abstract leaves stay abstract."""
+    """Index the leading dimension of each array leaf; abstract leaves stay abstract."""
 
     def take(leaf: Tree) -> Tree:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return jax.eval_shape(lambda a: a[index], leaf)
         if not eqx.is_array(leaf):
             return leaf
-        # An array of numpy has no element at a traced index.
+        # NumPy cannot index its arrays with a traced index.
         return jnp.asarray(leaf)[index]
 
     return jax.tree.map(take, layer)
 
 
 def _checked_index(index: Any, depth: int) -> int | jax.Array:
-    """The index of one layer; a Python integer is checked, an array is not (it may be traced, or on
-    a device)."""
+    """Return the index of one layer, after checking it.
+
+    Arrays are not checked, since they may be traced or on a device.
+    """
     is_scalar = isinstance(index, jax.Array) and index.ndim == 0
     if is_scalar and jnp.issubdtype(index.dtype, jnp.integer):
         return index
@@ -562,11 +593,11 @@ def _checked_index(index: Any, depth: int) -> int | jax.Array:
         number = operator.index(index)
     except TypeError:
         raise FunctreeTypeError(
-            "a Stacked takes an integer, a scalar integer array or a slice as its index, not "
-            f"{index!r}"
+            f"Stacked: invalid index {index!r}: use an integer, a scalar integer array or a slice"
         ) from None
     if not -depth <= number < depth:
         raise FunctreeValueError(
-            f"layer {number} of a Stacked of {depth}: the index is out of range"
+            f"Stacked: index {number} is out of range for {count(depth, 'layer')}: use an index "
+            f"from {-depth} to {depth - 1}"
         )
     return number

@@ -116,7 +116,7 @@ def test_an_index_that_is_an_array_is_clamped(layers: Stacked[Layer]) -> None:
     for i, wanted in ((3, 3), (-1, -1), (DEPTH, -1), (DEPTH + 5, -1), (-DEPTH - 5, 0)):
         for found in (layers[jnp.int32(i)], pick(layers, jnp.int32(i))):
             assert eqx.tree_equal(found, layers[wanted])
-    with pytest.raises(FunctreeValueError, match="the index is out of range"):
+    with pytest.raises(FunctreeValueError, match="index 5 is out of range for 5 layers"):
         layers[DEPTH]
 
 
@@ -477,19 +477,22 @@ SAME = returning(lambda x: x)
 ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     "leading sizes differ": (
         lambda: Stacked({"a": jnp.ones((3, 4)), "b": [jnp.ones(2)]}, axis="stage"),
-        'the arrays of a Stacked need the same leading size, that of "stage"\n\n'
+        'Stacked: all arrays need the same leading size, the size of "stage"\n\n'
         "  layer.a   f32[3, 4]\n      has leading size 3\n\n"
         "  layer.b.0   f32[2]\n      has leading size 2\n\n",
     ),
-    "no arrays": (lambda: Stacked({"a": 1}), "dict has no array leaves"),
+    "no arrays": (lambda: Stacked({"a": 1}), "Stacked: dict has no array leaves"),
     "the axis is no identifier": (
         lambda: Stacked(jnp.ones(3), axis="my axis"),
         "Stacked(axis='my axis'): the name of an axis must be an identifier",
     ),
-    "index below": (lambda: SAME[-6], "layer -6 of a Stacked of 5: the index is out of range"),
+    "index below": (
+        lambda: SAME[-6],
+        "Stacked: index -6 is out of range for 5 layers: use an index from -5 ",
+    ),
     "index of a wrong type": (
         lambda: SAME["first"],
-        "a Stacked takes an integer, a scalar integer array or a slice as its index, not 'first'",
+        "Stacked: invalid index 'first': use an integer, a scalar integer array or a slice",
     ),
     "nothing to offload": (offload, 'offload() needs the names of values: offload("hidden")'),
     "no names in a layer": (
@@ -499,35 +502,37 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "another shape": (
         lambda: returning(lambda x: x[:, :2])(X),
-        "Returns takes float32[3,4] and returns float32[3,2]: in a Stacked the result of each",
+        "Stacked.scan: Returns takes float32[3,4] but returns float32[3,2]. The result of each",
     ),
     "one key for all": (
         lambda: SAME.scan(X, each={"key": KEY}),
-        "each layer needs its own part of an array\n\n  each.key   key<fry>[]\n"
-        "      has no leading dimension, and there are 5 layers\n\n"
-        "Try: split it, `jax.random.split(key, 5)`",
+        "Stacked.scan: arrays in `each` need one slice for each layer\n\n  each.key   key<fry>[]\n"
+        "      has no leading dimension, but the stack has 5 layers\n\n"
+        "Try: split the key: `jax.random.split(key, 5)`",
     ),
     "arrays for another number": (
         lambda: SAME.scan(X, each={"cache": {"k": jnp.ones((4, 2)), "v": jnp.ones((5, 2))}}),
-        "each layer needs its own part of an array\n\n  each.cache.k   f32[4, 2]\n"
-        "      has leading size 4, and there are 5 layers\n\n"
-        "Try: pass what all layers share by position, `scan(x, shared)`",
+        "Stacked.scan: arrays in `each` need one slice for each layer\n\n"
+        "  each.cache.k   f32[4, 2]\n"
+        "      has leading size 4, but the stack has 5 layers\n\n"
+        "Try: pass a value that all layers share by position: `scan(x, shared)`",
     ),
     "no such parameter": (
         lambda: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),
-        "each={'kee': ...}: Named has no parameter `kee`; did you mean `key`?",
+        "Stacked.scan: each={'kee': ...}: Named has no parameter `kee`; did you mean `key`?",
     ),
     "the state": (
         lambda: SAME.scan(X, each={"state": KEYS}),
-        "a Stacked cannot be scanned\n\n  each={'state': ",
+        "Stacked.scan: invalid arguments\n\n  each={'state': ",
     ),
     "no pair": (
         lambda: SAME.scan(X, collect=True),
-        "Returns is called with `collect=True` but does not return `(y, out)`",
+        "Stacked.scan: Returns must return `(y, out)` if the scan is called with `collect=True`",
     ),
     "no state": (
         lambda: returning(lambda x: (x, x)).scan(X, collect=True, state=ft.State((), {})),
-        "Returns is called with `collect=True` and `state=` but does not return `(y, out, state)`",
+        "Stacked.scan: Returns must return `(y, out, state)` if the scan is called with "
+        "`collect=True` and `state=`",
     ),
 }
 
