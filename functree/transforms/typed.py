@@ -1,5 +1,7 @@
-"""A function ─► the same function, which checks its calls against its annotations: `ft.typed`, and
-the check of sizes by itself, which `ft.shard_map` makes of global shapes."""
+"""`ft.typed` checks the calls of a function against its annotations.
+
+A function ─► the same function with checks. `ft.shard_map` uses only `check_sizes`.
+"""
 
 import functools
 import inspect
@@ -48,29 +50,30 @@ def typed(
 def typed(
     fun: Callable[_P, _T] | None = None, *, constrain: bool = False
 ) -> Callable[_P, _T] | Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Check a function's arguments and result against its annotations: sizes by name, dtypes,
-    types, shardings.
+    """Check a function's arguments and result against its annotations.
 
-    Values that are not arrays are checked by beartype. Under jit all checks happen while the
-    function is traced, and cost nothing in the compiled program. On a mesh with Explicit axes and
-    with ambient rules, the shardings in the types of annotated arrays are compared with the rules.
-    No operation is added to the program.
+    The checks cover the sizes of named axes, dtypes, types and shardings. beartype checks the
+    values that are not arrays. Under jit, all checks run while the function is traced, and cost
+    nothing in the compiled program. On a mesh with Explicit axes, the types of annotated arrays
+    have shardings, which are compared with the ambient rules. This adds no operation to the
+    program.
 
     Args:
         fun: a function or a method.
-        constrain: whether annotated arguments and the result are constrained by their axes and the
-            ambient rules, as by `ft.constrain`.
+        constrain: whether to constrain annotated arguments and the result with `ft.constrain`,
+            using their axes and the ambient rules.
 
     Returns:
-        A function of the same signature.
+        A function with the same signature.
 
     Raises:
-        AxesError: (when called) an array is not as annotated; the message has the argument, the
-            axis and both sizes.
-        ShardingError: (when called) on Explicit axes, the type of an array does not agree with the
-            rules; with `constrain`, an array cannot be laid out, or there is a mesh but no rules.
-        TypeError, and the errors of beartype and jaxtyping: (when called) an argument that is not
-            an array does not have its annotated type.
+        AxesError: (when called) if an array does not match its annotation. The message has the
+            argument, the axis and both sizes.
+        ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
+        ShardingError: (when called) if an array cannot be constrained, or there is a mesh but no
+            rules, with `constrain=True`.
+        TypeError: (when called) if a value that is not an array does not have its annotated type.
+            beartype and jaxtyping may raise errors of other classes.
 
     Examples:
         >>> @ft.typed
@@ -81,27 +84,29 @@ def typed(
         >>> up(jnp.ones((4, 6)), jnp.ones((5, 8)))
         Traceback (most recent call last):
             ...
-        functree.errors.AxesError: up: 1 array not as annotated
+        functree.errors.AxesError: up: annotation mismatch in 1 array
         <BLANKLINE>
           w   f32[5, 8]   "embed hidden"
               "embed" has size 5 here, and 6 in `x`
         ...
     """
-    check("typed cannot check calls", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
+    check("typed: invalid arguments", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
-    from beartype import beartype  # which takes as long to import as a third of functree
+    from beartype import beartype  # its import takes a third as long as functree's
 
     signature, partial = Signature.of(fun)
     if isinstance(fun, type):
         raise FunctreeTypeError(
-            f"typed checks the calls of a function, and {fun.__name__} is a class: decorate its "
-            "methods, or for its fields write `@jaxtyped(typechecker=beartype)` above the class"
+            f"typed: {fun.__name__} is a class, not a function: decorate its methods, or write "
+            "`@jaxtyped(typechecker=beartype)` above the class to check its fields"
         )
 
     def check_and_constrain(record: Record, known: Sizes | None) -> tuple[Record, Sizes]:
-        """A call or a result after the checks, its arrays constrained if the option is given; and
-        the sizes of its axes."""
+        """Check a call or a result, and return it with the sizes of its axes.
+
+        With `constrain=True`, its arrays are constrained.
+        """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
         if constrain:
@@ -113,8 +118,8 @@ def typed(
         result = signature.result(partial.fun(*args, **kwargs))
         return check_and_constrain(result, _SIZES.get())[0][0]
 
-    # jaxtyping checks the result when `checked` returns. Our own check is inside, so that its
-    # message comes first.
+    # jaxtyping checks the result when `checked` returns. functree's check runs before, inside
+    # `unchecked`, so its message comes first.
     checked = jaxtyped(_called_as(partial.fun)(unchecked), typechecker=beartype)
     needed = _needed(partial.fun)
 
@@ -126,8 +131,8 @@ def typed(
         # argument.
         token = _SIZES.set(sizes)
         try:
-            # Without the defaults, which need not have the annotated type: `mask: Float[Array, "n"]
-            # = None`.
+            # Defaults are left out, since they need not have the annotated type, as in
+            # `mask: Float[Array, "n"] = None`.
             given = signature.given(all_args, all_kwargs)
             return signature.run(checked if needed.issubset(given) else unchecked, call, given)
         finally:
@@ -137,32 +142,40 @@ def typed(
 
 
 def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
-    """As `functools.wraps`, with the signature by which `fun` itself is called: it may be a wrapper
-    too."""
+    """Return a decorator like `functools.wraps(fun)`, which keeps the signature of `fun` itself.
+
+    `fun` may be a wrapper with a different signature than the function inside it.
+    """
 
     def decorate(wrapper: AnyFunction) -> AnyFunction:
         wrapped: Any = functools.wraps(fun)(wrapper)
         wrapped.__signature__ = inspected(fun)
         if not wrapped.__name__.isidentifier():
-            wrapped.__name__ = "function"  # a lambda: jaxtyping writes a function with this name
+            wrapped.__name__ = "function"  # for a lambda: jaxtyping generates code with the name
         return wrapped
 
     return decorate
 
 
 def _needed(fun: AnyFunction) -> set[str]:
-    """The parameters that jaxtyping asks of a call. A wrapper may supply some of them."""
+    """Return the parameters that jaxtyping requires in a call. A wrapper may supply some."""
     parameters = inspected(fun).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {one.name for one in parameters if one.default is one.empty and one.kind not in variadic}
+    return {
+        parameter.name
+        for parameter in parameters
+        if parameter.default is parameter.empty and parameter.kind not in variadic
+    }
 
 
-_SIZES: "ContextVar[Sizes | None]" = ContextVar("sizes of the call that is checked", default=None)
+_SIZES: "ContextVar[Sizes | None]" = ContextVar("sizes of the call being checked", default=None)
 
 
 def _constrain_annotated(record: Record, leaves: Leaves) -> Tree:
-    """A call or result with annotated arrays constrained by their axes, or by the spec in their
-    annotation."""
+    """Constrain the annotated arrays of a call or a result.
+
+    A spec in an annotation overrides the axes.
+    """
     paths = {leaf.path for leaf, _ in _annotated(record, leaves.leaves)}
     values: list[Tree] = []
     for leaf in leaves.leaves:
@@ -174,8 +187,10 @@ def _constrain_annotated(record: Record, leaves: Leaves) -> Tree:
 
 
 def _check_types(name: str, record: Record, leaves: Leaves) -> None:
-    """On Explicit axes, compare the shardings in the types of annotated arrays with those by the
-    ambient rules."""
+    """Raise ShardingError if the types of annotated arrays contradict the ambient rules.
+
+    Only types on Explicit axes have shardings.
+    """
     rules = ambient_rules()
     if rules is None or rules.rules is None:
         return
@@ -187,15 +202,15 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
             problems.append(leaf.problem(why, remedy))
     if problems:
         number = count(len(problems), "array")
-        raise ShardingError(f"{name}: {number} not sharded as the rules ask", problems)
+        raise ShardingError(f"{name}: {number} not sharded as the ambient rules require", problems)
 
 
 def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
-    """Why the type of an array does not agree with the rules; None if it does, or has no spec."""
+    """Return why the type of an array contradicts the rules; None if it agrees or has no spec."""
     have = typed_spec(leaf.value)
     if have is None:
         return None
-    # A type says nothing about Auto and Manual axes: they count as one device.
+    # Types do not contain Auto and Manual axes, so these count as one device.
     mesh = jax.typeof(leaf.value).sharding.mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
@@ -206,16 +221,18 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
     want = without(of_rank(wanted, len(leaf.shape)), hidden)
     if have == want:
         return None
-    return f"its type is sharded {spec_text(have)}, but the rules ask for {spec_text(want)}"
+    return f"its type is sharded {spec_text(have)}, but the rules require {spec_text(want)}"
 
 
 # The sizes of axes
 
 
 Sizes = dict[tuple[str, bool, Path | None], tuple[tuple[int, ...], Path]]
-"""The sizes of each axis in one call, several for a variadic one, and the path of the array that
-they are from. The key of an axis: its name, whether it is variadic, and for one that may differ by
-leaf (`?b`) the path of the leaf in its argument."""
+"""The sizes of the axes in one call, each with the path of its array.
+
+A variadic axis has several sizes. A key has the name of the axis and whether it is variadic. If the
+axis may differ by leaf (`?b`), the key also has the path of the leaf in its argument.
+"""
 
 _REMEDY = "make the sizes equal, or give the axes different names"
 _BUILTINS = {"__builtins__": {}, "min": min, "max": max, "abs": abs}
@@ -228,66 +245,69 @@ def check_sizes(
     known: Sizes | None = None,
     where: str = "",
 ) -> Sizes:
-    """Compare the axes of a record's arrays with each other, and with the sizes that are known.
+    """Compare the sizes of a record's axes with each other, and with known sizes.
 
-    The annotations of the function itself count, and of a method those of the fields of `self`. The
-    names in another module's annotations belong to this module: two layers of one class may have
-    different sizes.
+    The function's own annotations count. For a method, the annotations of the fields of `self`
+    count too. In any other module, names belong to that module, since two layers of one class may
+    have different sizes.
 
     Args:
         name: the name of the function, for messages.
-        record: a call or a result, as `Signature` makes them.
-        leaves: its leaves, if they have been read already.
+        record: a call or a result from `Signature`.
+        leaves: its leaves, if they have already been read.
         known: the sizes in the call, if the record is its result.
-        where: `"global"` or `"local"`, if messages have to say which shapes are meant.
+        where: the kind of shapes that messages mention, `"global"` or `"local"`; may be empty.
 
     Returns:
-        The sizes that are known, and those of this record.
+        The known sizes and the sizes of this record.
 
     Raises:
-        AxesError: the arrays that do not fit, each with the axis and both sizes.
+        AxesError: if arrays do not match their annotations. The message has each axis and both
+            sizes.
     """
     if leaves is None:
         leaves = read(record).leaves
     sizes = {**_sizes_of_fields(leaves), **(known or {})}
     problems: list[Problem] = []
-    found: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
+    spans: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
     for leaf, form in _annotated(record, leaves):
         if leaf.misfit is not None:
-            # In a model, it would say how to hold a stack of layers.
+            # The remedy for models explains how to hold a stack of layers.
             remedy = "pass an array with these dimensions, or change the annotation"
             problems.append(leaf.misfit._replace(remedy=remedy))
             continue
         if not dtype_fits(form.dtype, leaf.value.dtype):
             wanted = form.dtype.__name__
-            why = f"its dtype is {leaf.value.dtype}, but the annotation says {wanted}"
+            why = f"its dtype is {leaf.value.dtype}, but the annotation requires {wanted}"
             remedy = "convert the array, or change the annotation"
             problems.append(_problem(leaf, form, why, remedy))
-        found += [(leaf, form, dim, own) for dim, own in _spans(form, leaf.shape)]
-    # Expressions such as `batch*seq` are last: they may use names that a later array binds.
-    found.sort(key=lambda one: not one[2].body.isidentifier())
-    for leaf, form, dim, own in found:
-        why = _difference(sizes, leaf, dim, own)
+        spans += [(leaf, form, dim, span) for dim, span in _spans(form, leaf.shape)]
+    # Expressions such as `batch*seq` come last, since they may use names that a later array binds.
+    spans.sort(key=lambda entry: not entry[2].body.isidentifier())
+    for leaf, form, dim, span in spans:
+        why = _difference(sizes, leaf, dim, span)
         if why is not None:
             problems.append(_problem(leaf, form, why, _REMEDY))
     if problems:
         # One array may have several problems.
         number = count(len({problem.path for problem in problems}), "array")
-        by = f", by {where} shapes" if where else ""
-        raise AxesError(f"{name}: {number} not as annotated{by}", problems)
+        shapes = f" ({where} shapes)" if where else ""
+        raise AxesError(f"{name}: annotation mismatch in {number}{shapes}", problems)
     return sizes
 
 
 def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
-    """The arrays with an annotation of the function itself, and the alternative of it that fits: by
-    rank and dtype, else by rank alone."""
+    """Yield the arrays that the function itself annotates, each with the alternative that fits.
+
+    An alternative that fits by rank and dtype precedes one that fits only by rank.
+    """
     hints = field_hints(type(record))
     for leaf in leaves:
         hint = hints.get(leaf.path[0])
         if hint is None or is_in_module(leaf):  # where the module's own annotations count
             continue
         if leaf.misfit is not None:
-            yield leaf, ArrayForm(())  # none fits
+            yield leaf, ArrayForm(())  # no alternative fits
             continue
         forms = _forms(hint, Path(leaf.path[1:]))
         fitting = [form for form in forms if form.fits(len(leaf.shape))]
@@ -297,8 +317,10 @@ def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, A
 
 
 def _forms(hint: Hint, below: Path) -> list[ArrayForm]:
-    """The alternatives for an array at a path below a parameter. Axes by `ft.names` replace those
-    of its annotation, but not its dtypes."""
+    """Return the alternatives for an array at a path below a parameter.
+
+    Axes from `ft.names` replace the axes of the annotation, but not its dtypes.
+    """
     forms, given = list(hint.at(below).forms), given_by(hint, below)
     if given is None:
         return forms
@@ -307,36 +329,42 @@ def _forms(hint: Hint, below: Path) -> list[ArrayForm]:
 
 
 def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
-    """Each token of an annotation, and the sizes of its dimensions: several, or none, for a
-    variadic token."""
+    """Yield each token of an annotation with the sizes of its dimensions.
+
+    A variadic token has any number of sizes.
+    """
     start = 0
     for dim in form.dims:
         length = 1
-        if dim.variadic:  # at most one of them is
+        if dim.variadic:  # at most one token is
             length = len(shape) - len(form.dims) + 1
         yield dim, shape[start : start + length]
         start += length
 
 
 def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
-    """The sizes of the fields of `self`, but for names that have several sizes there."""
-    found: dict[str, dict[tuple[int, ...], Path]] = {}
+    """Return the sizes of the fields of `self`, except for names with several sizes there."""
+    by_name: dict[str, dict[tuple[int, ...], Path]] = {}
     for leaf in leaves:
         is_field = leaf.path[0] == "self" and len(leaf.path) == 2
         if not is_field or not is_in_module(leaf) or leaf.stacked or leaf.misfit is not None:
             continue
         for name, size in zip(leaf.axes, leaf.shape, strict=True):
             if name is not None:
-                found.setdefault(name, {}).setdefault((size,), leaf.path)
-    return {(name, False, None): own.popitem() for name, own in found.items() if len(own) == 1}
+                by_name.setdefault(name, {}).setdefault((size,), leaf.path)
+    return {
+        (name, False, None): sizes.popitem() for name, sizes in by_name.items() if len(sizes) == 1
+    }
 
 
 def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str | None:
-    """The reason why the size of a dimension does not fit those so far, or None. A new one is
-    added to them."""
+    """Return why the size of a dimension does not fit the sizes so far, or None.
+
+    If the axis has no size yet, its size is added to `sizes`.
+    """
     body = dim.body
-    # jaxtyping's `#name`: a size of 1 fits whatever the others are, since it is broadcast. Its
-    # `{name}` refers to the arguments of the function, which are not known here.
+    # In jaxtyping, a size of 1 always fits `#name`, since it is broadcast. `{name}` refers to
+    # arguments of the function, which are unknown here.
     if dim.anonymous or "{" in body or (dim.broadcast and all(size == 1 for size in own)):
         return None
     if body.isdigit():
@@ -345,7 +373,7 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
         return f'"{dim.token}" requires size {body}, but the size is {own[0]}'
     if not body.isidentifier():
         return _other_value(sizes, body, own[0])
-    # `*#name`: arrays that are broadcast against each other may have different ranks.
+    # With `*#name`, arrays that are broadcast against each other may have different ranks.
     if dim.variadic and dim.broadcast:
         return None
     key = body, dim.variadic, Path(leaf.path[1:]) if dim.by_leaf else None
@@ -357,10 +385,10 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
 
 
 def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
-    """The reason why a size is not that of an expression of other sizes; None if it is."""
-    single = {name: own[0] for (name, variadic, _), (own, _) in sizes.items() if not variadic}
+    """Return why a size differs from the value of an expression; None if it is equal."""
+    single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
     try:
-        # As jaxtyping evaluates it. The text is from the user's own annotation, not from data.
+        # jaxtyping also uses `eval`. The text is the user's own annotation, not data.
         wanted = eval(expression, dict(_BUILTINS), single)
     except UNREADABLE as error:
         return f"`{expression}` cannot be evaluated: {error}"
@@ -370,7 +398,7 @@ def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
 
 
 def _problem(leaf: Leaf, form: ArrayForm, why: str, remedy: str) -> Problem:
-    """The problem of an array, with its annotation as it is written."""
+    """Return the problem of an array, with its annotation as written."""
     tokens = " ".join(dim.token for dim in form.dims)
     what = f'{array_text(leaf.value)}   "{tokens}"'
     return Problem(leaf.path, tuple(leaf.shape), what, why, remedy)

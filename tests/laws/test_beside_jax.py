@@ -127,7 +127,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "typed class": (
         lambda: ft.typed(Bias),
         (
-            "typed checks the calls of a function, and Bias is a class: decorate its methods",
+            "typed: Bias is a class, not a function: decorate its methods",
             "`@jaxtyped(typechecker=beartype)` above the class",
         ),
     ),

@@ -106,15 +106,15 @@ def test_types_that_are_not_as_the_rules_say():
         return jax.sharding.reshard(x, P())
 
     told = (
-        "up: 1 array not sharded as the rules ask",
+        "up: 1 array not sharded as the ambient rules require",
         "w   f32[6, 8]",
         "is sharded P(None, None), but",
     )
-    asked = "the rules ask for P(None, 'model')", "constrain=True"
+    asked = "the rules require P(None, 'model')", "constrain=True"
     with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
         with raises(*told, *asked, error=ft.ShardingError):
             jax.jit(typed(up))(placed(X, P("data")), placed(UP, P()))
-        with raises("result   f32[4, 6]", "ask for P('data', None)", error=ft.ShardingError):
+        with raises("result   f32[4, 6]", "require P('data', None)", error=ft.ShardingError):
             jax.jit(typed(whole))(placed(X, P("data")))
 
 
