@@ -1,5 +1,7 @@
-"""A function that makes a tree ─► the tree, created sharded as a layout says, or only its abstract
-arrays."""
+"""`ft.init` creates trees sharded, and `ft.abstract` only computes their abstract arrays.
+
+A function that makes a tree, and a layout ─► the sharded tree.
+"""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import MethodType
@@ -42,12 +44,12 @@ _T = TypeVar("_T")
 
 
 class InitOptions(NamedTuple):
-    """The options of `ft.init`.
+    """Options of `ft.init`.
 
     Attributes:
         layout: the layout of the tree.
-        mesh: the mesh, if it was given.
-        fresh: whether no array of the result may be one of an argument.
+        mesh: the mesh, or None for the current one.
+        fresh: whether the result must share no array with the arguments.
     """
 
     layout: LayoutTree
@@ -56,10 +58,10 @@ class InitOptions(NamedTuple):
 
 
 class Init(Function[_P, _T]):
-    """A function that makes a tree and creates it sharded; made by `ft.init`.
+    """Function that creates a tree sharded. `ft.init` returns it.
 
     Attributes:
-        compilations: one record for each compilation, with what differed from the most similar
+        compilations: one record for each compilation, with the differences from the most similar
             earlier one.
 
     Examples:
@@ -75,27 +77,29 @@ class Init(Function[_P, _T]):
 
     def _set_up(self) -> None:
         self._layout, self._mesh, self._fresh = self._options
-        # The programs that all processes have compared, as text.
+        # The text of each program that the processes have compared.
         self._lowered: dict[Program, list[str]] = {}
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         if jax.process_count() > 1 and not tracing():
             name = self.__name__
-            with Agreement(f"{name} makes no tree", f"ft.init({name}, ...)(...)") as agreement:
+            with Agreement(f"{name} cannot be run", f"ft.init({name}, ...)(...)") as agreement:
                 agreement.compare(lambda: self._facts(args, kwargs))
         result = super().__call__(*args, **kwargs)
         if without_jit() and not tracing():
-            # The function ran as it is, and its arrays are on one device.
+            # The function ran without jit, so its arrays are on one device.
             return shard(result, self._layout, self._mesh)
         return result
 
     def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        """The plan of the result; no array is allocated."""
+        """Return the plan of the result. No array is allocated."""
         return self._planned(self._output(args, kwargs))
 
     def abstract(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """The result as `jax.ShapeDtypeStruct`s, with shardings if there is a layout; no array is
-        allocated."""
+        """Return the result with a `jax.ShapeDtypeStruct` for each array. No array is allocated.
+
+        The structs have shardings if there is a layout.
+        """
         output = self._output(args, kwargs)
         if self._layout is None:
             return output.tree
@@ -110,8 +114,8 @@ class Init(Function[_P, _T]):
         return ambient_rules()
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        # The mesh is part of the key: without `mesh=`, another ambient mesh needs other shardings
-        # of the result.
+        # The mesh is part of the key: without `mesh=`, the result's shardings depend on the ambient
+        # mesh.
         return (self._mesh_now(), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
@@ -123,8 +127,11 @@ class Init(Function[_P, _T]):
         return program
 
     def _facts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
-        """What has to be the same in all processes: the values of the arguments, the plan, and the
-        program, which has all that the function closes over."""
+        """Return the facts that must be equal in all processes.
+
+        They are the settings, the values of the arguments, the plan and the program. The program
+        includes all values that the function closes over.
+        """
         facts = {
             "settings": settings(),
             "arguments": facts_of(self._bind(args, kwargs), skip=True),
@@ -132,24 +139,26 @@ class Init(Function[_P, _T]):
         }
         if not without_jit():
             program, flat = self._prepare(args, kwargs)
-            if program not in self._lowered:  # to lower a large program takes seconds
+            if program not in self._lowered:  # lowering a large program takes seconds
                 self._lowered[program] = facts_of(program.trace(flat.arrays).lower())
             facts["program"] = self._lowered[program]
         return facts
 
     def _mesh_now(self) -> Mesh | AbstractMesh | None:
-        """The mesh of a call that is made now."""
+        """Return the mesh that a call would use now."""
         return current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
-        """The result of a call, with abstract arrays."""
+        """Return the result of a call with abstract arrays."""
         flat = self._groups.find(self._bind(args, kwargs))
         body = self._body(flat.group)
         return jax.eval_shape(body, *body.arguments.split(flat.arrays))
 
     def _body(self, group: CallGroup) -> Body:
-        """The user's function for one group of its calls; one body for all meshes, so that it is
-        traced once."""
+        """Return the user's function for one group of its calls.
+
+        All meshes share one body, so the function is traced once.
+        """
         rules = self._rules()
         body = group.bodies.get(rules)
         if body is None:
@@ -163,23 +172,26 @@ class Init(Function[_P, _T]):
         planned = self._planned(output)
         if planned.mesh is None:
             raise ShardingError(
-                f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH}"
+                f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH}, "
+                "where `mesh` is a `Mesh`"
             )
         if isinstance(planned.mesh, AbstractMesh):
-            inside = "inside jit write `ft.constrain(make(...), layout)`"
+            inside = "inside jit, use `ft.constrain(make(...), layout)` instead"
             raise ShardingError(
                 f"arrays cannot be created: {without_devices(planned.mesh)}; {inside}"
             )
-        # One array at two places of the result is one output of the program, so two rows may share
-        # a place.
+        # An array at two paths of the result is one output of the program, so two rows may have the
+        # same index.
         which = range(len(planned.rows)) if output.which is None else output.which
-        by_place = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
-        return [by_place[place] for place in range(len(output.values))]
+        by_index = dict(zip(which, map(planned.sharding, planned.rows), strict=True))
+        return [by_index[index] for index in range(len(output.values))]
 
 
 def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -> Body:
-    """The user's function, for one group of its calls and one set of rules, as a function from
-    arrays to arrays."""
+    """Return the user's function as a function from arrays to arrays.
+
+    The body is for one group of its calls and one set of rules.
+    """
     signature, fun = traces.signature, traces.fun
 
     def compute(arrays: Sequence[Any]) -> Output:
@@ -187,9 +199,9 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
             result = signature.run(fun(), group.skeleton.fill(arrays))
         output = Output.of(result, signature.name)
         if fresh:
-            # An optimizer may return parameters as part of its state. A copy of each array gives it
-            # its own memory, so that model and state can both be donated. A compiled program would
-            # copy them in any case; without jit nothing else does.
+            # An optimizer may return parameters as part of its state. A copy of each array lets
+            # users donate both model and state. A compiled program would copy in any case, but
+            # without jit, nothing else copies.
             return Output([jnp.copy(value) for value in output.values], output.skeleton)
         return output.distinct()
 
@@ -199,32 +211,35 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
 def _init(
     make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False
 ) -> Init[_P, _T]:
-    check("init makes no tree", make=(make, FUNCTION))
-    # A copy, because the traces are shared by the layout as it is now.
+    check("init: invalid arguments", make=(make, FUNCTION))
+    # The containers of the layout are copied, so that later changes cannot affect shared traces.
     return Init.of(make, InitOptions(copied(layout), mesh, fresh))
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:
-    """Create a tree sharded as a layout says. An array that the layout shards is never whole on one
-    device.
+    """Return a function that creates a tree sharded by a layout.
+
+    No device ever holds a whole copy of an array that the layout shards.
 
     Args:
-        make: makes the tree. It runs under jit and is compiled once for all keys. Arguments that
-            are not arrays are static.
+        make: the function that makes the tree. It runs under jit and is compiled once for all keys.
+            Arguments that are not arrays are static.
         layout: the layout of the tree.
         mesh: a mesh, or None for the current one.
 
     Returns:
         A function with the arguments of `make`. It also has `plan` and `abstract`, and `trace`,
             `lower`, `eval_shape` and `compilations` as in `ft.jit`. Its result is bitwise equal to
-            that of `jax.jit(make)`. An array that is at two places of the tree stays one array.
+            the result of `jax.jit(make)`. An array at two paths of the tree stays one array.
 
     Raises:
-        ShardingError: (when called) the layout does not fit the tree, or there is no mesh with
-            devices.
-        FunctreeError: (when called) an argument is neither an array nor hashable, or a static field
-            of the result contains a traced array; the processes have other arguments, another plan
-            or another program, as of a number that `make` closes over.
+        FunctreeError: if `make` is not a function.
+        FunctreeError: (when called) if an argument is neither an array nor hashable.
+        FunctreeError: (when called) if a static field of the result contains a traced array.
+        FunctreeError: (when called) if the arguments, the plan or the program differ between
+            processes. A number that `make` closes over is a part of the program.
+        ShardingError: (when called) if the layout does not fit the tree.
+        ShardingError: (when called) if there is no mesh with devices.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)
@@ -242,16 +257,18 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
 def abstract(
     make: Callable[_P, _T], layout: LayoutTree = None, mesh: MeshLike = None
 ) -> Callable[_P, _T]:
-    """The tree that `ft.init` makes, as `jax.ShapeDtypeStruct`s with shardings. No array is
-    allocated.
+    """Return a function that computes the tree of `ft.init` without allocating arrays.
+
+    The tree has a `jax.ShapeDtypeStruct` with a sharding for each array.
 
     Args:
-        make: makes the tree.
-        layout: the layout of the tree; without one, the result has only shapes and dtypes.
+        make: the function that makes the tree.
+        layout: the layout of the tree. Without a layout, the result has only shapes and dtypes.
         mesh: a mesh, an abstract mesh, or None for the current one.
 
     Raises:
-        ShardingError: (when called) the layout does not fit the tree.
+        FunctreeError: if `make` is not a function.
+        ShardingError: (when called) if the layout does not fit the tree.
 
     Examples:
         >>> model = ft.abstract(eqx.nn.Linear)(16, 8, key=jax.random.key(0))
@@ -270,19 +287,22 @@ def init_optimizer(
     wrt: FilterLike = is_trainable,
     otherwise: LayoutLike = None,
 ) -> Any:
-    """The result of `tx.init(parameters)`, created sharded as `ft.plan_optimizer` says. It has no
-    array of the model.
+    """Create an optimizer's state, `tx.init(parameters)`, sharded as in `ft.plan_optimizer`.
+
+    The state shares no array with the model.
 
     Args:
         tx: any optax optimizer.
         model: the model, with concrete arrays.
         layout: the layout of the model.
         mesh: a mesh, or None for the current one.
-        wrt: the filter of the parameters that the optimizer updates.
-        otherwise: as in `ft.plan_optimizer`.
+        wrt: the filter that selects the parameters to update.
+        otherwise: the layout of arrays whose dependence on the parameters is unknown, as in
+            `ft.plan_optimizer`.
 
     Raises:
-        ShardingError: as in `ft.plan_optimizer`; or there is no mesh with devices.
+        ShardingError: if `ft.plan_optimizer` raises one.
+        ShardingError: if there is no mesh with devices.
 
     Examples:
         >>> import optax
@@ -294,6 +314,6 @@ def init_optimizer(
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)
-    # A bound method would bring its object along as an argument.
+    # Otherwise the object of a bound method would become an argument.
     make = (lambda params: tx.init(params)) if isinstance(tx.init, MethodType) else tx.init
     return _init(make, planned, planned.mesh, fresh=True)(params)

@@ -330,7 +330,7 @@ def differs(value: Any, other: Any) -> Any:
 
 
 @differing(
-    "make makes no tree",
+    "make cannot be run",
     "process {odd} differs from process 0",
     "key: key<fry>[] [0, 0]",
     "key: key<fry>[] [0, 1]",
@@ -345,7 +345,7 @@ def other_seed_in_the_closure() -> Any:
     return ft.init(lambda: make(jax.random.key(seed)), LAYOUT, MESH)()
 
 
-@differing("make makes no tree", "settings", "partitionable = True", "partitionable = False")
+@differing("make cannot be run", "settings", "partitionable = True", "partitionable = False")
 def other_setting() -> Any:
     with jax.threefry_partitionable(differs(True, False)):
         return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
@@ -453,12 +453,12 @@ def handed() -> Any:
     return texts
 
 
-@differing("make makes no tree", "process {odd} differs", "up: f32[16, 32] P(None, 'model')")
+@differing("make cannot be run", "process {odd} differs", "up: f32[16, 32] P(None, 'model')")
 def other_layout() -> Any:
     return ft.init(make, differs(LAYOUT, ft.P()), MESH)(jax.random.key(0))
 
 
-@differing("make makes no tree", "process {odd} differs", "devices [0, 1,")
+@differing("make cannot be run", "process {odd} differs", "devices [0, 1,")
 def other_devices() -> Any:
     devices = differs(jax.devices(), jax.devices()[::-1])
     mesh = Mesh(np.array(devices).reshape(COUNT, -1), ("data", "model"))

@@ -129,11 +129,11 @@ def test_what_to_do_without_devices():
 
     here = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
     assert error({"data": 2, "model": 4}) == (
-        f"arrays cannot be created on (data=2, model=4), which has no devices: {here}"
+        f"arrays cannot be created on (data=2, model=4), which has no devices: {here}, where `mesh` is a `Mesh`"
     )
     assert error(MESH.abstract_mesh) == (
         f"arrays cannot be created: (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
-        "inside jit write `ft.constrain(make(...), layout)`"
+        "inside jit, use `ft.constrain(make(...), layout)` instead"
     )
     assert error(None).startswith("there is no mesh")
 
