@@ -1,4 +1,7 @@
-"""A function of local arrays, and the options of `ft.shard_map` ─► a function of global arrays."""
+"""`ft.shard_map` runs a function on each device with its shards of the arrays.
+
+A function of local arrays, and options ─► a function of global arrays.
+"""
 
 import functools
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
@@ -64,7 +67,7 @@ Shapes = Literal["global", "local"] | None
 
 
 class MapOptions(NamedTuple):
-    """The options of `ft.shard_map`."""
+    """Options of `ft.shard_map`, after they were checked."""
 
     mesh: Mesh | AbstractMesh | None
     in_specs: LayoutTree
@@ -76,18 +79,18 @@ class MapOptions(NamedTuple):
 
 
 class PartialView(MeshView):
-    """A mesh of which some axes count as one device in a plan. Messages show the real sizes."""
+    """Mesh on which some axes count as one device in a plan. Messages show the real sizes."""
 
     def __str__(self) -> str:
         return str(mesh_view(self.mesh))
 
 
 class ManualMesh(NamedTuple):
-    """The mesh of a shard_map.
+    """Mesh of a shard_map.
 
     Attributes:
-        mesh: the mesh outside of the body. Axes that an outer shard_map has made Manual are Manual
-            in it.
+        mesh: the mesh outside the body. If an outer shard_map made mesh axes Manual, they are
+            Manual on this mesh.
         axes: the mesh axes that this shard_map makes Manual.
     """
 
@@ -96,8 +99,10 @@ class ManualMesh(NamedTuple):
 
     @property
     def explicit(self) -> bool:
-        """Whether the mesh axes that become Manual are Explicit outside, so that the types of
-        arrays have specs."""
+        """Whether the mesh axes that become Manual are Explicit outside.
+
+        If they are, the types of arrays have specs.
+        """
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.axes)
 
@@ -108,18 +113,19 @@ class ManualMesh(NamedTuple):
 
         Args:
             leaves: the leaves of the tree.
-            parts: its layouts.
-            local: whether the arrays are local: every axis counts as one device then, so each size
-                fits. Of global arrays the sizes have to be divisible by the Manual axes, and on
-                Explicit axes one without a layout has the spec in its type.
+            parts: the layouts of the tree.
+            local: whether the arrays are local. For local arrays, every mesh axis counts as one
+                device, so each size fits. Manual axes must divide the sizes of global arrays. On
+                Explicit axes, a global array without a layout gets the spec in its type.
 
         Returns:
-            The spec of each leaf, restricted to the Manual axes, and what is wrong.
+            The spec of each leaf, restricted to the Manual axes, and the problems.
         """
         sizes = dict.fromkeys(self.mesh.shape, 1)
         if not local:
             sizes.update((axis, self.mesh.shape[axis]) for axis in self.axes)
-        # `same`: one array at two places may have two specs here, since nothing is placed.
+        # All leaves count as different arrays (`same`): nothing is placed, so one array at two
+        # paths may have two specs.
         plan = plan_leaves(
             leaves,
             parts,
@@ -132,9 +138,9 @@ class ManualMesh(NamedTuple):
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             spec = row.spec
             if row.memory_kind is not None:
-                why = f"is laid out in {row.memory_kind}, "
-                why += "but shard_map moves no array to another memory"
-                remedy = "move it before or after, by `ft.shard` or `ft.jit`"
+                why = f"its layout is in {row.memory_kind}, "
+                why += "but shard_map cannot move arrays to a different memory"
+                remedy = "move it before or after the call, with `ft.shard` or `ft.jit`"
                 problems.append(leaf.problem(why, remedy))
             if spec is None and not local and self.explicit and not is_untyped(leaf.value):
                 spec = typed_spec(leaf.value)
@@ -144,10 +150,10 @@ class ManualMesh(NamedTuple):
         return tuple(specs), problems
 
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-        """Problems of `P`s that name a mesh axis which does not become Manual here.
+        """Return the problems of `P`s that name a mesh axis which does not become Manual here.
 
-        Rules may name other mesh axes: they are made for more than this function, and lose those
-        axes here.
+        Rules may name such axes, since they are written for more than this function. These axes are
+        dropped from their specs.
         """
         problems: list[Problem] = []
         for part in parts:
@@ -158,74 +164,82 @@ class ManualMesh(NamedTuple):
             if not others:
                 continue
             manual = axes_text(sorted(self.axes))
-            why = f"{spec_text(spec)} names {axes_text(sorted(others))}, "
-            why += f"but only {manual} is manual here"
-            remedy = "leave it out of the spec, or add it to `axis_names`"
+            named = axes_text(sorted(others))
+            why = f"{spec_text(spec)} names {named}, "
+            why += f"but this shard_map makes only {manual} Manual"
+            remedy = f"remove {named} from the spec, or add {named} to `axis_names`"
             for leaf in leaves.leaves:
                 if leaf.path[: len(part.path)] == part.path:
                     problems.append(leaf.problem(why, remedy))
         return problems
 
     def project(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec without the mesh axes that are not Manual here."""
+        """Return the spec without the mesh axes that are not Manual here."""
         return without(spec, set(self.mesh.axis_names) - self.axes)
 
     # Problems that a plan does not find
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """The problem of an array that JAX would not move: on other devices, or on Explicit axes
-        of another mesh or with another spec."""
+        """Return the problem of an array that JAX would not move.
+
+        Such an array is on different devices. Or its type is on Explicit axes of a different mesh,
+        or has a different spec.
+        """
         value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
-        # JAX moves an array of NumPy, and an abstract one is on no device.
+        # JAX moves NumPy arrays, and abstract arrays are on no device.
         committed = is_concrete(value) and value.committed
         devices = set(self.mesh.devices.flat) if isinstance(self.mesh, Mesh) else None
         if committed and devices is not None and value.sharding.device_set != devices:
-            why = f"is sharded {sharding_text(value.sharding)}, but the mesh has other devices"
+            why = f"is sharded {sharding_text(value.sharding)}, but the mesh has different devices"
         elif not is_untyped(value):
             have, mesh = typed_spec(value), jax.typeof(value).sharding.mesh
             if have is None and self.explicit:
-                why = f"its type is on a mesh of Auto axes, {mesh_view(mesh)}"
+                why = f"its type is on mesh {mesh_view(mesh)} with Auto axes, "
+                why += "but shard_map runs over Explicit axes"
             elif have is not None and mesh.axis_names != self.mesh.axis_names:
-                why = f"its type is on a mesh of Explicit axes, {mesh_view(mesh)}"
+                why = f"its type is on mesh {mesh_view(mesh)} with Explicit axes, "
+                why += f"but shard_map runs on mesh {mesh_view(self.mesh)}"
             elif have is not None and self.explicit and self.project(have) != spec:
                 why = f"its type is sharded {spec_text(self.project(have))}, "
-                why += f"but its spec is {spec_text(spec)}; Explicit axes are not moved"
-                remedy = "apply `jax.sharding.reshard` before, or write the spec of its type"
+                why += f"but its spec is {spec_text(spec)}; JAX does not reshard Explicit axes"
+                remedy = "apply `jax.sharding.reshard` before the call, or use the spec of its type"
         if not why:
             return []
         return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """The problem of a result that may differ between devices although its spec says that it is
-        replicated."""
+        """Return the problem of a result that its spec replicates, but that may differ on devices.
+
+        JAX records the mesh axes along which values may differ.
+        """
         unnamed = sorted((varying_axes(leaf.value) & self.axes) - named_axes(spec))
         if not unnamed:
             return []
         axes = axes_text(unnamed)
-        why = f"{spec_text(spec)} says that it is the same along {axes}, but it may differ there"
-        remedy = f"reduce it (`jax.lax.psum`, `pmean`) over {axes}, or name {axes} in its spec; "
-        return [
-            leaf.problem(why, remedy + "or pass `check_vma=False` if you know that it is the same")
-        ]
+        why = f"{spec_text(spec)} replicates it over {axes}, but its values may differ there"
+        remedy = f"reduce it over {axes} with `jax.lax.psum` or `pmean`, or name {axes} in its spec"
+        return [leaf.problem(why, remedy + ", or pass `check_vma=False` if its values are equal")]
 
     def reshard(self, value: Any, spec: PartitionSpec) -> Any:
-        """An argument for `jax.shard_map`: on Explicit axes, an array without a sharding in its
-        type gets its spec."""
+        """Return an argument for `jax.shard_map`.
+
+        On Explicit axes, an array without a sharding in its type is resharded to its spec.
+        """
         if not self.explicit or not is_untyped(value):
             return value
         return jax.sharding.reshard(value, NamedSharding(self.mesh, spec))
 
 
 def is_untyped(value: Any) -> bool:
-    """Whether the type of an array has no sharding: the array is on one device, or NumPy's."""
+    """Return whether the type of an array has no sharding, as for NumPy arrays or one device."""
     return jax.typeof(value).sharding.mesh.empty
 
 
 class Mapped(Function[_P, _T]):
-    """A function that runs on each device with its shards of the arrays; made by `ft.shard_map`.
+    """Function that runs on each device with its shards. `ft.shard_map` returns it.
 
     Attributes:
-        compilations: one record for each compilation, with what differed from the most similar
+        compilations: one record for each compilation, with the differences from the most similar
             earlier one.
 
     Examples:
@@ -241,28 +255,28 @@ class Mapped(Function[_P, _T]):
     _door = "shard_map"
 
     def _set_up(self) -> None:
-        # Parameters without an entry are laid out by the rules.
+        # The rules lay out parameters without an entry.
         options = self._options
         given = {} if options.in_specs is None else options.in_specs
         self._layouts = ParameterLayouts("in_specs", given, self._signature, options.rules)
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        # In the trace of an outer function, custom derivative rules have to keep the rules of the
-        # body.
+        # In the trace of an outer function, custom derivative rules must keep the ambient rules of
+        # the body, so such programs are separate.
         return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
         manual, rules = self._manual_mesh(flat.arrays), self._rules()
         compute = self._computation(flat, manual, rules)
-        # The mesh of a rule that is run later is that of the body, whose axes are Manual: JAX
-        # restores it.
+        # A custom derivative rule that runs later needs only the rules: JAX restores the body's
+        # mesh, whose axes are Manual.
         context = functools.partial(Surroundings(None, rules).entered, ())
         arguments = Arguments(flat.group.paths, ())
         body = Body(compute, arguments, self._traces, context)
         program, traced = make_program(
             flat.group, body, flat.arrays, mesh=manual.mesh, rules=rules, options={"inline": True}
         )
-        # JAX passes traced arrays that a function closes over as further arguments.
+        # JAX passes traced arrays that a function closes over as additional arguments.
         if traced is not None and len(traced.jaxpr.in_avals) > len(flat.arrays):
             return replace(program, is_kept=False)
         return program
@@ -270,11 +284,11 @@ class Mapped(Function[_P, _T]):
     def _computation(
         self, flat: FlatCall, manual: ManualMesh, rules: Layout | None
     ) -> Callable[[Sequence[AnyArray]], Output]:
-        """The function from global arrays to global arrays, for calls like this one.
+        """Return the function from global arrays to global arrays, for calls like this one.
 
         Raises:
-            ShardingError: the layouts do not fit the call.
-            AxesError: the arrays are not as annotated.
+            ShardingError: if the layouts do not fit the call.
+            AxesError: if the arrays do not match their annotations.
         """
         options, signature, group = self._options, self._signature, flat.group
         leaves, parts = self._layouts.read(flat.call)
@@ -288,11 +302,12 @@ class Mapped(Function[_P, _T]):
             raise refuse(problems, mesh_view(manual.mesh), f"{signature.name}: ")
         traced = _traced_once(signature, self._traces.fun, group, options.shapes, rules)
         if not tracing():
-            # Programs that differ only in where their arguments are share one trace of the user's
-            # function.
+            # Programs that differ only in the placement of their arguments share one trace of the
+            # user's function.
             traced = group.bodies.setdefault((manual, rules), traced)
 
-        # No reference to `self`, which holds the function: the group is kept as long as this is.
+        # `compute` must not refer to `self`, which holds the user's function: the group's cache
+        # would keep that function alive.
         def compute(arrays: Sequence[AnyArray]) -> Output:
             output = _run_mapped(traced, signature, options, manual, specs, arrays)
             if options.shapes == "global":
@@ -303,7 +318,7 @@ class Mapped(Function[_P, _T]):
         return compute
 
     def _manual_mesh(self, arrays: Iterable[AnyArray]) -> ManualMesh:
-        """The mesh of a call, and the mesh axes that become Manual."""
+        """Return the mesh of a call, and the mesh axes that become Manual."""
         name, outer = self._signature.name, jax.sharding.get_abstract_mesh()
         mesh = self._options.mesh or current_mesh() or first_mesh(arrays)
         if mesh is None:
@@ -313,8 +328,8 @@ class Mapped(Function[_P, _T]):
         if outer.manual_axes and dict(mesh.shape) != dict(outer.shape):
             where = f"inside a shard_map over {mesh_view(outer)}"
         elif tracing() and not outer.empty and outer.size != mesh.size:
-            # JAX would say it of a context that the user has not entered.
-            where = f"on the mesh {mesh_view(outer)}, of another number of devices"
+            # JAX's own message would mention a context that the user did not enter.
+            where = f"on the mesh {mesh_view(outer)}, which has a different number of devices"
         if where:
             raise ShardingError(
                 f"{name}: its mesh is {view}, but it is called {where}: leave `mesh=` out"
@@ -324,12 +339,15 @@ class Mapped(Function[_P, _T]):
         free = [axis for axis in mesh.axis_names if axis not in outer.manual_axes]
         wanted = self._options.axis_names or free
         if not wanted:
-            raise ShardingError(f"{name}: all axes of the mesh {view} are manual already")
+            raise ShardingError(
+                f"{name}: all axes of the mesh {view} are already Manual: call the function "
+                "without shard_map, or limit `axis_names=` of the outer shard_map"
+            )
         for axis in wanted:
             if axis not in free:
                 why = f"is not in the mesh {view}{did_you_mean(axis, free)}"
                 if axis in outer.manual_axes:
-                    why = f"is manual already, on the mesh {view}"
+                    why = f"is already Manual on the mesh {view}"
                 raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")
         return ManualMesh(mesh, frozenset(wanted))
 
@@ -341,7 +359,7 @@ def _traced_once(
     shapes: Shapes,
     rules: Layout | None,
 ) -> Callable[..., Output]:
-    """The user's function of local arrays, which JAX traces once for arguments of one type."""
+    """Return the user's function of local arrays. JAX traces it once per type of arguments."""
 
     def body(*arrays: jax.Array) -> Output:
         call, sizes = group.skeleton.fill(arrays), Sizes()
@@ -365,10 +383,10 @@ def _run_mapped(
     in_specs: Sequence[PartitionSpec],
     arrays: Sequence[AnyArray],
 ) -> Output:
-    """Run a function of local arrays on global ones, by `jax.shard_map`."""
-    # The specs of the result depend on its structure, which is known after the body has run. JAX
-    # reads `out_specs` only then, so the body appends to the list. Otherwise the function would be
-    # traced twice.
+    """Run a function of local arrays on global arrays, with `jax.shard_map`."""
+    # The specs of the result depend on its structure, which is unknown until the body has run. JAX
+    # reads `out_specs` only after that, so the body can fill the list. Without this, the function
+    # would be traced twice.
     out_specs: list[PartitionSpec] = []
     outputs: list[Output] = []
 
@@ -378,9 +396,10 @@ def _run_mapped(
         out_specs.extend(_specs_of_result(output, signature, options, manual))
         return list(output.values)
 
-    # The name is that of the user's function in JAX's messages and in profiles.
+    # JAX's messages and profiles show the name of the user's function.
     body.__name__ = body.__qualname__ = traced.__name__
-    # Not named if they are all: a `vmap` on an Explicit mesh takes one of them away.
+    # Empty means all axes. A list of all axes would be wrong under a `vmap` on an Explicit mesh,
+    # which removes an axis.
     axis_names = manual.axes
     if axis_names == set(manual.mesh.axis_names):
         axis_names = frozenset()
@@ -401,11 +420,11 @@ def _run_mapped(
 def _specs_of_result(
     output: Output, signature: Signature, options: MapOptions, manual: ManualMesh
 ) -> Sequence[PartitionSpec]:
-    """The spec of each array of a local result."""
+    """Return the spec of each array of a local result."""
     layout = options.rules if options.out_specs is None else options.out_specs
     leaves, parts = read_for(signature.result(output.tree), signature.result(layout))
     if options.out_specs is None:
-        parts = as_partial(parts)  # a result may be anything, such as a loss
+        parts = as_partial(parts)  # rules need not name a result without axes, such as a loss
     specs, problems = manual.lay(leaves, parts, local=True)
     if options.check_vma and not problems:
         # JAX checks this too, but its message has no path.
@@ -417,7 +436,7 @@ def _specs_of_result(
 
 
 class MapKeywords(TypedDict, total=False):
-    """The options of `ft.shard_map` as they are written."""
+    """Options of `ft.shard_map`, as users write them."""
 
     mesh: MeshLike
     in_specs: LayoutTree
@@ -434,7 +453,7 @@ def shard_map(fun: Callable[_P, _T], **options: Unpack[MapKeywords]) -> Mapped[_
 def shard_map(
     fun: None = None, **options: Unpack[MapKeywords]
 ) -> Callable[[Callable[_P, _T]], Mapped[_P, _T]]: ...
-@checked("shard_map cannot map so")
+@checked("shard_map: invalid options")
 def shard_map(
     fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
@@ -450,50 +469,50 @@ def shard_map(
     """Run a function on each device with its shards of the arrays.
 
     The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). It may take
-    and return modules and containers. Values that are not arrays, Python numbers included, are
-    passed through and are static: another value needs another program. One program is compiled for
-    each structure, shapes and mesh, and the function is traced once for each, as under `jax.jit`;
-    the layouts of the result need no second trace. A function that closes over traced values is
-    traced on each call.
+    and return modules and containers. All other values, including Python numbers, are static: a
+    different value needs a new program. One program is compiled for each structure, set of shapes
+    and mesh. As under `jax.jit`, the function is traced once for each program; the layouts of the
+    result need no second trace. A function that closes over traced values is traced in each call.
 
     Args:
-        fun: a function, a method, a partial, or a callable module. What is bound to it, such as
-            `self`, is an argument too.
-        mesh: a mesh. If it is not given, it is the current mesh, or else the mesh of the arguments.
-        in_specs: the layouts of the arguments: one entry for each positional parameter, or a dict
-            by parameter name, each entry a layout or a prefix tree of layouts; or one layout for
-            all. `*args` has a single entry. `None` is the entry of a value that is not an array,
-            and of arrays on Explicit axes, whose types have their specs.
+        fun: a function, a method, a partial, or a callable module. Bound values, such as `self`,
+            are arguments too.
+        mesh: a mesh. By default, it is the current mesh; without one, the mesh of the arguments.
+        in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
+            parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
+            `*args` has a single entry. Use `None` for a value that is not an array, and for arrays
+            on Explicit axes, whose types have their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. A layout sees the local
             result.
-        rules: the layout where `in_specs` or `out_specs` is not given, by the annotations of the
-            function and of its modules. They are ambient in the body.
-        axis_names: the mesh axes that become Manual; by default all that are not Manual yet. Rules
-            lose the others.
-        check_vma: as in JAX: check that a result which `out_specs` say is replicated is the same on
-            all devices, and let autodiff insert the collectives that this needs.
-        shapes: which sizes the annotations mean: `"global"`, those of the arguments and results
-            outside; `"local"`, those of the arrays in the body; None for no check.
+        rules: the layout to use if `in_specs` or `out_specs` is missing. It reads the annotations
+            of the function and of its modules. The rules are ambient in the body.
+        axis_names: the mesh axes that become Manual. By default, they are all mesh axes that are
+            not Manual yet. Rules for other mesh axes do not apply.
+        check_vma: whether to check, as in JAX, that all devices compute equal values where
+            `out_specs` replicates a result. Autodiff then inserts the collectives that this needs.
+        shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
+            results outside, `"local"` for the arrays in the body, None for no check.
 
     Returns:
-        A function of the same signature, with `trace`, `lower`, `eval_shape` and `compilations` as
-            in `ft.jit`. Under other transforms it becomes a part of their program.
+        A function with the same signature, and with `trace`, `lower`, `eval_shape` and
+            `compilations` as in `ft.jit`. Under other transforms, it becomes part of their program.
 
     Raises:
-        FunctreeError: an option is unknown or has a wrong value.
-        RuleError: (when called) `in_specs` does not have the structure of the parameters or of a
-            tree.
-        ShardingError: (when called) an array has no layout or its layout does not fit, by path;
-            there is no mesh.
-        AxesError: (when called) an array is not as annotated; the message has the argument, the
-            axis and both sizes.
+        FunctreeError: if an option is unknown or invalid.
+        RuleError: if `in_specs` does not have the structure of the parameters.
+        RuleError: (when called) if a layout does not have the structure of its tree.
+        ShardingError: (when called) if an array has no layout, or its layout does not fit. The
+            message has the paths.
+        ShardingError: (when called) if there is no mesh.
+        AxesError: (when called) if an array does not match its annotation. The message has the
+            argument, the axis and both sizes.
 
     Gradients:
-        A mean over a local batch is a local mean: inside the function, take `jax.lax.pmean` of it
-        before `jax.grad`. With `check_vma=True`, JAX sums the gradient with respect to a replicated
-        parameter over the devices. So the gradient of a *local* mean is too large, by the number of
-        devices. With `check_vma=False` it is the gradient of one device only. A gradient that is
-        taken outside of the function is right in both cases.
+        Inside the function, a mean over a local batch is a local mean. Take its `jax.lax.pmean`
+        before `jax.grad`. With `check_vma=True`, JAX sums the gradient of a replicated parameter
+        over the devices. The gradient of a *local* mean is then too large, by a factor of the
+        number of devices. With `check_vma=False`, it is the gradient of one device only. A gradient
+        that is taken outside the function is correct in both cases.
 
     Examples:
         >>> rules = ft.AxisRules(
@@ -512,26 +531,26 @@ def shard_map(
     """
     for name in refused:
         raise FunctreeTypeError(_REFUSED.get(name, f"shard_map has no option `{name}`"))
-    # By type first: `in` would compare an array element by element.
+    # The type is checked first, since `in` would compare an array element by element.
     if not (shapes is None or isinstance(shapes, str)) or shapes not in ("global", "local", None):
         raise parameter_error(
-            f'shard_map: shapes={shown(shapes)} is not one of "global", "local", None',
+            f'shard_map: shapes={shown(shapes)} is invalid: use "global", "local" or None',
             right_type=isinstance(shapes, str),
         )
-    # A string is a collection of strings too, of its characters.
+    # A string is itself a collection of strings: its characters.
     if isinstance(axis_names, str):
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
         )
-    check("shard_map cannot map so", axis_names=(axis_names, TEXTS.or_none()))
-    # `mesh_view` also takes None, as the current mesh; here None means the mesh of each call.
+    check("shard_map: invalid options", axis_names=(axis_names, TEXTS.or_none()))
+    # For `mesh_view`, None would mean the current mesh. Here it means the mesh of each call.
     given_mesh = None
     if mesh is not None:
         given_mesh = mesh_view(mesh).mesh
         if given_mesh is None:
-            raise ShardingError("shard_map runs on devices: give a `Mesh`, not sizes")
+            raise ShardingError("shard_map runs on devices: pass a `Mesh`, not sizes")
     layout = None if rules is None else as_layout(rules)
-    # Copies, because the traces are shared by the options as they are now.
+    # The containers of layouts are copied, so that later changes cannot affect shared traces.
     layouts = copied(in_specs), copied(out_specs)
     manual = None if axis_names is None else tuple(axis_names)
     options = MapOptions(given_mesh, *layouts, layout, manual, check_vma, shapes)
@@ -542,11 +561,11 @@ def shard_map(
     return wrap if fun is None else wrap(fun)
 
 
-# Earlier versions of JAX had these.
+# Earlier versions of JAX had these options.
 _REFUSED = {
-    "check_rep": "shard_map: use `check_vma=` instead of check_rep",
+    "check_rep": "shard_map: use `check_vma=` instead of `check_rep=`",
     "auto": (
-        "shard_map: use `axis_names=`, the mesh axes that become manual, instead of auto, those "
-        "that do not"
+        "shard_map: use `axis_names=` instead of `auto=`, and name the mesh axes that become "
+        "Manual instead of the others"
     ),
 }

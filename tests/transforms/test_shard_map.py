@@ -481,7 +481,7 @@ def call(*, x: Any = X, fun: Any = lambda x: x, mesh: Any = MESH, **options: Any
 
 
 NO_LAYOUT = "no layout was given for this array (`None`)"
-NOT_MANUAL = "P('model') names model, but only data is manual here"
+NOT_MANUAL = "P('model') names model, but this shard_map makes only data Manual"
 HOST = NamedSharding(MESH, P("data"), memory_kind="pinned_host")
 OF_DATA = {"axis_names": {"data"}}
 ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
@@ -497,23 +497,23 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"in_specs": HOST},
         "x",
-        "is laid out in pinned_host, but shard_map moves no",
+        "its layout is in pinned_host, but shard_map cannot move",
     ),
     # What JAX would not move.
     (
         {"x": jax.device_put(X, jax.devices()[1])},
         "x",
-        "is sharded on cpu:1, but the mesh has other d",
+        "is sharded on cpu:1, but the mesh has different d",
     ),
     (
         {"x": ft.shard(X, P("data"), MESH), "mesh": EXPLICIT},
         "x",
-        "its type is on a mesh of Auto axes, (data=2, model=4)",
+        "its type is on mesh (data=2, model=4) with Auto axes, but shard_map runs over Explicit",
     ),
     (
         {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
         "x",
-        "its type is sharded P(None, 'model'), but its spec is P('data', None); Explicit axes are",
+        "its type is sharded P(None, 'model'), but its spec is P('data', None); JAX does",
     ),
 ]
 
@@ -532,9 +532,9 @@ def test_the_error_for_a_result_that_may_differ():
         call(out_specs=P())
     assert str(caught.value).startswith(
         "<lambda>: 1 leaf cannot be laid out on mesh (data=2, model=4)\n\n  result   f32[4, 4]\n"
-        "      P(None, None) says that it is the same along data, but it may differ there\n\n"
-        "Try: reduce it (`jax.lax.psum`, `pmean`) over data, or name data in its spec; or pass "
-        "`check_vma=False` if you know that it is the same"
+        "      P(None, None) replicates it over data, but its values may differ there\n\n"
+        "Try: reduce it over data with `jax.lax.psum` or `pmean`, or name data in its spec, or pass "
+        "`check_vma=False` if its values are equal"
     )
 
 
@@ -553,18 +553,18 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"shapes": "globl"},
         ValueError,
-        'shapes=\'globl\' is not one of "global", "local", None',
+        'shapes=\'globl\' is invalid: use "global", "local" or None',
     ),
     (
         {"mesh": {"data": 2}},
         ft.ShardingError,
-        "shard_map runs on devices: give a `Mesh`, not sizes",
+        "shard_map runs on devices: pass a `Mesh`, not sizes",
     ),
-    ({"check_rep": True}, TypeError, "shard_map: use `check_vma=` instead of check_rep"),
+    ({"check_rep": True}, TypeError, "shard_map: use `check_vma=` instead of `check_rep=`"),
     (
         {"auto": True},
         TypeError,
-        "shard_map: use `axis_names=`, the mesh axes that become manual",
+        "shard_map: use `axis_names=` instead of `auto=`",
     ),
 ]
 
@@ -581,7 +581,7 @@ def test_another_mesh_inside():
     message = r"its mesh is \(x=8\), but it is called inside a shard_map over \(data=2, model=4\)"
     with pytest.raises(ft.ShardingError, match=message):
         call(fun=inner)
-    with pytest.raises(ft.ShardingError, match="are manual already"):
+    with pytest.raises(ft.ShardingError, match="are already Manual"):
         call(fun=shard_map(lambda x: x, in_specs=P(), out_specs=P()))
 
 
