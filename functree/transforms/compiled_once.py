@@ -1,4 +1,7 @@
-"""A function that scans ─► the same, compiled once for its calls outside of a program."""
+"""`compiled_once` compiles a function that scans only once, for calls outside jit.
+
+A function that scans ─► the same function, compiled if it is called outside jit.
+"""
 
 import functools
 from collections.abc import Callable
@@ -13,13 +16,13 @@ _T = TypeVar("_T")
 
 
 def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """The function, compiled by `eqx.filter_jit` where it is called outside of a program.
+    """Compile a function with `eqx.filter_jit`, for calls outside jit.
 
-    The body of a `lax.scan` is a new object in each call. So JAX would compile it in each eager
-    call, and keep the program.
+    The body of a `lax.scan` is a new object in each call. Without this decorator, JAX would compile
+    each eager call, and keep all programs.
 
     Args:
-        fn: a function of a module, so that there is one for all calls.
+        fn: a function at the level of a module, so that all calls share it.
 
     Examples:
         >>> from functree.transforms.compiled_once import compiled_once

@@ -1,4 +1,7 @@
-"""What the backward pass recomputes, keeps or reads from the host ─► a `jax.checkpoint` policy."""
+"""`remat=` selects the values that the backward pass recomputes, keeps or reads from host memory.
+
+The option ─► a policy of `jax.checkpoint`.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,11 +17,11 @@ from functree.tree.jaxprs import AnyJaxpr, all_equations
 from functree.tree.skeleton.static_value import is_hashable
 
 Policy = Callable[..., Any]
-"""A policy of `jax.checkpoint`: from a primitive and its parameters to whether its result is
-kept."""
+"""A policy of `jax.checkpoint`: a function from a primitive and its parameters to whether its
+result is kept."""
 
-#: What the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy of
-#: `jax.checkpoint_policies`, or `None` for nothing.
+#: The values that the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy
+#: of `jax.checkpoint_policies`, or `None` for no values.
 Remat = str | Policy | None
 
 _POLICIES: dict[str, Policy] = {
@@ -28,7 +31,7 @@ _POLICIES: dict[str, Policy] = {
 
 
 def _is_policy(value: object) -> bool:
-    # A class is callable too.
+    # A class is callable, but not a policy.
     return callable(value) and not isinstance(value, type) and is_hashable(value)
 
 
@@ -41,10 +44,10 @@ REMAT = Takes(
 
 @dataclass(frozen=True)
 class Offload:
-    """A checkpoint policy that is equal by value.
+    """Checkpoint policy that is equal by value.
 
-    JAX's own policies are closures, equal only by identity. A config with one would be another
-    config each time that it is created, and would be compiled again.
+    JAX's own policies are closures, which are equal only by identity. Each new config with such a
+    policy would be a different config, and would be compiled again.
     """
 
     names: tuple[str, ...]
@@ -55,7 +58,7 @@ class Offload:
             policy = _to_host(self.names)
         else:
             policy = remat_policy(self.others)
-        # `others=None`: all of them are kept.
+        # `others=None` keeps all other values.
         return policy is None or policy(prim, *args, **params)
 
     def __repr__(self) -> str:
@@ -75,24 +78,24 @@ def _to_host(names: tuple[str, ...]) -> Policy:
 
 
 def offload(*names: str, others: Remat = "full") -> Policy:
-    """A policy for `remat=`: the backward pass reads the values with these names from host memory.
+    """Return a policy for `remat=` that keeps the values with some names in host memory.
 
-    A layer names a value by `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is copied
-    to pinned host memory in the forward pass, and back in the backward pass. The documentation of
-    the layers of `ft.nn` lists the names of their values.
+    A layer names a value with `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is
+    copied to pinned host memory in the forward pass, and back in the backward pass. The layers of
+    `ft.nn` document the names of their values.
 
-    The result is also a policy for `jax.checkpoint`, but there a name that no value has is not an
-    error.
+    `jax.checkpoint` accepts the policy too, but does not report names that no value has.
 
     Args:
         *names: the names of the values.
-        others: which of the other values are kept on the device, as in `Stacked.scan(remat=...)`.
+        others: the policy for all other values, as in `Stacked.scan(remat=...)`.
 
     Returns:
-        A policy, equal by value.
+        A policy, which is equal by value.
 
     Raises:
-        FunctreeError: there are no names, or one is not an identifier; `others` is unknown.
+        FunctreeError: if there are no names, or a name is not an identifier.
+        FunctreeError: if `others` is invalid.
 
     Examples:
         >>> layers = ft.stack(
@@ -105,68 +108,69 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: 1 name to offload that no value in MLP
-        has
+        functree.errors.FunctreeValueError: offload: 1 name without a value in MLP
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
         <BLANKLINE>
-        Try: one of `mlp_gate`, `mlp_up`
+        Try: use one of `mlp_gate`, `mlp_up`
         ...
     """
     if not names:
-        raise FunctreeValueError('offload() needs the names of values: offload("hidden")')
+        raise FunctreeValueError(
+            'offload: no names: pass the names of values, as in `offload("hidden")`'
+        )
     for name in names:
         if not (isinstance(name, str) and name.isidentifier()):
             raise parameter_error(
                 f'offload({name!r}): the name of a value must be an identifier, such as "hidden"',
                 right_type=isinstance(name, str),
             )
-    remat_policy(others)  # raises an error here, and not where the layers are run
+    remat_policy(others)  # raises an error here, before any layer runs
     if isinstance(others, Offload):
         names, others = (*names, *others.names), others.others
     return Offload(names, others)
 
 
 def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands: Tree) -> None:
-    """Raise for a name that no value has: JAX would silently recompute the value that was meant.
+    """Raise FunctreeError if no value has a name. JAX would silently recompute the intended value.
 
-    The names are read from the traced program, so a call without a gradient is checked too. (A
-    policy that records the names sees only differentiated values, and too late.) JAX caches the
-    trace of the step, so no layer is traced twice.
+    The names come from the traced program, so calls without a gradient are checked too. A policy
+    could record names, but only of differentiated values, and too late. JAX caches the trace of the
+    step, so no layer is traced twice.
     """
-    found = _names(jax.make_jaxpr(run)(*operands))
-    if not found.issuperset(policy.names):
-        # A `jax.custom_vjp` hides the names of its forward pass until it is differentiated.
-        found |= _names(
+    known = _names(jax.make_jaxpr(run)(*operands))
+    if not known.issuperset(policy.names):
+        # A `jax.custom_vjp` hides the names in its forward pass until it is differentiated.
+        known |= _names(
             jax.make_jaxpr(lambda *operands: jax.linearize(run, *operands)[0])(*operands)
         )
     remedy = 'name a value: `x = jax.ad_checkpoint.checkpoint_name(x, "name")`'
-    if found:
-        remedy = f"one of {', '.join(f'`{name}`' for name in sorted(found))}"
+    if known:
+        remedy = f"use one of {', '.join(f'`{name}`' for name in sorted(known))}"
     problems: list[Problem] = []
     for name in policy.names:
-        if name not in found:
-            why = f"no value has this name{did_you_mean(name, found)}"
+        if name not in known:
+            why = f"no value has this name{did_you_mean(name, known)}"
             problems.append(Problem(None, None, f'"{name}"', why, remedy))
     if problems:
         raise FunctreeValueError(
-            f"{count(len(problems), 'name')} to offload that no value in {layer} has", problems
+            f"offload: {count(len(problems), 'name')} without a value in {layer}", problems
         )
 
 
 def _names(program: AnyJaxpr) -> set[str]:
-    """The names of the values in a program, and in the programs inside of it."""
-    # What `jax.ad_checkpoint.checkpoint_name` leaves in a program.
-    named = (one for one in all_equations(program) if one.primitive.name == "name")
-    return {one.params["name"] for one in named}
+    """Return the names of the values in a program, including the programs inside it."""
+    # `jax.ad_checkpoint.checkpoint_name` adds such an equation.
+    named = (equation for equation in all_equations(program) if equation.primitive.name == "name")
+    return {equation.params["name"] for equation in named}
 
 
 def remat_policy(remat: Remat) -> Policy | None:
-    """The policy that a `remat=` argument means; `None` if nothing is recomputed.
+    """Return the policy for the option `remat=`; `None` if nothing is recomputed.
 
     Raises:
-        FunctreeError: the argument is neither a known name nor a policy.
+        FunctreeError: if the option is neither a known name nor a policy.
 
     Examples:
         >>> from functree.transforms.remat import remat_policy
@@ -176,7 +180,9 @@ def remat_policy(remat: Remat) -> Policy | None:
         True
     """
     if not REMAT.fits(remat):
-        raise parameter_error(f"remat={remat!r}: use {REMAT.text}", right_type=REMAT.is_type(remat))
+        raise parameter_error(
+            f"invalid remat={remat!r}: use {REMAT.text}", right_type=REMAT.is_type(remat)
+        )
     if isinstance(remat, str):
         return _POLICIES[remat]
     return remat

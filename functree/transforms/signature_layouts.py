@@ -1,4 +1,7 @@
-"""The annotations of a function, and rules ─► the layouts of its arguments and its result."""
+"""`ft.signature_layouts` applies rules to the annotations of a function.
+
+A function and rules ─► the layouts of its arguments and its result.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,25 +29,26 @@ _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 def signature_layouts(
     fun: Callable[..., Any], rules: LayoutLike
 ) -> tuple[dict[str, LayoutTree], LayoutTree]:
-    """The layouts of a function's arguments and result, by its annotations and some rules.
+    """Return the layouts of a function's arguments and result, using annotations and rules.
 
     Args:
         fun: a function, a method, a partial, or a callable module.
         rules: `AxisRules`, or another layout that uses names.
 
     Returns:
-        `(inputs, output)`: a dict from each parameter's name to its layout, or prefix tree of
-            layouts, and that of the result. For `Float[Array, "batch embed"]` it is the `P` by the
-            rules. For a tuple it is a tuple with a layout for each element. For a module, or
-            without an annotation, it is the rules themselves, which read the annotations of the
-            module. If the names depend on the array (`"*batch embed"`), it is a layout that reads
-            them from the array. For a number or a string it is None.
+        `(inputs, output)`: a dict from each parameter's name to its layout, and the layout of the
+            result. A layout may be a prefix tree. `Float[Array, "batch embed"]` becomes the `P`
+            from the rules. A tuple becomes a tuple with a layout for each element. A module, or a
+            missing annotation, becomes the rules themselves, which read the module's annotations.
+            If the names depend on the array (`"*batch embed"`), the layout reads them from the
+            array. A number or a string becomes None.
 
     Raises:
-        AxesError: an annotation cannot be resolved, or has alternatives that an array cannot
-            distinguish.
-        RuleError: `rules` is not a layout.
-        ShardingError: an axis is not laid out by any rule.
+        FunctreeError: if `fun` is not a function.
+        AxesError: if an annotation cannot be resolved.
+        AxesError: if an annotation has alternatives that no array can distinguish.
+        RuleError: if `rules` is not a layout.
+        ShardingError: if no rule lays out an axis.
 
     Examples:
         >>> def ffn(
@@ -58,7 +62,7 @@ def signature_layouts(
         >>> inputs, output
         ({'x': P('data', None), 'up': P(None, 'model')}, P('data', 'model'))
     """
-    check("signature_layouts reads no signature", fun=(fun, FUNCTION))
+    check("signature_layouts: invalid arguments", fun=(fun, FUNCTION))
     (signature, _), layout = Signature.of(fun), as_layout(rules)
 
     def given(record: Any, name: str) -> LayoutTree:
@@ -72,8 +76,15 @@ def signature_layouts(
 
 
 def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
-    """The layout by one annotation: a spec if it does not depend on the array, else an
-    `AnnotationLayout`. `what` is the annotation in messages."""
+    """Return the layout for one annotation.
+
+    It is a spec, or an `AnnotationLayout` if it depends on the array.
+
+    Args:
+        hint: the annotation.
+        rules: the rules.
+        what: the annotation's text in messages.
+    """
     try:
         hint = hint.settled
     except UNREADABLE as error:
@@ -82,8 +93,8 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
         return rules
     # `PyTree[X]`
     in_any_tree = hint.below is not None and any(form.dtype for form in hint.below.forms)
-    # A union such as `Float[Array, "a"] | tuple[...]` has more than one kind: only the value shows
-    # which it is.
+    # A union such as `Float[Array, "a"] | tuple[...]` has several kinds, and only the value shows
+    # which kind applies.
     kinds = [kind for kind in (hint.forms, hint.elements, hint.element) if kind]
     if hint.names or hint.generics or in_any_tree or len(kinds) != 1:
         return AnnotationLayout(rules, hint)
@@ -91,19 +102,18 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
         return tuple(_layout(element, rules, what) for element in hint.elements)
     if hint.element is None:
         return _array_layout(hint, rules, what)
-    one = _layout(hint.element, rules, what)
-    # The layout is for the whole container. A spec, and rules without an annotation, are the same
-    # for each element. But an `AnnotationLayout` reads the annotation at the path of a leaf below
-    # the container; and a tuple, as for `list[tuple[X, Y]]`, would be taken as one entry for each
-    # element of the list.
-    return AnnotationLayout(rules, hint) if isinstance(one, tuple | AnnotationLayout) else one
+    inner = _layout(hint.element, rules, what)
+    # This layout is for the whole container. A spec, and rules without an annotation, apply to each
+    # element. An `AnnotationLayout` reads the annotation at a leaf's path below the container. And
+    # a tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of the list.
+    return AnnotationLayout(rules, hint) if isinstance(inner, tuple | AnnotationLayout) else inner
 
 
 def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpec:
-    """The spec of an annotated array; an `AnnotationLayout` if the spec depends on the array.
+    """Return the spec of an annotated array, or an `AnnotationLayout` if it depends on the array.
 
-    Alternatives (`Float[Array, "a b"] | Float[Array, "c"]`) are distinguished by the rank and the
-    dtype of the array.
+    The rank and the dtype of an array select among alternatives
+    (`Float[Array, "a b"] | Float[Array, "c"]`).
     """
     kinds: dict[Any, Any] = {}
     for form in hint.forms:
@@ -113,14 +123,14 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
         if kinds.setdefault((len(form.dims), form.dtype), named) != named:
             raise AxesError(
                 f"{what}, is ambiguous: alternatives of the same rank and dtype name its "
-                "dimensions differently"
+                "dimensions differently. Give such alternatives the same names"
             )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
         return AnnotationLayout(rules, hint)
     ((axes, spec),) = said
-    # Another layout may have a mesh or a memory kind, and may shard more dimensions than the
-    # annotation says. In a bare spec all of this would be lost.
+    # Other layouts may have a mesh or a memory kind, and may shard more dimensions than the
+    # annotation does. A bare spec would lose all of this.
     if spec is not None and isinstance(rules, AxisRules | NoLayout):
         return spec
     if axes is None or not isinstance(rules, AxisRules):
@@ -138,9 +148,9 @@ class AnnotationLayout(Modifier):
     def hint(self) -> Hint:
         return self.annotation
 
-    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two
-    # layouts by the same annotation have to be equal, so that they share what is compiled. A name
-    # in it has one meaning in all annotations of a function, and no two functions share a program.
+    # `Hint` compares by identity, since it may contain names that are resolved later. Two layouts
+    # from one annotation must be equal, so that they share programs. Comparing texts is safe: a
+    # name has one meaning in all annotations of a function, and functions do not share programs.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AnnotationLayout) and self._parts() == other._parts()
 
