@@ -1,6 +1,6 @@
-"""`compiled_once` compiles a function that scans only once, for calls outside jit.
+"""`compiled_once` makes eager calls of a function with a scan share one compilation.
 
-A function that scans ─► the same function, compiled if it is called outside jit.
+A function with a scan ─► the same function, jitted for calls outside jit.
 """
 
 import functools
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Compile a function with `eqx.filter_jit`, for calls outside jit.
+    """Jit a function with `eqx.filter_jit` for its calls outside jit.
 
     The body of a `lax.scan` is a new object in each call. Without this decorator, JAX would compile
     each eager call, and keep all programs.

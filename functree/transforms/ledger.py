@@ -432,7 +432,7 @@ def _by_identity(
         call: the leaves of the call.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
-        handed: returns the tree that JAX gets for some arguments.
+        handed: a function that returns the tree that JAX gets for some arguments.
     """
     paths: dict[int, Path] = {}
     fun = getattr(fn, "__wrapped__", None)

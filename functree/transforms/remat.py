@@ -133,7 +133,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
 
 
 def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands: Tree) -> None:
-    """Raise FunctreeError if no value has a name. JAX would silently recompute the intended value.
+    """Raise FunctreeError for names that no value has: JAX would silently recompute these values.
 
     The names come from the traced program, so calls without a gradient are checked too. A policy
     could record names, but only of differentiated values, and too late. JAX caches the trace of the

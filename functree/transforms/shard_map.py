@@ -208,10 +208,7 @@ class ManualMesh(NamedTuple):
         return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """Return the problem of a result that its spec replicates, but that may differ on devices.
-
-        JAX records the mesh axes along which values may differ.
-        """
+        """Return the problem of a result that its spec replicates although shards may differ."""
         unnamed = sorted((varying_axes(leaf.value) & self.axes) - named_axes(spec))
         if not unnamed:
             return []
@@ -424,7 +421,7 @@ def _specs_of_result(
     layout = options.rules if options.out_specs is None else options.out_specs
     leaves, parts = read_for(signature.result(output.tree), signature.result(layout))
     if options.out_specs is None:
-        parts = as_partial(parts)  # rules need not name a result without axes, such as a loss
+        parts = as_partial(parts)  # a result such as a loss need not use all rules
     specs, problems = manual.lay(leaves, parts, local=True)
     if options.check_vma and not problems:
         # JAX checks this too, but its message has no path.
@@ -453,7 +450,7 @@ def shard_map(fun: Callable[_P, _T], **options: Unpack[MapKeywords]) -> Mapped[_
 def shard_map(
     fun: None = None, **options: Unpack[MapKeywords]
 ) -> Callable[[Callable[_P, _T]], Mapped[_P, _T]]: ...
-@checked("shard_map: invalid options")
+@checked("shard_map: invalid arguments")
 def shard_map(
     fun: Annotated[Callable[_P, _T], FUNCTION] | None = None,
     *,
@@ -469,10 +466,11 @@ def shard_map(
     """Run a function on each device with its shards of the arrays.
 
     The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). It may take
-    and return modules and containers. All other values, including Python numbers, are static: a
-    different value needs a new program. One program is compiled for each structure, set of shapes
-    and mesh. As under `jax.jit`, the function is traced once for each program; the layouts of the
-    result need no second trace. A function that closes over traced values is traced in each call.
+    and return modules and containers. Values that are not arrays, including Python numbers, are
+    passed unchanged. They are static: a different value needs a new program. One program is
+    compiled for each structure, set of shapes and mesh. As under `jax.jit`, the function is traced
+    once for each program. The layouts of the result need no second trace. A function that closes
+    over traced values is traced in each call.
 
     Args:
         fun: a function, a method, a partial, or a callable module. Bound values, such as `self`,
@@ -542,7 +540,7 @@ def shard_map(
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
         )
-    check("shard_map: invalid options", axis_names=(axis_names, TEXTS.or_none()))
+    check("shard_map: invalid arguments", axis_names=(axis_names, TEXTS.or_none()))
     # For `mesh_view`, None would mean the current mesh. Here it means the mesh of each call.
     given_mesh = None
     if mesh is not None:

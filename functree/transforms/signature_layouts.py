@@ -123,7 +123,7 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
         if kinds.setdefault((len(form.dims), form.dtype), named) != named:
             raise AxesError(
                 f"{what}, is ambiguous: alternatives of the same rank and dtype name its "
-                "dimensions differently. Give such alternatives the same names"
+                "dimensions differently; give them the same names"
             )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:

@@ -193,8 +193,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
             state: an `ft.State`. Each layer then gets `state=` and returns it last: `(x, state)`,
                 or `(x, out, state)`. A layer sees its own slice of the state that its `StateRef`s
-                declare. All other state passes from layer to layer, even if its ref also occurs
-                outside the stack.
+                declare. All layers share any other state, and pass it from one to the next. State
+                whose ref also occurs outside the stack is shared, too.
             microbatches: the number of micro-batches of a pipeline. If the stack's axis is sharded
                 (`{"layers": "pipe"}`), the layers run in pipeline stages. The first dimension of
                 `x` is then the batch, and random keys in `each` are split per micro-batch. If the

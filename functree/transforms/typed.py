@@ -388,7 +388,7 @@ def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
     """Return why a size differs from the value of an expression; None if it is equal."""
     single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
     try:
-        # jaxtyping also uses `eval`. The text is the user's own annotation, not data.
+        # jaxtyping evaluates it in the same way. The text is the user's own annotation, not data.
         wanted = eval(expression, dict(_BUILTINS), single)
     except UNREADABLE as error:
         return f"`{expression}` cannot be evaluated: {error}"
