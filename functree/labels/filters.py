@@ -1,5 +1,8 @@
-"""What a user writes for a filter ─► a `Filter`: a predicate over leaves, by path, class or
-function; and what may be meant by one that matches nothing."""
+"""`as_filter` turns a filter as a user writes it into a `Filter`.
+
+A glob, a path, a class or a function ─► a predicate over leaves. `meant` suggests a correction for
+a filter that matches nothing.
+"""
 
 import re
 import types
@@ -18,8 +21,9 @@ from functree.tree.paths import Keys, Path, tokens
 
 
 class Filter:
-    """A predicate over leaves. Filters are hashable and equal by value, and are combined with `&`,
-    `|` and `~`.
+    """Predicate over leaves.
+
+    Filters are hashable and compare by value. Combine them with `&`, `|` and `~`.
 
     Examples:
         >>> ft.glob("**.bias") | ft.larger_than(100) & ~ft.has_axis("embed")
@@ -29,11 +33,11 @@ class Filter:
     __slots__ = ()
 
     parts: "tuple[Filter, ...]" = ()
-    """The filters that this one is made of."""
+    """The filters that this filter combines."""
 
     @abstractmethod
     def __call__(self, leaf: Leaf, /) -> bool:
-        """Whether the leaf matches."""
+        """Return whether the leaf matches."""
 
     def __and__(self, other: Any) -> "Filter":
         return _joined(Conjunction, self, other)
@@ -53,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True, repr=False)
 class Conjunction(Filter):
-    """Leaves that all parts match; made by `&`."""
+    """Filter for leaves that all parts match; `&` makes it."""
 
     parts: tuple[Filter, ...]
 
@@ -67,7 +71,7 @@ class Conjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Disjunction(Filter):
-    """Leaves that at least one part matches; made by `|`."""
+    """Filter for leaves that at least one part matches; `|` makes it."""
 
     parts: tuple[Filter, ...]
 
@@ -80,7 +84,7 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Leaves that its one part does not match; made by `~`."""
+    """Filter for leaves that its only part does not match; `~` makes it."""
 
     parts: tuple[Filter, ...]
 
@@ -92,14 +96,16 @@ class Negation(Filter):
 
 
 def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
-    """A filter as an operand: in brackets if it is of a class whose operator binds less tightly."""
+    """Return a filter's text as an operand, in parentheses if its operator binds less tightly."""
     text = repr(part)
     return f"({text})" if isinstance(part, weaker) else text
 
 
 def _joined(kind: "type[Conjunction] | type[Disjunction]", *operands: Any) -> Filter:
-    """Several filters as one. `a & b & c`, with brackets or without, is one filter of three
-    parts."""
+    """Join several filters into one.
+
+    `a & b & c` is one filter with three parts, with or without parentheses.
+    """
     parts: list[Filter] = []
     for written in operands:
         if written is ...:
@@ -117,12 +123,12 @@ def _joined(kind: "type[Conjunction] | type[Disjunction]", *operands: Any) -> Fi
 
 @dataclass(frozen=True, repr=False)
 class Glob(Filter):
-    """A glob over the parts of a path; made by `ft.glob`."""
+    """Filter that matches the parts of a path with a glob; `ft.glob` makes it."""
 
     pattern: str
 
     def __post_init__(self) -> None:
-        # Raises here for an invalid glob, and not only when a tree is read.
+        # Raise for an invalid glob here, before any tree is read.
         glob_pattern(self.pattern)
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -137,8 +143,10 @@ class Glob(Filter):
 
 @lru_cache(maxsize=4096)
 def first_key(pattern: str) -> Path:
-    """The key with which a glob begins, as a path; empty if it begins with a wildcard, or is
-    empty."""
+    """Return the first key of a glob as a path.
+
+    The path is empty if the glob is empty or begins with a wildcard.
+    """
     parts = list(tokens(pattern))
     if not parts or ("*" in parts[0] and parts[0][0] not in '"['):
         return Path()
@@ -146,15 +154,19 @@ def first_key(pattern: str) -> Path:
 
 
 def pattern_path(leaf: Leaf, first: Path) -> Path | None:
-    """The path of a leaf that a pattern is matched with: a pattern that begins with a name above
-    the leaf is matched with the path from there."""
+    """Return the path of a leaf that a pattern must match.
+
+    For a pattern that begins with a name above the leaf, the path begins with this name.
+    """
     return leaf.named(first) or leaf.seen
 
 
 @dataclass(frozen=True, repr=False)
 class ExactPath(Filter):
-    """The leaf at a path whose text is not a glob, because it has a key such as an Enum, which has
-    no literal."""
+    """Filter for the leaf at a path that no glob can express.
+
+    Such a path has a key without a literal, such as an Enum.
+    """
 
     path: Path
 
@@ -166,7 +178,7 @@ class ExactPath(Filter):
 
 
 def path_glob(path: Path) -> "str | Path":
-    """The glob that matches only this path; the path itself if its text cannot be read."""
+    """Return the glob that matches only this path, or the path if its text is not a valid glob."""
     text = str(path)
     try:
         glob_pattern(text)
@@ -176,15 +188,17 @@ def path_glob(path: Path) -> "str | Path":
 
 
 def glob(pattern: str) -> Filter:
-    """Leaves whose path matches a glob: `*` matches any text within one part, `**` any number of
-    parts.
+    """Select leaves whose path matches a glob.
+
+    `*` matches any text within one part, and `**` matches any number of parts.
 
     Args:
-        pattern: parts joined by dots; a key that is not an identifier is quoted, and has no
-            wildcards then.
+        pattern: parts joined by dots. A key that is not an identifier is quoted, and wildcards in
+            quotes are literal.
 
     Raises:
-        RuleError: a part cannot be read.
+        RuleError: if `pattern` is not a string.
+        RuleError: if a part cannot be parsed.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -193,19 +207,20 @@ def glob(pattern: str) -> Filter:
         (True, True)
     """
     if not isinstance(pattern, str):
-        raise RuleError(f"`glob` takes a text such as `'**.bias'`, not {shown(pattern)}")
+        raise RuleError(f"glob: the pattern must be a string (`'**.bias'`), not {shown(pattern)}")
     return Glob(pattern)
 
 
 @dataclass(frozen=True, repr=False)
 class Regex(Filter):
-    """Leaves whose path matches a regular expression; made by `ft.regex`, or written as a compiled
-    expression.
+    """Filter for leaves whose path matches a regular expression.
+
+    `ft.regex` makes it, and so does a compiled expression.
 
     Attributes:
         pattern: the expression.
-        separator: the text between the keys of a path, in which the expression is found anywhere;
-            None for a compiled expression, which matches the whole text of a path.
+        separator: the text that joins the keys of a path, which is searched for the expression.
+            None for a compiled expression, which must match the whole path.
     """
 
     pattern: re.Pattern[str]
@@ -218,10 +233,10 @@ class Regex(Filter):
         return match(self.text(leaf.seen)) is not None
 
     def text(self, path: Path) -> str:
-        """The text of a path that the expression is for."""
+        """Return the text of a path that the expression is matched with."""
         if self.separator is None:
             return str(path)
-        # As other libraries join keys: a quoted key would never match their patterns.
+        # Other libraries do not quote keys, so a quoted key would never match their patterns.
         return self.separator.join(map(str, path))
 
     def __repr__(self) -> str:
@@ -233,18 +248,19 @@ class Regex(Filter):
 
 
 def regex(pattern: str, separator: str = ".") -> Filter:
-    """Leaves in whose path a regular expression is found, as `re.search` finds it.
+    """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
-    The tables of EasyLM, EasyDeL and similar libraries are lists of such expressions, with
-    `separator="/"`. Those of big_vision match the whole path: write `^(?:...)$`. A compiled
-    expression (`re.compile`) is a filter too, which matches the whole path.
+    The tables of EasyLM, EasyDeL and similar libraries list such expressions: use `separator="/"`.
+    Expressions from big_vision match the whole path: write `^(?:...)$`. A compiled expression
+    (`re.compile`) is also a filter. It must match the whole path.
 
     Args:
         pattern: the regular expression.
-        separator: the text between the keys of a path.
+        separator: the text that joins the keys of a path.
 
     Raises:
-        RuleError: the pattern is not a regular expression, or an argument is not a text.
+        RuleError: if an argument is not a string.
+        RuleError: if `pattern` is not a valid regular expression.
 
     Examples:
         >>> layout = ft.StateSharding(
@@ -259,18 +275,18 @@ def regex(pattern: str, separator: str = ".") -> Filter:
     """
     if not isinstance(pattern, str) or not isinstance(separator, str):
         raise RuleError(
-            "`regex` takes a regular expression and a separator as texts, not "
+            "regex: the pattern and the separator must be strings, not "
             f"{shown(pattern)} and {shown(separator)}"
         )
     try:
         return Regex(re.compile(pattern), separator)
     except re.error as error:
-        raise RuleError(f"regex({pattern!r}): not a regular expression: {error}") from error
+        raise RuleError(f"regex({pattern!r}): invalid regular expression: {error}") from error
 
 
 @dataclass(frozen=True, repr=False)
 class ClassFilter(Filter):
-    """Leaves below an instance of some classes; made by `ft.under`."""
+    """Filter for leaves below an instance of some classes; `ft.under` makes it."""
 
     classes: tuple[type, ...]
 
@@ -282,10 +298,13 @@ class ClassFilter(Filter):
 
 
 def under(cls: "type | types.UnionType") -> Filter:
-    """Leaves anywhere below an instance of a class, or of one of several classes (`Linear | Conv`).
+    """Select leaves at any depth below an instance of a class.
+
+    Args:
+        cls: the class, or several classes joined by `|`, such as `Linear | Conv`.
 
     Raises:
-        RuleError: the argument is not a class.
+        RuleError: if `cls` is neither.
 
     Examples:
         >>> ft.under(eqx.nn.Linear)
@@ -297,27 +316,26 @@ def under(cls: "type | types.UnionType") -> Filter:
     if not all(isinstance(c, type) for c in classes):
         hint = bare_class(classes)
         raise RuleError(
-            f"a filter by class takes a class, or several joined by `|`, not {cls!r}{hint}"
+            f"a filter by class must be a class, or several joined by `|`, not {cls!r}{hint}"
         )
     return ClassFilter(classes)
 
 
 def bare_class(classes: Iterable[Any]) -> str:
-    """The end of an error about classes with arguments, such as `Box[int]`; empty if there is
-    none."""
+    """Return the end of an error about a class with type arguments, such as `Box[int]`.
+
+    It is empty if no class has type arguments.
+    """
     for cls in classes:
         origin = typing.get_origin(cls)
         if isinstance(origin, type):
-            return (
-                f"; write `{origin.__name__}`: "
-                "the arguments of a class are not known of its instances"
-            )
+            return f"; write `{origin.__name__}`, since instances do not carry type arguments"
     return ""
 
 
 @dataclass(frozen=True, repr=False)
 class FunctionFilter(Filter):
-    """Leaves for which a function `(path, leaf) -> bool` is true."""
+    """Filter for leaves for which a function `(path, leaf) -> bool` returns True."""
 
     function: Callable[[Path, Any], Any]
 
@@ -327,9 +345,9 @@ class FunctionFilter(Filter):
         try:
             return bool(self.function(leaf.seen, leaf.value))
         except USERS_ERRORS as error:
-            # What it says of its own arguments would name neither the leaf nor the filter.
+            # The function's own error names neither the leaf nor the filter.
             why = f"{self!r} raised {error_text(error)}"
-            remedy = "a filter function takes the path and the array of a leaf, and returns a bool"
+            remedy = "write a function that takes a leaf's path and array, and returns a bool"
             problem = leaf.problem(why, f"{remedy}: `lambda path, leaf: ...`")
             raise RuleError(f"the filter function {self!r} failed", [problem]) from error
 
@@ -339,7 +357,7 @@ class FunctionFilter(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Everything(Filter):
-    """All leaves; written as `...`."""
+    """Filter for all leaves, written as `...`."""
 
     def __call__(self, leaf: Leaf, /) -> bool:
         return True
@@ -349,20 +367,22 @@ class Everything(Filter):
 
 
 def patterns(item: Filter) -> Iterator[Filter]:
-    """The globs, paths and regular expressions in a filter."""
+    """Return the globs, paths and regular expressions in a filter."""
     return (part for part in naming(item) if not isinstance(part, ClassFilter))
 
 
 def naming(item: Filter) -> Iterator[Filter]:
-    """The parts of a filter that name something of one tree: patterns and classes, and not
-    properties such as axes."""
+    """Yield the parts of a filter that name something in one tree.
+
+    These are patterns and classes, but not properties such as axes.
+    """
     for part in atoms(item):
         if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
             yield part
 
 
 def atoms(item: Filter) -> Iterator[Filter]:
-    """The filters in a filter that are not made of others."""
+    """Yield the filters in a filter that do not combine others."""
     if not item.parts:
         yield item
     for part in item.parts:
@@ -370,13 +390,13 @@ def atoms(item: Filter) -> Iterator[Filter]:
 
 
 def negated_patterns(item: Filter) -> Iterator[Filter]:
-    """The patterns in a filter that say what it does not match."""
+    """Yield the patterns under a negation in a filter."""
     for part in item.parts:
         yield from patterns(part) if isinstance(item, Negation) else negated_patterns(part)
 
 
 def first_name(pattern: Filter) -> Path:
-    """The key with which a glob or a path begins, as a path; empty for anything else."""
+    """Return the first key of a glob or an exact path, as a path; empty for other filters."""
     match pattern:
         case Glob():
             return first_key(pattern.pattern)
@@ -386,8 +406,10 @@ def first_name(pattern: Filter) -> Path:
 
 
 def names(item: Filter, leaf: Leaf) -> bool:
-    """Whether a pattern in a filter matches a leaf by a name above it: an argument, a field of a
-    training state, or a key above one."""
+    """Return whether a pattern in a filter matches a leaf from a name above it.
+
+    Such a name is an argument, a field of a training state, or a key above a training state.
+    """
     if not leaf.roots:
         return False
     for pattern in patterns(item):
@@ -397,17 +419,16 @@ def names(item: Filter, leaf: Leaf) -> bool:
 
 
 class FirstMatch:
-    """A function from a leaf to the index of the first of some filters that matches it; None if
-    there is none.
+    """Function that returns the index of the first filter that matches a leaf, or None.
 
-    A leaf without a path is matched by a pattern that names it, and by `...`.
+    Only `...` and patterns that name it match a leaf without a path.
     """
 
     def __init__(self, filters: Sequence[Filter]):
-        # Globs without wildcards are looked up: the specs of a tree are as many globs as leaves.
+        # Globs without wildcards go into a dict, since a tree of specs has one for each leaf.
         self._literals: dict[str, int] = {}
-        # The others; for a glob its regular expression, the text with which a match ends, and the
-        # key with which it begins.
+        # All other filters. A glob comes with its regular expression, the text that a match must
+        # end with, and its first key.
         self._others: list[tuple[int, Filter, re.Pattern[str] | None, str, Path]] = []
         for i, item in enumerate(filters):
             literal = literal_text(item.pattern) if isinstance(item, Glob) else None
@@ -418,7 +439,7 @@ class FirstMatch:
                     end = literal_text(".".join(last)) or ""
                 self._others.append((i, item, expression, end, first_name(item)))
             else:
-                self._literals.setdefault(literal, i)  # of two equal globs, the first one decides
+                self._literals.setdefault(literal, i)  # the first of two equal globs decides
 
     def __call__(self, leaf: Leaf) -> int | None:
         seen = None if leaf.seen is None else match_text(leaf.seen)
@@ -436,7 +457,7 @@ class FirstMatch:
         for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
-            # This runs for each leaf and filter, and most globs are refused by their last key.
+            # This runs for each leaf and filter. The last key rules out most globs.
             if expression is not None:
                 text = named.get(first, seen)
                 fits = text is not None and text.endswith(end) and expression.fullmatch(text)
@@ -459,12 +480,11 @@ FilterLike = (
     | Path
     | Callable[[Path, Any], Any]
 )
-"""What a user can write for a filter."""
+"""The values that a user can write as a filter."""
 
 
 def as_filter(written: Any) -> Filter:
-    """What a user wrote for a filter ─► the filter. Raises RuleError for anything that is not a
-    filter."""
+    """Turn what a user wrote into a filter. Raise RuleError if it is not a filter."""
     match written:
         case Filter():
             return written
@@ -482,26 +502,28 @@ def as_filter(written: Any) -> Filter:
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
-    # Filters are compared by value, and a layout with a filter is a key of caches. So a function
-    # has to be hashable.
+    # Layouts contain filters and are keys of caches, so a function must be hashable.
     if callable(written) and isinstance(written, Hashable):
         check_callback(written, "a filter")
         return FunctionFilter(written)
     raise RuleError(
         f"{written!r} is not a filter: write a glob (`'**.bias'`), a compiled regular "
-        "expression, a class, a callable `(path, leaf) -> bool` that can be hashed, `...`, "
+        "expression, a class, a hashable callable `(path, leaf) -> bool`, `...`, "
         "or one of functree's filters"
     )
 
 
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
-    """The text `; did you mean ...?` with a pattern or path that matches one of the leaves; empty
-    if none is near, and for a filter that is no pattern."""
+    """Return `; did you mean ...?` with a similar pattern or path that matches one of the leaves.
+
+    It is empty if nothing is similar. For a filter by class, the text names a class with the same
+    name. For other filters that are not patterns, it is empty.
+    """
     paths: dict[Path, None] = {}
     for leaf in leaves:
         if leaf.seen is not None:
             paths[leaf.seen] = None
-        if first_name(item):  # a glob that begins with a wildcard sees no other path
+        if first_name(item):  # a glob that begins with a wildcard matches no path from a root
             paths.update(dict.fromkeys(root.path for root in leaf.roots))
     match item:
         case Glob():
@@ -516,7 +538,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
 
 
 def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
-    """The end of a message about classes, if the tree has another class of one of their names."""
+    """Return the end of a message if the tree has another class with the name of one of these."""
     within = {cls for leaf in leaves for cls in leaf.within}
     for cls in item.classes:
         for other in within:
@@ -525,8 +547,8 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 return f"; the tree has the class `{other.__module__}.{other.__qualname__}`"
             return (
-                f"; the tree has an earlier class `{cls.__name__}`: after its definition has run "
-                "again, make the tree again, or write a pattern for its paths"
+                f"; the tree has an earlier class `{cls.__name__}`: rebuild the tree with the "
+                "class as it is defined now, or write a pattern for its paths"
             )
     return ""
 
@@ -534,16 +556,16 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
 def check_wrt(wrt: FilterLike, leaves: Sequence[Leaf], whose: str) -> None:
     """Check that each pattern in a filter matches a leaf.
 
-    With a misspelled pattern in `~ft.glob(...)`, parameters that should be frozen would be trained.
-    A class or a property may match no leaf, because such filters are written for many models.
+    A misspelled pattern in `~ft.glob(...)` would train parameters that should be frozen. Classes
+    and properties may match no leaf, because such filters are written for many models.
 
     Args:
         wrt: the filter.
-        leaves: all leaves of what is differentiated or trained.
-        whose: a text for what the leaves are of, for the error.
+        leaves: all leaves of the differentiated arguments or of the trained model.
+        whose: the owner of the leaves, for the error, such as `argument 0`.
 
     Raises:
-        RuleError: a pattern matches no leaf.
+        RuleError: if a pattern matches no leaf.
     """
     for pattern in patterns(as_filter(wrt)):
         if not any(map(pattern, leaves)):

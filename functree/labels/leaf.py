@@ -1,4 +1,4 @@
-"""`Leaf`: one array of a tree, with all that filters, layouts and messages ask about it."""
+"""`Leaf` describes one array of a tree for filters, layouts and messages."""
 
 from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
@@ -12,23 +12,22 @@ from functree.tree.paths import Key, Path
 
 
 def unheld_problem(path: Path, value: Any) -> Problem:
-    """The problem of a NumPy array that JAX cannot hold."""
+    """Return the problem of a NumPy array that JAX cannot hold."""
     why, remedy = unheld(value) or ("", "")
     return Problem(path, tuple(value.shape), f"{value.dtype}{list(value.shape)}", why, remedy)
 
 
 class FollowedLeaf(NamedTuple):
-    """The leaf whose decision another leaf takes: the moment of a parameter is sharded as this is.
+    """Leaf whose decision another leaf takes, as a moment is sharded like its parameter.
 
     Attributes:
-        path: the path of that leaf; None for a leaf that depends on no parameter, such as the count
-            of an optimizer's steps, and is replicated.
-        dims: for each dimension, the index of that leaf's dimension that it is; None for a
-            dimension of its own.
-        known: False if the leaf depends on the shapes of parameters in a way that cannot be
-            determined.
-        batched: whether its training state was made under `vmap`, so that each leaf has a further
-            dimension.
+        path: the path of the followed leaf. None if the follower depends on no parameter, such as
+            an optimizer's step count; it is then replicated.
+        dims: for each dimension of the follower, the index of the matching dimension of the
+            followed leaf; None for a dimension that only the follower has.
+        known: False if the follower depends on parameter shapes in a way that cannot be determined.
+        batched: whether the follower's training state was made under `vmap`, which adds a dimension
+            to each leaf.
     """
 
     path: Path | None
@@ -37,16 +36,16 @@ class FollowedLeaf(NamedTuple):
     batched: bool = False
 
     def has_all_of(self, ndim: int) -> bool:
-        """Whether a leaf has all dimensions of the other one, which has `ndim`, in their order."""
+        """Return whether the follower has exactly the `ndim` dimensions of the followed leaf."""
         return self.dims == tuple(range(ndim))
 
 
 class Root(NamedTuple):
-    """A name above a leaf with which a pattern may begin.
+    """Name above a leaf with which a pattern may begin.
 
     Attributes:
-        what: what has the name, in messages: an argument, a field of a training state, a key.
-        path: the path of the leaf from this name on.
+        what: a text for the name in messages: an argument, a field of a training state, or a key.
+        path: the path of the leaf, beginning with this name.
     """
 
     what: str
@@ -54,27 +53,27 @@ class Root(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """An array of a tree, with all that a filter or a layout may need to know about it.
+    """Array of a tree, with its labels for filters and layouts.
 
     Attributes:
-        path: from the root of the tree.
-        value: the array; it may be traced or abstract.
+        path: the path from the root of the tree.
+        value: the array, which may be traced or abstract.
         axes: the names of its dimensions.
-        annotated: whether its axes are named, by an annotation or from outside.
-        unnamed: for each dimension, the token of its annotation if that token is not a name, or an
-            empty text. Empty if all dimensions are named.
+        annotated: whether an annotation, or names given from outside, name its axes.
+        unnamed: for each dimension, the token of its annotation if that token is not a name;
+            otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
-        misfit: why its axes cannot be determined, or None.
+        misfit: the reason why its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.
-        seen: the path that filters see. A layout's filters see the path from the root of the tree
-            that the layout is for; in a training state, the path in the model. None if the leaf has
-            no such path: only patterns that name it match it, and `...`.
+        seen: the path that filters match. For a layout's filters, it begins at the root of the tree
+            that the layout is for; in a training state, at the root of the model. None if there is
+            no such path: only `...` and patterns that name the leaf match it.
         roots: the names above the leaf with which patterns may begin.
         stacked: the number of leading dimensions that belong to stacks of layers.
         buffer: whether it is marked as not trained.
-        follows: the leaf whose decision it takes; None for a leaf that layouts decide about.
-        unread: why an annotation does not name its axes although there is one, and the remedy; None
-            if there is none.
+        follows: the leaf whose decision it takes; None if layouts decide about it.
+        unread: the reason why its annotation does not name its axes, with the remedy; None if it
+            has no such annotation.
     """
 
     path: Path
@@ -93,8 +92,14 @@ class Leaf(NamedTuple):
     unread: tuple[str, str] | None = None
 
     def named(self, name: tuple[Key, ...]) -> Path | None:
-        """The path of the leaf from a name above it on, which is given as a path of one key; None
-        if no pattern may begin with this name."""
+        """Return the path of the leaf that begins with a name above it.
+
+        Args:
+            name: the name, as a path of one key.
+
+        Returns:
+            None if no pattern may begin with this name.
+        """
         for root in self.roots:
             if root.path[:1] == name:
                 return root.path
@@ -102,7 +107,7 @@ class Leaf(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """All that a layout may ask about a leaf, except for paths."""
+        """All properties of a leaf that a layout may use, except for paths."""
         return (
             self.axes,
             self.value.shape,
@@ -121,37 +126,39 @@ class Leaf(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The leaf in messages: `f32[512, 128]   "embed hidden"`."""
+        """The leaf as messages show it: `f32[512, 128]   "embed hidden"`."""
         text = array_text(self.value)
         if any(self.axes):
             text += f'   "{self.axes}"'
         return text
 
     def is_below(self, classes: type | tuple[type, ...]) -> bool:
-        """Whether it is below an instance of a class, or of one of several classes."""
+        """Return whether it is below an instance of one or several classes."""
         return any(issubclass(cls, classes) for cls in self.within)
 
     def dimension(self, dim: int) -> str:
-        """A dimension in messages: its axis, or its position if it has no name."""
+        """Return a dimension as messages show it: its axis, or its index if it has no name."""
         # An array whose annotation does not fit may have more dimensions than axes.
         name = self.axes[dim] if dim < len(self.axes) else None
         return f'"{name}"' if name else f"dimension {dim}"
 
     def problem(self, why: str, remedy: str) -> Problem:
-        """A `Problem` of this leaf."""
+        """Make a `Problem` of this leaf."""
         return Problem(self.path, tuple(self.shape), self.text, why, remedy)
 
 
 def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
-    """The problems of leaves at one path, of which whoever knows leaves by path would take one for
-    the other: a node whose class gives two children one key."""
-    found: dict[Path, Leaf] = {}
+    """Return one problem for each leaf whose path another leaf already has.
+
+    A node's class gives two children the same key in this case.
+    """
+    first_at: dict[Path, Leaf] = {}
     problems: list[Problem] = []
     for leaf in leaves:
-        if found.setdefault(leaf.path, leaf) is not leaf:
+        if first_at.setdefault(leaf.path, leaf) is not leaf:
             problems.append(
                 leaf.problem(
-                    "is the path of several arrays: a class gives two of its children one key",
+                    "is the path of several arrays: a class gives two of its children the same key",
                     "give each child a key of its own in the class's `tree_flatten_with_keys`",
                 )
             )
@@ -163,16 +170,16 @@ _CONTAINERS = ("builtins", "collections")
 
 
 def is_in_module(leaf: Leaf) -> bool:
-    """Whether a leaf of a call is in a module, and not in plain containers only."""
-    # The first class is that of the call itself, which is a named tuple.
+    """Return whether a leaf of a call is in a module, not only in plain containers."""
+    # The first class is the call itself, a named tuple.
     return any(cls.__module__ not in _CONTAINERS for cls in leaf.within[1:])
 
 
 def is_bare(leaf: Leaf) -> bool:
-    """Whether a leaf is itself an argument of a call, under a layout for all arguments."""
+    """Return whether a leaf is itself an argument of a call, under a layout for all arguments."""
     return leaf.seen is None and leaf.follows is None
 
 
 def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
-    """A `Problem` of an array of which only the path is known."""
+    """Make a `Problem` of an array without a `Leaf`."""
     return Problem(path, tuple(value.shape), array_text(value), why, remedy)

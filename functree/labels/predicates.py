@@ -1,4 +1,4 @@
-"""Filters by the properties of an array: its axes, shape and dtype, and whether it is trained."""
+"""These filters select arrays by a property: axes, shape, dtype, or whether they are trained."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,12 +17,12 @@ from functree.tree.interfaces import HoldsState
 
 @dataclass(frozen=True, repr=False)
 class Predicate(Filter):
-    """A filter that calls a function of the leaf.
+    """Filter that calls a function of the leaf.
 
     Attributes:
         text: the filter as a user writes it.
-        test: a function of the leaf and of the values in `wanted`. Functions of a module, so that
-            equal filters are equal by value.
+        test: a function of the leaf and the values in `wanted`. It is a module-level function, so
+            that filters compare by value.
         wanted: the arguments of the filter.
     """
 
@@ -38,42 +38,42 @@ class Predicate(Filter):
 
 
 def has_axis(name: str) -> Filter:
-    """Leaves that have this axis.
+    """Select leaves that have this axis.
 
     Raises:
-        RuleError: the argument is not the name of an axis.
+        RuleError: if the argument is not an axis name.
 
     Examples:
         >>> ft.has_axis("embed")
         has_axis('embed')
     """
     if not is_axis_name(name):
-        raise RuleError(
-            f"`has_axis` takes the name of one axis, an identifier (not `_`), not {name!r}"
-        )
+        raise RuleError(f"has_axis({name!r}): the axis must be one identifier, other than `_`")
     return Predicate(f"has_axis({name!r})", _has_axis, (name,))
 
 
 def has_ndim(ndim: int) -> Filter:
-    """Leaves with this number of dimensions.
+    """Select leaves with this number of dimensions.
 
     Raises:
-        RuleError: the argument is not a number of dimensions.
+        RuleError: if the argument is not a non-negative integer.
 
     Examples:
         >>> ft.has_ndim(2)
         has_ndim(2)
     """
     if not EXTENT.fits(ndim):
-        raise RuleError(f"`has_ndim` takes a number of dimensions, not {ndim!r}")
+        raise RuleError(
+            f"has_ndim({ndim!r}): the number of dimensions must be a non-negative integer"
+        )
     return Predicate(f"has_ndim({ndim})", _has_ndim, (int(ndim),))
 
 
 def has_dtype(dtype: Any) -> Filter:
-    """Leaves of this dtype, or of a kind of dtypes such as `jnp.floating`.
+    """Select leaves with this dtype, or with a kind of dtype such as `jnp.floating`.
 
     Raises:
-        RuleError: the argument is not a dtype.
+        RuleError: if the argument is neither a dtype nor a kind of dtype.
 
     Examples:
         >>> ft.has_dtype(jnp.floating)
@@ -84,33 +84,36 @@ def has_dtype(dtype: Any) -> Filter:
 
 
 def _dtype(written: Any) -> Any:
-    """The numpy class of a dtype, or of a kind of dtypes (`jnp.floating`)."""
-    # `"float32"`, `jnp.float32` and `np.dtype("float32")` have one class, so filters of them are
+    """Return the NumPy class of a dtype, or of a kind of dtype (`jnp.floating`)."""
+    # `"float32"`, `jnp.float32` and `np.dtype("float32")` have the same class, so their filters are
     # equal.
     if isinstance(written, type) and issubclass(written, np.generic):
         return written
     try:
-        if written is not None:  # numpy reads None as float64
+        if written is not None:  # NumPy reads None as float64
             return jnp.dtype(written).type
     except (TypeError, ValueError):
         pass
     raise RuleError(
-        f"`has_dtype` takes a dtype, or a kind of them such as `jnp.floating`, not {written!r}"
+        f"has_dtype({written!r}): the argument must be a dtype, or a kind of dtype such as "
+        "`jnp.floating`"
     )
 
 
 def larger_than(elements: int) -> Filter:
-    """Leaves with more than this number of elements.
+    """Select leaves with more than this number of elements.
 
     Raises:
-        RuleError: the argument is not a number.
+        RuleError: if the argument is not a finite, non-negative number.
 
     Examples:
         >>> ft.larger_than(2**20)
         larger_than(1048576)
     """
     if not is_number(elements) or elements < 0:
-        raise RuleError(f"`larger_than` takes a number of elements, not {shown(elements)}")
+        raise RuleError(
+            f"larger_than({shown(elements)}): the number of elements must be a non-negative number"
+        )
     return Predicate(f"larger_than({elements})", _larger_than, (elements,))
 
 
@@ -143,7 +146,7 @@ def _buffer(leaf: Leaf) -> bool:
 
 
 is_trainable: Filter = Predicate("is_trainable", _trainable)
-"""Arrays of floating-point or complex numbers that are neither an `ft.Buffer` nor state.
+"""Filter for arrays of floating-point or complex numbers that are neither an `ft.Buffer` nor state.
 
 Examples:
     >>> ~ft.is_trainable
@@ -151,7 +154,7 @@ Examples:
 """
 
 is_buffer: Filter = Predicate("is_buffer", _buffer)
-"""Arrays annotated as `ft.Buffer`.
+"""Filter for arrays annotated as `ft.Buffer`.
 
 Examples:
     >>> static, buffers, rest = ft.split(
@@ -163,7 +166,7 @@ Examples:
 
 
 is_state: Filter = Predicate("is_state", _state)
-"""Arrays in an `ft.State`, and the initial values of `ft.StateRef`s.
+"""Filter for arrays in an `ft.State`, and the initial values of `ft.StateRef`s.
 
 Examples:
     >>> model = {"count": ft.StateRef(0), "w": jnp.ones(2)}

@@ -1,5 +1,7 @@
-"""The leaves of a tree ─► the same leaves, each with the path that filters see; the leaves of an
-optimizer's state follow the parameters."""
+"""`label_paths` gives each leaf the path that filters match, and what it follows.
+
+The leaves of a tree ─► the same leaves, with these labels.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -13,29 +15,32 @@ from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, OPTIMIZER = "model", "opt_state"
-# The fields that depend on the model, or on nothing. Layouts decide about all other fields, those
-# that a subclass adds among them.
+# The fields that depend on the model, or on nothing. Layouts decide about all other fields,
+# including fields that a subclass adds.
 FOLLOWING = (OPTIMIZER, "step", "key")
 
 
 def names_field(pattern: Filter) -> bool:
-    """Whether a pattern begins with a field of a training state. The fields `step` and `key` have
-    nothing below them: `key.weight` is for a model."""
+    """Return whether a pattern begins with a field of a training state.
+
+    The fields `step` and `key` have nothing below them, so `key.weight` refers to a model.
+    """
     if first_name(pattern) in ((MODEL,), (OPTIMIZER,), ("state",)):
         return True
     return isinstance(pattern, Glob) and pattern.pattern in FOLLOWING
 
 
 class Scope(NamedTuple):
-    """The part of a tree that one layout is for.
+    """Part of a tree to which one layout applies.
 
     Attributes:
         start: the number of keys above the part.
-        argument: in a call, the index of the key that is the name of the argument.
+        argument: the index of the argument's name in the paths of a call; None outside calls.
         arguments: the names of all arguments of the call.
-        shared: whether the layout is for all arguments of a call. Then an argument that is one
-            array has no path that filters see.
-        by_rules: whether it is that of the function's rules, and not an option for this argument.
+        shared: whether the layout is for all arguments of a call. An argument that is a bare array
+            then has no path that filters match.
+        by_rules: whether the layout comes from the function's rules, not from an option for this
+            argument.
     """
 
     start: int = 0
@@ -48,12 +53,12 @@ class Scope(NamedTuple):
 def label_paths(
     leaves: Sequence[Leaf], states: Mapping[Path, TrainingState], scope: Scope
 ) -> Sequence[Leaf]:
-    """The leaves with the paths that the filters of a layout see, and with what they follow.
+    """Label leaves with the paths that a layout's filters match, and with what they follow.
 
     Args:
         leaves: the leaves of the part of the tree that the layout is for.
-        states: the training states in this part, by path, concrete or abstract.
-        scope: where the part is.
+        states: the concrete or abstract training states in this part, by path.
+        scope: the part's position in the tree.
     """
     labelled = list(leaves)
     if scope != Scope():
@@ -64,16 +69,16 @@ def label_paths(
             state = first_beginning(leaf.path, states)
             if state is not None:
                 inside.setdefault(state, []).append((i, leaf))
-    for path, own in inside.items():
+    for path, members in inside.items():
         first = scope.start if scope.argument is None else scope.argument
-        for i, leaf in _in_training_state(path, states[path], own):
+        for i, leaf in _in_training_state(path, states[path], members):
             roots = [_root(leaf.path, k, len(path), scope) for k in range(first, len(path) + 1)]
             labelled[i] = leaf._replace(roots=tuple(roots))
     return labelled
 
 
 def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
-    """A leaf that is in no training state."""
+    """Label a leaf outside all training states."""
     seen: Path | None = Path(leaf.path[scope.start :])
     if scope.shared and not seen:
         seen = None
@@ -83,7 +88,7 @@ def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
 
 
 def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
-    """The name at an index of a path; `field` is the index of a training state's field."""
+    """Describe the name at an index of a path; `field` is the index of a training state's field."""
     what = f"the key `{path[index]}` above a training state"
     if index == scope.argument:
         what = f"the argument `{path[index]}`"
@@ -93,16 +98,18 @@ def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
 
 
 def _in_training_state(
-    path: Path, state: TrainingState, own: Sequence[tuple[int, Leaf]]
+    path: Path, state: TrainingState, members: Sequence[tuple[int, Leaf]]
 ) -> Iterator[tuple[int, Leaf]]:
-    """The leaves of one training state, by their indices: with the paths in the model, and with
-    what they follow."""
-    # The optimizer sees paths in the model for the parameters, and paths in its own state for its
-    # leaves.
+    """Label the leaves of one training state, given and returned with their indices.
+
+    They get paths in the model, and what they follow.
+    """
+    # The optimizer's code uses paths in the model for parameters, and paths in the optimizer's
+    # state for its leaves.
     parameters: dict[Path, Leaf | None] = {}
     of_optimizer: dict[int, Leaf] = {}
-    batched = any(leaf.path[len(path)] == "step" and leaf.shape for _, leaf in own)
-    for i, leaf in own:
+    batched = any(leaf.path[len(path)] == "step" and leaf.shape for _, leaf in members)
+    for i, leaf in members:
         field, below = leaf.path[len(path)], Path(leaf.path[len(path) + 1 :])
         if field == OPTIMIZER:
             of_optimizer[i] = leaf._replace(path=below)
@@ -115,15 +122,16 @@ def _in_training_state(
             inner = leaf._replace(path=below, seen=below)
             parameters[below] = inner if state.wrt(inner) else None
         elif not below:
-            below = Path((field,))  # a field of a subclass that is one array
+            below = Path((field,))  # a bare array in a field that a subclass adds
         yield i, leaf._replace(seen=below)
     trained = TrainedModel(Skeleton.of(state.model, parameters), parameters)
     known = trained.parameters
     follows = followed_by(state.tx, trained, list(of_optimizer.values()))
-    for (i, inner), one in zip(of_optimizer.items(), follows, strict=True):
-        leaf = following(inner, one, known)
-        seen = one.path
-        if one.path is not None:
-            one = one._replace(path=Path((*path, MODEL, *one.path)))
-        one = one._replace(batched=batched)
-        yield i, leaf._replace(path=Path((*path, OPTIMIZER, *leaf.path)), seen=seen, follows=one)
+    for (i, inner), followed in zip(of_optimizer.items(), follows, strict=True):
+        leaf = following(inner, followed, known)
+        seen = followed.path
+        if followed.path is not None:
+            followed = followed._replace(path=Path((*path, MODEL, *followed.path)))
+        followed = followed._replace(batched=batched)
+        full_path = Path((*path, OPTIMIZER, *leaf.path))
+        yield i, leaf._replace(path=full_path, seen=seen, follows=followed)

@@ -107,7 +107,7 @@ class Meeting:
 
 
 MEETING = (
-    "is the path of several arrays: a class gives two of its children one key",
+    "is the path of several arrays: a class gives two of its children the same key",
     "give each child a key of its own in the class's `tree_flatten_with_keys`",
 )
 NO_TEXT = (

@@ -184,13 +184,13 @@ def test_state_is_whatever_is_in_it() -> None:
 
 NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "a number": (lambda: as_filter(3), "3 is not a filter: write a glob (`'**.bias'`), a compiled regular"),
-    "an unhashable callable": (lambda: as_filter(Unhashable()), "that can be hashed"),
-    "an alias of a class": (lambda: as_filter(list[int]), "not list[int]; write `list`: the arg"),
-    "a union with one": (lambda: ft.under(Boxed[int] | MLP), "write `Boxed`: the arguments of a class are not known"),
-    "no axis": (lambda: ft.has_axis("a b"), "`has_axis` takes the name of one axis, an identifier (not `_`), not 'a b'"),
-    "no number": (lambda: ft.has_ndim("2"), "`has_ndim` takes a number of dimensions, not '2'"),  # pyright: ignore
-    "no dtype": (lambda: ft.has_dtype("nonsense"), "`has_dtype` takes a dtype, or a kind of them"),
-    "a size that is a truth": (lambda: ft.larger_than(True), "`larger_than` takes a number of elements, not True"),
+    "an unhashable callable": (lambda: as_filter(Unhashable()), "a hashable callable"),
+    "an alias of a class": (lambda: as_filter(list[int]), "not list[int]; write `list`, since instances"),
+    "a union with one": (lambda: ft.under(Boxed[int] | MLP), "write `Boxed`, since instances do not carry type arguments"),
+    "no axis": (lambda: ft.has_axis("a b"), "has_axis('a b'): the axis must be one identifier, other than `_`"),
+    "no number": (lambda: ft.has_ndim("2"), "has_ndim('2'): the number of dimensions must be a non-negative integer"),  # pyright: ignore
+    "no dtype": (lambda: ft.has_dtype("nonsense"), "has_dtype('nonsense'): the argument must be a dtype, or a kind of dtype"),
+    "a size that is a truth": (lambda: ft.larger_than(True), "larger_than(True): the number of elements must be a non-negative number"),
     "and ...": (lambda: ft.glob("a") & ..., "`...` cannot be combined with other filters: use it alone, as the last"),
 }  # fmt: skip
 

@@ -542,7 +542,7 @@ def test_a_class_of_another_cell() -> None:
     told = (
         "filter Again",
         "the tree has an earlier class `Again`",
-        "make the tree again, or write",
+        "rebuild the tree with the class as it is defined now, or write",
     )
     with raises(*told, error=ft.ShardingError):
         ft.plan(tree, layout(again), MESH)
