@@ -1,9 +1,10 @@
-"""A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the skeleton of the tree.
+"""`read` labels the arrays of a tree with their paths and axes.
 
-All that is known about a leaf comes from here: its path, its axes, and the classes of the modules
-around it. This walk hands annotations down from a node to its children; where only the nodes of a
-tree are wanted, `tree/nodes.py` has the walk. A packed tree is read as the tree that was packed,
-but the skeleton is that of the packed tree.
+A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the tree's skeleton.
+
+The walk passes annotations from a node to its children. Code that needs only the nodes of a tree
+uses `tree/nodes.py`. A packed tree is read like the tree that was packed, but its skeleton is a
+packed tree.
 """
 
 from collections.abc import Iterable, Mapping
@@ -71,13 +72,13 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Leaves:
-    """The arrays of a tree, in JAX's order.
+    """Arrays of a tree, in JAX's order.
 
     Attributes:
         leaves: one `Leaf` for each array.
-        problems: names that were given to leaves that do not exist.
+        problems: one problem for each given name whose leaf does not exist.
         skeleton: the tree without its arrays.
-        unused: the classes in `names` that have named no leaf.
+        unused: the classes in `names` that name no leaf of the tree.
         training: the outermost training states in the tree, by path.
     """
 
@@ -102,13 +103,12 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     """Read the path, the axes and the surrounding modules of each array of a tree.
 
     Args:
-        tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
-        names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
+        tree: JAX arrays, NumPy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
+        names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
 
     Raises:
-        FunctreeError: the tree has a dict whose keys cannot be sorted, or contains itself. JAX
-            cannot flatten these.
-        FunctreeTypeError: JAX cannot hold some NumPy arrays of numbers. The error lists them.
+        FunctreeError: if the tree contains itself, or a dict whose keys cannot be sorted.
+        FunctreeTypeError: if JAX cannot hold a NumPy array of numbers. The error lists all of them.
     """
     walk = _Walk({**OWN_STATE, **(names or {})})
     try:
@@ -117,8 +117,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         raise too_deep(tree) from None
     if walk.unheld:
         raise FunctreeTypeError(f"JAX cannot hold {count(len(walk.unheld), 'leaf')}", walk.unheld)
-    # Names of a field that were used by arrays outside of any module. Names that a module used have
-    # been checked at that module, and names that nothing used belong to a field without arrays.
+    # These names of a field were used by arrays outside any module. Names that a module used were
+    # checked at that module. Names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
             walk.problems += unmatched(node, path, (given,))
@@ -126,38 +126,39 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     skeleton = Skeleton.of(tree, paths)
     unused: list[type] = []
     for cls, given in walk.names.items():
-        # `ft.equinox_names` has all layers, and no tree does.
+        # `ft.equinox_names` names all layers, and no tree contains all of them.
         if cls not in walk.used and equinox_names.get(cls) != given:
             unused.append(cls)
     return Leaves(tuple(walk.leaves), tuple(walk.problems), skeleton, tuple(unused), walk.training)
 
 
 def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
-    """The arrays of a tree by path, for those who do not ask for their names. Raises as `read`."""
+    """Return the arrays of a tree by path, without their axes. Raise the same errors as `read`."""
     try:
-        found = walk(tree, in_model=True)
-        return {Path(keys): node for keys, node, kind in found if kind is ARRAY}
+        nodes = walk(tree, in_model=True)
+        return {Path(keys): node for keys, node, kind in nodes if kind is ARRAY}
     except (TypeError, RecursionError):
-        read(tree)  # raises an error with the path of the node that JAX cannot flatten
+        read(tree)  # this error has the path of the node that JAX cannot flatten
         raise
 
 
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
-    """The axes of each array of a tree.
+    """Return the axes of each array of a tree.
 
     Args:
-        tree: arrays, numpy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
-        names: `{cls: ft.names(...)}`, axes for the leaves of classes that have no annotations.
+        tree: JAX arrays, NumPy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
+        names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
 
     Returns:
-        A tree of `Axes` with the structure of the tree, and None in the place of leaves that are
-            not arrays.
+        A tree of `Axes` with the structure of `tree`. Leaves that are not arrays become None.
 
     Raises:
-        AxesError: the rank of a leaf does not fit its annotation, or fits several alternatives with
-            different names; an annotation cannot be resolved; names are given to a field that does
-            not exist. The error lists all leaves with a problem, by path. Or `names` is not such a
-            mapping.
+        AxesError: if the rank of a leaf does not fit its annotation. The error lists all leaves
+            with a problem, by path.
+        AxesError: if the rank fits several alternatives with different names.
+        AxesError: if an annotation cannot be resolved.
+        AxesError: if names are given to a field that does not exist.
+        AxesError: if `names` is not a mapping from classes to `ft.names(...)`.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -182,25 +183,25 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
 
 
 def too_deep(tree: Tree) -> FunctreeError:
-    """The error for a tree that cannot be visited within Python's limit of recursion."""
+    """Return the error for a tree that exceeds Python's recursion limit."""
     return FunctreeValueError(
         f"a {type(tree).__name__} that contains itself, or is nested too deeply, "
-        "cannot be read as a tree"
+        "cannot be flattened"
     )
 
 
 class Context(NamedTuple):
-    """What is true for all leaves below a node.
+    """Facts about all leaves below a node.
 
     Attributes:
         within: the classes of the nodes above, outermost first.
         stack: the axes of the stacks above.
         given: the names that were given above.
         buffer: whether an annotation above marks the leaves as not trained.
-        pending: the names in the annotation of a field above, if there has been no module since.
-            Their patterns are matched with paths from the first module below the field, or from the
-            field if there is no module.
-        unread: why an annotation above says nothing about the leaves, and the remedy.
+        pending: the names in the annotation of a field above, until the walk reaches a module.
+            Their patterns match paths from the first module below the field, or from the field if
+            there is no module.
+        unread: the reason why an annotation above does not apply to the leaves, with the remedy.
     """
 
     within: tuple[type, ...] = ()
@@ -212,8 +213,8 @@ class Context(NamedTuple):
 
 
 def inside_of(context: Context, cls: type) -> Context:
-    """The context below a node of a class."""
-    # Not by `_replace`, which takes twice as long; this runs for each container.
+    """Return the context below a node of a class."""
+    # This runs for each container, and `_replace` takes twice as long.
     within, stack, given, buffer, pending, unread = context
     return Context((*within, cls), stack, given, buffer, pending, unread)
 
@@ -221,7 +222,7 @@ def inside_of(context: Context, cls: type) -> Context:
 def _in_module(
     node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Unread | None
 ) -> Context:
-    """The context below a module, with its stack and with the names that are given at it."""
+    """Return the context below a module, with its stack and the names given at it."""
     stack = inside.stack
     if isinstance(node, Stack):
         stack = (*stack, *node.stack_axes())
@@ -231,7 +232,7 @@ def _in_module(
 
 
 class _Walk:
-    """One walk over a tree. What depends only on a class is looked up once for each class."""
+    """One walk over a tree. It looks up properties of a class once for each class."""
 
     def __init__(self, names: Mapping[type, Names]):
         self.names = names
@@ -242,9 +243,9 @@ class _Walk:
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
-        self.used: set[type] = set()  # the classes in `names` that have named a leaf
+        self.used: set[type] = set()  # the classes in `names` that name a leaf
         self.training: dict[Path, TrainingState] = {}
-        # The fields whose annotation has `ft.names`.
+        # Fields whose annotation contains `ft.names`.
         self.fields: list[tuple[Tree, Keys, GivenNames]] = []
 
     def visit(self, node: Tree, path: Keys, hint: Hint, context: Context) -> None:
@@ -254,7 +255,7 @@ class _Walk:
             node: the node, or a leaf.
             path: its path.
             hint: its annotation.
-            context: what is true for all leaves below it.
+            context: the facts about all leaves below it.
         """
         kind = self.kinds.get(type(node)) or self._kind(node)
         if hint is not NOTHING:
@@ -286,7 +287,7 @@ class _Walk:
 
     def _kind(self, node: Tree) -> Kind:
         kind = kind_of(node)
-        # Only where the class determines the kind: a numpy array of objects is static and one of
+        # Only if the class determines the kind: a NumPy array of objects is static, while one of
         # floats is an array.
         if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
             self.kinds[type(node)] = kind
@@ -295,10 +296,9 @@ class _Walk:
     def _annotated(
         self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context
     ) -> tuple[Hint, Context]:
-        """The resolved annotation of a node, and the context with what the annotation says about
-        all leaves below."""
+        """Resolve the annotation of a node, and add its facts about all leaves below."""
         if hint.references:
-            # Once in a walk. In the next one it is tried again, since a name may be defined later.
+            # Once for each walk. The next walk tries again, since a name may be defined later.
             tried = self.tried.get(hint)
             if tried is None:
                 tried = self.tried[hint] = hint.tried()
@@ -316,7 +316,7 @@ class _Walk:
         return hint, context
 
     def _leaf(self, value: AnyArray, path: Keys, hint: Hint, context: Context) -> None:
-        """Note an array."""
+        """Record an array."""
         within, stack, given, buffer, pending, unread = context
         place = Path(path)
         if pending is not None:
@@ -324,14 +324,14 @@ class _Walk:
             given = (*given, pending)
             stack = (*stack, *pending.names.stack)
         outside = given_axes(place, given) if given else None
-        found = leaf_axes(self.memory, value, place, hint, outside, stack)
-        leaf = Leaf(place, value, *found, within, place, (), len(stack), buffer)
-        if not found.annotated and (unread is not None or hint is not NOTHING):
+        axes = leaf_axes(self.memory, value, place, hint, outside, stack)
+        leaf = Leaf(place, value, *axes, within, place, (), len(stack), buffer)
+        if not axes.annotated and (unread is not None or hint is not NOTHING):
             leaf = leaf._replace(unread=other_structure(hint, value) or unread)
         self.leaves.append(leaf)
 
     def _node(self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context) -> None:
-        """Visit a module, a named tuple, or a node of another class that is registered with JAX."""
+        """Visit a module, a named tuple, or a node of another class registered with JAX."""
         cls = type(node)
         key = cls, hint if hint.generics or hint.references else NOTHING
         fields = self.fields_of.get(key)
@@ -340,11 +340,11 @@ class _Walk:
         inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
-        # A subclass of dict, such as an OrderedDict, is a container: names of a field are for the
+        # A subclass of dict, such as an OrderedDict, is a container. A field's names are for the
         # modules in it.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
-            # A class with annotations of its own says itself what its leaves are.
+            # A class with annotations describes its own leaves.
             unread = None if fields else context.unread
             inside = _in_module(node, inside, opened, unread)
         attributes: dict[int, Hint] | None = None
@@ -357,12 +357,12 @@ class _Walk:
             else:
                 below = hint.child(None)
                 if fields:
-                    # Registered without keys: the annotation is that of the attribute that it is.
+                    # Registered without keys: use the annotation of the attribute that holds it.
                     attributes = attributes or hints_by_identity(node, fields)
                     below = attributes.get(id(child), below)
                     if below is NOTHING:
                         within = inside._replace(unread=without_keys(cls))
-            # `PyTree[X]` annotates the fields that the class itself does not annotate.
+            # `PyTree[X]` annotates all fields that the class does not annotate.
             if hint.below is not None and by_field and below.tried() is NOTHING:
                 below = hint.child(None)
             self.visit(child, (*path, name), below, within)
@@ -373,17 +373,16 @@ class _Walk:
             self.problems += unmatched(node, path, opened)
 
     def _state(self, node: StateMapping, path: Keys, context: Context) -> None:
-        """Visit state, which has an entry for each of its children: the path in the model, the
-        axes, the stacks."""
+        """Visit state. Each child has an entry with its path in the model, its axes and stacks."""
         within = (*context.within, type(node))
-        # JAX flattens a state into one child for each entry; `split` puts None in the place of some
-        # of them.
+        # JAX flattens a state into one child for each entry. `split` replaces some of them with
+        # None.
         children = tree_leaves(node, is_leaf=lambda x: x is None)
         for entry, child in zip(node.entries(), children, strict=True):
             if not is_array(child):
                 continue
             place = Path((*path, *entry.path))
-            # One layer of a stack has values without the leading dimensions of the stack.
+            # The values of one layer of a stack lack the stack's leading dimensions.
             unstacked = min(max(len(entry.axes) - len(child.shape), 0), entry.stacked)
             declared, stacked = Axes(*entry.axes[unstacked:]), entry.stacked - unstacked
             axes = state_axes(child, place, declared)
@@ -391,7 +390,7 @@ class _Walk:
 
 
 def _of_packed(node: Tree, hint: Hint) -> Hint:
-    """The annotation of the tree that was packed: X in `Packed[X]`."""
+    """Return the annotation of the tree that was packed: X in `Packed[X]`."""
     for origin, args in hint.generics:
         if origin is type(node) and args:
             return args[0]
@@ -399,20 +398,20 @@ def _of_packed(node: Tree, hint: Hint) -> Hint:
 
 
 def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
-    """The keys of a dict in JAX's order."""
+    """Return the keys of a dict in JAX's order."""
     try:
         return sorted(node)
     except TypeError as error:
         kinds = ", ".join(sorted({type(key).__name__ for key in node}))
-        why = f"its keys ({kinds}) cannot be sorted, and JAX sorts the keys of a dict"
+        why = f"its keys ({kinds}) cannot be sorted, but JAX sorts the keys of a dict"
         problem = Problem(
             Path(path), None, "dict", why, "use keys of one type, or an `OrderedDict`"
         )
-        raise FunctreeTypeError("a dict cannot be read as a tree", [problem]) from error
+        raise FunctreeTypeError("a dict cannot be flattened", [problem]) from error
 
 
 def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
-    """The leaves, named as if their parts of the tree were annotated.
+    """Name leaves as if their parts of the tree were annotated.
 
     Args:
         leaves: the leaves of a tree.
@@ -430,60 +429,61 @@ def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
 
 
 def _named(leaf: Leaf, hint: Hint, below: Path) -> Leaf:
-    """A leaf with the axes that the annotation of a part says, at a path below this part."""
-    found = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
-    if not found.annotated:
+    """Name a leaf as the annotation of a part of the tree does, at a path below this part."""
+    axes = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
+    if not axes.annotated:
         return leaf
-    return leaf._replace(**found._asdict())
+    return leaf._replace(**axes._asdict())
 
 
 AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
-"""The axes of a bare array, or a prefix tree of these. `None` leaves the arrays below it their
-own."""
+"""The axes of a bare array, or a prefix tree of them. Arrays below `None` keep their own axes."""
 
 
 def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
-    """The leaves of a tree, with these axes.
+    """Give these axes to the leaves of a tree.
 
     Args:
         leaves: the leaves of the tree.
         tree: bare arrays in containers. Modules have annotations instead.
-        axes: the axes of each array, as a prefix tree: one text may be for all arrays below it.
+        axes: the axes of each array, as a prefix tree. One string may cover all arrays below it.
 
     Raises:
-        RuleError: the axes have another structure than the tree.
-        ShardingError: an array has another number of dimensions, or is annotated with other axes;
-            the error lists the arrays by path.
+        RuleError: if the structure of the axes does not match the tree.
+        ShardingError: if axes are given to a leaf that is not an array.
+        ShardingError: if an array has a different number of dimensions, or different axes in its
+            annotation. The error lists these arrays by path.
     """
     given: dict[Keys, Axes] = {}
-    for one, path, subtree in aligned(axes, tree, _AXES):
-        if one is None:
+    for written, path, subtree in aligned(axes, tree, _AXES):
+        if written is None:
             continue
-        given[path] = Axes.of(one)
+        given[path] = Axes.of(written)
         if children(subtree) is None and not is_array(subtree):
             kind = type(subtree).__name__
             raise ShardingError(
-                f'axes="{given[path]}" names the dimensions of a bare array, but this is a {kind}'
+                f'axes="{given[path]}" names the dimensions of a bare array, but the value has '
+                f"type {kind}: write `None` for it"
             )
     named_leaves, problems = list(leaves.leaves), list[Problem]()
     for i, leaf in enumerate(leaves.leaves):
         place = first_beginning(leaf.path, given)
         if place is None:
             continue
-        own = given[place]
-        if leaf.annotated and leaf.axes != own:
-            why = f'is annotated "{leaf.axes}", but `axes` names it "{own}"'
+        new = given[place]
+        if leaf.annotated and leaf.axes != new:
+            why = f'is annotated "{leaf.axes}", but `axes` names it "{new}"'
             problems.append(
-                leaf.problem(why, "write `None` in its place: its annotation is enough")
+                leaf.problem(why, "write `None` for it in `axes=` to keep its annotation")
             )
-        elif len(own) != len(leaf.shape):
+        elif len(new) != len(leaf.shape):
             why = (
-                f'"{own}" names {count(len(own), "dimension")}, but the array has {len(leaf.shape)}'
+                f'"{new}" names {count(len(new), "dimension")}, but the array has {len(leaf.shape)}'
             )
             problems.append(leaf.problem(why, "name each dimension"))
-        named_leaves[i] = leaf._replace(axes=own, annotated=True, misfit=None)
+        named_leaves[i] = leaf._replace(axes=new, annotated=True, misfit=None)
     if problems:
-        raise ShardingError("the axes do not fit", problems)
+        raise ShardingError("the axes do not fit their arrays", problems)
     return replace(leaves, leaves=tuple(named_leaves))
 
 
@@ -491,4 +491,4 @@ def _is_axes(value: object) -> bool:
     return value is None or isinstance(value, str | Axes)
 
 
-_AXES = PrefixOf("axes", "text", _is_axes, 'is not a text such as `"batch embed"`')
+_AXES = PrefixOf("axes", "string", _is_axes, 'is not a string such as `"batch embed"`')

@@ -198,9 +198,9 @@ def test_axes_that_do_not_fit(case: str):
 
 
 def test_axes_of_another_structure_or_of_what_is_no_array():
-    with raises('axes="b" names the dimensions of a bare array, but this is a int'):
+    with raises('axes="b" names the dimensions of a bare array, but the value has type int'):
         ft.shard({"n": 3}, RULES, MESH, axes={"n": "b"})
-    with raises('at `n`: 3 is not a text such as `"batch embed"`', error=ft.RuleError):
+    with raises('at `n`: 3 is not a string such as `"batch embed"`', error=ft.RuleError):
         ft.shard({"n": TOKENS}, RULES, MESH, axes={"n": 3})
 
 
