@@ -419,7 +419,7 @@ def test_no_sharding_language_in_a_string(token: str) -> None:
     [problem] = error.value.problems
     written = f'`Float[Array, "{token} b"]`'
     assert problem.why == f"`{token}` in a dimension string is not an axis name: {written}"
-    assert "choose the mesh axes by rules" in problem.remedy
+    assert "choose mesh axes with rules" in problem.remedy
 
 
 TOKENS = [

@@ -279,7 +279,7 @@ def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None
     ([eqx.nn.Linear], "is not a mapping"),
 ])  # fmt: skip
 def test_bad_names(names: Any, wrong: str) -> None:
-    says = "`names=` maps classes to `ft.names(...)`"
+    says = "`names=` must map classes to `ft.names(...)`"
     with raises(says, wrong, error=AxesError):
         ft.tree_axes(linear(), names)
     with raises(says, wrong, error=ft.RuleError):
@@ -298,11 +298,11 @@ class Wrong(eqx.Module):
 AB, CHANGE = Float[Array, "a b"], "change the annotation or the array"
 OF_STACK = "after the axes `layers` of its stack"
 MORE = (
-    "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` (`ft.stack` makes one), or "
-    'name the axis of the stack, for its class, in `names={cls: ft.names("layers")}`; else change the annotation or '
-    "the array, or name its dimensions from outside (`names={Class: ft.names(...)}`)"
+    "if the array holds several layers (made with vmap or scan), wrap their module in `ft.Stacked` or create it with "
+    "`ft.stack`, or name the axis of the stack for the module's class (`names={cls: ft.names(\"layers\")}`); otherwise "
+    "change the annotation or the array, or name its dimensions from outside (`names={cls: ft.names(...)}`)"
 )  # fmt: skip
-TIE = "give the alternatives different ranks or dtypes, or name the axes by `Annotated[Array, ft.Axes(...)]`"
+TIE = "give the alternatives different ranks or dtypes, or name the axes with `Annotated[Array, ft.Axes(...)]`"
 
 # Annotation, value ─► the path, what is wrong there, and the remedy.
 ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
@@ -388,7 +388,7 @@ def test_state_of_another_rank_than_its_refs() -> None:
         "has 1 dimension, but its `StateRef` declares 0",
     ]
     assert [leaf.axes for leaf in found] == [(None, None), (None, None), (None,)]
-    said = "if these are several layers in one array"
+    said = "if the array holds several layers"
     for layout in (ft.AxisRules({"embed": None}), ft.FSDP("data", min_size=0)):
         with raises("3 leaves cannot be laid out", "s.0   f32[3, 4]\n", said, "(`P(...)`)"):
             ft.plan({"s": named}, layout, {"data": 3})

@@ -118,9 +118,9 @@ class Tied(Registered):
 def test_what_is_not_found(tree: Any, paths: list[str]):
     said = (
         f"has no axis names: its class {type(tree).__name__} is registered with JAX without keys "
-        "that name its fields, so it is not known which annotation belongs to which child",
-        "Try: register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with "
-        "`GetAttrKey` and the name of the field)",
+        "that name its fields, so its annotations cannot be matched to its children",
+        "Try: register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with a "
+        "`GetAttrKey` for each field)",
     )
     for path in paths:
         with raises(path, *said):
@@ -138,7 +138,7 @@ def test_the_warning_of_what_rules_replicate():
     tied, other, bare = [str(warning.message) for warning in caught]
     for text, *fragments in (
         (tied, "`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys ("),
-        (other, "`other.w.0`", "(its annotation `Float", "it is a list)", ": write `PyTree[Float"),
+        (other, "`other.w.0`", "(its annotation `Float", "the annotated value is a list)", ": write `PyTree[Float"),
         (bare, "`bare.0`", "`bare.1`", "have no axis names and nobody", ": annotate them, "),
     ):  # fmt: skip
         assert all(fragment in text for fragment in fragments), text
@@ -195,7 +195,7 @@ class Bare(eqx.Module):
 
 HIDDEN, MATRIX = Float[Array, "hidden"], Float[Array, "embed hidden"]
 LAYER = eqx.nn.Linear(8, 16, key=jax.random.key(0))
-FOR_ARRAY = '`Float[Array, "embed hidden"]` is for an array, but it is a '
+FOR_ARRAY = '`Float[Array, "embed hidden"]` is for an array, but the annotated value is a '
 TREE = 'write `PyTree[Float[Array, "embed hidden"]]`'
 
 # Annotation, value ─► the path of the first leaf, why it has no names, and the remedy.
@@ -203,16 +203,16 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
     "a TypedDict": (
         Typed | None,
         {"w": W, "b": B},
-        ["w.w", "`Typed` is a TypedDict, and the annotations in it are not read", 'write `dict[str, Float[Array, "..."]]`'],
+        ["w.w", "`Typed` is a TypedDict, whose own annotations are not read", 'use `dict[str, Float[Array, "..."]]`'],
     ),
     "a list for an array": (MATRIX, [W], ["w.0", FOR_ARRAY + "list", TREE]),
     "a layer for an array": (MATRIX, LAYER, ["w.weight", FOR_ARRAY + "Linear", "write `Annotated[Linear, ft.names(...)]`"]),
-    "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but it is an array", 'write `Float[Array, "..."]` there']),
-    "an array for a class": (Box[HIDDEN], B, ["w", "is for a Box, but it is an array"]),
+    "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but the annotated value is an array", 'write `Float[Array, "..."]` instead']),
+    "an array for a class": (Box[HIDDEN], B, ["w", "is for a Box, but the annotated value is an array"]),
     "elements behind those of a tuple": (
         tuple[MATRIX, HIDDEN],
         (W, B + 1, B),
-        ["w.2", "is for 2 elements, but there are 3", "annotate each element, or all alike: `tuple[X, ...]`"],
+        ["w.2", "is for 2 elements, but the value has 3", "annotate each element, or all of them with `tuple[X, ...]`"],
     ),
 }  # fmt: skip
 

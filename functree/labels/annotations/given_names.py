@@ -1,5 +1,7 @@
-"""Names from a field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes
-of a leaf."""
+"""`given_axes` finds the axes that names from several sources give to a leaf.
+
+A field's `ft.names`, a layout's `names=` or a module's `__axis_names__` ─► the axes of a leaf.
+"""
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +22,7 @@ from functree.tree.paths import Keys, Path, tokens
 
 
 class Giver(IntEnum):
-    """The source of some names. If several sources name one leaf, the first of these decides."""
+    """Source of names. If several sources name a leaf, the first in this order decides."""
 
     FIELD = 0
     LAYOUT = 1
@@ -29,18 +31,16 @@ class Giver(IntEnum):
 
 @dataclass(eq=False)
 class GivenNames:
-    """`ft.names` for the leaves below one node of a tree.
+    """Names from `ft.names` for the leaves below one node of a tree.
 
     Attributes:
         names: the patterns and their axes.
-        depth: the length of the path of the node; patterns are matched with the rest of a leaf's
-            path.
+        depth: the length of the node's path. Patterns match the rest of a leaf's path.
         giver: the source of the names.
-        cls: for names of a layout: the class that they are given for.
+        cls: the class in a layout's `names=` that has these names; None for other sources.
         used: the patterns that have matched a leaf.
-        by_leaf: for the names of a field: whether an array that is in no module below the field
-            used them.
-        by_module: for the names of a field: whether a module below the field used them.
+        by_leaf: whether an array below a field, outside all modules there, used the field's names.
+        by_module: whether a module below a field used the field's names.
     """
 
     names: Names
@@ -53,19 +53,19 @@ class GivenNames:
 
 
 def invalid_names(names: object) -> str | None:
-    """Why a `names=` is not a `{cls: ft.names(...)}`; None if it is."""
+    """Return an error text if `names` is not a `{cls: ft.names(...)}`; None if it is."""
     if not isinstance(names, Mapping):
-        return f"`names=` maps classes to `ft.names(...)`; {names!r} is not a mapping"
+        return f"`names=` must map classes to `ft.names(...)`, but {names!r} is not a mapping"
     for cls, given in names.items():
         if not isinstance(cls, type) or not isinstance(given, Names):
-            return f"`names=` maps classes to `ft.names(...)`, not {cls!r} to {given!r}"
+            return f"`names=` must map classes to `ft.names(...)`, not {cls!r} to {given!r}"
     return None
 
 
 def given_at(
     node: Tree, depth: int, pending: GivenNames | None, names: Mapping[type, Names]
 ) -> tuple[GivenNames, ...]:
-    """The names that are given at a module, for all leaves below it.
+    """Return the names that are given at a module, for all leaves below it.
 
     Args:
         node: the module.
@@ -74,30 +74,30 @@ def given_at(
             field.
         names: the `names=` of the layout.
     """
-    found: list[GivenNames] = []
+    sources: list[GivenNames] = []
     if pending is not None:
         pending.by_module = True
-        # A copy for this module: a field such as `list[Linear]` has several, and each counts its
-        # own used patterns.
-        found.append(GivenNames(pending.names, depth, Giver.FIELD))
+        # A copy for this module, because a field such as `list[Linear]` has several modules, and
+        # each counts its used patterns.
+        sources.append(GivenNames(pending.names, depth, Giver.FIELD))
     if names:
-        # Names of a class are also for its subclasses; those of the nearest class count.
+        # Subclasses inherit the names of a class. The nearest class decides.
         for cls in type(node).__mro__:
             if cls in names:
-                found.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
+                sources.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
                 break
-    own = own_names(node)
-    if own is not None:
-        found.append(GivenNames(own, depth, Giver.MODULE))
-    return tuple(found)
+    names_of_class = own_names(node)
+    if names_of_class is not None:
+        sources.append(GivenNames(names_of_class, depth, Giver.MODULE))
+    return tuple(sources)
 
 
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
-    """The axes that are given to a leaf, or None.
+    """Return the axes that are given to a leaf, or None.
 
-    Names of a field come before those of a layout, and those of a layout before those of a module.
-    Of the classes in a layout's `names=` the outermost comes first, since it knows the part that a
-    layer plays. Of the names of fields and of modules the innermost come first.
+    A field's names take precedence over a layout's names, and these over a module's names. The
+    outermost class in a layout's `names=` takes precedence, since its names fit the role of a layer
+    in it. For fields and modules, the innermost names take precedence.
     """
     for given in sorted(several, key=_precedence):
         text = match_text(Path(path[given.depth :]))
@@ -115,27 +115,33 @@ def _precedence(given: GivenNames) -> tuple[Giver, int]:
 
 
 def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
-    """The axes that the `ft.names` in an annotation give to an array at a path below the annotated
-    value, or None."""
+    """Return the axes that an annotation's `ft.names` give to an array, or None.
+
+    Args:
+        hint: the annotation.
+        path: the path of the array below the annotated value.
+    """
     given: Axes | OpenAxes | None = None
     for depth in range(len(path) + 1):
         names = hint.at(Path(path[:depth])).names
-        if names is not None:  # the innermost names decide, even if they do not name the array
+        # The innermost names decide, even if they do not name the array.
+        if names is not None:
             given = given_axes(path, [GivenNames(names, depth, Giver.FIELD)])
     return given
 
 
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
-    """The problems of patterns that are given at a node and match none of its leaves. A leaf may be
-    None."""
+    """Return the problems of patterns that are given at a node and match none of its leaves.
+
+    None counts as a leaf here.
+    """
     suspects: list[str] = []
     for given in several:
         suspects += [pattern for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
-    # A pattern that was not used may still have a leaf: other names may have named it. Or several
-    # arrays may be at its path, as in the state of some optimizers: these are laid out like the
-    # parameter.
+    # An unused pattern may still match a leaf that other names have named. Or its path may lead to
+    # several arrays, as in the state of some optimizers. These are laid out like the parameter.
     leaves = dict(_leaves_below(node))
     texts: set[str] = set()
     empty: set[str] = set()
@@ -143,17 +149,17 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
         texts.update(match_text(Path(below[:depth])) for depth in range(1, len(below) + 1))
         if _is_empty(leaf):
             empty.add(match_text(below))
-    found = []
+    problems = []
     for pattern in suspects:
         matches = glob_pattern(pattern).fullmatch
         if not any(map(matches, texts)) and not _leads_through(pattern, empty):
-            found.append(_unmatched(node, Path(path), pattern, leaves))
-    return found
+            problems.append(_unmatched(node, Path(path), pattern, leaves))
+    return problems
 
 
 def _leaves_below(node: Tree) -> Iterator[tuple[Path, Tree]]:
-    """The leaves of a node, and nodes without any; those of a packed tree as if it were not."""
-    for path, leaf in leaves_of(node, lambda one: _is_empty(one) or isinstance(one, PackedTree)):
+    """Yield the leaves of a node, and nodes without leaves. Packed trees are unpacked."""
+    for path, leaf in leaves_of(node, lambda part: _is_empty(part) or isinstance(part, PackedTree)):
         if not isinstance(leaf, PackedTree):
             yield path, leaf
             continue
@@ -162,17 +168,16 @@ def _leaves_below(node: Tree) -> Iterator[tuple[Path, Tree]]:
 
 
 def _is_empty(node: Tree) -> bool:
-    """Whether a node has no leaves. It is None, or optax has put it in the place of what it does
-    not update."""
+    """Return whether a node has no leaves: None, or optax's node for what it does not update."""
     return not tree_leaves(node)
 
 
 def _leads_through(pattern: str, empty: Collection[str]) -> bool:
-    """Whether a pattern is for what is below one of some empty nodes."""
+    """Return whether a pattern names a leaf below an empty node."""
     parts = list(tokens(pattern))
     for depth in range(len(parts) + 1):
         begin = parts[:depth]
-        # A beginning that ends in `**` matches every node, and says nothing about this one.
+        # A beginning that ends in `**` matches every node, so it is no evidence.
         if begin[-1:] == ["**"]:
             continue
         if any(map(glob_pattern(".".join(begin)).fullmatch, empty)):
@@ -181,14 +186,14 @@ def _leads_through(pattern: str, empty: Collection[str]) -> bool:
 
 
 def _unmatched(node: Tree, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
-    """The problem of a pattern that matches none of the leaves at some paths below a node."""
+    """Return the problem of a pattern that matches no leaf below a node."""
     cls = type(node).__name__
     hint = meant_glob(pattern, leaves)
     why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{hint}"
     named = [f"`{below}`" for below in filter(None, leaves)][:4]
     if not named:  # the node is a single array, which `ft.names` cannot name
         return Problem(path, None, cls, why, "write `Annotated[Array, ft.Axes(...)]`")
-    # An empty path would be printed as that of a tree that is a single array.
+    # An empty path would be printed like the path of a bare array.
     return Problem(path or None, None, cls, why, f"name a leaf of {cls}: {', '.join(named)}")
 
 
@@ -200,7 +205,7 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
             names(weight="out_channels in_channels ...", bias="out_channels ..."),
         ),
         eqx.nn.Embedding: names(weight="num_embeddings embedding_size"),
-        # The first dimension concatenates the gates, so it has no name.
+        # The first dimension concatenates gates, so it has no name.
         eqx.nn.GRUCell: names(
             weight_ih="_ input_size", weight_hh="_ hidden_size", bias="_", bias_n="hidden_size"
         ),
@@ -211,18 +216,19 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
         ),
         eqx.nn.PReLU: names(negative_slope="..."),
         eqx.nn.WeightNorm: names(g="..."),
-        # The initial values of Equinox' own state, in a model that was made without
-        # `eqx.nn.make_with_state`.
+        # The initial values of Equinox' state, in a model made without `eqx.nn.make_with_state`.
         eqx.nn.StateIndex: names({"init.**": "..."}),
         eqx.nn.State: names({"**": "..."}),
     }
 )
-"""Names for the leaves of each layer in `eqx.nn`, for `names=` of rules. They are the names of the
-constructors' parameters, such as `out_features` and `in_features`; a dimension that is none of
-these is unnamed. `LayerNorm` and `RMSNorm` have annotations of their own, with the axis `shape`.
+"""Names for the leaves of all layers in `eqx.nn`, to be passed as `names=` to rules.
 
-Those of `eqx.nn.State`, which holds what layers declare by `eqx.nn.StateIndex`, are read without
-`names=` too: its leaves have no names, and rules leave them whole.
+The names are parameters of the constructors, such as `out_features` and `in_features`. A dimension
+without such a parameter is unnamed. `LayerNorm` and `RMSNorm` have their own annotations, with the
+axis `shape`.
+
+`eqx.nn.State` holds the state that layers declare with `eqx.nn.StateIndex`. Its entry applies even
+without `names=`. It leaves all dimensions unnamed, so rules replicate the state.
 
 Examples:
     >>> rules = ft.AxisRules(
@@ -235,4 +241,4 @@ Examples:
 """
 
 OWN_STATE: Mapping[type, Names] = MappingProxyType({eqx.nn.State: equinox_names[eqx.nn.State]})
-"""Names for Equinox' own state, whose leaves nobody can annotate."""
+"""Names for Equinox' state, whose leaves cannot be annotated."""

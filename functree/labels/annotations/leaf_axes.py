@@ -1,4 +1,7 @@
-"""An array and its annotation ─► its axes, or why they cannot be determined, or say nothing."""
+"""`leaf_axes` reads the axes of an array from its annotation.
+
+An array and its annotation ─► its axes, or the reason why they cannot be determined.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -21,7 +24,7 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """The axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
+    """Axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
 
     axes: Axes
     annotated: bool = False
@@ -30,8 +33,8 @@ class LeafAxes(NamedTuple):
     misfit: Problem | None = None
 
 
-# All layers of a model have the same annotations, shapes and dtypes. So the axes are computed once
-# for each combination of these; the memory is for one walk over one tree.
+# The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
+# combination of these. The memory is for one walk over one tree.
 Memory = dict[tuple[Any, ...], LeafAxes]
 
 
@@ -43,31 +46,36 @@ def leaf_axes(
     given: Axes | OpenAxes | None,
     stack: tuple[str, ...],
 ) -> LeafAxes:
-    """The axes of an array: those of its stacks, and then those `given` from outside or those of
-    its annotation."""
+    """Return the axes of an array.
+
+    The axes of its stacks come first, followed by its other axes. These are `given` from outside,
+    or come from its annotation.
+    """
     key = (hint, value.shape, value.dtype, given, stack)
-    found = memory.get(key)
-    if found is None:
-        found = _read(value, path, hint, given, stack)
-        # A misfit has the path of the leaf in it, so it is not the same for another leaf.
-        if found.misfit is None:
-            memory[key] = found
-    return found
+    axes = memory.get(key)
+    if axes is None:
+        axes = _read(value, path, hint, given, stack)
+        # A misfit contains the path of the leaf, so it cannot be reused for other leaves.
+        if axes.misfit is None:
+            memory[key] = axes
+    return axes
 
 
 def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
-    """The axes of a piece of state, as its `StateRef` declares them; a misfit if the value has
-    another rank."""
+    """Return the axes of a piece of state, as its `StateRef` declares them.
+
+    They are a misfit if the value has a different rank.
+    """
     have = len(value.shape)
     if have == len(declared):
-        # A scalar has no axes that would need a name.
+        # A scalar has no axes to name.
         return LeafAxes(declared, annotated=any(declared) or not declared)
     why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}"
     if any(declared):
         why += f' ("{declared}")'
-    remedy = "lay it out by a spec (`P(...)`), or declare all of its dimensions"
+    remedy = "lay it out with a spec (`P(...)`), or declare all its dimensions in the `StateRef`"
     if have > len(declared):
-        remedy = f"{STACK}; else {remedy}"
+        remedy = f"{STACK}; otherwise {remedy}"
     return _misfit(value, path, (), why, remedy)
 
 
@@ -79,11 +87,11 @@ def _read(
     if hint.references:
         return _unresolved(value, path, hint, stack)
     if not hint.forms:
-        # A stack of scalars has the axes of the stack and no others, so all of its axes are named.
+        # A stack of scalars has only the axes of the stack, so all its axes are named.
         return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
     for form in hint.forms:
         if form.wrong:
-            remedy = "write only the names of axes there, and choose the mesh axes by rules"
+            remedy = "write only axis names there, and choose mesh axes with rules"
             return _misfit(value, path, stack, f"{form.wrong}: `{hint.text}`", remedy)
     fitting = hint.forms_for(len(value.shape) - len(stack))
     if not fitting:
@@ -98,11 +106,10 @@ def _given(
     ndim, form = len(value.shape) - len(stack), form_of_axes(given)
     if not form.fits(ndim):
         return _wrong_rank(value, path, f'"{given}"', stack, [len(form.dims)])
-    # Names from outside replace those of the annotation, but not a `PartitionSpec` that the
-    # annotation has.
-    for own in hint.forms_for(ndim):
-        if own.spec is not None:
-            form = form._replace(spec=own.spec)
+    # Names from outside replace the annotation's names, but not its `PartitionSpec`.
+    for alternative in hint.forms_for(ndim):
+        if alternative.spec is not None:
+            form = form._replace(spec=alternative.spec)
             break
     return _by_form(form, value, stack)
 
@@ -110,20 +117,19 @@ def _given(
 def _chosen(
     value: AnyArray, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
 ) -> LeafAxes:
-    """The axes by the alternatives of the right rank; if these differ, by those that also have the
-    right dtype."""
-    found = _different(fitting, value, stack)
-    if len(found) > 1:
-        # The dtype is asked only now: an annotation with one alternative names the axes of an array
-        # of any dtype, such as the int8 weights of a quantized model.
+    """Choose among the alternatives with the right rank; if these differ, by their dtypes."""
+    options = _different(fitting, value, stack)
+    if len(options) > 1:
+        # Only now, since a single alternative names the axes of an array of any dtype, such as the
+        # int8 weights of a quantized model.
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
-        found = _different(of_dtype, value, stack) or found
-    if len(found) == 1:
-        return found[0]
-    options = " or ".join(f'"{one.axes}"' for one in found)
-    why = f"is ambiguous: `{hint.text}` allows {options} for an array of this rank and dtype"
+        options = _different(of_dtype, value, stack) or options
+    if len(options) == 1:
+        return options[0]
+    texts = " or ".join(f'"{option.axes}"' for option in options)
+    why = f"is ambiguous: `{hint.text}` allows {texts} for an array of this rank and dtype"
     remedy = (
-        "give the alternatives different ranks or dtypes, or name the axes by "
+        "give the alternatives different ranks or dtypes, or name the axes with "
         "`Annotated[Array, ft.Axes(...)]`"
     )
     return _misfit(value, path, stack, why, remedy)
@@ -132,28 +138,30 @@ def _chosen(
 def _different(
     forms: Sequence[ArrayForm], value: AnyArray, stack: tuple[str, ...]
 ) -> list[LeafAxes]:
-    """The axes by some alternatives, those that differ in their axes or their spec: `Float[Array,
-    "a"] | Int[Array, "a"]` is not ambiguous."""
+    """Return the distinct axes and specs that some alternatives give to an array.
+
+    `Float[Array, "a"] | Int[Array, "a"]` is not ambiguous.
+    """
     different: dict[tuple[Axes, PartitionSpec | None], LeafAxes] = {}
     for form in forms:
-        one = _by_form(form, value, stack)
-        different[one.axes, one.spec] = one
+        option = _by_form(form, value, stack)
+        different[option.axes, option.spec] = option
     return list(different.values())
 
 
 def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAxes:
-    """The axes of an array by one alternative of its annotation."""
+    """Return the axes that one alternative of an annotation gives to an array."""
     names: list[str | None] = list(stack)
     unnamed = [""] * len(stack)
     dims = form.dims_for(len(value.shape) - len(stack))
     for dim, size in zip(dims, value.shape[len(stack) :], strict=True):
-        # A broadcast dimension, `#b` of size 1, cannot be sharded. So it has no name here.
+        # A broadcast dimension (`#b` with size 1) cannot be sharded, so it has no name here.
         name = None if dim.broadcast and size == 1 else dim.name
         names.append(name)
         unnamed.append("" if name else dim.token)
     spec = form.spec
     if spec is not None and stack:
-        # The annotation is for one layer, and the array has the dimensions of the stacks in front.
+        # The annotation describes one layer, but the array also has the stacks' leading dimensions.
         spec = PartitionSpec(*[None] * len(stack), *spec)
     if not any(unnamed):
         unnamed = []
@@ -161,19 +169,19 @@ def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAx
 
 
 def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
-    """The axes of an array of which only those of the stacks are known."""
+    """Return the axes of an array if only the axes of its stacks are known."""
     ndim = len(value.shape)
-    # Cut off, since a misfit may have fewer dimensions than its stacks.
+    # Truncated, since a misfit may have fewer dimensions than its stacks.
     return Axes(*(*stack, *[None] * ndim)[:ndim])
 
 
-# What can be wrong
+# Problems
 
 # The usual reason for too many dimensions is `eqx.filter_vmap` of a constructor.
 STACK = (
-    "if these are several layers in one array (by vmap or scan), hold them in `ft.Stacked` "
-    "(`ft.stack` makes one), or name the axis of the stack, for its class, in "
-    '`names={cls: ft.names("layers")}`'
+    "if the array holds several layers (made with vmap or scan), wrap their module in `ft.Stacked` "
+    "or create it with `ft.stack`, or name the axis of the stack for the module's class "
+    '(`names={cls: ft.names("layers")}`)'
 )
 
 
@@ -188,21 +196,21 @@ def _wrong_rank(
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
         remedy = (
-            f"{STACK}; else {remedy}, or name its dimensions from outside "
-            "(`names={Class: ft.names(...)}`)"
+            f"{STACK}; otherwise {remedy}, or name its dimensions from outside "
+            "(`names={cls: ft.names(...)}`)"
         )
     return _misfit(value, path, stack, why, remedy)
 
 
 def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
-    # Resolved once more, for the text of the error that Python raises.
+    # Resolve it again for the text of Python's error.
     remedy = (
         "define or import the name in the module of the class, "
         "not in a function or under TYPE_CHECKING"
     )
     try:
         _ = hint.settled
-        error = "the name was not defined when the tree was read, but it is now"
+        error = "the name was not defined when the tree was read, but it is defined now"
     except UNREADABLE as raised:
         error = str(raised) or type(raised).__name__
         if not isinstance(raised, NameError):
@@ -216,39 +224,42 @@ def _misfit(value: AnyArray, path: Path, stack: tuple[str, ...], why: str, remed
 
 
 Unread = tuple[str, str]
-"""The reason, and the remedy."""
+"""The reason why an annotation does not apply, and the remedy."""
 
 
 def other_structure(hint: Hint, node: Tree) -> Unread | None:
-    """Why an annotation says nothing about the arrays in a node, or about an array; None if it
-    does, or is about nothing that has arrays."""
+    """Explain why an annotation does not apply to a node or an array.
+
+    Returns:
+        None if it applies, or if the annotation is not about arrays.
+    """
     if hint.references or _is_about(hint, node):
         return None
     if hint.typed_dict:
         return (
-            f"its annotation `{hint.text}` is a TypedDict, and the annotations in it are not read",
-            'write `dict[str, Float[Array, "..."]]`, a named tuple or a module in its place',
+            f"its annotation `{hint.text}` is a TypedDict, whose own annotations are not read",
+            'use `dict[str, Float[Array, "..."]]`, a named tuple or a module instead',
         )
     if not hint.is_about_arrays:
         return None
     if hint.elements and isinstance(node, list | tuple | dict):
         return (
             f"its annotation `{hint.text}` is for {count(len(hint.elements), 'element')}, but "
-            f"there are {len(node)}",
-            "annotate each element, or all alike: `tuple[X, ...]`",
+            f"the value has {len(node)}",
+            "annotate each element, or all of them with `tuple[X, ...]`",
         )
     have = "an array" if is_array(node) else f"a {type(node).__name__}"
-    why = f"its annotation `{hint.text}` is for {_meant(hint)}, but it is {have}"
+    why = f"its annotation `{hint.text}` is for {_meant(hint)}, but the annotated value is {have}"
     if is_array(node):
-        return why, 'write `Float[Array, "..."]` there'
+        return why, 'write `Float[Array, "..."]` instead'
     if isinstance(node, list | tuple | dict):
         inner = hint.text if hint.forms else 'Float[Array, "..."]'
-        return why, f"write `PyTree[{inner}]`, which is for any structure"
+        return why, f"write `PyTree[{inner}]`, which fits any structure"
     return why, f"write `Annotated[{type(node).__name__}, ft.names(...)]`"
 
 
 def _meant(hint: Hint) -> str:
-    """What an annotation is for, that is about arrays."""
+    """Describe the values that an annotation of arrays is for."""
     if hint.forms:
         return "an array"
     if hint.generics:
@@ -258,7 +269,7 @@ def _meant(hint: Hint) -> str:
 
 
 def _is_about(hint: Hint, node: Tree) -> bool:
-    """Whether an annotation is for values of this structure."""
+    """Return whether an annotation is for values with this structure."""
     if is_array(node):
         return bool(hint.forms)
     if hint.below is not None:
@@ -270,28 +281,28 @@ def _is_about(hint: Hint, node: Tree) -> bool:
 
 
 def without_keys(cls: type) -> Unread:
-    """Why the annotations of a class say nothing about its children."""
+    """Explain why the annotations of a class do not apply to its children."""
     return (
         f"its class {cls.__name__} is registered with JAX without keys that name its fields, so "
-        "it is not known which annotation belongs to which child",
-        "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with "
-        "`GetAttrKey` and the name of the field)",
+        "its annotations cannot be matched to its children",
+        "register it with keys (`jax.tree_util.register_pytree_with_keys_class`, with a "
+        "`GetAttrKey` for each field)",
     )
 
 
 def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]:
-    """The hints of the attributes of a node by the `id` of their values.
+    """Return the hints of a node's attributes, by the `id` of their values.
 
-    An object that is the value of several fields has none, unless these have one annotation.
+    An object that is the value of several fields has no hint if their annotations differ.
     """
-    found: dict[int, Hint] = {}
+    by_id: dict[int, Hint] = {}
     for name, hint in fields.items():
         try:
             value = getattr(node, name, None)
         except USERS_ERRORS:
-            continue  # a property of the user's, which needs more than the arrays
-        other = found.setdefault(id(value), hint)
-        # Hints are compared by identity, and equal annotations have a hint each.
+            continue  # a user's property, which may need more than the arrays
+        other = by_id.setdefault(id(value), hint)
+        # Equal annotations have separate hints, and hints are compared by identity.
         if (other.text, other.forms) != (hint.text, hint.forms):
-            found[id(value)] = NOTHING
-    return found
+            by_id[id(value)] = NOTHING
+    return by_id
