@@ -185,8 +185,8 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
 def too_deep(tree: Tree) -> FunctreeError:
     """Return the error for a tree that exceeds Python's recursion limit."""
     return FunctreeValueError(
-        f"a {type(tree).__name__} that contains itself, or is nested too deeply, "
-        "cannot be flattened"
+        f"a tree of type {type(tree).__name__} cannot be flattened: it contains itself, or is "
+        "nested too deeply"
     )
 
 

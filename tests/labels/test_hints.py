@@ -295,7 +295,7 @@ NOWHERE: dict[str, tuple[Any, Any, str, str]] = {
     "with a spec": (Annotated["Unknown", P("data")], x(2), "Unknown", UNKNOWN),
     "no expression": ("Float[Array", x(2), "Float[Array", "was never closed"),
     "an error": ("1 / 0", x(2), "1 / 0", "division by zero"),
-    "a circle": ("Zig", x(2), "Zig", "it is defined by itself"),
+    "a circle": ("Zig", x(2), "Zig", "it is defined in terms of itself"),
 }
 
 
@@ -382,7 +382,7 @@ def test_type_aliases() -> None:
         assert told(cls[Weight], cls([matrix])).item == [found]
         with pytest.raises(AxesError, match="'Unknown' is not defined"):
             told(namespace["Lost"], [x(2)])
-        with pytest.raises(AxesError, match="it is defined by itself"):
+        with pytest.raises(AxesError, match="it is defined in terms of itself"):
             told(namespace["Self"], [x(2)])
 
 

@@ -142,7 +142,9 @@ def test_an_array_is_known_by_its_dtype_not_its_class() -> None:
 def test_a_tree_that_contains_itself() -> None:
     tree: list[Any] = []
     tree.append(tree)
-    with pytest.raises(FunctreeError, match="a list that contains itself, or is nested too deeply"):
+    with pytest.raises(
+        FunctreeError, match="type list cannot be flattened: it contains itself, or is nested"
+    ):
         ft.tree_axes(tree)
 
 

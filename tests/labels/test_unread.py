@@ -138,7 +138,7 @@ def test_the_warning_of_what_rules_replicate():
     tied, other, bare = [str(warning.message) for warning in caught]
     for text, *fragments in (
         (tied, "`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys ("),
-        (other, "`other.w.0`", "(its annotation `Float", "the annotated value is a list)", ": write `PyTree[Float"),
+        (other, "`other.w.0`", "(its annotation `Float", "the annotated value has type list)", ": write `PyTree[Float"),
         (bare, "`bare.0`", "`bare.1`", "have no axis names and nobody", ": annotate them, "),
     ):  # fmt: skip
         assert all(fragment in text for fragment in fragments), text
@@ -195,7 +195,7 @@ class Bare(eqx.Module):
 
 HIDDEN, MATRIX = Float[Array, "hidden"], Float[Array, "embed hidden"]
 LAYER = eqx.nn.Linear(8, 16, key=jax.random.key(0))
-FOR_ARRAY = '`Float[Array, "embed hidden"]` is for an array, but the annotated value is a '
+FOR_ARRAY = '`Float[Array, "embed hidden"]` is for an array, but the annotated value has type '
 TREE = 'write `PyTree[Float[Array, "embed hidden"]]`'
 
 # Annotation, value ─► the path of the first leaf, why it has no names, and the remedy.
@@ -208,7 +208,7 @@ STRUCTURES: dict[str, tuple[Any, Any, list[str]]] = {
     "a list for an array": (MATRIX, [W], ["w.0", FOR_ARRAY + "list", TREE]),
     "a layer for an array": (MATRIX, LAYER, ["w.weight", FOR_ARRAY + "Linear", "write `Annotated[Linear, ft.names(...)]`"]),
     "an array for a list": (list[HIDDEN], B, ["w", "is for a container, but the annotated value is an array", 'write `Float[Array, "..."]` instead']),
-    "an array for a class": (Box[HIDDEN], B, ["w", "is for a Box, but the annotated value is an array"]),
+    "an array for a class": (Box[HIDDEN], B, ["w", "is for an instance of Box, but the annotated value is an array"]),
     "elements behind those of a tuple": (
         tuple[MATRIX, HIDDEN],
         (W, B + 1, B),

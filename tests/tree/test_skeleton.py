@@ -225,7 +225,7 @@ def test_deep_trees(nest: Any, deep: int):
             (leaf,) = jax.tree.leaves(call())
         except ft.FunctreeError as error:
             assert deep > 150, what
-            assert "contains itself, or is nested too deeply, cannot be flattened" in str(error)
+            assert "cannot be flattened: it contains itself, or is nested too deeply" in str(error)
         else:
             assert np.array_equal(leaf, X)
 

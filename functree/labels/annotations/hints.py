@@ -1,5 +1,8 @@
-"""A class ─► the `Hint` of each of its fields: the axes that its annotation allows for an array
-there, and for arrays below the field."""
+"""`field_hints` reads the axes that a class's annotations allow.
+
+A class ─► the `Hint` of each of its fields: the axes of an array in the field, or of arrays below
+it.
+"""
 
 import collections.abc as abc
 import inspect
@@ -25,14 +28,14 @@ from functree.tree.paths import Path
 
 
 class Dim(NamedTuple):
-    """One token of a jaxtyping dimension string.
+    """Token of a jaxtyping dimension string.
 
     Attributes:
         name: the name of the axis, or None.
         token: the token as it is written.
-        modifiers: those that the token has: `#` (broadcast), `*` (variadic), `_` (anonymous), `?`
-            (may differ by leaf).
-        body: the rest of the token: a name, a size, or an expression; for `rows=4` the size.
+        modifiers: the token's modifiers: `#` (broadcast), `*` (variadic), `_` (anonymous), `?`
+            (size may differ between leaves).
+        body: the rest of the token: a name, a size, or an expression. For `rows=4`, the size.
     """
 
     name: str | None
@@ -42,12 +45,12 @@ class Dim(NamedTuple):
 
     @property
     def variadic(self) -> bool:
-        """Whether it is for any number of dimensions: `*b`, `...`."""
+        """Whether it stands for any number of dimensions: `*b`, `...`."""
         return "*" in self.modifiers or self.body == "..."
 
     @property
     def broadcast(self) -> bool:
-        """Whether the size may be 1; then the dimension is never sharded: `#b`."""
+        """Whether the size may be 1, for a dimension that is then never sharded: `#b`."""
         return "#" in self.modifiers
 
     @property
@@ -57,38 +60,39 @@ class Dim(NamedTuple):
 
     @property
     def by_leaf(self) -> bool:
-        """Whether it may have another size in each leaf of a tree: `?b`."""
+        """Whether its size may differ between the leaves of a tree: `?b`."""
         return "?" in self.modifiers
 
 
 class ArrayForm(NamedTuple):
-    """One alternative of an array's annotation: its dimensions, its dtypes, and its `PartitionSpec`
-    if it has one."""
+    """Alternative of an array's annotation: its dimensions, dtypes and optional `PartitionSpec`."""
 
     dims: tuple[Dim, ...]
-    dtype: Any = None  # jaxtyping's class (`Float`), None for any dtype
+    dtype: Any = None  # jaxtyping's class (`Float`), or None for any dtype
     spec: PartitionSpec | None = None
-    wrong: str = ""  # why the dimension string cannot be read
+    wrong: str = ""  # why the dimension string is invalid
 
     @property
     def plain(self) -> Axes | None:
-        """The axes, if they are the same for every array that fits."""
+        """The axes, if they are the same for all arrays that fit."""
         for dim in self.dims:
             if dim.variadic or dim.broadcast:
                 return None
         return Axes(*[dim.name for dim in self.dims])
 
     def fits(self, ndim: int) -> bool:
-        """Whether an array of this rank fits."""
+        """Return whether an array with this rank fits."""
         if ndim == len(self.dims):
             return True
-        # A variadic token is for any number of dimensions, zero included.
+        # A variadic token stands for any number of dimensions, including zero.
         return ndim >= len(self.dims) - 1 and any(dim.variadic for dim in self.dims)
 
     def dims_for(self, ndim: int) -> list[Dim]:
-        """One `Dim` for each dimension. A variadic token keeps its name if it is for exactly one
-        dimension."""
-        # A name for several dimensions would be one axis several times, which no rule could shard.
+        """Return one `Dim` for each dimension.
+
+        A variadic token keeps its name only if it stands for exactly one dimension.
+        """
+        # Several dimensions with one name would repeat an axis, which no rule could shard.
         span = ndim - len(self.dims) + 1
         out: list[Dim] = []
         for dim in self.dims:
@@ -101,13 +105,13 @@ class ArrayForm(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
-    """A jaxtyping dimension string ─► its `ArrayForm`."""
+    """Parse a jaxtyping dimension string."""
     tokens = dim_str.split()
     wrong = ""
     for token in tokens:
-        # `embed:data` or `embed@data` would give mesh axes to an axis, as some libraries do.
-        # jaxtyping reads it as an expression, so it must not pass without a name. `{...}` is an
-        # expression, and may have these characters.
+        # `embed:data` or `embed@data` would assign mesh axes, as in some libraries. jaxtyping reads
+        # them as expressions, which would silently lack a name. `{...}` is an expression that may
+        # contain these characters.
         if ("@" in token or ":" in token) and "{" not in token:
             wrong = f"`{token}` in a dimension string is not an axis name"
             break
@@ -116,11 +120,11 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
 
 @lru_cache(maxsize=4096)
 def form_of_axes(axes: Axes | OpenAxes) -> ArrayForm:
-    """The `ArrayForm` of an array whose axes are given as `Axes`."""
+    """Return the `ArrayForm` of an array whose axes are given as `Axes`."""
     if isinstance(axes, OpenAxes):
         before, after = form_of_axes(axes.before).dims, form_of_axes(axes.after).dims
         return ArrayForm((*before, dim("..."), *after))
-    # Names are not parsed: an axis may be called `_pad`, which as a token would be anonymous.
+    # Names are not parsed: an axis may be called `_pad`, which would be an anonymous token.
     return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes))
 
 
@@ -128,11 +132,11 @@ def dim(token: str) -> Dim:
     """Parse one token of a dimension string: modifiers, then a name, a size or an expression."""
     modifiers, body = _modifiers(token)
     name = body
-    # `rows=4` is a size with a name. Two signs (`a==b`) are an expression to jaxtyping, which gives
-    # no name.
+    # `rows=4` is a size with a name. jaxtyping reads two equals signs (`a==b`) as an expression,
+    # which has no name.
     if body.count("=") == 1:
         name, _, size = body.partition("=")
-        more, body = _modifiers(size)  # the modifiers may stand on either side
+        more, body = _modifiers(size)  # modifiers may be on either side
         modifiers += more
     if not name.isidentifier():
         return Dim(None, token, modifiers, body)
@@ -140,27 +144,27 @@ def dim(token: str) -> Dim:
 
 
 def _modifiers(token: str) -> tuple[str, str]:
-    """A token as its modifiers and the rest."""
+    """Split a token into its modifiers and the rest."""
     rest = token.lstrip("#*_?")
     return token[: len(token) - len(rest)], rest
 
 
 def hint_text(hint: Any) -> str:
-    """The source text of a jaxtyping annotation."""
+    """Return the source text of a jaxtyping annotation."""
     array = getattr(hint.array_type, "__name__", str(hint.array_type)).rpartition(".")[2]
     return f'{hint.dtype.__name__}[{array}, "{hint.dim_str}"]'
 
 
 @lru_cache(maxsize=4096)
 def dtype_fits(hint_dtype: Any, dtype: Any) -> bool:
-    """Whether jaxtyping's `Float`, `Int`, ... accepts an array of this dtype."""
-    # jaxtyping itself decides, by `isinstance` with an abstract array.
+    """Return whether jaxtyping's `Float`, `Int`, ... accepts an array with this dtype."""
+    # jaxtyping decides, using `isinstance` with an abstract array.
     return hint_dtype is None or isinstance(jax.ShapeDtypeStruct((), dtype), hint_dtype[Any, "..."])
 
 
-# An annotation in quotes is an expression that may raise anything. These errors make it an
-# annotation that cannot be resolved, which is reported with the path of its leaf; others are not
-# caught, since they are not about the annotation.
+# A quoted annotation is an expression, which may raise any error. After one of these, the
+# annotation cannot be resolved, and the path of its leaf is reported. Other errors propagate, since
+# they are not about the annotation.
 UNREADABLE = (
     *(NameError, AttributeError, LookupError, SyntaxError, TypeError, ValueError),
     *(ArithmeticError, ImportError, RecursionError, FunctreeError),
@@ -172,15 +176,15 @@ Values = Mapping[TypeVar, "Hint"]  # the values of type variables
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """Where the names of an annotation are looked up.
+    """Namespace in which the names of an annotation are looked up.
 
     Attributes:
-        module: the module in which it is written.
-        names: the names in the class in which it is written.
-        values: the values of its type variables.
-        optional: whether a name may stay unknown, because the union that it is in also allows any
-            array. The recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...` of optax is
-            one, and cannot be resolved from another module.
+        module: the module that contains the annotation.
+        names: the names in the class that contains the annotation.
+        values: the values of the annotation's type variables.
+        optional: whether a name may stay unresolved, because its union also allows any array. An
+            example is optax's recursive alias `ArrayTree = Array | Iterable["ArrayTree"] | ...`,
+            which cannot be resolved from another module.
     """
 
     module: str
@@ -189,8 +193,8 @@ class Namespace:
     optional: bool = False
 
     def find(self, text: str) -> Any:
-        """The value of an expression. Raises what the expression raises."""
-        # The module is looked up now and not when the class is read: a name may be defined below
+        """Evaluate an expression. Raise what the expression raises."""
+        # The module is looked up now, not when the class is read, since a name may be defined below
         # the class. It is copied, since `eval` adds `__builtins__` to its globals.
         module = sys.modules.get(self.module)
         known = dict(vars(module)) if module else {}
@@ -198,12 +202,12 @@ class Namespace:
 
 
 class Reference(NamedTuple):
-    """A part of an annotation that is resolved when a leaf needs it: a quoted name or a type alias.
+    """Quoted name or type alias in an annotation, which is resolved when a leaf needs it.
 
     Attributes:
-        what: the text, or the alias (`type X = ...`) with its arguments.
-        namespace: where a text is looked up.
-        spec: the spec of an `Annotated` around it.
+        what: the quoted text, or the alias (`type X = ...`) with its arguments.
+        namespace: the namespace in which a text is looked up.
+        spec: the spec in an `Annotated` around it.
     """
 
     what: Any
@@ -211,21 +215,21 @@ class Reference(NamedTuple):
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """The hint that it is replaced by. Raises NameError and others, as Python does."""
+        """Return the hint that replaces it. Raise NameError and others, as Python does."""
         try:
-            found = self._found()
+            hint = self._found()
         except NameError:
             if strict or not self.namespace.optional:
                 raise
             return NOTHING
-        return found if self.spec is None else _with_spec(found, self.spec)
+        return hint if self.spec is None else _with_spec(hint, self.spec)
 
     def _found(self) -> "Hint":
         outside = self.namespace
         if isinstance(self.what, str):
             return parse(outside.find(self.what), outside)
-        # An alias is resolved in its own module, which need not be that of the class; its arguments
-        # are in the class'.
+        # An alias is resolved in its own module, which may differ from the class's module. Its
+        # arguments are resolved in the class's module.
         alias = typing.get_origin(self.what) or self.what
         args = [parse(arg, outside) for arg in typing.get_args(self.what)]
         values = dict(zip(alias.__type_params__, args, strict=False))
@@ -233,17 +237,17 @@ class Reference(NamedTuple):
         return parse(alias.__value__, inside)
 
 
-# Quoted names that lead to quoted names are resolved this often. More steps are a name that is
-# defined by itself.
+# The most steps from one quoted name to the next. More steps mean that a name is defined in terms
+# of itself.
 _MAX_STEPS = 32
 
 
 @dataclass(frozen=True, eq=False)
 class Hint:
-    """All that an annotation says about arrays. The hint of a union has the parts of all its
-    alternatives.
+    """Parsed form of an annotation: everything that it specifies about arrays.
 
-    Hints are compared by identity, which is fast: they are keys in the walk over a tree.
+    The hint of a union has the parts of all its alternatives. Hints are compared by identity, which
+    is fast, since they are keys in the walk over a tree.
 
     Attributes:
         text: the annotation, for messages.
@@ -255,8 +259,8 @@ class Hint:
         generics: the generic classes with their arguments: `Box[X]`.
         names: the `ft.names` in its `Annotated`.
         buffer: whether it is an `ft.Buffer`.
-        references: its parts that are not resolved yet.
-        typed_dict: whether it is a `TypedDict`, whose annotations are not read.
+        references: the parts that are not resolved yet.
+        typed_dict: whether it is a `TypedDict`, whose own annotations are not read.
     """
 
     text: str = ""
@@ -271,27 +275,30 @@ class Hint:
     typed_dict: bool = False
 
     def child(self, index: int | None) -> "Hint":
-        """The hint of an element of a container; `index` is None for the values of a mapping."""
-        # If the annotation cannot be resolved, neither can that of an element: each leaf below
-        # reports it.
+        """Return the hint of an element of a container.
+
+        Args:
+            index: the index of the element; None for the values of a mapping.
+        """
+        # If the annotation cannot be resolved, each leaf below reports it.
         if self.references or self is NOTHING:
             return self
-        found = self.element or NOTHING
+        element = self.element or NOTHING
         if index is not None and index < len(self.elements):
-            found = self.elements[index]
+            element = self.elements[index]
         if self.below is None:
-            return found
-        # `PyTree[X]` annotates the elements of the elements too, so it is passed on.
-        if found is NOTHING:
+            return element
+        # `PyTree[X]` annotates all levels below, so it is passed on.
+        if element is NOTHING:
             return self._under
-        return replace(merge((found, self.below)), below=self.below)
+        return replace(merge((element, self.below)), below=self.below)
 
     def forms_for(self, ndim: int) -> list[ArrayForm]:
-        """The alternatives for an array of this rank in the field itself."""
+        """Return the alternatives for an array with this rank in the field itself."""
         return [form for form in self.forms if form.fits(ndim)]
 
     def at(self, path: Path) -> "Hint":
-        """The hint at a path in the containers below the field."""
+        """Return the hint at a path in the containers below the field."""
         hint = self
         for key in path:
             index = key if isinstance(key, int) else None
@@ -300,8 +307,7 @@ class Hint:
 
     @cached_property
     def _under(self) -> "Hint":
-        # Cached, so that all elements of a container have one object for their hint: hints are
-        # compared by identity.
+        # Cached, since hints are compared by identity: all elements of a container share one.
         if self.below is None:
             return NOTHING
         return replace(self.below, below=self.below)
@@ -314,18 +320,21 @@ class Hint:
 
     @property
     def _is_empty(self) -> bool:
-        """Whether the hint has no parts except those that are not resolved yet."""
+        """Whether the hint has no parts except unresolved ones."""
         return not (self.is_about_arrays or self.names or self.buffer or self.typed_dict)
 
     @cached_property
     def settled(self) -> "Hint":
-        """The resolved hint. Raises NameError and others."""
-        # `cached_property` does not remember a failure: a name may be defined later.
+        """The resolved hint. Accessing it may raise NameError and others."""
+        # `cached_property` does not cache a failure, and a name may be defined later.
         return self._settle(strict=True)
 
     def tried(self) -> "Hint":
-        """The resolved hint; if that fails, without its optional parts; if that fails too, the hint
-        itself."""
+        """Resolve the hint as far as possible.
+
+        If a name is unresolved, optional parts are dropped. If this also fails, the hint itself is
+        returned.
+        """
         try:
             return self.settled
         except UNREADABLE:
@@ -335,26 +344,26 @@ class Hint:
                 return self
 
     def _settle(self, strict: bool) -> "Hint":
-        """The hint with its references resolved, again and again: one may lead to another."""
+        """Resolve references repeatedly, since one may lead to another."""
         hint = self
         for _ in range(_MAX_STEPS):
             if not hint.references:
                 # Messages show the annotation as it is written.
                 return hint if hint in (self, NOTHING) else replace(hint, text=self.text)
-            parts = [one.resolve(strict) for one in hint.references]
+            parts = [reference.resolve(strict) for reference in hint.references]
             kept = replace(hint, references=())
             # An empty hint that is not `NOTHING` would count as an alternative.
             if not kept._is_empty:
                 parts.insert(0, kept)
             hint = merge(parts)
-        raise RecursionError("it is defined by itself")
+        raise RecursionError("it is defined in terms of itself")
 
 
 NOTHING = Hint()
 
 
 def merge(hints: Iterable[Hint]) -> Hint:
-    """The hint of a union of annotations."""
+    """Return the hint of a union of annotations."""
     distinct = dict.fromkeys(hints)
     distinct.pop(NOTHING, None)
     if not distinct:
@@ -363,7 +372,7 @@ def merge(hints: Iterable[Hint]) -> Hint:
         return next(iter(distinct))
 
     def each(attribute: str) -> Iterable[Any]:
-        """The values of an attribute, of the hints that have one."""
+        """Return the values of an attribute, for the hints that have one."""
         return filter(None, map(attrgetter(attribute), distinct))
 
     def merged(attribute: str) -> Hint | None:
@@ -373,7 +382,7 @@ def merge(hints: Iterable[Hint]) -> Hint:
         text=" | ".join(dict.fromkeys(each("text"))),
         forms=tuple(dict.fromkeys(chain(*each("forms")))),
         element=merged("element"),
-        # The first elements of all hints as one hint, then the second ones, and so on.
+        # Merge the first elements of all hints, then the second ones, and so on.
         elements=tuple(map(merge, zip_longest(*each("elements"), fillvalue=NOTHING))),
         below=merged("below"),
         generics=tuple(chain(*each("generics"))),
@@ -388,9 +397,8 @@ def merge(hints: Iterable[Hint]) -> Hint:
 
 
 def parse(hint: Any, namespace: Namespace) -> Hint:
-    """A type expression ─► its hint. A type that says nothing about arrays has the hint
-    `NOTHING`."""
-    # Each case is one form of a type expression. The order matters for those that are also classes.
+    """Parse a type expression. The hint is `NOTHING` for a type that specifies no arrays."""
+    # Each case is one form of type expression. The order matters for forms that are also classes.
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, str | typing.ForwardRef):
         text = hint if isinstance(hint, str) else hint.__forward_arg__
@@ -398,18 +406,18 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
     if isinstance(hint, TypeVar):
         if hint in namespace.values:
             return namespace.values[hint]
-        # A variable without a value may be anything that its constraints or its bound allow.
+        # A variable without a value may be anything that its constraints or bound allow.
         bounds = hint.__constraints__ or (hint.__bound__,)
         return merge(parse(bound, Namespace(hint.__module__)) for bound in bounds)
-    # By name: the class is new in Python 3.12, and typing_extensions has another one for older
+    # By name, since the class is new in Python 3.12, and typing_extensions has its own for older
     # versions.
     if type(origin or hint).__name__ == "TypeAliasType":
         return _reference(str(hint), hint, namespace)
     if origin is typing.Annotated:
         return annotated(parse(args[0], namespace), hint.__metadata__)
     if origin in (typing.Union, types.UnionType):
-        # `Array | Iterable["ArrayTree"]`: the union allows any array, so a name in it that cannot
-        # be resolved does not hide the axes of an array.
+        # `Array | Iterable["ArrayTree"]`: the union allows any array, so an unresolved name in it
+        # hides no axes.
         if any(array in args for array in (jax.Array, np.ndarray, Any)):
             namespace = replace(namespace, optional=True)
         return merge(parse(arg, namespace) for arg in args)
@@ -428,12 +436,12 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
 
 
 def _reference(text: str, what: Any, namespace: Namespace) -> Hint:
-    """The hint of a type expression that is resolved when a leaf needs it."""
+    """Return the hint of a type expression that is resolved when a leaf needs it."""
     return Hint(text=text, references=(Reference(what, namespace),))
 
 
 def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Namespace) -> Hint:
-    """The hint of a container or a generic class with arguments."""
+    """Return the hint of a container or a generic class with arguments."""
     # The arguments of `type[X]` and `Callable[[X], Y]` are not annotations of arrays in the value.
     if not isinstance(origin, type) or origin in (type, abc.Callable):
         return NOTHING
@@ -441,21 +449,21 @@ def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Name
     together = merge(inner)
     if together is NOTHING:
         return NOTHING
-    said = Hint(text=str(hint))
+    parsed = Hint(text=str(hint))
     if origin.__module__ not in ("builtins", "collections", "collections.abc"):
-        # A generic class: only its own annotations tell where its arguments are.
-        return replace(said, generics=((origin, inner),))
+        # Only a generic class's own annotations show where its arguments apply.
+        return replace(parsed, generics=((origin, inner),))
     if origin is tuple and args[1:] != (...,):
-        return replace(said, elements=inner)
-    # The keys of a mapping are not leaves; its values are the last argument.
+        return replace(parsed, elements=inner)
+    # The keys of a mapping are not leaves. The type of its values is the last argument.
     values = -1 if issubclass(origin, abc.Mapping) else 0
-    return replace(said, element=inner[values])
+    return replace(parsed, element=inner[values])
 
 
 def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
-    """A hint with the marks of an `Annotated`: axes, names, a spec, or that it is a buffer."""
-    # Specs last, in whatever order they are written: `ft.Axes` replaces the forms that a spec is
-    # put into.
+    """Add the metadata of an `Annotated` to a hint: axes, names, a spec, or a buffer mark."""
+    # Specs come last, in whatever order they are written, since `ft.Axes` replaces the forms that a
+    # spec goes into.
     for mark in sorted(marks, key=lambda mark: isinstance(mark, PartitionSpec)):
         if isinstance(mark, Names):
             hint = replace(hint, names=mark)
@@ -470,10 +478,12 @@ def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
 
 
 def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
-    """The hint with a spec for all arrays that it annotates. If it annotates none, the spec is for
-    all arrays below."""
+    """Add a spec to a hint, for all arrays that it annotates.
+
+    If it annotates none, the spec is for all arrays below.
+    """
     if not (hint.is_about_arrays or hint.references):
-        # `Annotated[eqx.nn.Linear, P("data")]`: an array of any rank and dtype, at any depth.
+        # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
         form = array_form("...")._replace(spec=spec)
         leaf = Hint(text=hint.text or f"Annotated[..., {spec}]", forms=(form,))
         return replace(leaf, below=leaf, names=hint.names, buffer=hint.buffer)
@@ -488,7 +498,7 @@ def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
         elements=tuple(map(inside, hint.elements)),
         below=hint.below and inside(hint.below),
         generics=tuple((cls, tuple(map(inside, args))) for cls, args in hint.generics),
-        references=tuple(one._replace(spec=spec) for one in hint.references),
+        references=tuple(reference._replace(spec=spec) for reference in hint.references),
     )
 
 
@@ -496,30 +506,30 @@ _FIELDS: WeakKeyDictionary[type, Mapping[str, Hint]] = WeakKeyDictionary()
 
 
 def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
-    """The hint of each field of a class that has one.
+    """Return the hints of a class's fields, by name, for fields that have one.
 
     Args:
-        cls: a class. Without values for its type parameters it is read once; a name that cannot be
-            resolved yet is looked up again when a leaf needs it.
-        hint: the annotation of an instance, which may have values for the type parameters of the
-            class or of a base class: `Box[X]`.
+        cls: a class. Without values for its type parameters, it is read once. An unresolved name is
+            looked up again when a leaf needs it.
+        hint: the annotation of an instance. It may give values to the type parameters of the class
+            or of a base class: `Box[X]`.
     """
     given = _given(cls, hint)
     if given:
         return _read(cls, given)
-    found = _FIELDS.get(cls)
-    if found is None:
-        found = _FIELDS[cls] = _read(cls, {})
-    return found
+    hints = _FIELDS.get(cls)
+    if hints is None:
+        hints = _FIELDS[cls] = _read(cls, {})
+    return hints
 
 
 Given = Mapping[type, Values]
-"""What an annotation says of the type parameters of a class, or of its base classes."""
+"""The values that an annotation gives to the type parameters of a class and its base classes."""
 
 
 def _given(cls: type, hint: Hint) -> Given:
-    # If the annotation cannot be resolved, the values are unknown too. Each leaf that depends on
-    # one of them then reports the annotation.
+    # If the annotation cannot be resolved, the values are unknown, too. Each leaf that depends on
+    # them then reports the annotation.
     given: dict[type, Values] = {}
     if hint.references and _parameters(cls):
         given[cls] = dict.fromkeys(_parameters(cls), hint)
@@ -532,9 +542,9 @@ def _read(cls: type, given: Given) -> Mapping[str, Hint]:
     values: dict[type, Values] = {}
     _add_values(cls, _handed_up(cls, given), given, values)
     hints: dict[str, Hint] = {}
-    # Base classes first, so that a field that a subclass annotates again has the annotation of the
-    # subclass. Each annotation is read in the module of the class that wrote it. The last class of
-    # the order is `object`.
+    # Base classes come first, so that a subclass's annotation of the same field wins. Each
+    # annotation is read in the module of the class that contains it. The last class in the order is
+    # `object`.
     for base in reversed(cls.__mro__[:-1]):
         namespace = _namespace(base, values.get(base, {}))
         for name, annotation in inspect.get_annotations(base).items():
@@ -546,9 +556,11 @@ def _read(cls: type, given: Given) -> Mapping[str, Hint]:
 
 
 def _namespace(cls: type, values: Values) -> Namespace:
-    """The names that a class's annotations may use: its own name, and the names in its module and
-    its body."""
-    # Python keeps the parameters of `class Box[T]` in `__type_params__` only.
+    """Return the names that a class's annotations may use.
+
+    These are the class's own name, and the names in its module and its body.
+    """
+    # Python keeps the parameters of `class Box[T]` only in `__type_params__`.
     parameters = {p.__name__: p for p in getattr(cls, "__type_params__", ())}
     return Namespace(cls.__module__, {**vars(cls), **parameters, cls.__name__: cls}, values)
 
@@ -558,9 +570,9 @@ def _parameters(cls: type) -> tuple[TypeVar, ...]:
 
 
 def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
-    """The bases of a class, each with its type parameters and what the class writes for them."""
+    """Yield the bases of a class, each with its type parameters and their arguments."""
     # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself,
-    # since a subclass without generic bases of its own would inherit the attribute.
+    # since a subclass without generic bases would inherit the attribute.
     for base in vars(cls).get("__orig_bases__", cls.__bases__):
         origin: Any = typing.get_origin(base) or base
         if isinstance(origin, type) and origin not in (typing.Generic, typing.Protocol, object):
@@ -568,11 +580,11 @@ def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
 
 
 def _handed_up(cls: type, given: Given) -> Values:
-    """The values of a class's type parameters. They are given for the class, or for a base to which
-    it hands the parameter (`class Sub(Box[U])`).
+    """Return the values of a class's type parameters.
 
-    A parameter inside another type (`class Listed(Box[list[U]])`) has no value. Fields of the class
-    with this type are unannotated.
+    A value is given for the class, or for a base to which the class passes the parameter (`class
+    Sub(Box[U])`). A parameter inside another type (`class Listed(Box[list[U]])`) has no value, so
+    fields with its type count as unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):
@@ -584,13 +596,15 @@ def _handed_up(cls: type, given: Given) -> Values:
 
 
 def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values]) -> None:
-    """Add the values of the type parameters of a class, and of all its bases (`class
-    B(A[Float[Array, "p q"]])`)."""
+    """Add the values of the type parameters of a class and of all its bases.
+
+    A class gives values to a base's parameters in `class B(A[Float[Array, "p q"]])`.
+    """
     found[cls] = {**found.get(cls, {}), **own}
     namespace = _namespace(cls, own)
     for base, arguments in _bases(cls):
-        said = {parameter: parse(argument, namespace) for parameter, argument in arguments}
-        # The annotation may say what the class leaves open (`class Layered(Box[list[U]])`).
+        hints = {parameter: parse(argument, namespace) for parameter, argument in arguments}
+        # The annotation may fill in what the class leaves open (`class Layered(Box[list[U]])`).
         inner = dict(given.get(base, {}))
-        inner.update((parameter, hint) for parameter, hint in said.items() if hint is not NOTHING)
+        inner.update((parameter, hint) for parameter, hint in hints.items() if hint is not NOTHING)
         _add_values(base, inner, given, found)

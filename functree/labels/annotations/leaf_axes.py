@@ -248,8 +248,8 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
             f"the value has {len(node)}",
             "annotate each element, or all of them with `tuple[X, ...]`",
         )
-    have = "an array" if is_array(node) else f"a {type(node).__name__}"
-    why = f"its annotation `{hint.text}` is for {_meant(hint)}, but the annotated value is {have}"
+    have = "is an array" if is_array(node) else f"has type {type(node).__name__}"
+    why = f"its annotation `{hint.text}` is for {_meant(hint)}, but the annotated value {have}"
     if is_array(node):
         return why, 'write `Float[Array, "..."]` instead'
     if isinstance(node, list | tuple | dict):
@@ -264,7 +264,7 @@ def _meant(hint: Hint) -> str:
         return "an array"
     if hint.generics:
         origin, _ = hint.generics[0]
-        return f"a {origin.__name__}"
+        return f"an instance of {origin.__name__}"
     return "a container"
 
 
