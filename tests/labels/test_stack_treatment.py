@@ -77,10 +77,10 @@ def test_who_is_told(name: str):
         return
     (text,) = texts
     assert text.startswith(
-        "the optimizer treats the stack `blocks` differently from the layers in it"
+        "the optimizer treats the stack `blocks` differently from separate layers"
     )
-    assert "`blocks.layer." in text and "for leaves with one more dimension" in text
-    assert "With `ft.layerwise(tx)` each layer is its own leaf" in text
+    assert "it treats the stack dimension of `blocks.layer." in text
+    assert "Use `ft.layerwise(tx)`, which treats each layer as its own leaf" in text
     assert "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(tx))`" in text
     # With it there is nothing to tell, inside of others too.
     tx = optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(build(name)))

@@ -592,9 +592,9 @@ LAYER = ft.nn.Linear(2, 2, key=jax.random.key(0))
 MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "swapped": (
         lambda: ft.TrainState.create(TX, LAYER),  # type: ignore[arg-type]
-        "a Linear is not an optimizer: the argument `tx` is an optax GradientTransformation, which has `init` and",
+        "an instance of Linear is not an optimizer: the argument `tx` must be an optax GradientTransformation, which has",
     ),
-    "swapped for a plan": (lambda: ft.plan_optimizer(LAYER, TX, P(), SIZES), "a Linear is not an optimizer"),  # type: ignore[arg-type]
+    "swapped for a plan": (lambda: ft.plan_optimizer(LAYER, TX, P(), SIZES), "an instance of Linear is not an optimizer"),  # type: ignore[arg-type]
     "nothing to train": (
         lambda: ft.TrainState.create(net(), TX, wrt=ft.larger_than(10**6)),
         "nothing to train: no array of Net matches wrt=larger_than(1000000)",

@@ -1,12 +1,14 @@
-"""An optimizer and its parameters ─► for each leaf of its state, the parameter that it follows.
+"""`find_followed` finds the parameter that each leaf of an optimizer's state follows.
 
-That is not found by the types in the state, which differ for each optimizer. Its path shows which
-parameter a leaf belongs to, and a leaf with the shape of its parameter has all dimensions of it.
-For other leaves `tx.init` is traced a second time with parameters of other sizes, all of them
-different. The sizes of the leaves then show which dimensions of the parameter they have.
+An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its state.
 
-A trace takes long, and most parameters of a large model are alike. So the second trace is of one
-parameter of each kind where the optimizer allows it.
+The types in the state are not used, since they differ for each optimizer. A leaf's path shows which
+parameter it belongs to. A leaf with the shape of its parameter has all its dimensions. For other
+leaves, `tx.init` is traced a second time, with all sizes of the parameters changed to distinct
+ones. The leaves' new sizes then show which dimensions of the parameter they have.
+
+A trace takes long, and most parameters of a large model are alike. If the optimizer allows it, the
+second trace therefore covers only one parameter of each kind.
 """
 
 from collections import defaultdict
@@ -28,14 +30,14 @@ Shape = tuple[int, ...]
 
 
 class Optimizer(Protocol):
-    """An optimizer: optax's `GradientTransformation`, or any object with its `init`."""
+    """Optimizer: optax's `GradientTransformation`, or any object with its `init`."""
 
     @property
     def init(self) -> Callable[..., Any]: ...
 
 
 class TrainedModel(NamedTuple):
-    """The parameters that an optimizer updates.
+    """Parameters that an optimizer updates.
 
     Attributes:
         skeleton: the skeleton of the model.
@@ -47,43 +49,41 @@ class TrainedModel(NamedTuple):
 
     @property
     def parameters(self) -> dict[Path, Leaf]:
-        """The leaves that it updates, by path."""
+        """The leaves that the optimizer updates, by path."""
         return {path: leaf for path, leaf in self.leaves.items() if leaf is not None}
 
     def tree(self, value: Callable[[Leaf], Any]) -> Any:
-        """A tree with the structure of the model, with a value for each parameter and None for all
-        else.
+        """Return a tree like the model, with a value for each parameter and None for the rest.
 
-        `tx.init` is called with such a tree.
+        `tx.init` is called with such trees.
         """
         return self.skeleton.spread(self.each(value))
 
     def each(self, value: Callable[[Leaf], T]) -> tuple[T | None, ...]:
-        """A value for each parameter, and None for the other arrays of the model."""
+        """Return a value for each parameter, and None for the other arrays of the model."""
         return tuple(None if leaf is None else value(leaf) for leaf in self.leaves.values())
 
 
 def check_optimizer(tx: Any, methods: Sequence[str] = ("init",)) -> None:
-    """Raise FunctreeError if `tx` is not an optimizer; `methods` are those that are needed."""
+    """Raise FunctreeError if `tx` is not an optimizer, or lacks one of these methods."""
     if all(callable(getattr(tx, method, None)) for method in methods):
         return
     text = repr(tx)
-    if len(text) > 40:  # most likely a model, in swapped arguments
-        text = f"a {type(tx).__name__}"
+    if len(text) > 40:  # most likely a model, because the arguments are swapped
+        text = f"an instance of {type(tx).__name__}"
     wanted = "an optax GradientTransformation, which has `init` and `update`"
-    raise FunctreeTypeError(f"{text} is not an optimizer: the argument `tx` is {wanted}")
+    raise FunctreeTypeError(f"{text} is not an optimizer: the argument `tx` must be {wanted}")
 
 
 StateArrays = Mapping[Path, Any]
-"""The arrays of an optimizer's state by path. Only their shapes and dtypes are looked at."""
+"""The arrays of an optimizer's state by path. Only their shapes and dtypes matter."""
 
 Owners = Mapping[Path, Sequence[Path]]
-"""For the path of each leaf of a state, the parameters that it may belong to, the most likely one
-first."""
+"""The parameters that each leaf of a state may belong to, the most likely first, by leaf path."""
 
 
-# Steps by which the sizes of a parameter are changed. Parameters that need not be distinguished by
-# their paths have different ones, and large steps are more likely to change a decision of the
+# The number of different steps by which sizes are changed. Parameters that paths may not
+# distinguish get different steps. Large steps are more likely to change a decision of the
 # optimizer.
 STEPS = 8
 
@@ -91,7 +91,7 @@ STEPS = 8
 def find_followed(
     tx: Optimizer, trained: TrainedModel, leaves: Sequence[Leaf]
 ) -> Sequence[FollowedLeaf]:
-    """What each leaf of an optimizer's state follows.
+    """Find what each leaf of an optimizer's state follows.
 
     Args:
         tx: the optimizer.
@@ -102,42 +102,44 @@ def find_followed(
     state = {leaf.path: leaf.value for leaf in leaves}
     parameters = trained.parameters
     owners = owners_of(list(state), parameters)
-    found: dict[Path, FollowedLeaf] = {}
+    followed: dict[Path, FollowedLeaf] = {}
     unclear: list[Path] = []
     for path, array in state.items():
-        found[path] = _by_shape(array.shape, owners[path], parameters)
-        if array.shape and (len(owners[path]) > 1 or not found[path].known):
+        followed[path] = _by_shape(array.shape, owners[path], parameters)
+        if array.shape and (len(owners[path]) > 1 or not followed[path].known):
             unclear.append(path)
     attempts = [(dict(zip(unclear, unclear, strict=True)), list(parameters))]
     alike = _alike(unclear, state, owners, parameters)
     some = list({owner: None for path in alike.values() for owner in owners[path]})
-    # An optimizer that needs all parameters raises for some of them, or has other leaves.
+    # Given only some parameters, an optimizer that needs all raises, or has different leaves.
     if 2 * len(some) <= len(parameters):
         attempts.insert(0, (alike, some))
     for like, chosen in attempts:
         if not unclear:
             break
         wanted = dict.fromkeys(like[path] for path in unclear)
-        told = _by_sizes(tx, trained, state, owners, chosen, wanted)
+        by_sizes = _by_sizes(tx, trained, state, owners, chosen, wanted)
         left: list[Path] = []
         for path in unclear:
-            follows = told.get(like[path])
+            follows = by_sizes.get(like[path])
             if follows is not None:
-                # Of leaves that are alike, each follows its own parameter.
-                own = follows.path if like[path] == path else owners[path][0]
-                found[path] = follows._replace(path=own)
-            # What belongs to no parameter may depend on their number.
+                # Leaves of one kind each follow their own parameter.
+                owner = follows.path if like[path] == path else owners[path][0]
+                followed[path] = follows._replace(path=owner)
+            # A leaf that belongs to no parameter may depend on the number of parameters.
             if follows is None or not (follows.known or owners[path]):
                 left.append(path)
         unclear = left
-    return [found[leaf.path] for leaf in leaves]
+    return [followed[leaf.path] for leaf in leaves]
 
 
 def _by_shape(
     shape: Shape, owners: Sequence[Path], parameters: Mapping[Path, Leaf]
 ) -> FollowedLeaf:
-    """What a leaf follows, as far as its own shape shows it: all dimensions of its parameter if it
-    has the same shape, and none if it is a scalar."""
+    """Return what a leaf follows, as far as its shape shows it.
+
+    A leaf with its parameter's shape has all dimensions of the parameter. A scalar has none.
+    """
     owner = next(iter(owners), None)
     if owner is not None and shape == parameters[owner].shape:
         return FollowedLeaf(owner, tuple(range(len(shape))))
@@ -150,10 +152,11 @@ def _alike(
     owners: Owners,
     parameters: Mapping[Path, Leaf],
 ) -> dict[Path, Path]:
-    """For each leaf the first one that is like it: at the same place before and after the path of
-    its parameter, with the same types of both.
+    """Return, for each leaf, the first leaf of the same kind.
 
-    A leaf that may belong to several parameters, or to none, is like no other one.
+    Two leaves are of one kind if they have the same keys around their parameters' paths, and if
+    their types and their parameters' types are equal. A leaf that may belong to several parameters,
+    or to none, is a kind by itself.
     """
     first: dict[Hashable, Path] = {}
     alike: dict[Path, Path] = {}
@@ -161,14 +164,14 @@ def _alike(
         kind: Hashable = path
         if len(owners[path]) == 1:
             (owner,) = owners[path]
-            types = [(one.shape, one.dtype) for one in (state[path], parameters[owner].value)]
+            types = [(array.shape, array.dtype) for array in (state[path], parameters[owner].value)]
             kind = _around(path, owner), *types
         alike[path] = first.setdefault(kind, path)
     return alike
 
 
 def _around(path: Path, parameter: Path) -> Hashable:
-    """The keys before and after the path of a parameter."""
+    """Return the keys before and after the path of a parameter."""
     for start in range(len(path)):
         end = start + len(parameter)
         if path[start:end] == parameter:
@@ -176,9 +179,9 @@ def _around(path: Path, parameter: Path) -> Hashable:
     return path
 
 
-# What `tx.init` raises if it needs more parameters than it gets, or computes with two of them, such
-# as their product, and needs sizes that fit together; or the class of a node that checks what it is
-# built with.
+# `tx.init` raises these if it needs more parameters than it gets, or if it combines parameters
+# whose sizes must match, as in a product. A node's class may also raise them when it checks its
+# fields.
 _REFUSED = (TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -190,8 +193,9 @@ def _by_sizes(
     chosen: Sequence[Path],
     paths: Collection[Path],
 ) -> dict[Path, FollowedLeaf]:
-    """What some leaves follow, by the sizes that they have for other sizes of the parameters.
-    Leaves that have other ranks then are left out.
+    """Find what some leaves follow, from their sizes for changed sizes of the parameters.
+
+    The result omits leaves whose rank changes.
 
     Args:
         tx: the optimizer.
@@ -202,54 +206,54 @@ def _by_sizes(
         paths: the leaves.
 
     Raises:
-        FunctreeError: `tx.init` raises one, and was given all parameters.
+        FunctreeError: if `tx.init` raises one, and gets all parameters.
     """
     every = trained.parameters
     parameters = {path: every[path] for path in chosen}
     # The sizes of the leaf show which of several parameters it belongs to.
-    rivals = {one: None for path in paths if len(owners[path]) > 1 for one in owners[path]}
+    rivals = {owner: None for path in paths if len(owners[path]) > 1 for owner in owners[path]}
     steps = dict.fromkeys(chosen, 1) | {path: 1 + i % STEPS for i, path in enumerate(rivals)}
-    found: dict[Path, FollowedLeaf] = {}
+    followed: dict[Path, FollowedLeaf] = {}
     for sign in (1, -1):
         shapes = other_shapes(parameters, {path: sign * step for path, step in steps.items()})
         try:
             other = _abstract(tx, trained, shapes)
         except _REFUSED as error:
-            # Many FunctreeErrors are ValueErrors too, but they are about a mistake.
+            # Many FunctreeErrors are ValueErrors, but they report a user's mistake.
             if isinstance(error, FunctreeError) and len(chosen) == len(every):
                 raise
             break
-        # Leaves of other ranks cannot be compared. Nor can the others of their parameter, for which
-        # the optimizer keeps something else then, or which were made under `vmap`.
+        # Leaves whose rank changes cannot be compared. Neither can other leaves of their parameter:
+        # the optimizer may keep something else for it now, or they were made under `vmap`.
         same = {path for path in other if path in state and other[path].ndim == state[path].ndim}
         jumped: set[Path] = set()
         for path in {*other, *paths} - same:
             jumped.update(owners.get(path, ()))
         for path in paths:
             is_comparable = path in same and jumped.isdisjoint(owners[path])
-            if is_comparable and not (path in found and found[path].known):
-                pairs = [(one, every[one].shape, shapes[one]) for one in owners[path]]
-                found[path] = _compared(state[path].shape, other[path].shape, pairs)
-        # With a larger size, a parameter may be over a threshold of the optimizer (127 to 128 for
-        # adafactor), and have leaves of other ranks. Smaller sizes are tried then.
-        if len(same) == len(other) and len(found) == len(paths):
+            if is_comparable and not (path in followed and followed[path].known):
+                pairs = [(owner, every[owner].shape, shapes[owner]) for owner in owners[path]]
+                followed[path] = _compared(state[path].shape, other[path].shape, pairs)
+        # A larger size may exceed a threshold of the optimizer (127 to 128 for adafactor), and
+        # change the rank of leaves. Smaller sizes are tried then.
+        if len(same) == len(other) and len(followed) == len(paths):
             break
-    return found
+    return followed
 
 
 def _compared(
     real: Shape, other: Shape, owners: Sequence[tuple[Path, Shape, Shape]]
 ) -> FollowedLeaf:
-    """What a leaf follows: the first parameter that its sizes confirm.
+    """Return what a leaf follows: the first parameter that its sizes confirm.
 
     Args:
         real: the shape of the leaf.
-        other: its shape for the other sizes of the parameters.
-        owners: the parameters that it may belong to, with their real and their other shapes.
+        other: its shape for the changed sizes of the parameters.
+        owners: the parameters that it may belong to, with their real and changed shapes.
     """
     first = owners[0][0] if owners else None
     if real == other:
-        # A size that does not change does not come from a parameter.
+        # A size that stays the same does not come from a parameter.
         return FollowedLeaf(first, (None,) * len(real))
     for owner, have, want in owners:
         dims = _dims(real, other, have, want)
@@ -259,35 +263,37 @@ def _compared(
 
 
 def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]) -> StateArrays:
-    """The arrays of `tx.init` for some parameters with other shapes, without their names."""
+    """Return the arrays of `tx.init`, by path, for some parameters with changed shapes."""
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | None:
         shape = shapes.get(leaf.path)
         return None if shape is None else jax.ShapeDtypeStruct(shape, leaf.value.dtype)
 
     def by_path(params: Any) -> tuple[list[Path], list[AnyArray]]:
-        found = arrays_by_path(tx.init(params))
-        return list(found), list(found.values())
+        arrays = arrays_by_path(tx.init(params))
+        return list(arrays), list(arrays.values())
 
     paths, arrays = read_abstract(by_path, trained.tree(abstract))
     return dict(zip(paths, arrays, strict=True))
 
 
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:
-    """The dimensions of a parameter that a leaf has, by the sizes of both; None if they cannot be
-    determined.
+    """Determine from their sizes which dimensions of a parameter a leaf has.
 
-    A leaf may have all dimensions of the parameter after some of its own, or some of the
-    parameter's dimensions in their order and none of its own (except of size 1). The rank of galore
-    may be equal to the smallest size of a parameter only by chance.
+    A leaf may have dimensions of its own, followed by all dimensions of the parameter. Or it has
+    some of the parameter's dimensions in their order, and none of its own except with size 1. Other
+    matches may be chance: galore's rank may equal the smallest size of a parameter.
 
     Args:
         real: the shape of the leaf.
-        other: its shape for the other sizes of the parameter.
+        other: its shape for the changed sizes of the parameter.
         have: the shape of the parameter.
-        want: the other shape of the parameter, whose sizes are all different.
+        want: the changed shape of the parameter, whose sizes are distinct.
+
+    Returns:
+        The dimensions, or None if they cannot be determined.
     """
-    # A history of gradients has all dimensions, after others that do not change.
+    # A history of gradients has all dimensions, after leading dimensions that do not change.
     lead = len(real) - len(have)
     if lead >= 0 and (real[lead:], other[lead:]) == (have, want) and real[:lead] == other[:lead]:
         return (*[None] * lead, *range(len(have)))
@@ -295,7 +301,7 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
     for size, other_size in zip(real, other, strict=True):
         if size == other_size == 1:
             dims.append(None)
-        # The real size has to be that of the same dimension too.
+        # The real size must also match the same dimension.
         elif other_size in want and have[want.index(other_size)] == size:
             dims.append(want.index(other_size))
         else:
@@ -306,19 +312,20 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
     return tuple(dims)
 
 
-# Other sizes, by which the dimensions of parameters can be told apart
+# Changed sizes, which distinguish the dimensions of parameters
 
 
 def other_shapes(parameters: Mapping[Path, Leaf], steps: Mapping[Path, int]) -> dict[Path, Shape]:
-    """Other shapes of parameters. In each of them all sizes are different from each other and from
-    the real ones, but all parameters of a stack have the same number of layers.
+    """Choose changed shapes for parameters.
 
-    Optimizers decide by sizes: adafactor factors large dimensions, and the two largest ones. So the
-    sizes are close to the real ones, and in the same order.
+    In each shape, the sizes differ from each other and from the real sizes. All parameters of a
+    stack keep the same number of layers. Some optimizers use sizes: adafactor factors the two
+    largest dimensions if they are large. The new sizes are therefore close to the real ones, and in
+    the same order.
 
     Args:
         parameters: the leaves by path.
-        steps: by how much the sizes of each are changed, at least; negative for smaller sizes.
+        steps: the least change of each parameter's sizes; negative for smaller sizes.
     """
     stacks = _stacks(parameters.values(), min(steps.values(), default=1))
     shapes: dict[Path, Shape] = {}
@@ -327,8 +334,7 @@ def other_shapes(parameters: Mapping[Path, Leaf], steps: Mapping[Path, int]) -> 
         other = list(shape)
         for stack in enumerate(shape[: leaf.stacked]):
             other[stack[0]] = stacks[stack]
-        # In the order of the sizes, so that one that is changed by more than the step stays after
-        # the one before it.
+        # In the order of sizes, so that sizes that change by more than the step stay in order.
         dims = range(leaf.stacked, len(shape))
         for i in sorted(dims, key=lambda i: (shape[i], i), reverse=step < 0):
             other[i] = _other_size(shape[i], step, {*shape, *other})
@@ -337,11 +343,11 @@ def other_shapes(parameters: Mapping[Path, Leaf], steps: Mapping[Path, int]) -> 
 
 
 def _stacks(leaves: Iterable[Leaf], step: int) -> dict[tuple[int, int], int]:
-    """The other size of each dimension of a stack, by its index and its real size.
+    """Choose a changed size for each dimension of a stack, by its index and its real size.
 
-    There is one for each real size, since an optimizer may map a function over the layers, and then
-    all arrays must have as many of them. A stack in a stack may have the same size, and its
-    dimensions are still told apart.
+    An optimizer may map a function over the layers, and all arrays must then have the same number
+    of layers. So there is one changed size for each real size. A stack in a stack may have the same
+    real size. The index distinguishes the two.
     """
     taken: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for leaf in leaves:
@@ -354,13 +360,13 @@ def _stacks(leaves: Iterable[Leaf], step: int) -> dict[tuple[int, int], int]:
 
 
 def _other_size(real: int, step: int, taken: Collection[int]) -> int:
-    """A size that is not taken, the next one from a real size on."""
+    """Return the next size after a real size, in the direction of the step, that is not taken."""
     way = 1 if step > 0 else -1
     size = real + step
     while size > 0 and size in taken:
         size += way
-    # There is no smaller size left. This changes the order, but sizes must be positive and
-    # different.
+    # No smaller size is left. A larger one breaks the order, but sizes must be positive and
+    # distinct.
     while size <= 0 or size in taken:
         size += 1
     return size
@@ -370,43 +376,44 @@ def _other_size(real: int, step: int, taken: Collection[int]) -> int:
 
 
 def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For each leaf of the state, the parameters that it may belong to by its path, the most likely
-    one first.
+    """Return the parameters that each leaf of the state may belong to, the most likely first.
 
-    The state contains trees of parameters, so the path of a leaf is a prefix (`0.mu`), then the
-    path of a parameter (`w`), and then the keys of several leaves for one parameter, if there are
-    any (`0.mu.w.1`). It is not known where the prefix ends. But every leaf after a prefix must be
-    at the path of a parameter, or else it is not a prefix. If several prefixes are possible, the
-    one with the most parameters after it comes first, and then the shorter one. So `0.mu.w` belongs
-    to `w` and not to a parameter `mu`, and `0.mu.a.w` to `a.w` and not to `w`.
+    Only paths are compared. The state contains trees of parameters, so the path of a leaf is a
+    prefix (`0.mu`) and the path of a parameter (`w`). Further keys may follow if a parameter has
+    several leaves (`0.mu.w.1`). The end of the prefix is unknown. But it is a prefix only if every
+    leaf after it is at the path of a parameter.
+
+    If several prefixes are possible, the prefix with the most parameters after it comes first. The
+    shorter one wins a tie. So `0.mu.w` belongs to `w`, not to a parameter `mu`, and `0.mu.a.w`
+    belongs to `a.w`, not to `w`.
     """
-    # For each leaf: the parameter whose path comes next, after each beginning of the leaf's path.
+    # For each leaf, the parameter whose path follows each beginning of the leaf's path.
     matches: dict[Path, dict[Keys, Path]] = {}
-    # The parameters after each beginning, and the beginnings that are not prefixes: a leaf after
-    # them is not at the path of a parameter.
-    behind: defaultdict[Keys, set[Path]] = defaultdict(set)
+    # The parameters after each beginning.
+    parameters_after: defaultdict[Keys, set[Path]] = defaultdict(set)
+    # The beginnings that are not prefixes: a leaf after them is not at the path of a parameter.
     failing: set[Keys] = set()
     for path in paths:
-        found = matches[path] = {}
+        by_beginning = matches[path] = {}
         for k in range(len(path) + 1):
             match = _first_of(path[k:], parameters)
             if match is None:
                 failing.add(path[:k])
             else:
-                found[path[:k]] = match
-                behind[path[:k]].add(match)
+                by_beginning[path[:k]] = match
+                parameters_after[path[:k]].add(match)
     owners: dict[Path, list[Path]] = {}
-    for path, found in matches.items():
-        prefixes = [prefix for prefix in found if prefix not in failing]
-        # The best first. They are in the order of their lengths, and sorting is stable.
-        prefixes.sort(key=lambda prefix: len(behind[prefix]), reverse=True)
-        owners[path] = list(dict.fromkeys(map(found.__getitem__, prefixes)))
+    for path, by_beginning in matches.items():
+        prefixes = [prefix for prefix in by_beginning if prefix not in failing]
+        # The best comes first. Sorting is stable, so the order by length breaks ties.
+        prefixes.sort(key=lambda prefix: len(parameters_after[prefix]), reverse=True)
+        owners[path] = list(dict.fromkeys(map(by_beginning.__getitem__, prefixes)))
     lost = [path for path, several in owners.items() if not several]
     return owners | _owners_below(lost, parameters)
 
 
 def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
-    """The longest path of a parameter that some keys begin with."""
+    """Return the longest path of a parameter with which some keys begin."""
     for n in range(len(keys), -1, -1):
         if keys[:n] in parameters:
             return Path(keys[:n])
@@ -414,11 +421,11 @@ def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
 
 
 def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """For leaves that have no prefix: the parameters whose paths have the same end.
+    """Return the parameters whose paths have the same end, for leaves without a prefix.
 
     `optax.lookahead` has the parameters `fast.w` and `slow.w`, and initializes its inner optimizer
-    with one half of them, so that the paths in its state end with `w` only. If there are too many
-    parameters with the same end, their sizes do not distinguish them, and the leaf has no owner.
+    with one half of them. So the paths in its state end only with `w`. If too many parameters have
+    the same end, sizes cannot distinguish them, and the leaf has no owner.
     """
     if not paths:
         return {}
@@ -429,8 +436,8 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     owners: dict[Path, list[Path]] = {}
     for path in paths:
         # The longest end of the path that is also the end of a parameter's path.
-        found = next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), [])
-        if len(found) > STEPS:
-            found = []
-        owners[path] = found
+        rivals = next((endings[path[k:]] for k in range(len(path)) if path[k:] in endings), [])
+        if len(rivals) > STEPS:
+            rivals = []
+        owners[path] = rivals
     return owners

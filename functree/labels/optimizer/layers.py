@@ -1,7 +1,7 @@
-"""An optimizer ─► its `init` and `update`, mapped over the layers of stacks.
+"""`mapped_init` and `mapped_update` map an optimizer's functions over the layers of stacks.
 
-A stack of layers is one leaf with leading dimensions. The functions of the optimizer see leaves
-with the shapes of one layer, in a tree with the same nodes and paths.
+In a stack of layers, a leaf has leading dimensions. The optimizer's functions get leaves with the
+shapes of one layer, in a tree with the same nodes and paths.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,15 +21,15 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.paths import Keys, Path
 from functree.tree.skeleton.skeleton import Skeleton
 
-# While an optimizer is mapped, the nodes of stacks have the leaves of one layer. What reads the
-# stacks of a tree then, such as another `ft.layerwise` inside of the optimizer, must not take the
-# leading dimensions of these for layers.
+# While an optimizer is mapped, the nodes of stacks have the leaves of one layer. Code that reads
+# the stacks of a tree, such as another `ft.layerwise` inside the optimizer, must not treat the
+# leading dimensions of these leaves as layers.
 _LAYERS: ContextVar[bool] = ContextVar("functree_single_layers", default=False)
 
 
 @contextmanager
 def for_layers() -> Iterator[None]:
-    """A context in which the nodes of stacks have the leaves of one layer."""
+    """Enter a context in which the nodes of stacks have the leaves of one layer."""
     before = _LAYERS.get()
     try:
         _LAYERS.set(True)
@@ -39,12 +39,12 @@ def for_layers() -> Iterator[None]:
 
 
 def stack_sizes(leaf: Leaf) -> Shape:
-    """The sizes of the stacks that a leaf is in, outermost first; none for one layer."""
+    """Return the sizes of the stacks that contain a leaf, outermost first; none for one layer."""
     return () if _LAYERS.get() else tuple(leaf.shape[: leaf.stacked])
 
 
 def single_layers(parameters: Leaves) -> TrainedModel:
-    """Parameters as single layers have them, abstract."""
+    """Return abstract parameters with the shapes of single layers."""
     layers: dict[Path, Leaf | None] = {}
     for leaf in parameters.leaves:
         weak = getattr(jax.typeof(leaf.value), "weak_type", False)
@@ -55,27 +55,27 @@ def single_layers(parameters: Leaves) -> TrainedModel:
 
 
 def layered_state(tx: Any, parameters: Leaves) -> dict[Path, Leaf]:
-    """The leaves of an optimizer's state, abstract and by path, if it is mapped over the layers of
-    its parameters.
+    """Return the abstract leaves of the state of a mapped optimizer, by path.
 
-    What follows a parameter in stacks has their dimensions before those that it has for one layer.
+    A leaf that follows a parameter in stacks has the stacks' dimensions, followed by its dimensions
+    for one layer.
     """
     layers = single_layers(parameters)
     with for_layers():
         state = optimizer_state(tx, layers)
     stacks = {leaf.path: stack_sizes(leaf) for leaf in parameters.leaves}
-    found: dict[Path, Leaf] = {}
+    layered: dict[Path, Leaf] = {}
     for leaf in state.leaves:
         owner = None if leaf.follows is None else leaf.follows.path
-        # What follows no parameter, such as a count, is there once.
+        # A leaf that follows no parameter, such as a count, is not stacked.
         stack = () if owner is None else stacks[owner]
         value = jax.ShapeDtypeStruct((*stack, *leaf.shape), leaf.value.dtype)
-        found[leaf.path] = leaf._replace(value=value, stacked=len(stack))
-    return found
+        layered[leaf.path] = leaf._replace(value=value, stacked=len(stack))
+    return layered
 
 
 def mapped_init(tx: Any, params: Tree) -> Tree:
-    """The state of an optimizer whose `init` is mapped over the layers of the parameters."""
+    """Initialize an optimizer's state with `init` mapped over the layers of the parameters."""
     leaves = read(params)
     outputs: dict[Keys, Shape] = {}
     for path, leaf in layered_state(tx, leaves).items():
@@ -86,19 +86,22 @@ def mapped_init(tx: Any, params: Tree) -> Tree:
 def mapped_update(
     tx: Any, updates: Tree, state: Tree, params: Tree | None, **extra: Tree
 ) -> tuple[Tree, Tree]:
-    """The updates and the state of an optimizer whose `update` is mapped over the layers.
+    """Run an optimizer's `update`, mapped over the layers.
 
     Args:
-        tx: the optimizer. What belongs to one leaf depends on no other one.
+        tx: the optimizer. Its results for one leaf must not depend on other leaves.
         updates: the gradients.
-        state: the state. What belongs to a parameter in a stack has the dimensions of the stack
-            before those that it has for one layer.
+        state: the state. An array that belongs to a parameter in a stack has the stack's
+            dimensions, followed by its dimensions for one layer.
         params: the parameters, or None.
-        extra: other arguments of `update`. What has the path and the shape of a parameter in one of
-            these arguments belongs to the parameter.
+        extra: other arguments of `update`. An array in one of these belongs to the parameter with
+            the same path and shape.
+
+    Returns:
+        The updates and the new state.
 
     Raises:
-        FunctreeError: the state is not for single layers.
+        FunctreeError: if an array of the state lacks the dimensions of its stack.
     """
     gradients, parameters = read(updates), read(params)
     layered = layered_state(tx, gradients if params is None else parameters)
@@ -114,7 +117,7 @@ def mapped_update(
             inputs.append(())
         else:
             inputs.append(stack_sizes(same))
-    # By the paths in the result, a pair of updates and a state.
+    # The keys are paths in the result, a pair of updates and a state.
     outputs: dict[Keys, Shape] = {(0, *path): stack_sizes(leaf) for path, leaf in known.items()}
     outputs |= {(1, *path): stack_sizes(leaf) for path, leaf in layered.items()}
     update = optax.with_extra_args_support(tx).update
@@ -132,61 +135,62 @@ def _mapped(
     stacks: Sequence[Shape],
     outputs: Mapping[Keys, Shape],
 ) -> Any:
-    """The result of a function that is mapped over the stacks of its inputs.
+    """Map a function over the stacks of its inputs, and return its result.
 
     Args:
         fn: a function of a tree.
         tree: the tree.
-        stacks: the stacks of each array in it.
+        stacks: the stacks of each array in the tree.
         outputs: the stacks of the arrays in the result, by path.
     """
     skeleton, arrays = Skeleton.apart(tree)
-    # What `jax.vmap` has to know beforehand is the dimension of each output. So those of equal
-    # stacks are in one list.
+    # `jax.vmap` needs the mapped dimension of each output beforehand. Outputs with equal stacks are
+    # therefore in one list.
     kinds = list(dict.fromkeys([(), *stacks]))
-    found: list[tuple[Skeleton, list[Shape]]] = []
+    results: list[tuple[Skeleton, list[Shape]]] = []
 
     def by_stacks(*arrays: Any) -> list[list[AnyArray]]:
         with for_layers():
             result = fn(skeleton.fill(arrays))
         new, values = Skeleton.apart(result)
         order = [outputs.get(path, ()) for path in arrays_by_path(result)]
-        found.append((new, order))
+        results.append((new, order))
         lists: dict[Shape, list[AnyArray]] = {kind: [] for kind in kinds}
         for value, stack in zip(values, order, strict=True):
             lists[stack].append(value)
         return list(lists.values())
 
-    # Stacks of equal size that are in equally many others are mapped together, the outermost
-    # stacks outermost.
+    # Stacks with equal size and depth are mapped together. The outermost `vmap` maps the outermost
+    # stacks.
     mapped: Any = by_stacks
     for level in sorted({level for stack in stacks for level in enumerate(stack)}, reverse=True):
         in_axes = tuple(_axis(stack, level) for stack in stacks)
         out_axes = [_axis(stack, level) for stack in kinds]
         mapped = jax.vmap(mapped, in_axes, out_axes, axis_size=level[1])
     lists = dict(zip(kinds, map(iter, mapped(*arrays)), strict=True))
-    new, order = found[-1]
+    new, order = results[-1]
     return new.fill([next(lists[stack]) for stack in order])
 
 
 def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
-    """The dimension that is mapped. The stacks around it are mapped already."""
+    """Return the dimension to map; dimension 0, since stacks around it are already mapped."""
     return 0 if level in enumerate(stack) else None
 
 
 def _check_state(arrays: Mapping[Path, AnyArray], layered: Mapping[Path, Leaf]) -> None:
-    """Raise FunctreeError for leaves of the state without the dimensions of their stacks."""
+    """Raise FunctreeError for arrays of the state that lack the dimensions of their stacks."""
     problems: list[Problem] = []
     for path, array in arrays.items():
         leaf = layered.get(path)
         if leaf is not None and leaf.stacked and tuple(array.shape) != leaf.shape:
-            why = f"belongs to layers of a stack, and for these its shape is {list(leaf.shape)}"
+            why = f"belongs to the layers of a stack, so its shape must be {list(leaf.shape)}"
             problems.append(array_problem(path, array, why, _MAKE_STATE))
     if problems:
+        leaves = count(len(problems), "leaf")
         raise FunctreeValueError(
-            f"{count(len(problems), 'leaf')} of the optimizer's state cannot be updated by layers",
+            f"layerwise: {leaves} of the optimizer's state cannot be updated layer by layer",
             problems,
         )
 
 
-_MAKE_STATE = "make the state by the same optimizer: `ft.layerwise(tx).init`, and not `tx.init`"
+_MAKE_STATE = "create the state with the same optimizer: `ft.layerwise(tx).init`, not `tx.init`"

@@ -1,5 +1,8 @@
-"""An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters; traced
-once for equal shapes."""
+"""`optimizer_state` traces an optimizer's state and labels its leaves.
+
+An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters. Equal
+shapes are traced once.
+"""
 
 import weakref
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,10 +27,10 @@ from functree.tree.skeleton.skeleton import read_abstract
 
 
 def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
-    """The leaves of `tx.init(parameters)`, abstract. Each follows a parameter, or none.
+    """Return the abstract leaves of `tx.init(parameters)`, with the parameters that they follow.
 
     Raises:
-        FunctreeError: `tx` is not an optimizer.
+        FunctreeError: if `tx` is not an optimizer.
     """
     type_ = trained_type(trained)
     axes = trained.each(lambda leaf: leaf.axes)
@@ -37,22 +40,22 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         return state, find_followed(tx, trained, state.leaves)
 
     def label() -> Leaves:
-        # By the type alone: under other names nothing is traced again.
+        # The key has no axes, so parameters with different names share a trace.
         state, follows = remembered(tx, ("state", type_), trace)
         parameters = trained.parameters
         labelled = [
-            following(leaf, one, parameters)
-            for leaf, one in zip(state.leaves, follows, strict=True)
+            following(leaf, followed, parameters)
+            for leaf, followed in zip(state.leaves, follows, strict=True)
         ]
-        # Without the problems of names: the leaves of copies of the model may have other shapes
-        # than its annotations say.
+        # Problems of names are dropped: a copy of the model in the state may have leaves whose
+        # shapes differ from its annotations.
         return Leaves(tuple(labelled), (), state.skeleton)
 
     return remembered(tx, ("labelled", type_, axes), label)
 
 
 def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
-    """The leaves of `tx.init(parameters)`, abstract."""
+    """Return the abstract leaves of `tx.init(parameters)`."""
     check_optimizer(tx)
 
     def read_state(params: Tree) -> tuple[Leaves, list[AnyArray]]:
@@ -67,7 +70,7 @@ def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
 def followed_by(
     tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
 ) -> Sequence[FollowedLeaf]:
-    """What the leaves of a state follow that exists already."""
+    """Return what the leaves of an existing state follow."""
     leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
     return remembered(
         tx, ("follows", trained_type(trained), leaves), lambda: find_followed(tx, trained, state)
@@ -75,24 +78,23 @@ def followed_by(
 
 
 def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]) -> Leaf:
-    """A leaf of an optimizer's state with the axes of the parameter that it follows."""
+    """Give a leaf of an optimizer's state the axes of the parameter that it follows."""
     if follows.path is None:
         axes = Axes(*[None] * len(leaf.shape))
         return leaf._replace(axes=axes, misfit=None, follows=follows)
     axes = parameters[follows.path].axes
     if not follows.has_all_of(len(axes)):
-        # A dimension of the leaf's own has no name.
+        # A dimension that only the leaf has is unnamed.
         axes = Axes(*(None if dim is None else axes[dim] for dim in follows.dims))
-    # Not stacked and without a misfit: those of a copy of the model are of its annotations, which
-    # say nothing here.
+    # `stacked` and `misfit` come from the annotations of a copy of the model, which do not apply
+    # here.
     return leaf._replace(
         axes=axes, stacked=0, annotated=follows.known, misfit=None, follows=follows, unread=None
     )
 
 
 def trained_type(trained: TrainedModel) -> Hashable:
-    """All that a trace of `tx.init` depends on: the parameters without their values, and the
-    settings of JAX."""
+    """Return all that a trace of `tx.init` depends on: the parameters' types and JAX's settings."""
     settings = (
         _CONFIG.jax_enable_x64,
         _CONFIG.jax_default_prng_impl,
@@ -102,47 +104,46 @@ def trained_type(trained: TrainedModel) -> Hashable:
 
 
 def _array_type(leaf: Leaf) -> Hashable:
-    """The type of a parameter, as JAX caches traces by it, and the dimensions of it that are those
-    of stacks."""
+    """Return a parameter's type as in JAX's trace caches, and its number of stack dimensions."""
     array = leaf.value
     return array.shape, array.dtype, getattr(array, "weak_type", False), leaf.stacked
 
 
-_CONFIG: Any = jax.config  # its options are attributes that type checkers do not know
+_CONFIG: Any = jax.config  # type checkers do not find its options
 
-# A state is planned again and again: to make it, to place it, and for the shardings of each
-# function that takes it. So what was traced is remembered by `tx.init`, which is another function
-# for each optimizer that is made.
+# A state is planned repeatedly: to create it, to place it, and for the shardings of each function
+# that takes it. The results of traces are therefore cached by `tx.init`, a function that differs
+# for each optimizer.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-_REMEMBERED = 16  # for each optimizer
+_REMEMBERED = 16  # the most results for each optimizer
 
 T = TypeVar("T")
 
 
 def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool = False) -> T:
-    """What was found about the `init` of an optimizer for a key, or is found now.
+    """Return the cached result about an optimizer for a key, or compute and cache it.
 
     Args:
         tx: the optimizer.
         key: the key.
-        find: finds it.
-        of_update: whether it depends on the `update` too. Optimizers without state share their
-            `init`. For an object whose `update` is a method it is remembered by the object,
-            although that may be changed in place: only warnings and checks depend on it.
+        find: the function that computes the result.
+        of_update: whether the result also depends on `update`. Optimizers without state share their
+            `init`. If `update` is a method, the object is the cache's key. It may be changed in
+            place, but only warnings and checks use these results.
     """
     owner = getattr(tx, "init", None)
-    is_function = isinstance(owner, FunctionType)  # a method is a new object each time
+    is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object
     if of_update and is_function and isinstance(tx.update, FunctionType):
         owner, key = tx.update, (weakref.ref(owner), key)
     elif of_update and type(tx).__hash__ is object.__hash__:
         owner = tx
     elif of_update or not is_function:
         return find()
-    known = _KNOWN.setdefault(owner, {})
-    found = known.get(key)
-    if found is None:
-        found = find()
-        if len(known) >= _REMEMBERED:
-            known.clear()
-        known[key] = found
-    return found
+    results = _KNOWN.setdefault(owner, {})
+    result = results.get(key)
+    if result is None:
+        result = find()
+        if len(results) >= _REMEMBERED:
+            results.clear()
+        results[key] = result
+    return result

@@ -1,8 +1,7 @@
-"""An optimizer and its parameters ─► a warning about the stacks that it treats differently from
-their layers.
+"""`warn_of_stacks` warns if an optimizer treats stacks differently from their layers.
 
-The update of a stack is traced, and the update of its layers that is mapped over them. If both
-programs compute the same for a leaf, the optimizer does not care about stacks.
+It traces two updates: one of the stacks, and one that is mapped over their layers. If both programs
+compute the same for a leaf, the optimizer treats the leaf as separate layers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -27,20 +26,22 @@ from functree.tree.skeleton.skeleton import Skeleton, abstract_result
 
 
 def warn_of_stacks(tx: Any, trained: TrainedModel) -> None:
-    """Warn if an optimizer treats stacks differently from their layers, once for an optimizer and
-    parameters of some shapes."""
+    """Warn if an optimizer treats stacks differently from their layers.
+
+    The warning appears once for each optimizer and set of parameter types.
+    """
     stacked = [leaf for leaf in trained.parameters.values() if leaf.stacked]
     if not stacked or not callable(getattr(tx, "update", None)):
         return
-    told: list[Leaf] = []
+    leaves: list[Leaf] = []
 
     def find() -> bool:
-        told.extend(treated_differently(tx, trained))
+        leaves.extend(treated_differently(tx, trained))
         return True
 
     remembered(tx, ("stacks", trained_type(trained)), find, of_update=True)
-    if told:
-        warn(_text(told))
+    if leaves:
+        warn(_text(leaves))
 
 
 def _text(leaves: Sequence[Leaf]) -> str:
@@ -49,15 +50,16 @@ def _text(leaves: Sequence[Leaf]) -> str:
     named += listed([f"`{stack}`" for stack in stacks])
     arrays = listed([f"`{leaf.path}`" for leaf in leaves], 2)
     return (
-        f"the optimizer treats {named} differently from the layers in it: it takes {arrays} for "
-        "leaves with one more dimension. "
-        "With `ft.layerwise(tx)` each layer is its own leaf. What looks at all leaves at once "
-        "belongs outside: `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(tx))`"
+        f"the optimizer treats {named} differently from separate layers: it treats the stack "
+        f"dimension of {arrays} like any other dimension. "
+        "Use `ft.layerwise(tx)`, which treats each layer as its own leaf. Keep transformations "
+        "that combine all leaves outside it: "
+        "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(tx))`"
     )
 
 
 def _stack_path(leaf: Leaf) -> Path:
-    """The path of the outermost stack that a leaf is in."""
+    """Return the path of the outermost stack that contains a leaf."""
     for i, cls in enumerate(leaf.within):
         if issubclass(cls, Stack):
             return Path(leaf.path[:i])
@@ -65,11 +67,11 @@ def _stack_path(leaf: Leaf) -> Path:
 
 
 def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
-    """The leaves of stacks whose update is not that of their layers.
+    """Return the leaves of stacks whose update differs from the update of their layers.
 
-    An optimizer that looks at several leaves at once is not compared, nor one whose `update` needs
-    more arguments. A single array is not compared either: its norm may be meant as a global one.
-    Random numbers make no difference.
+    The comparison skips optimizers that combine several leaves, or whose `update` needs more
+    arguments. It also skips a single array, whose norm may be intended as a global norm. Random
+    numbers do not count as a difference.
     """
     if len(trained.parameters) == 1:
         return ()
@@ -84,44 +86,44 @@ def treated_differently(tx: Any, trained: TrainedModel) -> Sequence[Leaf]:
             layers = traced_update(
                 partial(mapped_init, tx), partial(mapped_update, tx), params, params
             )
-        # It was not meant to run, and may need other arguments.
+        # `update` may need other arguments, and the trace is only for a warning.
         except (*USERS_ERRORS, FunctreeError):
             return ()
-    same, other = _computed(whole), _computed(layers)
-    found: list[Leaf] = []
+    of_stack, of_layers = _computed(whole), _computed(layers)
+    different: list[Leaf] = []
     for leaf in trained.parameters.values():
-        if leaf.stacked and same.get(leaf.path) != other.get(leaf.path):
-            found.append(leaf)
-    return found
+        if leaf.stacked and of_stack.get(leaf.path) != of_layers.get(leaf.path):
+            different.append(leaf)
+    return different
 
 
 def _computed(traced: "TracedUpdate") -> dict[Path, Sources]:
-    """What each update is computed of: the inputs, and the operations."""
+    """Return the inputs and operations that each update is computed from."""
     sources = [frozenset({path}) for path, _ in traced.inputs]
-    found = dependencies(traced.program, sources, Reader(adds=_operation))
-    outputs = zip(traced.outputs, found, strict=True)
+    computed = dependencies(traced.program, sources, Reader(adds=_operation))
+    outputs = zip(traced.outputs, computed, strict=True)
     return {Path(path[1:]): on for (path, _), on in outputs if path[0] == UPDATES}
 
 
-# Operations that only move or repeat elements. A mapped program has them at other places.
+# Operations that only move or repeat elements. They are at different places in a mapped program.
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose",
 })  # fmt: skip
 
 
 def _operation(equation: Any) -> Sources:
-    """An operation, without how its dimensions are ordered."""
+    """Return an operation's identity, regardless of the order of its dimensions."""
     name = equation.primitive.name
     if name in _MOVES:
         return NOTHING
     if is_random(equation):
         return frozenset({"random"})
-    literals = [str(one.val) for one in equation.invars if isinstance(one, Literal)]
+    literals = [str(operand.val) for operand in equation.invars if isinstance(operand, Literal)]
     return frozenset({(name, *literals, _extent(equation))})
 
 
 def _extent(equation: Any) -> Hashable:
-    """Over how many elements an operation computes each of its results."""
+    """Return the sizes of the dimensions over which an operation computes each result."""
     params = equation.params
     if not equation.invars:
         return None
@@ -138,20 +140,20 @@ def _extent(equation: Any) -> Hashable:
 # The program of an update
 
 UPDATES, STATE, PARAMETERS, ARGUMENTS = range(4)
-"""The first key of the paths in a `TracedUpdate`."""
+"""The possible first keys of the paths in a `TracedUpdate`."""
 
 Owned = tuple[Path, Path | None]
-"""A path, and the parameter that the array belongs to."""
+"""The path of an array, and the parameter that it belongs to."""
 
 
 class TracedUpdate(NamedTuple):
-    """The traced `update` of an optimizer.
+    """Traced `update` of an optimizer.
 
     Attributes:
         program: the program.
-        inputs: each input by its path in the gradients, the state, the parameters and the other
-            arguments.
-        outputs: each output by its path in the updates and the state.
+        inputs: the path of each input in the gradients, the state, the parameters or the other
+            arguments, with its parameter.
+        outputs: the path of each output in the updates or the state, with its parameter.
     """
 
     program: Any
@@ -159,8 +161,8 @@ class TracedUpdate(NamedTuple):
     outputs: Sequence[Owned]
 
     def depends_on(self) -> list[Sources]:
-        """The parameters that each output depends on."""
-        sources = [NOTHING if one is None else frozenset({one}) for _, one in self.inputs]
+        """Return the parameters that each output depends on."""
+        sources = [NOTHING if owner is None else frozenset({owner}) for _, owner in self.inputs]
         return dependencies(self.program, sources)
 
 
@@ -174,9 +176,9 @@ def traced_update(
     """Trace the update of an optimizer.
 
     Args:
-        init: its `init`.
-        update: its `update`.
-        updates: the gradients, which may be abstract like all other arguments.
+        init: the optimizer's `init`.
+        update: the optimizer's `update`.
+        updates: the gradients. They may be abstract, like all other arguments.
         params: the parameters, or None.
         extra: other arguments of `update`.
     """
@@ -197,8 +199,10 @@ def traced_update(
 
 
 def _owned(trees: Sequence[Tree], parameters: set[Path]) -> list[Owned]:
-    """The path of each array in some trees, the first of which are updates and a state, and the
-    parameter that it belongs to."""
+    """Return the path and the parameter of each array in some trees.
+
+    The first tree has updates, the second a state.
+    """
     owners = owners_of(list(arrays_by_path(trees[STATE])), parameters)
     owned: list[Owned] = []
     for path in arrays_by_path(tuple(trees)):
