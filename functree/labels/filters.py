@@ -207,7 +207,9 @@ def glob(pattern: str) -> Filter:
         (True, True)
     """
     if not isinstance(pattern, str):
-        raise RuleError(f"glob: the pattern must be a string (`'**.bias'`), not {shown(pattern)}")
+        raise RuleError(
+            f"glob: the pattern must be a string such as `'**.bias'`, not {shown(pattern)}"
+        )
     return Glob(pattern)
 
 
@@ -215,7 +217,7 @@ def glob(pattern: str) -> Filter:
 class Regex(Filter):
     """Filter for leaves whose path matches a regular expression.
 
-    `ft.regex` makes it, and so does a compiled expression.
+    `ft.regex` makes it. A compiled expression also becomes such a filter.
 
     Attributes:
         pattern: the expression.
@@ -250,9 +252,9 @@ class Regex(Filter):
 def regex(pattern: str, separator: str = ".") -> Filter:
     """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
-    The tables of EasyLM, EasyDeL and similar libraries list such expressions: use `separator="/"`.
-    Expressions from big_vision match the whole path: write `^(?:...)$`. A compiled expression
-    (`re.compile`) is also a filter. It must match the whole path.
+    The tables of EasyLM, EasyDeL and similar libraries contain such expressions, for paths with
+    `separator="/"`. Expressions from big_vision match the whole path: write `^(?:...)$`. A compiled
+    expression (`re.compile`) is also a filter, and must match the whole path.
 
     Args:
         pattern: the regular expression.
@@ -304,7 +306,7 @@ def under(cls: "type | types.UnionType") -> Filter:
         cls: the class, or several classes joined by `|`, such as `Linear | Conv`.
 
     Raises:
-        RuleError: if `cls` is neither.
+        RuleError: if `cls` is neither a class nor such a union.
 
     Examples:
         >>> ft.under(eqx.nn.Linear)
@@ -538,7 +540,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
 
 
 def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
-    """Return the end of a message if the tree has another class with the name of one of these."""
+    """Return the end of a message about a class if the tree has another class with its name."""
     within = {cls for leaf in leaves for cls in leaf.within}
     for cls in item.classes:
         for other in within:

@@ -59,7 +59,7 @@ class Leaf(NamedTuple):
         path: the path from the root of the tree.
         value: the array, which may be traced or abstract.
         axes: the names of its dimensions.
-        annotated: whether an annotation, or names given from outside, name its axes.
+        annotated: whether its axes are named, by an annotation or by names from outside.
         unnamed: for each dimension, the token of its annotation if that token is not a name;
             otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
@@ -150,7 +150,7 @@ class Leaf(NamedTuple):
 def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
     """Return one problem for each leaf whose path another leaf already has.
 
-    A node's class gives two children the same key in this case.
+    Such paths occur if a class gives two of its children the same key.
     """
     first_at: dict[Path, Leaf] = {}
     problems: list[Problem] = []

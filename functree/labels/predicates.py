@@ -112,7 +112,8 @@ def larger_than(elements: int) -> Filter:
     """
     if not is_number(elements) or elements < 0:
         raise RuleError(
-            f"larger_than({shown(elements)}): the number of elements must be a non-negative number"
+            f"larger_than({shown(elements)}): the number of elements must be a finite, "
+            "non-negative number"
         )
     return Predicate(f"larger_than({elements})", _larger_than, (elements,))
 

@@ -190,7 +190,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "no axis": (lambda: ft.has_axis("a b"), "has_axis('a b'): the axis must be one identifier, other than `_`"),
     "no number": (lambda: ft.has_ndim("2"), "has_ndim('2'): the number of dimensions must be a non-negative integer"),  # pyright: ignore
     "no dtype": (lambda: ft.has_dtype("nonsense"), "has_dtype('nonsense'): the argument must be a dtype, or a kind of dtype"),
-    "a size that is a truth": (lambda: ft.larger_than(True), "larger_than(True): the number of elements must be a non-negative number"),
+    "a size that is a truth": (lambda: ft.larger_than(True), "larger_than(True): the number of elements must be a finite, non-negative number"),
     "and ...": (lambda: ft.glob("a") & ..., "`...` cannot be combined with other filters: use it alone, as the last"),
 }  # fmt: skip
 

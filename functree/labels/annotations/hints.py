@@ -332,8 +332,7 @@ class Hint:
     def tried(self) -> "Hint":
         """Resolve the hint as far as possible.
 
-        If a name is unresolved, optional parts are dropped. If this also fails, the hint itself is
-        returned.
+        If this fails, optional parts are dropped. If it still fails, the hint itself is returned.
         """
         try:
             return self.settled
@@ -582,9 +581,9 @@ def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
 def _handed_up(cls: type, given: Given) -> Values:
     """Return the values of a class's type parameters.
 
-    A value is given for the class, or for a base to which the class passes the parameter (`class
-    Sub(Box[U])`). A parameter inside another type (`class Listed(Box[list[U]])`) has no value, so
-    fields with its type count as unannotated.
+    A value is given for the class, or for a base to which the class passes the parameter:
+    `class Sub(Box[U])`. A parameter inside another type has no value, as in
+    `class Listed(Box[list[U]])`. Fields with its type count as unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):

@@ -64,7 +64,7 @@ def leaf_axes(
 def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     """Return the axes of a piece of state, as its `StateRef` declares them.
 
-    They are a misfit if the value has a different rank.
+    The result is a misfit if the value has a different rank.
     """
     have = len(value.shape)
     if have == len(declared):
@@ -254,7 +254,7 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
         return why, 'write `Float[Array, "..."]` instead'
     if isinstance(node, list | tuple | dict):
         inner = hint.text if hint.forms else 'Float[Array, "..."]'
-        return why, f"write `PyTree[{inner}]`, which fits any structure"
+        return why, f"write `PyTree[{inner}]` (for any structure)"
     return why, f"write `Annotated[{type(node).__name__}, ft.names(...)]`"
 
 

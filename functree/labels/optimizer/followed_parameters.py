@@ -111,7 +111,7 @@ def find_followed(
     attempts = [(dict(zip(unclear, unclear, strict=True)), list(parameters))]
     alike = _alike(unclear, state, owners, parameters)
     some = list({owner: None for path in alike.values() for owner in owners[path]})
-    # Given only some parameters, an optimizer that needs all raises, or has different leaves.
+    # An optimizer that needs all parameters raises if it gets only some, or has different leaves.
     if 2 * len(some) <= len(parameters):
         attempts.insert(0, (alike, some))
     for like, chosen in attempts:
@@ -206,7 +206,7 @@ def _by_sizes(
         paths: the leaves.
 
     Raises:
-        FunctreeError: if `tx.init` raises one, and gets all parameters.
+        FunctreeError: if `tx.init` raises one although it gets all parameters.
     """
     every = trained.parameters
     parameters = {path: every[path] for path in chosen}
