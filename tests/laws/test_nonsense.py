@@ -594,7 +594,7 @@ SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
         lambda: ft.plan(ft.nn.MLP, RULES, MESH), ["plan takes a tree", "MLP is a class", "`ft.abstract(MLP)(...)`"]
     ),
     "a value without its aux": (
-        lambda: ft.grad(loss, has_aux=True)(MODEL, X), ["with has_aux=True the function returns `(value, aux)`"]
+        lambda: ft.grad(loss, has_aux=True)(MODEL, X), ["with has_aux=True, the function must return `(value, aux)`"]
     ),
     "no layout for a plan": (lambda: ft.plan(MODEL, None, MESH), ["plan: the layout is None", "leave it out"]),
     "a mapping for rules": (

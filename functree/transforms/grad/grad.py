@@ -1,5 +1,7 @@
-"""A function and a filter ─► its gradient with respect to the leaves that match, laid out like the
-model."""
+"""`grad` differentiates a function with respect to the leaves of the model that a filter matches.
+
+A function and a filter ─► a function that returns the gradient, laid out like the model.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +42,7 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
-# What is differentiated by other `argnums` has no type that can be written.
+# For other `argnums`, the type of the gradient cannot be expressed.
 @overload
 def value_and_grad(
     fn: Callable[_P, _R],
@@ -57,7 +59,7 @@ def value_and_grad(
     has_aux: bool = ...,
     layout: LayoutTree = ...,
 ) -> Callable[_P, tuple[_R, Any]]: ...
-@checked("there is no such gradient")
+@checked("grad: invalid arguments")
 def value_and_grad(
     fn: Annotated[Callable[_P, Any], FUNCTION],
     wrt: FilterLike = is_trainable,
@@ -65,46 +67,51 @@ def value_and_grad(
     has_aux: Flag = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """The value of `fn` and its gradient with respect to the leaves that a filter matches, laid out
-    like the model.
+    """Build a function that returns the value of `fn` and its gradient, laid out like the model.
 
-    On Auto axes the type of a traced parameter has no sharding, and an unconstrained gradient
-    silently loses the mesh axes of FSDP. So gradients are constrained by `layout`, or else by the
-    ambient rules. On Explicit axes the types have shardings, and the ambient rules are not needed.
-    Without a layout and rules, or without a mesh, the gradients are JAX's own.
+    The gradient is taken with respect to the leaves that a filter matches.
 
-    Inside `ft.shard_map`, JAX sums the gradient with respect to a parameter that all shards share
-    over the shards. If the loss is a mean on each of `n` shards, this sum is `n` times the gradient
-    of the whole mean. So a loss that differs between shards is an error there: return
-    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need neither.
-    This check cannot detect a parameter that was gathered by `all_gather`: its gradient is that of
-    the sum, too. With `check_vma=False`, JAX computes on each shard its own part of the gradient
-    only, and this is always an error.
+    On Auto axes, the type of a traced parameter has no sharding, and an unconstrained gradient
+    silently loses the mesh axes of FSDP. Gradients are therefore constrained to `layout` if it is
+    given. Under ambient rules, they are otherwise sharded like their parameters. On Explicit axes,
+    the types have shardings, so ambient rules are not needed. Without a layout and rules, or
+    without a mesh, the gradients are JAX's own.
+
+    Inside `ft.shard_map`, JAX sums the gradient of a parameter that all shards share over the
+    shards. If the loss on each of `n` shards is the mean over its examples, the sum is `n` times
+    the gradient of the overall mean. A loss that differs between shards is therefore an error
+    there. Return `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then
+    need neither. The check cannot detect a parameter that was gathered by `all_gather`: its
+    gradient is the gradient of the summed losses too. `check_vma=False` is always an error, since
+    each shard then computes only its own part of the gradient.
 
     Args:
-        fn: returns a scalar, or with `has_aux` a pair of a scalar and anything. Its arguments may
-            be of any type.
+        fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything. Its
+            arguments may have any type.
         wrt: a filter. The leaves of the argument that it matches are differentiated; the others are
             constants.
-        argnums: the position of the argument, or several positions. The argument may be passed by
-            keyword.
+        argnums: the position of the differentiated argument, or several positions. The argument
+            may be passed by keyword.
         has_aux: whether `fn` returns `(value, aux)`.
-        layout: the layout of the argument, or a prefix tree of layouts; for several `argnums`, a
-            tuple with one of these for each.
+        layout: the layout of the argument, or a prefix tree of layouts. With several `argnums`, one
+            for all arguments, or a tuple with one for each.
 
     Returns:
-        A function of `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has the
-            structure of the argument, with None for each leaf that was not differentiated. With
-            several `argnums` it is a tuple.
+        A function with `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has
+            the structure of the argument, with None for each leaf that was not differentiated. With
+            several `argnums`, it is a tuple.
 
     Raises:
-        RuleError: `wrt` is not a filter, or (when called) a pattern in it matches no leaf.
-        FunctreeError: `fn` is written in C and has no signature; (when called) the filter matches
-            no leaf, or a leaf that is abstract or not inexact; there is no such argument; inside
-            shard_map, the result would not be the gradient of the loss.
-        ShardingError: (when called) the layout does not fit the gradients. Ambient rules that do
-            not lay out a gradient are an error too, as in `ft.constrain`: a gradient is not
-            replicated because its axes have no names.
+        RuleError: if `wrt` is not a filter.
+        RuleError: if `layout` is a tuple without one layout for each of `argnums`.
+        RuleError: (when called) if a pattern in `wrt` matches no leaf.
+        FunctreeError: if `fn` is written in C and has no signature.
+        FunctreeError: (when called) if the filter matches no leaf.
+        FunctreeError: (when called) if the filter matches a leaf that is abstract or not inexact.
+        FunctreeError: (when called) if the call has no argument at a position in `argnums`.
+        FunctreeError: (when called) inside shard_map, if the loss differs between shards.
+        FunctreeError: (when called) inside a shard_map with `check_vma=False`.
+        ShardingError: (when called) if the layout does not fit the gradients.
 
     Examples:
         >>> @ft.value_and_grad
@@ -173,25 +180,28 @@ def grad(
     has_aux: bool = False,
     layout: LayoutTree = None,
 ) -> Any:
-    """The gradient of `fn` with respect to the leaves that a filter matches, laid out like the
-    model.
+    """Build a function that returns the gradient of `fn`, laid out like the model.
+
+    The gradient is taken with respect to the leaves that a filter matches. `ft.value_and_grad`
+    explains how gradients are sharded, and what differs inside `ft.shard_map`.
 
     Args:
-        fn: as in `ft.value_and_grad`, whose documentation also says what is different inside
-            `ft.shard_map`.
+        fn: a function that returns a scalar, as in `ft.value_and_grad`.
         wrt: a filter. The leaves of the argument that it matches are differentiated.
-        argnums: the position of the argument, or several positions.
+        argnums: the position of the differentiated argument, or several positions.
         has_aux: whether `fn` returns `(value, aux)`. The result is then `(gradient, aux)`.
-        layout: the layout of the argument; without it, the ambient rules are used.
+        layout: the layout of the argument. Without it, gradients are sharded like their parameters
+            under ambient rules.
 
     Returns:
-        A function of `fn`'s parameters that returns the gradient. It has the structure of the
+        A function with `fn`'s parameters that returns the gradient. It has the structure of the
             argument, with None for each leaf that was not differentiated.
 
     Raises:
-        RuleError: `wrt` is not a filter, or (when called) a pattern in it matches no leaf.
-        FunctreeError: (when called) as in `ft.value_and_grad`.
-        ShardingError: (when called) the layout does not fit the gradients.
+        RuleError: if `wrt` is not a filter.
+        RuleError: (when called) if a pattern in `wrt` matches no leaf.
+        FunctreeError: if `ft.value_and_grad` would raise it.
+        ShardingError: (when called) if the layout does not fit the gradients.
 
     Examples:
         >>> ft.grad(lambda model: model["w"] ** 2)(
@@ -215,13 +225,15 @@ def grad(
         result, gradients = value_and_gradient(*args, **kwargs)
         return (gradients, result[1]) if has_aux else gradients
 
-    found = known_gradient(value_and_gradient)
-    return gradient if found is None else known(gradient, found._replace(with_value=False))
+    record = known_gradient(value_and_gradient)
+    return gradient if record is None else known(gradient, record._replace(with_value=False))
 
 
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """As `functools.wraps`, but the wrapper does not get the annotation of `fn`'s result, which is
-    not its own."""
+    """Return a decorator like `functools.wraps(fn)` that drops the annotation of `fn`'s result.
+
+    The wrapper's result differs from `fn`'s.
+    """
 
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
         wrapped: Any = wraps(fn, updated=wrapper_updates(fn))(wrapper)
@@ -235,7 +247,7 @@ def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[...
 
 
 class _Call(NamedTuple):
-    """The arguments of a call; the differentiated ones are positional, at `places`."""
+    """Arguments of a call. The differentiated arguments are positional, at `places`."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -245,8 +257,7 @@ class _Call(NamedTuple):
 def _positional(
     fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], argnums: Sequence[int]
 ) -> _Call:
-    """A call, with arguments that were passed by keyword made positional if `argnums` refers to
-    them."""
+    """Make keyword arguments of a call positional if `argnums` refers to them."""
     if max(argnums, default=0) >= len(args):
         bound = inspected(fn).bind(*args, **kwargs)
         args, kwargs = bound.args, bound.kwargs
@@ -255,49 +266,50 @@ def _positional(
     if not places or len(set(places)) < len(argnums):
         given = count(have, "positional argument")
         raise FunctreeValueError(
-            f"argnums={argnums} does not fit a call with {given}: "
-            "give existing positions, each once"
+            f"grad: argnums={argnums} does not fit a call with {given}: "
+            "pass existing positions, each once"
         )
     return _Call(args, kwargs, places)
 
 
 def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutTree, ...]:
-    """The layout of each differentiated argument."""
+    """Return the layout of each differentiated argument."""
     if not isinstance(argnums, Sequence):
         return (layout,)
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
         have, want = count(len(layouts), "layout"), count(len(argnums), "argument")
-        raise RuleError(f"{have} for {want}: give one for each")
+        raise RuleError(f"grad: {have} for {want}: pass one layout for each argument")
     return layouts
 
 
 def _differentiate(
     fn: Callable[..., Any], call: _Call, parameters: Sequence[Parameters], has_aux: bool
 ) -> tuple[Any, tuple[Any, ...]]:
-    """The result of a call, and the gradient with respect to each of the parameters."""
+    """Return the result of a call, and the gradient for each differentiated argument."""
     manual = _manual_axes()
 
     def of_arrays(arrays_of_each: Sequence[Sequence[Any]]) -> Any:
         args = list(call.args)
-        for place, own, arrays in zip(call.places, parameters, arrays_of_each, strict=True):
-            args[place] = own.with_arrays(arrays)
+        for place, argument, arrays in zip(call.places, parameters, arrays_of_each, strict=True):
+            args[place] = argument.with_arrays(arrays)
         result = fn(*args, **call.kwargs)
         if has_aux and not (isinstance(result, tuple | list) and len(result) == 2):
             raise FunctreeTypeError(
-                f"with has_aux=True the function returns `(value, aux)`, not {shown(result)}"
+                "grad: with has_aux=True, the function must return `(value, aux)`, "
+                f"not {shown(result)}"
             )
         if manual:
             _check_one_loss(result[0] if has_aux else result, parameters, arrays_of_each)
         return result
 
-    mesh = explicit_mesh(array for own in parameters for array in own.arrays)
+    mesh = explicit_mesh(array for argument in parameters for array in argument.arrays)
     with around(mesh):
         result, gradients = jax.value_and_grad(of_arrays, has_aux=has_aux)(
-            [own.arrays for own in parameters]
+            [argument.arrays for argument in parameters]
         )
     return result, tuple(
-        own.gradient(arrays) for own, arrays in zip(parameters, gradients, strict=True)
+        argument.gradient(arrays) for argument, arrays in zip(parameters, gradients, strict=True)
     )
 
 
@@ -305,44 +317,46 @@ def _differentiate(
 
 
 def _manual_axes() -> tuple[str, ...]:
-    """The mesh axes of the shard_map around this trace. Raises if it runs with
-    `check_vma=False`."""
+    """Return the mesh axes of the shard_map around this trace.
+
+    Raises:
+        FunctreeError: if the shard_map has `check_vma=False`.
+    """
     manual = jax.sharding.get_abstract_mesh().manual_axes
-    # With `check_vma=False` the types do not record what varies: even a cast to varying has no
-    # effect.
+    # With `check_vma=False`, types do not record varying mesh axes, so the cast has no effect.
     if manual and not varying_axes(jax.lax.pcast(jnp.zeros(()), manual, to="varying")):
         raise FunctreeError(
-            "inside shard_map(check_vma=False) each shard computes its own part only of the "
-            "gradient, and JAX does not sum the parts: leave `check_vma` at True, "
-            "or take the gradient outside of shard_map; `jax.pmap` is such a shard_map: use "
-            "`ft.shard_map` in its place, or `jax.grad` and `jax.lax.pmean` in it"
+            "grad: inside shard_map(check_vma=False), each shard computes only its own part of "
+            "the gradient, and JAX does not sum the parts: leave `check_vma` at True, or take the "
+            "gradient outside of shard_map. `jax.pmap` is such a shard_map: use `ft.shard_map` "
+            "instead, or `jax.grad` and `jax.lax.pmean` inside it"
         )
     return manual
 
 
 def _varying(tree: Any) -> frozenset[str]:
-    """The mesh axes along which an array of a tree may differ between shards."""
+    """Return the mesh axes along which an array of a tree may differ between shards."""
     return frozenset[str]().union(*map(varying_axes, tree_leaves(tree)))
 
 
 def _check_one_loss(
     loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]
 ) -> None:
-    """Raise for parameters that the shards share, if each shard has its own loss.
+    """Raise FunctreeError for parameters that shards share, if each shard has its own loss.
 
-    JAX sums the gradient with respect to such a parameter over the shards: it is the gradient of
-    the sum of the losses.
+    JAX sums the gradient of such a parameter over the shards. The result is the gradient of the
+    summed losses.
     """
     varying = _varying(loss)
     axes = ", ".join(f'"{axis}"' for axis in sorted(varying))
     if len(varying) > 1:
         axes = f"({axes})"
-    why = "is the same on all shards, so its gradient would be that of the sum of their losses"
+    why = "is shared between shards, so its gradient would be the gradient of their summed losses"
     remedy = f"return `jax.lax.pmean(loss, {axes})` for the mean, or `psum` for the sum"
     problems: list[Problem] = []
-    for own, arrays in zip(parameters, arrays_of_each, strict=True):
-        for leaf, array in zip(own.matched, arrays, strict=True):
+    for argument, arrays in zip(parameters, arrays_of_each, strict=True):
+        for leaf, array in zip(argument.matched, arrays, strict=True):
             if not varying <= _varying(array):
                 problems.append(leaf.problem(why, remedy))
     if problems:
-        raise FunctreeError(f"the loss differs between the shards along {axes}", problems)
+        raise FunctreeError(f"grad: the loss differs between shards along {axes}", problems)

@@ -1,9 +1,8 @@
-"""What a gradient function returns: for type checkers its type, the type of what is differentiated,
-and for other transforms a `KnownGradient`.
+"""These types describe gradient functions to type checkers; `KnownGradient`, to other transforms.
 
-The types are classes because a type checker can then take the type of the first parameter out of
-all parameters. A `Callable[Concatenate[M, P], M]` would also do that, but it loses the name of the
-first parameter, and a lambda does not fit it.
+The types are protocols, so that a type checker can extract the type of the first parameter. A
+`Callable[Concatenate[M, P], M]` would extract it too. But it loses the name of the first parameter,
+and a lambda does not match it.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +17,7 @@ _R = TypeVar("_R", covariant=True)
 
 
 class Gradient(Protocol[_P]):
-    """A function of the same parameters that returns the gradient."""
+    """Function with the same parameters that returns the gradient."""
 
     @overload
     def __call__(
@@ -31,7 +30,7 @@ class Gradient(Protocol[_P]):
 
 
 class GradientAndAux(Protocol[_P, _R]):
-    """A function of the same parameters that returns `(gradient, aux)`."""
+    """Function with the same parameters that returns `(gradient, aux)`."""
 
     @overload
     def __call__(
@@ -44,7 +43,7 @@ class GradientAndAux(Protocol[_P, _R]):
 
 
 class ValueAndGradient(Protocol[_P, _R]):
-    """A function of the same parameters that returns `(result, gradient)`."""
+    """Function with the same parameters that returns `(result, gradient)`."""
 
     @overload
     def __call__(
@@ -58,19 +57,19 @@ class ValueAndGradient(Protocol[_P, _R]):
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# An attribute, so that wrappers by `functools.wraps`, such as `ft.jit`, have it too.
+# An attribute, since `functools.wraps` copies attributes to wrappers such as `ft.jit`.
 _ATTRIBUTE = "__functree_gradient__"
 
 
 class KnownGradient(NamedTuple):
-    """What a gradient function returns.
+    """Description of what a gradient function returns.
 
     Attributes:
-        argnums: the positions of the arguments that are differentiated.
-        layouts: the layout of each of them; None where none was given.
+        argnums: the positions of the differentiated arguments.
+        layouts: the layout of each differentiated argument, or None if it has no layout.
         has_aux: whether the differentiated function returns `(value, aux)`.
-        with_value: whether the value is returned beside the gradient.
-        several: whether the gradient is a tuple, with one for each argument.
+        with_value: whether the value is returned with the gradient.
+        several: whether the gradient is a tuple with one entry for each argument.
     """
 
     argnums: Sequence[int]
@@ -81,12 +80,11 @@ class KnownGradient(NamedTuple):
 
     @property
     def aux_place(self) -> tuple[int, ...]:
-        """Where in the result the aux is, as indices of nested tuples."""
+        """The position of the aux in the result, as indices into nested tuples."""
         return (0, 1) if self.with_value else (1,)
 
     def place_of(self, position: int) -> tuple[int, ...]:
-        """Where in the result the gradient of the argument at a position is, as indices of nested
-        tuples."""
+        """Return where the result has an argument's gradient, as indices into nested tuples."""
         place: tuple[int, ...] = ()
         if self.with_value:
             place = (1,)
@@ -98,13 +96,15 @@ class KnownGradient(NamedTuple):
 
 
 def known(fn: _F, gradient: KnownGradient) -> _F:
-    """The function, of which it is known from here on what it returns."""
+    """Record on a function what it returns."""
     setattr(fn, _ATTRIBUTE, gradient)
     return fn
 
 
 def known_gradient(fn: object) -> KnownGradient | None:
-    """What a function returns; None if it is no gradient function of functree, or wraps none.
+    """Return the description of a gradient function of functree, or of a wrapper around one.
+
+    For any other function, return None.
 
     Examples:
         >>> from functree.transforms.grad.gradient_types import known_gradient
@@ -113,7 +113,7 @@ def known_gradient(fn: object) -> KnownGradient | None:
         >>> known_gradient(jax.grad(lambda w: w**2)) is None
         True
     """
-    found = getattr(fn, _ATTRIBUTE, None)
-    if isinstance(found, KnownGradient):
-        return found
+    gradient = getattr(fn, _ATTRIBUTE, None)
+    if isinstance(gradient, KnownGradient):
+        return gradient
     return None

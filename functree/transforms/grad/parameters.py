@@ -1,5 +1,7 @@
-"""An argument, a filter and a layout ─► `Parameters`: the arrays to differentiate, and how to lay
-out the gradient."""
+"""`Parameters` selects the arrays of an argument to differentiate, and lays out their gradient.
+
+An argument, a filter and a layout ─► `Parameters`.
+"""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -36,17 +38,18 @@ from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.tree.arrays import dtype_text
 
 BACKWARD = "transpose(jvp())"
-"""The scope by which the ledger tells the backward pass, which JAX gives to gradients."""
+"""The scope that JAX gives to gradients. The ledger recognizes the backward pass by it."""
 
 
 class Parameters(NamedTuple):
-    """An argument, and which of its arrays are differentiated.
+    """An argument, with the choice of its arrays to differentiate.
 
     Attributes:
         number: the argument's position.
-        leaves: its arrays.
-        chosen: for each of them, whether it is differentiated.
-        parts: the layouts of its parts, or the ambient ones; empty if there are none.
+        leaves: the argument's arrays.
+        chosen: for each array, whether it is differentiated.
+        parts: the layouts of the argument's parts, from `layout=` or the ambient rules; empty if
+            there are neither.
         given: whether the layouts were passed as `layout=`.
     """
 
@@ -58,56 +61,60 @@ class Parameters(NamedTuple):
 
     @staticmethod
     def of(tree: Any, number: int, wrt: Filter, layout: LayoutTree) -> "Parameters":
-        """The arrays that a filter matches. Raises FunctreeError if there are none, or one has no
-        gradient."""
+        """Select the arrays of an argument that a filter matches.
+
+        Raises:
+            FunctreeError: if the filter matches no array.
+            FunctreeError: if an array that it matches cannot be differentiated.
+        """
         layouts = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if layouts is None else read_for(tree, layouts)
         if layout is None:
-            # Ambient rules are for more than one argument.
+            # Ambient rules serve other arguments too, so their filters may match nothing here.
             parts = as_partial(parts)
         chosen = [wrt(leaf) for leaf in leaves.leaves]
-        found = Parameters(number, leaves, chosen, parts, layout is not None)
-        if not found.matched:
-            raise _nothing(found, wrt)
-        _check_differentiable(found.matched)
-        return found
+        argument = Parameters(number, leaves, chosen, parts, layout is not None)
+        if not argument.matched:
+            raise _nothing(argument, wrt)
+        _check_differentiable(argument.matched)
+        return argument
 
     @property
     def matched(self) -> list[Leaf]:
-        """The leaves that are differentiated."""
+        """The differentiated leaves."""
         return [
             leaf for leaf, chosen in zip(self.leaves.leaves, self.chosen, strict=True) if chosen
         ]
 
     @property
     def arrays(self) -> list[Any]:
-        """Their arrays."""
+        """The arrays of the differentiated leaves."""
         return [leaf.value for leaf in self.matched]
 
     def with_arrays(self, arrays: Iterable[Any]) -> Any:
-        """The argument with other arrays for the differentiated ones."""
+        """Return the argument with new arrays for the differentiated leaves."""
         return self.leaves.skeleton.fill(self._merged(arrays, self.leaves.values))
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
-        """The gradient as a tree like the argument, with None for other leaves.
+        """Return the gradient as a tree like the argument, with None for other leaves.
 
-        It is laid out by `layout=`. Under ambient rules it is laid out as the parameters are.
-        Otherwise it is JAX's own.
+        It is laid out with `layout=`, if that was passed. Otherwise, under ambient rules, it is
+        sharded like the parameters. Without rules it is JAX's own.
         """
-        # If the types have the shardings, JAX has laid out the gradient already.
+        # If the types have shardings, JAX has already laid out the gradient.
         if not self.parts or (not self.given and all(map(_typed, self.arrays))):
             return self._tree(arrays)
-        # A gradient that is a constant has no mesh, so that of the parameter is asked.
+        # A constant gradient has no mesh, so the parameters' mesh is a candidate too.
         mesh = find_mesh([*own_meshes(self.parts), first_mesh(self.arrays)], arrays)
         if mesh is None:
             return self._tree(arrays)
-        # An eager transform hides the devices of the arrays, and a constraint needs them.
+        # A constraint needs the devices of the arrays, which an eager transform hides.
         if isinstance(mesh, AbstractMesh) and current_mesh() is None and not compiling():
             return self._tree(list(map(laid_out_as, self.arrays, arrays)))
         rules = ambient_rules()
         layouts = [part.layout for part in self.parts]
         summed = SummedFirst(layouts if rules is None else [rules, *layouts], mesh)
-        found: list[Any] = []
+        laid_out: list[Any] = []
         for gradient, leaf, decision in zip(
             arrays, self.matched, self._decisions(mesh), strict=True
         ):
@@ -116,33 +123,35 @@ class Parameters(NamedTuple):
                 first = summed.spec(leaf, decision.spec)
             if first is not None:
                 gradient = with_constraint(_tied(gradient, parameter), mesh, first)
-                # Without the barrier, this would be the final sharding too.
+                # Without the barrier, `first` would become the final sharding too.
                 gradient = jax.lax.optimization_barrier(gradient)
             if self.given and decision is not None:
                 gradient = with_decision(_tied(gradient, parameter), decision, mesh)
             else:
-                # Not by the ambient layout: its specs and sizes are for the arguments of a
-                # program. Under `vmap` a parameter has fewer dimensions.
+                # The ambient layout does not decide: its specs and sizes are for the arguments of
+                # a program, and under `vmap` a parameter has fewer dimensions.
                 gradient = laid_out_as(parameter, gradient)
-            found.append(gradient)
-        return self._tree(found)
+            laid_out.append(gradient)
+        return self._tree(laid_out)
 
     def _decisions(self, mesh: Mesh | AbstractMesh) -> list[Decision | None]:
-        """What the layouts decide about the parameters; None where ambient ones do not fit.
+        """Return the layouts' decision for each parameter; None where ambient layouts do not fit.
 
-        The whole argument is laid out, not only its differentiated arrays: otherwise a filter of
-        the layout for the others would match nothing, which is an error. Problems of arrays without
-        a gradient are left out.
+        The whole argument is laid out, not only its differentiated arrays. Otherwise, a filter for
+        the other arrays would match nothing, which is an error. Problems of arrays without a
+        gradient are dropped.
         """
-        own = own_meshes(self.parts)
-        view = local_view(agreed_mesh(mesh, own))
+        meshes = own_meshes(self.parts)
+        view = local_view(agreed_mesh(mesh, meshes))
         decided = decide_parts(self.leaves, self.parts, view)
         paths = {leaf.path for leaf in self.matched}
-        chosen = [one for one in decided.problems if one.path in paths or one.path is None]
-        if chosen and self.given:
-            gradient = f"the gradient for argument {self.number} on mesh {view}"
-            raise ShardingError(f"the layout cannot lay out {gradient}", chosen)
-        broken = {one.path for one in chosen}
+        problems = [
+            problem for problem in decided.problems if problem.path in paths or problem.path is None
+        ]
+        if problems and self.given:
+            gradient = f"the gradient of argument {self.number} on mesh {view}"
+            raise ShardingError(f"grad: the layout does not fit {gradient}", problems)
+        broken = {problem.path for problem in problems}
         decisions: list[Decision | None] = []
         for leaf, decision, differentiated in zip(
             self.leaves.leaves, decided.decisions, self.chosen, strict=True
@@ -152,12 +161,14 @@ class Parameters(NamedTuple):
         return decisions
 
     def _tree(self, gradients: Sequence[Any]) -> Any:
-        """Gradients as a tree like the argument, with None for other leaves."""
+        """Build a tree of gradients like the argument, with None for other leaves."""
         return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-        """One value for each leaf: the next of `arrays` if it is differentiated, else that of
-        `others`."""
+        """Return the next of `arrays` for each differentiated leaf, and of `others` for the rest.
+
+        `others` has one value for every leaf.
+        """
         new = iter(arrays)
         return [
             next(new) if chosen else other
@@ -168,25 +179,23 @@ class Parameters(NamedTuple):
 def check_differentiated(wrt: FilterLike, parameters: Sequence[Parameters]) -> None:
     """Raise RuleError if a pattern in a filter matches no leaf of the arguments."""
     leaves: list[Leaf] = []
-    for found in parameters:
-        leaves += found.leaves.leaves
+    for argument in parameters:
+        leaves += argument.leaves.leaves
     noun = "argument" if len(parameters) == 1 else "arguments"
-    numbers = ", ".join(str(found.number) for found in parameters)
+    numbers = ", ".join(str(argument.number) for argument in parameters)
     check_wrt(wrt, leaves, f"{noun} {numbers}")
 
 
-def _nothing(found: Parameters, wrt: Filter) -> FunctreeError:
-    """The error for a filter that matches no leaf."""
-    leaves, remedy = found.leaves.leaves, "give `wrt=` a filter that matches"
+def _nothing(argument: Parameters, wrt: Filter) -> FunctreeError:
+    """Build the error for a filter that matches no leaf."""
+    leaves, remedy = argument.leaves.leaves, "change `wrt=` so that it matches one of these arrays"
     problems = [leaf.problem("does not match", remedy) for leaf in leaves]
     why = (
         ""
         if leaves
-        else "; it has no arrays; Python numbers are static, so write `jnp.asarray(...)`"
+        else ", which has no arrays. Python numbers are static: pass `jnp.asarray(...)`"
     )
-    headline = (
-        f"nothing to differentiate: no array of argument {found.number} matches wrt={wrt!r}{why}"
-    )
+    headline = f"grad: wrt={wrt!r} matches no array of argument {argument.number}{why}"
     return FunctreeValueError(headline, problems)
 
 
@@ -194,33 +203,33 @@ def _check_differentiable(leaves: Sequence[Leaf]) -> None:
     problems: list[Problem] = []
     for leaf in leaves:
         if not jnp.issubdtype(leaf.value.dtype, jnp.inexact):
-            why = f"is {dtype_text(leaf.value.dtype)}, but only inexact arrays have a gradient"
-            remedy = "narrow the filter (`wrt=... & ft.is_trainable`), or make it a float array"
+            why = f"is {dtype_text(leaf.value.dtype)}, but only inexact arrays have gradients"
+            remedy = "narrow the filter (`wrt=... & ft.is_trainable`), or use a float dtype"
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
             why, remedy = (
                 "is abstract",
-                "differentiate inside `jax.eval_shape` or `.lower`, where it is traced",
+                "differentiate inside `jax.eval_shape` or `.lower`, where the array is traced",
             )
         else:
             continue
         problems.append(leaf.problem(why, remedy))
     if problems:
         raise FunctreeTypeError(
-            f"{count(len(problems), 'leaf')} cannot be differentiated", problems
+            f"grad: {count(len(problems), 'leaf')} cannot be differentiated", problems
         )
 
 
 def _typed(array: Any) -> bool:
-    """Whether the type of an array has its whole sharding: there is a mesh, without Auto axes."""
+    """Return whether an array's type has its full sharding: a mesh without Auto axes."""
     mesh = jax.typeof(array).sharding.mesh
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
 
 def laid_out_as(parameter: Any, gradient: Any) -> Any:
-    """The gradient, sharded as its parameter is.
+    """Shard a gradient like its parameter.
 
-    A traced parameter has no sharding on Auto axes. The compiler knows it: by the argument that it
-    is, or by what it is computed from. That holds under `vmap` and in a scan too.
+    On Auto axes, the type of a traced parameter has no sharding. The compiler derives it from the
+    program's arguments, even under `vmap` and in a scan.
     """
     if _typed(parameter):
         return gradient
@@ -236,10 +245,10 @@ def laid_out_as(parameter: Any, gradient: Any) -> Any:
 
 
 def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
-    """The gradient, in a program that needs the parameter.
+    """Return the gradient, made to depend on its parameter.
 
     The gradient of a linear function does not depend on the parameter. If nothing else does, JAX
-    drops the parameter and with it the devices of its mesh, and a constraint on the mesh has no
+    drops the parameter, and with it the devices of its mesh. A constraint on the mesh then has no
     effect. XLA removes the selection.
     """
     if (
@@ -251,26 +260,28 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
     return jax.lax.select(False, parameter, gradient)
 
 
-# What a gradient is constrained to first
+# The first constraint of a gradient
 #
-# A gradient is a product that is summed over the mesh axes of the batch. Where its spec scatters it
-# over these, and a dimension of it, or of what it is a product of, is split by two mesh axes, XLA's
-# partitioner may take the wrong parts of the operands, and says nothing (in jax 0.10.2 and 0.12, on
-# Auto axes). It does not where the sum is constrained first, and what is scattered afterwards. That
-# costs no byte where the gradient itself is split so: the partitioner sums and then takes a part in
-# any case. Where only what it is a product of is, the sum is of the whole gradient.
+# A gradient is a product that is summed over the mesh axes of the batch. On Auto axes, XLA's
+# partitioner may take the wrong parts of the operands, without an error (jax 0.10.2 and 0.12). This
+# happens if the gradient's spec scatters the sum over the same mesh axes, and two mesh axes shard a
+# dimension of the gradient or of a factor.
+#
+# The result is right if the sum is constrained first and scattered afterwards. This moves no more
+# bytes if two mesh axes shard the gradient itself, since the partitioner sums before it slices in
+# any case. If they shard only a factor, the whole gradient is summed.
 
 
-# The names of the dimensions of an activation that a gradient is summed over.
+# A gradient is summed over the dimensions of an activation with these names.
 _SUMMED = ("batch", "seq")
 
 
 class SummedFirst:
-    """What gradients are constrained to first.
+    """Specs for the first constraints of gradients.
 
     Args:
         layouts: the ambient rules, and the layouts of the parameters.
-        mesh: the mesh.
+        mesh: the mesh of the gradients.
     """
 
     def __init__(self, layouts: Sequence[Layout], mesh: Mesh | AbstractMesh):
@@ -283,18 +294,17 @@ class SummedFirst:
             self._batch.update(self._axes_of(name))
 
     def spec(self, leaf: Leaf, wanted: PartitionSpec) -> PartitionSpec | None:
-        """The spec that the gradient of a parameter is constrained to first; None if the one that
-        is wanted is enough.
+        """Return the spec of a gradient's first constraint; None if its final spec is enough.
 
         Args:
             leaf: the parameter.
-            wanted: the spec of its gradient.
+            wanted: the final spec of its gradient.
         """
         entries = [axes for axes in map(mesh_axes, wanted.partitions) if axes]
         if not self._is_needed or not entries:
             return None
         if not self._batch:
-            # Nobody says which mesh axes are summed over.
+            # No layout says over which mesh axes the gradient is summed.
             several = len(entries) > 1 and any(len(axes) > 1 for axes in entries)
             return _first_of_each(wanted) if several else None
         summed = without(wanted, self._batch)
@@ -304,11 +314,11 @@ class SummedFirst:
         return summed
 
     def _axes_of(self, name: str) -> tuple[str, ...]:
-        """The mesh axes of an activation's dimension of this name."""
+        """Return the mesh axes of an activation's dimension with this name."""
         known = (axes_of_name(name, layout, self._mesh) for layout in self._layouts)
         return next((axes for axes in known if axes), ())
 
 
 def _first_of_each(spec: PartitionSpec) -> PartitionSpec:
-    """A spec with the outermost mesh axis of each dimension."""
-    return PartitionSpec(*(entry(mesh_axes(one)[:1]) for one in spec.partitions))
+    """Keep only the outermost mesh axis of each dimension of a spec."""
+    return PartitionSpec(*(entry(mesh_axes(axes)[:1]) for axes in spec.partitions))
