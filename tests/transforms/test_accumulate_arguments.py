@@ -91,8 +91,8 @@ def test_a_key_that_all_micro_batches_share():
     step = ft.accumulate(ft.grad(loss), 2, batch="x")
     with warns(
         "accumulate: `key` is a random key, and all 2 micro-batches draw the same numbers from it",
-        "pass it as an argument of its own and name it in `keys=`",
-        'silence this: `warnings.filterwarnings("ignore", "accumulate: .* is a random key"',
+        "pass it as a separate argument and name it in `keys=`",
+        'silence the warning: `warnings.filterwarnings("ignore", "accumulate: .* is a random key"',
     ):
         step(W, X, KEY)
     with warnings.catch_warnings():
@@ -161,8 +161,8 @@ def test_gradients_of_others_are_averaged():
 
 def test_nothing_is_divided():
     with raises(
-        "accumulate: no array of the call is divided into micro-batches (`w` is differentiated)",
-        "`argnums=` of the gradient says which arguments are differentiated, and `batch=` which",
+        "accumulate: no array of the call is divided into micro-batches (differentiated: `w`)",
+        "`argnums=` selects the differentiated arguments, and `batch=` selects the divided ones",
         error=FunctreeTypeError,
     ):
         ft.accumulate(ft.grad(lambda w: jnp.sum(w)), 2)(W)
@@ -351,14 +351,14 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
     "an axis": (
         lambda f: ft.accumulate(f, 2, over="dat"), ft.ShardingError,
         (
-            "accumulate cannot divide the batch",
+            "accumulate: invalid arguments",
             "over='dat'", "mesh (data=4) has no such axis; did you mean `data`?",
         ),
     ),
     "no layout": (
         lambda f: ft.accumulate(f, 2, over="data"), ft.ShardingError,
         (
-            "accumulate: over= does not know how the parameters in `model` are sharded on mesh",
+            "accumulate: over= needs the sharding of the parameters in `model` on mesh",
             "(data=4): pass `layout=` to the gradient function, or use rules",
         ),
     ),
@@ -371,8 +371,8 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
             ft.grad(_counted, has_aux=True, layout=P()), 2, carry="seen", over="data"
         )(jnp.ones(4), x, jnp.zeros(())), FunctreeTypeError,
         (
-            "accumulate: 1 array in `carry` would change between micro-batches",
-            "seen   f32[]", "is f32[] in the first micro-batch, and f32[] varying over data in the",
+            "accumulate: 1 array in `carry` would change type between micro-batches",
+            "seen   f32[]", "is f32[] in the first micro-batch, but f32[] varying over data in the",
             "average it over the shards",
         ),
     ),
@@ -383,7 +383,7 @@ NOT_OVER: dict[str, tuple[Callable[..., Any], type[Exception], tuple[str, ...]]]
         )(jnp.ones(4), x), ft.ShardingError,
         (
             "accumulate: 1 array cannot be returned with `over=`",
-            'result.1   bool[]', 'differs between the shards over "data"', "make it a float",
+            'result.1   bool[]', 'differs between shards along "data"', "return a float",
         ),
     ),
 }  # fmt: skip
@@ -401,7 +401,7 @@ def test_no_shards(name: str):
 def test_inside_of_a_shard_map_it_is_an_error():
     mesh = ft.make_mesh(data=4)
     step = ft.accumulate(ft.grad(of_matrix, layout=P()), 2, over="data")
-    with raises("over='data'", "is an axis of the shard_map around it", "leave it out"):
+    with raises("over='data'", "is a mesh axis of the shard_map around this call", "leave it out"):
         ft.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(MATRIX, X)
 
 
@@ -417,7 +417,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "unknown": (
         lambda: ft.accumulate(GRADIENT, 2, keys=("kye",), carry="stat"), FunctreeValueError,
         (
-            "accumulate: parameters cannot be named so",
+            "accumulate: invalid names of parameters",
             "keys='kye'", "_loss has no such parameter; did you mean `key`?",
             "carry='stat'", "did you mean `state`?",
             "Try: name one of its parameters: model, x, state, key",
@@ -432,26 +432,26 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     ),
     "in both": (
         lambda: ft.accumulate(GRADIENT, 2, keys="key", carry="key"), FunctreeValueError,
-        ("`key`", "is in `keys` and in `carry`", "name it in one of them"),
+        ("`key`", "is in both `keys` and `carry`", "name it in only one of them"),
     ),
     "bound": (
         lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"), FunctreeValueError,
-        ("keys='key'", "is bound to", "leave it out of the `functools.partial`"),
+        ("keys='key'", "is bound to", "remove it from the `functools.partial`"),
     ),
     "carried by others": (
         lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"), FunctreeTypeError,
         (
-            "accumulate: it is not known whether _loss returns the next value of `state` as its",
+            "accumulate: cannot check that _loss returns the next value of `state` as its",
             "use `ft.grad` or `ft.value_and_grad` with `has_aux=True`",
         ),
     ),
     "over by others": (
         lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, over="data"), FunctreeTypeError,
-        ("accumulate: over= needs to know where in the result of _loss the gradients are",),
+        ("accumulate: over= cannot find the gradients in the result of _loss: use `ft.grad`",),
     ),
     "no weight": (
         lambda: ft.accumulate(ft.grad(lambda w, x: 0.0), 2, weighted=True), FunctreeTypeError,
-        ("returns no aux: return the weight of the micro-batch as aux, and write `has_aux=True`",),
+        ("returns no aux: return the weight of the micro-batch as aux, and pass `has_aux=True`",),
     ),
     "no position": (
         lambda: ft.accumulate(ft.grad(_loss, argnums=7), 2), FunctreeTypeError,
@@ -468,13 +468,13 @@ def test_names(name: str):
 
 
 NO_KEYS: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "a number": (3, ("key   3", "is no random key")),
-    "words of another size": (jnp.zeros(3, jnp.uint32), ("key   u32[3]", "is no random key")),
+    "a number": (3, ("key   3", "is not a random key")),
+    "words of another size": (jnp.zeros(3, jnp.uint32), ("key   u32[3]", "is not a random key")),
     "a few keys": (
         jax.random.split(KEY, 2),
         (
-            "key   key<fry>[2]", "is an array of 2 keys, and the batch has the size 8",
-            "pass one key, which is split, or one for each example",
+            "key   key<fry>[2]", "is an array of 2 keys, but the batch has size 8",
+            "pass one key, which is split, or one key for each example",
         ),
     ),
 }  # fmt: skip
@@ -500,24 +500,24 @@ NOT_CARRIED: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
     "another dtype": (
         _carries(lambda s: {"mean": s["mean"].astype(jnp.bfloat16)}), {"mean": W},
         (
-            "accumulate: 1 array in `carry` would change between micro-batches",
-            "state.mean   f32[4]", "is f32[4] in the first micro-batch, and bf16[4] in the next",
-            "Try: return it with the shape and dtype that it had",
+            "accumulate: 1 array in `carry` would change type between micro-batches",
+            "state.mean   f32[4]", "is f32[4] in the first micro-batch, but bf16[4] in the next",
+            "Try: return it with its old shape and dtype",
         ),
     ),
     "another structure": (
         _carries(lambda s: (s,)), W,
         (
             "does not return the next value of `state` as its aux",
-            "aux: a tuple of 1", "has another structure than `state`",
+            "aux: a tuple of 1", "has a different structure from `state`",
             "Try: return the next value of `state` as aux",
         ),
     ),
     "a static number": (
         _carries(lambda s: {**s, "n": s["n"] + 1}), {"n": 0, "a": W},
-        ("`state` has the static value 0, and the next one has 1: make it an array",),
+        ("the static value 0 in `state` becomes 1: make it an array",),
     ),
-    "nothing": (_carries(lambda s: None), W, ("aux: NoneType", "has another structure")),
+    "nothing": (_carries(lambda s: None), W, ("aux: NoneType", "has a different structure")),
     "no weight": (
         _carries(lambda s: s, weighted=True), W,
         (
@@ -544,8 +544,8 @@ def test_names_of_keyword_arguments_that_are_not_passed():
     step = ft.accumulate(gradient, 2, keys="key", carry="state")
     with raises(
         "accumulate: 2 keyword arguments cannot be found",
-        "more.key", "is in `keys`, and the call passes no argument by this name",
-        "more.state", "is in `carry`", "Try: pass it by its name", error=FunctreeTypeError,
+        "more.key", "is in `keys`, but the call passes no argument with this name",
+        "more.state", "is in `carry`", "Try: pass it by keyword", error=FunctreeTypeError,
     ):  # fmt: skip
         step(W, X, KEY)
 

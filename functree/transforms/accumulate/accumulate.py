@@ -1,6 +1,8 @@
-"""A gradient function ─► the same function over a batch, which it computes in micro-batches, by one
-`lax.scan`; with `over=`, by one on each shard of the batch, after which the gradients of all shards
-are reduced."""
+"""`accumulate` runs a gradient function over a batch in micro-batches, and averages the results.
+
+A gradient function ─► the same function, with one `lax.scan` over micro-batches. With `over=`, the
+scan runs on each shard of the batch, and the gradients are reduced over the shards afterwards.
+"""
 
 import functools
 import math
@@ -41,16 +43,16 @@ _T = TypeVar("_T")
 
 
 def _is_names(value: object) -> bool:
-    """Whether a value is a name, or several."""
+    """Return whether a value is a name, or several names."""
     return TEXT.fits(value) or TEXTS.fits(value)
 
 
 _Names = str | Iterable[str]
 _NAMES = Takes("the name of a parameter, or several in a tuple", _is_names)
-_MESH_AXES = Takes("the name of a mesh axis, several in a tuple", _is_names)
+_MESH_AXES = Takes("the name of a mesh axis, or several in a tuple", _is_names)
 
 
-@checked("accumulate cannot divide the batch")
+@checked("accumulate: invalid arguments")
 def accumulate(
     fn: Annotated[Callable[_P, _T], FUNCTION],
     steps: Size,
@@ -61,55 +63,59 @@ def accumulate(
     weighted: Flag = False,
     over: Annotated[_Names, _MESH_AXES] | None = None,
 ) -> Callable[_P, _T]:
-    """Run a gradient function over a batch in micro-batches, by one `lax.scan`, and average the
-    results.
+    """Run a gradient function over a batch in micro-batches, and average the results.
 
-    It needs the memory of one micro-batch only. If the loss is a mean over the batch, the result is
-    that of the whole batch. Micro-batch `i` has the examples `i`, `i + steps`, …, so each device
-    keeps its own examples, and none of them moves.
+    One `lax.scan` runs all micro-batches, in the memory of one micro-batch. If the loss is a mean
+    over the batch, the result is the gradient of the whole batch. Micro-batch `i` has the examples
+    `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
 
-    Without `over=`, the gradients are reduced over devices in every micro-batch. With it, they are
+    Without `over=`, gradients are reduced over devices in every micro-batch. With `over=`, they are
     reduced once.
 
     Args:
-        fn: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once.
+        fn: a gradient function: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once. If
+            it comes from another library, its first parameter counts as differentiated.
         steps: the number of micro-batches.
-        batch: the names of the parameters that are divided: each array in them has the batch as its
-            leading dimension. By default these are all but the differentiated ones (`argnums=`),
-            and those in `keys` and `carry`. Of another function than functree's gradients, the
-            first parameter counts as the differentiated one.
-        keys: the names of parameters whose random keys are split, typed or raw ones: micro-batch
-            `i` gets `jax.random.split(key, steps)[i]`; with `over=`, each shard gets a key of its
-            own. An array of keys, one for each example, is part of the batch.
-        carry: the names of parameters, such as `state`, that each micro-batch takes from the one
-            before. `fn` returns the next value as its aux, for several names a tuple of them. The
-            result has the last value.
-        weighted: `fn` returns sums, and its aux is the weight of the micro-batch, such as its
-            number of tokens; with `carry`, `(weight, carried)`. The sums are divided by the sum of
-            the weights, so a masked mean is exact for every `steps` and on every mesh. The result
-            has the sum of the weights.
-        over: the mesh axes of the batch. The loop runs on each shard of these axes by itself.
-            Parameters that are sharded over them are gathered once before it. The gradients are
-            reduced once after it, and scattered where the parameter is sharded. So each device
-            needs memory for the gathered parameters and their gradients. The loss has to be a mean
-            over examples, or `weighted`. In the function, these mesh axes are those of a
-            `shard_map`. Without a mesh, it has no effect.
+        batch: the names of the parameters to divide. The batch is the leading dimension of each of
+            their arrays. The default is every parameter that is not differentiated (`argnums=`),
+            and not named in `keys` or `carry`.
+        keys: the names of parameters whose random keys are split, typed or raw. Micro-batch `i`
+            gets `jax.random.split(key, steps)[i]`. With `over=`, each shard gets its own key. An
+            array with one key for each example is part of the batch.
+        carry: the names of parameters, such as `state`, that each micro-batch takes from the
+            previous one. `fn` returns the next value as its aux, or a tuple of values for several
+            names. The result has the last value.
+        weighted: whether `fn` returns sums, and the weight of the micro-batch as its aux, such as
+            its number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
+            by the sum of the weights, so a masked mean is exact for every `steps` and on every
+            mesh. The result has the sum of the weights.
+        over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
+            axes. Parameters that are sharded over them are gathered once, before the loop.
+            Gradients are reduced once, after the loop, and scattered where the parameter is
+            sharded. Each device therefore needs memory for the gathered parameters and their
+            gradients. The loss must be a mean over examples, or `weighted`. In the function, these
+            mesh axes are Manual, as in a `shard_map`. Without a mesh, `over` has no effect.
 
     Returns:
-        A function of the same parameters. Inexact arrays of its result are averaged, in float32 or
-            wider. Everything else comes from the last micro-batch.
+        A function with the same parameters. Inexact arrays of its result are averaged, in float32
+            or wider. Everything else comes from the last micro-batch.
 
     Raises:
-        FunctreeError: if `steps` is not a positive integer; if a name is not that of a parameter;
-            if `weighted`, `carry` or `over` is used with a function that is not a gradient of
-            functree; (when called) if `steps`, or the shards, do not divide the leading dimension
-            of an array; if no array is divided; if a value in `keys` is not a key; if `fn` does not
-            return the weight or the carried values as its aux, or returns them with other types.
-        ShardingError: (when called) if the mesh does not have the axes in `over`; if it is not
-            known how the parameters are sharded; if a carried value differs between the shards.
+        FunctreeError: if `steps` is not a positive integer.
+        FunctreeError: if a name is not the name of a parameter, or the parameter is differentiated.
+        FunctreeError: if a parameter has two roles.
+        FunctreeError: if `weighted`, `carry` or `over` is used, and `fn` is not from functree.
+        FunctreeError: (when called) if `steps` times the shards do not divide a leading dimension.
+        FunctreeError: (when called) if no array is divided.
+        FunctreeError: (when called) if a value in `keys` is not a random key.
+        FunctreeError: (when called) if `fn` does not return the weight or carried values as aux.
+        FunctreeError: (when called) if a carried value changes its type between micro-batches.
+        ShardingError: (when called) if the mesh lacks a mesh axis in `over`.
+        ShardingError: (when called) if `over` is used, and the parameters' sharding is unknown.
+        ShardingError: (when called) if a result that is not averaged differs between shards.
 
     Warns:
-        FunctreeWarning: a random key among the arguments is the same in each micro-batch.
+        FunctreeWarning: if all micro-batches draw the same numbers from a random key.
 
     Examples:
         >>> def loss(w, x):
@@ -121,7 +127,7 @@ def accumulate(
         >>> bool(jnp.allclose(gradient, ft.grad(loss)(jnp.ones(3), x)))
         True
 
-        A mean over the tokens that are not masked:
+        A mean over unmasked tokens:
 
         >>> def total(w, x, mask):
         ...     return jnp.sum((x @ w) ** 2 * mask), jnp.sum(mask)
@@ -134,7 +140,7 @@ def accumulate(
         >>> print(tokens)
         3.0
 
-        A layer with state, and dropout with a mask of its own in each micro-batch:
+        A layer with state, and dropout with a different mask in each micro-batch:
 
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(3))
         >>> def loss(layer, state, x, key):
@@ -154,15 +160,15 @@ def accumulate(
     function = GradientFunction.of(fn, names, bool(weighted))
     if axes and not function.is_known:
         raise FunctreeTypeError(
-            f"accumulate: over= needs to know where in the result of {function.signature.name} the "
-            "gradients are: use `ft.grad` or `ft.value_and_grad`"
+            "accumulate: over= cannot find the gradients in the result of "
+            f"{function.signature.name}: use `ft.grad` or `ft.value_and_grad`"
         )
 
     @functools.wraps(fn)
     def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return averaged(Call.of(function, args, kwargs), number, axes)
 
-    # A call that is not compiled is compiled here, once for all calls.
+    # Calls outside of a compiled function share this one.
     compiled = functools.cache(lambda: jit(in_micro_batches))
 
     @functools.wraps(fn)
@@ -178,16 +184,16 @@ def _names(given: _Names) -> tuple[str, ...]:
 
 
 ArrayType = Any
-"""The type of an array in a trace, as `jax.typeof` returns it, for which JAX has no public name."""
+"""The type of a traced array, as `jax.typeof` returns it. JAX has no public name for it."""
 
 
 def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
-    """The result of a gradient function over the batch of a call.
+    """Compute the result of a gradient function over the batch of a call.
 
     Args:
-        call: the call.
+        call: the call, with the whole batch.
         steps: the number of micro-batches.
-        over: the mesh axes on whose shards the loop runs; none for one loop.
+        over: the mesh axes over whose shards the loop runs; empty for a single loop.
     """
     shards = Shards.of(call, over) if over else None
     sizes = {} if shards is None else shards.sizes
@@ -208,7 +214,7 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
 
 
 def _lay_out(call: Call, micro_batch: "MicroBatch", totals: list[jax.Array]) -> None:
-    """Lay out the sums of gradients as their parameters, as the gradients are."""
+    """Shard the summed gradients like their parameters, under ambient rules."""
     if ambient_rules() is None:
         return
     function = call.function
@@ -226,15 +232,15 @@ class MicroBatch(NamedTuple):
     """A gradient function, traced for one micro-batch.
 
     Attributes:
-        run: the function of the number of a micro-batch and of the operands.
-        types: the types of the arrays in its result.
+        run: a function of a micro-batch's number and the operands.
+        types: the types of the arrays in the result.
         skeleton: the result without its arrays.
-        parameters: for the index of each gradient among the arrays of the result, the index of its
+        parameters: the index of each gradient among the arrays of the result, with the index of its
             parameter among the operands.
-        carried: for the index of each carried array of the result, the index of its operand.
-        weight: the index of the weight; None if there is none.
-        summed: the indices of the arrays of the result that are summed over the micro-batches. The
-            others are carried, or those of the last micro-batch.
+        carried: the index of each carried array in the result, with the index of its operand.
+        weight: the index of the weight in the result, or None.
+        summed: the indices of the result's arrays that are summed over the micro-batches. The
+            others are carried, or come from the last micro-batch.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -247,15 +253,18 @@ class MicroBatch(NamedTuple):
 
 
 def _operands(call: Call, steps: int, shards: int) -> list[Any]:
-    """The arrays of a call as operands of the loop: the whole batch, the keys of all micro-batches
-    and shards, the first carried values."""
+    """Return the arrays of a call as operands of the loop.
+
+    They are the whole batch, the keys of all micro-batches and shards, and the first carried
+    values.
+    """
     operands: list[Any] = []
     for leaf, role in zip(call.leaves.leaves, call.roles, strict=True):
         value = leaf.value
         if role is Role.KEY:
             value = jax.random.split(value, (steps, shards))
         elif role is Role.CARRIED:
-            # An array that was made of a Python number has a weak type, which a sum with another
+            # An array that was made from a Python number has a weak type, which adding another
             # array would change.
             value = jnp.asarray(value)
             value = jax.lax.convert_element_type(value, value.dtype)
@@ -264,11 +273,15 @@ def _operands(call: Call, steps: int, shards: int) -> list[Any]:
 
 
 def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch, list[jax.Array]]:
-    """The traced micro-batch, and the arrays of the result: the sum over all micro-batches, the
-    last carried value, or the value of the last micro-batch.
+    """Trace one micro-batch, and run the loop over all of them.
+
+    Returns:
+        The traced micro-batch, and the arrays of the result. Each is the sum over all
+            micro-batches, the last carried value, or the value of the last micro-batch.
 
     Raises:
-        FunctreeError: if the function does not return what is carried, or with another type.
+        FunctreeError: if the function does not return the carried values.
+        FunctreeError: if a carried value changes its type.
     """
     micro_batch = _traced(call, operands, steps)
 
@@ -278,12 +291,12 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
             given[1 + operand] = totals[k]
         new = list(micro_batch.run(*given))
         for k, array in enumerate(new):
-            new[k] = jnp.asarray(array).astype(totals[k].dtype)  # a literal comes as a number
+            new[k] = jnp.asarray(array).astype(totals[k].dtype)  # a literal is a plain number
             if k in micro_batch.summed:
                 new[k] += totals[k]
         return new, None
 
-    # The loop carries the sums: stacked outputs would need the memory of all gradients.
+    # The loop carries the sums, since stacked outputs would hold the gradients of every step.
     start = list(map(_zeros, micro_batch.types))
     for k, operand in micro_batch.carried.items():
         start[k] = operands[operand]
@@ -292,7 +305,7 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
 
 
 def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
-    """The gradient function, traced for one micro-batch."""
+    """Trace the gradient function for one micro-batch."""
     skeletons: list[Skeleton] = []
 
     def compute(i: jax.Array, *operands: jax.Array) -> Sequence[Any]:
@@ -311,13 +324,13 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
     run, types = jaxpr_as_fun(traced), traced.out_avals
-    # The arrays of the aux: the weight first, and then what is carried.
-    own, weight = list[int](), None
+    # The aux has the weight first, then the carried arrays.
+    aux, weight = list[int](), None
     if function.own_aux:
-        own = below([function.gradient.aux_place], skeleton.paths)
+        aux = below([function.gradient.aux_place], skeleton.paths)
     if function.weighted:
-        weight = own.pop(0)
-    carried = dict(zip(own, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
+        weight = aux.pop(0)
+    carried = dict(zip(aux, below(function.named[Role.CARRIED], call.leaves.paths), strict=True))
     parameters: dict[int, int] = {}
     if function.is_known:
         parameters = _parameters(call, skeleton)
@@ -331,49 +344,51 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
 
 
 def _parameters(call: Call, result: Skeleton) -> dict[int, int]:
-    """For the index of each gradient among the arrays of a result, the index of its parameter among
-    those of the call."""
-    gradient, found = call.function.gradient, dict[int, int]()
+    """Map each gradient's index in a result to its parameter's index in the call."""
+    gradient, indices = call.function.gradient, dict[int, int]()
     parameters = {path: i for i, path in enumerate(call.leaves.paths)}
     for number, argument in zip(gradient.argnums, call.function.differentiated, strict=True):
         place = gradient.place_of(number)
         for k in below([place], result.paths):
-            found[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
-    return found
+            indices[k] = parameters[Path((*argument, *result.paths[k][len(place) :]))]
+    return indices
 
 
 def _examples(x: jax.Array, i: jax.Array, steps: int) -> jax.Array:
-    """Every `steps`-th example from the i-th on.
+    """Return every `steps`-th example, starting with example `i`.
 
-    Contiguous examples of a sharded batch would be on a few devices only. These are on every
-    device, so they are sharded like the batch and no data moves.
+    Contiguous examples of a sharded batch would be on only a few devices. Strided examples are on
+    every device, so they are sharded like the batch, and no data moves.
     """
     apart = jnp.reshape(x, (x.shape[0] // steps, steps, *x.shape[1:]))
     return jax.lax.dynamic_index_in_dim(apart, i, axis=1, keepdims=False)
 
 
 def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch) -> None:
-    """Raise for carried arrays whose types are not those of the next values."""
+    """Raise FunctreeError for carried arrays that change their type."""
     problems: list[Problem] = []
     for result, operand in micro_batch.carried.items():
         before, after = jax.typeof(operands[operand]), micro_batch.types[result]
         was, becomes = _type_text(before), _type_text(after)
         if was == becomes:
             continue
-        remedy = "return it with the shape and dtype that it had, such as by `.astype(old.dtype)`"
+        remedy = "return it with its old shape and dtype, for example with `.astype(old.dtype)`"
         along = entry(sorted(varying_axes(after) - varying_axes(before)))
         if along is not None:
-            remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`); "
-            remedy += "or pass one that differs too "
+            remedy = f"average it over the shards in the function (`jax.lax.pmean(x, {along!r})`), "
+            remedy += "or pass a value that already varies "
             remedy += f'(`jax.lax.pcast(x, {along!r}, to="varying")`)'
-        why = f"is {was} in the first micro-batch, and {becomes} in the next"
+        why = f"is {was} in the first micro-batch, but {becomes} in the next"
         problems.append(call.leaves.leaves[operand].problem(why, remedy))
-    refuse(problems, "array", "in `carry` would change between micro-batches")
+    refuse(problems, "array", "in `carry` would change type between micro-batches")
 
 
 def _type_text(array: ArrayType) -> str:
-    """What of the type of an array a loop keeps: dtype, shape, on Explicit axes its sharding, and
-    inside a shard_map the mesh axes along which it varies."""
+    """Format the parts of an array's type that a loop must keep.
+
+    These are its dtype, its shape, its sharding on Explicit axes, and the mesh axes along which it
+    varies inside a shard_map.
+    """
     text = array_text(array)
     if AxisType.Explicit in array.sharding.mesh.axis_types:
         text += f" {spec_text(array.sharding.spec)}"
@@ -384,8 +399,11 @@ def _type_text(array: ArrayType) -> str:
 
 
 def _zeros(kind: ArrayType) -> jax.Array:
-    """The sum of no micro-batches. The carry of a scan must keep its type, with its sharding, and
-    the mesh axes of a shard_map along which it varies."""
+    """Return the sum before the first micro-batch.
+
+    The carry of a scan must keep its type, including its sharding and the mesh axes of a shard_map
+    along which it varies.
+    """
     dtype = kind.dtype
     # In a narrower dtype, small terms would be lost in rounding.
     if jnp.issubdtype(dtype, jnp.inexact) and jnp.finfo(dtype).bits < 32:
@@ -403,10 +421,10 @@ class Shards:
     """The shards of a batch.
 
     Attributes:
-        mesh: the mesh.
+        mesh: the mesh of the batch and the parameters.
         sizes: the mesh axes over which the batch is sharded, with their sizes.
-        specs: the spec of each parameter that is sharded over them, by its index among the arrays
-            of the call.
+        specs: the spec of each parameter that is sharded over these mesh axes, by its index among
+            the arrays of the call.
     """
 
     mesh: Mesh | AbstractMesh
@@ -415,11 +433,11 @@ class Shards:
 
     @classmethod
     def of(cls, call: Call, over: Sequence[str]) -> "Shards | None":
-        """The shards of a call; None without a mesh of several devices along these mesh axes.
+        """Find the shards of a call; None unless a mesh has several devices along these mesh axes.
 
         Raises:
-            ShardingError: if the mesh has no such axes; if it is not known how the parameters are
-                sharded.
+            ShardingError: if the mesh lacks one of these mesh axes.
+            ShardingError: if the parameters' sharding is unknown.
         """
         function, layouts = call.function, tuple(call.function.gradient.layouts)
         values = tuple(map(call.value_at, function.differentiated))
@@ -431,19 +449,19 @@ class Shards:
         if not sizes:
             return None
         view = local_view(mesh_view(mesh))
-        # Without Auto axes, the types say how parameters are sharded.
+        # Without Auto axes, the types have the shardings of the parameters.
         if AxisType.Auto in mesh.axis_types:
             rules = ambient_rules()
             layouts = tuple(rules if layout is None else layout for layout in layouts)
         for argument, layout in zip(function.differentiated, layouts, strict=True):
             if layout is None and AxisType.Auto in mesh.axis_types:
                 raise ShardingError(
-                    f"accumulate: over= does not know how the parameters in `{argument}` are "
-                    f"sharded on mesh {view}: pass `layout=` to the gradient function, or use "
-                    "rules (`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
+                    f"accumulate: over= needs the sharding of the parameters in `{argument}` on "
+                    f"mesh {view}: pass `layout=` to the gradient function, or use rules "
+                    "(`ft.jit(rules=...)`, `with ft.axis_rules(...):`)"
                 )
         leaves, parts = read_for(values, layouts)
-        # What is wrong with it is said where the gradient is laid out.
+        # Problems of the layouts are raised when the gradient is laid out.
         decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
         indices = below(function.differentiated, call.leaves.paths)
         specs: dict[int, PartitionSpec] = {}
@@ -460,8 +478,11 @@ class Shards:
         return tuple(self.sizes)
 
     def summed(self, call: Call, steps: int) -> tuple[MicroBatch, list[jax.Array]]:
-        """The traced micro-batch of a shard, and the arrays of the result, summed over the
-        micro-batches of all shards."""
+        """Run the loop on each shard, and sum the results over the shards.
+
+        Returns:
+            The traced micro-batch of a shard, and the arrays of the result.
+        """
         traced: list[MicroBatch] = []
 
         def local(*operands: jax.Array) -> tuple[dict[int, jax.Array], dict[int, jax.Array]]:
@@ -475,7 +496,7 @@ class Shards:
                 if micro_batch.parameters.get(k) in self.specs:
                     parts[k] = total[None]
                 elif k in micro_batch.summed:
-                    # The sum of a gradient is a part of the backward pass.
+                    # A gradient's sum belongs to the backward pass.
                     scope = BACKWARD if k in micro_batch.parameters else "accumulate"
                     with jax.named_scope(scope):
                         whole[k] = jax.lax.psum(total, self.axes)
@@ -502,15 +523,14 @@ class Shards:
         return micro_batch, [totals[k] for k in sorted(totals)]
 
     def _local(self, operand: jax.Array, role: Role) -> jax.Array:
-        """An operand on one shard."""
-        # Otherwise JAX would sum the gradients over the shards in each micro-batch.
+        """Return an operand as the loop on one shard takes it."""
+        # If parameters did not vary, JAX would sum gradients over shards in each micro-batch.
         if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
             return varying_over(operand, self.axes)
         return operand
 
     def _typed(self, array: Any, spec: PartitionSpec) -> Any:
-        """An array whose type has the spec: on Explicit axes JAX reshards nothing for a
-        shard_map."""
+        """Reshard an array on Explicit axes, where a shard_map does not reshard its operands."""
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         if any(types[axis] != AxisType.Explicit for axis in self.axes):
             return array
@@ -519,10 +539,10 @@ class Shards:
         return jax.sharding.reshard(array, NamedSharding(self.mesh, wanted))
 
     def _check_equal(self, micro_batch: MicroBatch) -> None:
-        """Raise for results of the last micro-batch that differ between the shards."""
+        """Raise ShardingError for results that are not averaged, and differ between shards."""
         axes = ", ".join(f'"{axis}"' for axis in self.axes)
-        why = f"differs between the shards over {axes}"
-        remedy = "make it a float, which is averaged, or leave out `over=`"
+        why = f"differs between shards along {axes}"
+        remedy = "return a float, which is averaged, or remove `over=`"
         problems: list[Problem] = []
         for k, path in enumerate(micro_batch.skeleton.paths):
             kind = micro_batch.types[k]
@@ -533,26 +553,27 @@ class Shards:
     # The sum over shards
 
     def _scattered_sum(self, parts: jax.Array, spec: PartitionSpec) -> jax.Array:
-        """The sum of the parts of all shards, sharded by a spec: over the mesh axes by which it
-        shards, each device gets its block of the sum only.
+        """Sum the parts of all shards, and shard the sum with a spec.
+
+        Each device receives only its block of the sum.
 
         Args:
             parts: one array for each shard, along a leading dimension.
             spec: the spec of the sum.
         """
-        # For each dimension, the mesh axes of the batch that shard it, as far as they come first: a
-        # device then has a block, of which the other mesh axes have parts.
+        # For each dimension, its leading mesh axes that belong to the batch. They split it into
+        # blocks, which its other mesh axes split further.
         blocks: list[tuple[str, ...]] = []
-        for one in spec.partitions:
-            blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(one))))
+        for partition in spec.partitions:
+            blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(partition))))
         rest = tuple(axis for axis in self.axes if axis not in sum(blocks, ()))
 
         def local(part: jax.Array) -> jax.Array:
-            own = part[0]
+            block = part[0]
             for dim, axes in enumerate(blocks):
                 if axes:
-                    own = self._scattered(own, axes, dim)
-            return jax.lax.psum(own, rest)
+                    block = self._scattered(block, axes, dim)
+            return jax.lax.psum(block, rest)
 
         others = without(spec, self.axes)
         of_parts = PartitionSpec(entry(self.axes), *others.partitions)
@@ -561,19 +582,19 @@ class Shards:
             mesh=self.mesh,
             in_specs=of_parts,
             out_specs=_joined(PartitionSpec(*map(entry, blocks)), others, parts.ndim - 1),
-            # All are Manual. JAX scatters no array beside Explicit mesh axes, and beside Auto ones
-            # the compiler would gather the array over these first.
+            # All mesh axes are Manual: JAX scatters no array while others are Explicit, and the
+            # compiler would first gather the array over others that are Auto.
             axis_names=set(self.mesh.axis_names),
             check_vma=False,
         )(with_constraint(parts, self.mesh, of_parts))
         return with_constraint(total, self.mesh, spec)
 
     def _scattered(self, part: jax.Array, axes: tuple[str, ...], dim: int) -> jax.Array:
-        """The sum of parts over mesh axes, of which each device gets its block of a dimension.
+        """Sum parts over mesh axes, and return each device's block of a dimension.
 
-        The blocks are along a dimension of their own, before two others. The compiler for TPUs
-        cannot scatter every array of more dimensions, such as one with few heads: it moves all of
-        the sum, or does not compile the program.
+        The array is reshaped to three dimensions, with the blocks along the first. The TPU compiler
+        cannot scatter some arrays with more dimensions, such as arrays with few heads. It moves the
+        whole sum, or fails to compile.
         """
         number = math.prod(self.mesh.shape[axis] for axis in axes)
         before, size, after = part.shape[:dim], part.shape[dim] // number, part.shape[dim + 1 :]
@@ -588,23 +609,23 @@ class Shards:
 
 
 def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSpec:
-    """A spec that shards each dimension by one spec, and the blocks by another one."""
+    """Build a spec that shards each dimension with one spec, and its blocks with the next."""
     pairs = zip(of_rank(first, ndim).partitions, of_rank(then, ndim).partitions, strict=True)
     return PartitionSpec(*[entry((*mesh_axes(a), *mesh_axes(b))) for a, b in pairs])
 
 
 def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
-    """Raise for mesh axes that the mesh does not have, or that are mapped by a shard_map."""
+    """Raise ShardingError for mesh axes that the mesh lacks, or that a shard_map maps."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in over:
         if axis in manual:
-            why = "is an axis of the shard_map around it"
-            remedy = f'leave it out, and sum the gradients by `jax.lax.pmean(g, "{axis}")`'
+            why = "is a mesh axis of the shard_map around this call"
+            remedy = f'leave it out, and average the gradients with `jax.lax.pmean(g, "{axis}")`'
         elif axis not in mesh.axis_names:
             near = did_you_mean(axis, mesh.axis_names)
             why = f"mesh {mesh_view(mesh)} has no such axis{near}"
-            remedy = "name one of its axes"
+            remedy = "name one of its mesh axes"
         else:
             continue
         problem = Problem(None, None, f"over={axis!r}", why, remedy)
-        raise ShardingError("accumulate cannot divide the batch", [problem])
+        raise ShardingError("accumulate: invalid arguments", [problem])

@@ -1,4 +1,4 @@
-"""These types describe gradient functions to type checkers; `KnownGradient`, to other transforms.
+"""Type checkers see gradient functions as these protocols; other transforms use `KnownGradient`.
 
 The types are protocols, so that a type checker can extract the type of the first parameter. A
 `Callable[Concatenate[M, P], M]` would extract it too. But it loses the name of the first parameter,
