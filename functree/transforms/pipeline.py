@@ -1,11 +1,10 @@
-"""The layers of a sharded stack, and the micro-batches of a batch ─► the result of the layers, by a
-pipeline of stages.
+"""`pipeline` runs the layers of a sharded stack on micro-batches, as a pipeline of stages.
 
-Each device along the mesh axes of the stack has the layers of one stage. In each tick a stage
-applies its layers to one micro-batch, and passes the result on to the next stage (Huang et
-al., "GPipe", 2019). It is one `jax.shard_map` over the mesh axes of the stages and of the batch, so
-that gradients are summed over the batch once, after the last tick; other mesh axes are left to the
-compiler, inside a stage as everywhere.
+Each device along the mesh axes of the stack has the layers of one stage. In each tick, a stage
+applies its layers to one micro-batch, and passes the result to the next stage (Huang et al.,
+"GPipe", 2019). The pipeline is one `jax.shard_map` over the mesh axes of the stages and the batch.
+Gradients are therefore summed over the batch once, after the last tick. All other mesh axes are
+left to the compiler.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,14 +32,14 @@ MeshAxes = tuple[str, ...]
 
 
 def stages_of(axis: str, arrays: Sequence[AnyArray]) -> MeshAxes:
-    """The mesh axes over which a stack is sharded: by the ambient rules, or by Explicit types.
+    """Find the mesh axes over which a stack is sharded, from ambient rules or Explicit types.
 
     Args:
         axis: the name of the stack's axis.
-        arrays: its arrays.
+        arrays: the stack's arrays.
 
     Returns:
-        The mesh axes; none if they have one device only.
+        The mesh axes; empty if they have only one device.
 
     Examples:
         >>> from functree.transforms.pipeline import stages_of
@@ -59,41 +58,45 @@ def stages_of(axis: str, arrays: Sequence[AnyArray]) -> MeshAxes:
 
 
 def _by_rules(axis: str) -> MeshAxes:
-    """The mesh axes of a name by the ambient rules."""
+    """Return the mesh axes that the ambient rules give to an axis."""
     rules = ambient_rules()
     if rules is None or not has_axis_rules():
         return ()
-    # Rules that are for activations alone need not have an entry for the stack.
+    # Rules for activations alone need not have an entry for the stack.
     with axis_rules(rules | AxisRules({axis: None})):
         return axis_shards(axis).mesh_axes
 
 
 def _by_type(x: AnyArray) -> MeshAxes:
-    """The mesh axes that shard the first dimension of an array by its type."""
-    found = typed_spec(x)
-    return () if found is None else mesh_axes(found[0])
+    """Return the mesh axes that shard the first dimension in an array's type."""
+    spec = typed_spec(x)
+    return () if spec is None else mesh_axes(spec[0])
 
 
 def scannable(x: AnyArray) -> AnyArray:
-    """An array whose first dimension is sharded over no mesh axis by its type: JAX scans no other,
-    and refuses one over an Explicit axis of one device too.
+    """Reshard an array so that no mesh axis shards its first dimension in its type.
+
+    JAX scans no other arrays. It even refuses an Explicit axis with one device.
 
     Examples:
         >>> from functree.transforms.pipeline import scannable
         >>> scannable(jnp.ones(3))
         Array([1., 1., 1.], dtype=float32)
     """
-    found = typed_spec(x)
-    if found is None or found[0] is None:
+    spec = typed_spec(x)
+    if spec is None or spec[0] is None:
         return x
-    return jax.sharding.reshard(x, PartitionSpec(None, *found[1:]))
+    return jax.sharding.reshard(x, PartitionSpec(None, *spec[1:]))
 
 
 def check_pipeline(
     axis: str, stages: MeshAxes, microbatches: int | None, collect: bool, state: Tree
 ) -> None:
-    """Raise FunctreeError for a stack in stages that is scanned without micro-batches, and for what
-    layers of a pipeline cannot return.
+    """Check that a stack that is sharded into stages can run as a pipeline.
+
+    Raises:
+        FunctreeError: if the stack is scanned without micro-batches.
+        FunctreeError: if the layers return more than `x`.
 
     Examples:
         >>> from functree.transforms.pipeline import check_pipeline
@@ -101,33 +104,33 @@ def check_pipeline(
     """
     if microbatches is None:
         raise FunctreeValueError(
-            f'a stack whose axis "{axis}" is sharded over {axes_text(stages)} is scanned: '
-            "each iteration would gather the whole stack. Give `microbatches=`, so that the layers "
-            f"run as a pipeline of {devices_along(stages)} stages "
-            "(`TransformerConfig(microbatches=)` of a model), or leave the stack unsharded "
+            f'cannot scan a stack whose axis "{axis}" is sharded over {axes_text(stages)}: '
+            "each iteration would gather the whole stack. Pass `microbatches=` to run the layers "
+            f"as a pipeline of {devices_along(stages)} stages (in a model, "
+            "`TransformerConfig(microbatches=)`), or leave the stack unsharded "
             f'("{axis}": None)'
         )
     problems: list[Problem] = []
     remedy = "leave the stack unsharded for it"
     if collect:
         why = (
-            "what layers return besides `x`, such as new keys and values for a cache or the losses "
-            "of experts, is of micro-batches"
+            "results of layers besides `x`, such as new keys and values for a cache or the losses "
+            "of experts, would cover one micro-batch each"
         )
         problems.append(Problem(None, None, "collect=True", why, remedy))
     if state is not None:
-        why = "each micro-batch would change the state for the next one"
+        why = "each micro-batch would change the state for the next micro-batch"
         problems.append(Problem(None, None, "state=", why, remedy))
     if problems:
-        raise FunctreeValueError("`microbatches=` runs layers that return `x` alone", problems)
+        raise FunctreeValueError("microbatches=: layers can return only `x`", problems)
 
 
 Layers = Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree]
-"""Some layers of a stack: of `x`, the arrays of these layers, and what all layers share."""
+"""A function that runs layers on `x`, with the layers' arrays and the arguments that all share."""
 
 
 class _Plan(NamedTuple):
-    """What is known of a pipeline while it is traced.
+    """Mesh axes and micro-batches of a pipeline.
 
     Attributes:
         stages: the mesh axes of the stages.
@@ -144,12 +147,15 @@ class _Plan(NamedTuple):
         return (*self.stages, *self.batch)
 
     def split(self, x: Array) -> Array:
-        """The batch of a device, in micro-batches. Neighbours are in different ones, so that a
-        micro-batch is sharded as the batch is."""
+        """Split a device's batch into micro-batches.
+
+        Neighboring examples go to different micro-batches, so a micro-batch is sharded like the
+        batch.
+        """
         return x.reshape(-1, self.microbatches, *x.shape[1:]).swapaxes(0, 1)
 
     def split_keys(self, keys: Array) -> Array:
-        """Random keys for each micro-batch of this device."""
+        """Split random keys for each micro-batch of this device."""
         shards = devices_along(self.batch)
         shard = jax.lax.axis_index(self.batch) if self.batch else 0
         split = partial(jax.random.split, num=self.microbatches * shards)
@@ -168,43 +174,45 @@ def pipeline(
     keys: frozenset[int],
     divided: Sequence[int] = (),
 ) -> Tree:
-    """What all layers make of `x`, computed micro-batch by micro-batch and stage by stage.
+    """Run all layers on `x`, micro-batch by micro-batch and stage by stage.
 
     Args:
-        layers: computes some layers.
-        x: arrays whose first dimension is the batch.
-        arrays: the arrays of all layers, and of what is given for each.
-        args: what layers share.
+        layers: a function that runs some layers.
+        x: a tree of arrays whose first dimension is the batch.
+        arrays: the arrays of all layers, and of the arguments with one value for each layer.
+        args: the arguments that all layers share.
         divided: the positions of the `args` whose arrays are divided like `x`.
         stages: the mesh axes over which the layers are sharded.
         microbatches: the number of micro-batches.
-        keys: which of `arrays` are random keys that are split by micro-batch.
+        keys: the indices of the `arrays` that are random keys, which are split for micro-batches.
 
     Raises:
-        FunctreeError: layers or batch are not divided by the stages, or by the
-            micro-batches; an array in `divided` does not have the size of the batch.
+        FunctreeError: if the number of stages does not divide the number of layers.
+        FunctreeError: if the batch cannot be divided into equal micro-batches.
+        FunctreeError: if an array in `divided` does not have the size of the batch.
+        FunctreeError: if one mesh axis shards the batch and the stack.
     """
     batch = _batch_size(x, microbatches)
     plan = _Plan(stages, _batch_axes(x, stages), microbatches)
     _check_sizes(plan, jnp.shape(arrays[0])[0], batch)
-    of_args, others = eqx.partition(args, eqx.is_array)
-    shared, structure = jax.tree.flatten(of_args)
-    cut = _divided(of_args, divided, batch)
+    args_arrays, others = eqx.partition(args, eqx.is_array)
+    shared, structure = jax.tree.flatten(args_arrays)
+    cut = _divided(args_arrays, divided, batch)
 
     def stage(x: Tree, arrays: list[Array], shared: list[Array]) -> Tree:
-        # The gradient of a weight is summed over the batch where it leaves the shard_map, and not
-        # in each tick, as its type says that it differs between the devices of the pipeline.
-        arrays = [varying_over(one, plan.axes) for one in arrays]
-        arrays = [plan.split_keys(one) if i in keys else one for i, one in enumerate(arrays)]
-        shared = [plan.split(one) if i in cut else one for i, one in enumerate(shared)]
+        # The weights are typed as varying along the pipeline's mesh axes. Their gradients are then
+        # summed over the batch where they leave the shard_map, and not in each tick.
+        arrays = [varying_over(array, plan.axes) for array in arrays]
+        arrays = [plan.split_keys(array) if i in keys else array for i, array in enumerate(arrays)]
+        shared = [plan.split(array) if i in cut else array for i, array in enumerate(shared)]
 
         def run(x: Tree, microbatch: Int[Array, ""]) -> Tree:
-            own = jax.tree.unflatten(structure, _at(microbatch, shared, cut))
-            return layers(x, _at(microbatch, arrays, keys), eqx.combine(own, others))
+            local = jax.tree.unflatten(structure, _at(microbatch, shared, cut))
+            return layers(x, _at(microbatch, arrays, keys), eqx.combine(local, others))
 
         return _run_stage(plan, x, run)
 
-    rows, layer, whole = (PartitionSpec(entry(one)) for one in (plan.batch, stages, ()))
+    rows, layer, whole = (PartitionSpec(entry(axes)) for axes in (plan.batch, stages, ()))
     specs = (
         jax.tree.map(lambda _: rows, x),
         [layer] * len(arrays),
@@ -216,66 +224,68 @@ def pipeline(
 
 
 def _at(microbatch: Int[Array, ""], arrays: Sequence[Array], which: frozenset[int]) -> list[Array]:
-    """Arrays, and of some of them the part for a micro-batch."""
-    return [one[microbatch] if i in which else one for i, one in enumerate(arrays)]
+    """Return arrays, with the part for a micro-batch in place of the arrays in `which`."""
+    return [array[microbatch] if i in which else array for i, array in enumerate(arrays)]
 
 
 def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> frozenset[int]:
-    """Which of the arrays in `args` are divided like the batch."""
-    found: list[bool] = []
+    """Return the indices of the arrays in `args` that are divided like the batch."""
+    is_divided: list[bool] = []
     problems: list[Problem] = []
     for i, arg in enumerate(args):
         for keys, leaf in jax.tree_util.tree_leaves_with_path(arg):
-            found.append(i in divided)
+            is_divided.append(i in divided)
             if i in divided and leaf.shape[:1] != (batch,):
                 path = Path(("args", i, *Path.of(keys)))
-                why = f"is in `divided`, and the batch has the size {batch}"
-                problems.append(array_problem(path, leaf, why, "give it the batch as dimension 0"))
+                why = f"is in `divided`, but its dimension 0 does not have the batch size {batch}"
+                problems.append(array_problem(path, leaf, why, "make dimension 0 the batch"))
     if problems:
-        raise FunctreeValueError("arrays cannot be divided into micro-batches", problems)
-    return frozenset(i for i, is_divided in enumerate(found) if is_divided)
+        raise FunctreeValueError(
+            "microbatches=: arrays cannot be divided into micro-batches", problems
+        )
+    return frozenset(i for i, divide in enumerate(is_divided) if divide)
 
 
 def _manual(plan: _Plan) -> set[str]:
-    """The mesh axes that are mapped: those of the stages and of the batch."""
+    """Return the mesh axes of the pipeline's shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    # An axis of one device shards nothing, and JAX lowers more if none is left to the compiler.
+    # A mesh axis with one device shards nothing, and JAX can lower more without Auto axes.
     single = {name for name, size in mesh.shape.items() if size == 1}
     return {*plan.axes, *single} - set(mesh.manual_axes)
 
 
 def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
-    """An array as the shard_map requires it: on Explicit axes its type has to say so."""
-    found = typed_spec(x)
-    if found is None:
+    """Reshard an array as the shard_map requires it in the types of Explicit axes."""
+    spec = typed_spec(x)
+    if spec is None:
         return x
-    inner = without(found, {*plan.axes, *_manual(plan)})
+    inner = without(spec, {*plan.axes, *_manual(plan)})
     entries = (*wanted, *inner[len(wanted) :])[: x.ndim]
     return jax.sharding.reshard(x, PartitionSpec(*entries))
 
 
 def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]) -> Tree:
-    """What a device of the pipeline does: in each tick it runs its layers on one micro-batch."""
+    """Run the layers of a device on one micro-batch in each tick."""
     number, stages = jax.lax.axis_index(plan.stages), devices_along(plan.stages)
     to_next = [(i, i + 1) for i in range(stages - 1)]
-    # The type of what is passed on differs between devices from the start.
+    # Activations are typed as varying from the start, since a scan's carry must keep its type.
     batches = jax.tree.map(lambda leaf: varying_over(plan.split(leaf), plan.axes), x)
 
     def tick(carry: tuple[Tree, Tree], i: Int[Array, ""]) -> tuple[tuple[Tree, Tree], None]:
         arriving, results = carry
-        # Before its first micro-batch, and after its last one, the result of a stage is not used.
-        # It computes with real values, since zeros might give NaN, and so would the gradient.
-        own_number = jnp.clip(i - number, 0, plan.microbatches - 1)
-        own = jax.tree.map(
-            lambda leaf, other: jnp.where(number == 0, leaf[own_number], other),
+        # Before its first micro-batch and after its last, the result of a stage is not used. The
+        # stage computes with real values, since zeros might give NaN in it and in its gradient.
+        microbatch = jnp.clip(i - number, 0, plan.microbatches - 1)
+        inputs = jax.tree.map(
+            lambda leaf, other: jnp.where(number == 0, leaf[microbatch], other),
             batches,
             arriving,
         )
-        y = run(own, own_number)
-        # By the last stage. What others write there, and it before its first micro-batch, is
-        # written over, or not used.
+        y = run(inputs, microbatch)
+        # Only the results of the last stage count. Its results from before its first micro-batch
+        # are overwritten.
         results = jax.tree.map(
-            lambda all, one: jax.lax.dynamic_update_index_in_dim(all, one, own_number, 0),
+            lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, microbatch, 0),
             results,
             y,
         )
@@ -287,55 +297,57 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
     (_, results), _ = jax.lax.scan(tick, start, jnp.arange(plan.microbatches + stages - 1))
 
     def of_last(leaf: Array) -> Array:
-        own = jax.lax.psum(jnp.where(number == stages - 1, leaf, 0), plan.stages)
-        return own.swapaxes(0, 1).reshape(-1, *own.shape[2:])  # the inverse of `split`
+        last = jax.lax.psum(jnp.where(number == stages - 1, leaf, 0), plan.stages)
+        return last.swapaxes(0, 1).reshape(-1, *last.shape[2:])  # the inverse of `split`
 
     return jax.tree.map(of_last, results)
 
 
 def _batch_size(x: Tree, microbatches: int) -> int:
-    """The size of the first dimension of all arrays. Raises FunctreeError if they differ."""
+    """Return the size of the first dimension of all arrays. Raise FunctreeError if it differs."""
     sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
-            f"microbatches={microbatches}: the first dimension of all arrays of `x` is the batch, "
-            f"and they have the sizes {sorted(sizes)}"
+            f"microbatches={microbatches}: the arrays in `x` have the leading dimensions "
+            f"{sorted(sizes)}: give all of them the batch as dimension 0"
         )
     return sizes.pop()[0]
 
 
 def _batch_axes(x: Tree, stages: MeshAxes) -> MeshAxes:
-    """The mesh axes of the batch: by the ambient rules, or by types.
+    """Return the mesh axes of the batch, from the ambient rules or from types.
 
     Raises:
-        FunctreeError: one of them shards the stack too.
+        FunctreeError: if one of them shards the stack too.
     """
     axes = _by_rules("batch") or _by_type(jax.tree.leaves(x)[0])
     both = [axis for axis in axes if axis in stages]
     if both:
         raise FunctreeValueError(
-            f"microbatches=: the mesh axis {both[0]} shards both the batch and the stack. A stage "
-            "of a pipeline is a part of the devices, and its batch is sharded over others: give "
-            "them two mesh axes"
+            f"microbatches=: the mesh axis `{both[0]}` shards both the batch and the stack, but a "
+            "stage's batch must be sharded over other devices: use two different mesh axes"
         )
     return axes
 
 
 def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
-    """Raise FunctreeError for layers that stages do not divide, and a batch that the
-    micro-batches do not."""
+    """Check that stages divide the layers, and micro-batches the batch.
+
+    Raises:
+        FunctreeError: if they do not.
+    """
     stages, shards = devices_along(plan.stages), devices_along(plan.batch)
     problems: list[Problem] = []
     if depth % stages:
-        why = f"{axes_text(plan.stages)} has {count(stages, 'stage')} for them"
-        remedy = f"a number of layers that {stages} divides"
+        why = f"cannot be divided into {count(stages, 'stage')} over {axes_text(plan.stages)}"
+        remedy = f"use a number of layers that is a multiple of {stages}"
         problems.append(Problem(None, None, count(depth, "layer"), why, remedy))
     if batch % (plan.microbatches * shards):
         why = f"a batch of {batch}"
         if shards > 1:
             why += f", sharded over {shards} devices,"
         why += f" cannot be divided into {plan.microbatches} equal micro-batches"
-        remedy = f"a divisor of {batch // shards}"
+        remedy = f"use a divisor of {batch // shards} for `microbatches`"
         problems.append(Problem(None, None, f"microbatches={plan.microbatches}", why, remedy))
     if problems:
-        raise FunctreeValueError("a stack cannot be run as a pipeline", problems)
+        raise FunctreeValueError("microbatches=: the stack cannot run as a pipeline", problems)

@@ -44,7 +44,7 @@ def test_one_group_leads_to_another(what: str, monkeypatch: pytest.MonkeyPatch):
     assert max(len(group.others) for group in made) <= len(calls) + 1
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.filterwarnings("ignore:.*uncommitted")
 @pytest.mark.parametrize("options", [{}, {"donate": "x"}], ids=["", "donated"])
 @pytest.mark.parametrize("beside", [A, np.ones(2, np.float32)], ids=["array", "numpy"])
 def test_an_array_is_refused_that_is_committed_where_one_before_it_was_not(

@@ -287,7 +287,7 @@ def test_what_nobody_has_placed_is_donated_to_one_device(options: Any):
     assert x.is_deleted()
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.filterwarnings("ignore:.*uncommitted")
 def test_a_state_in_which_an_array_is_not_placed_keeps_the_shardings_of_the_others():
     state = {
         "w": lay(jnp.ones((8, 4)), "data", "model"),
@@ -334,7 +334,7 @@ def total_of_none(s: Any, t: Any) -> Any:
 @pytest.mark.parametrize("arrays", ["jax", "numpy beside"])
 @pytest.mark.parametrize("where", ["one device", "many"])
 @pytest.mark.parametrize("function", ["same", "another that donates", "another", "one that places"])
-@pytest.mark.filterwarnings("ignore:.*nobody has placed", "ignore:.*each call places")
+@pytest.mark.filterwarnings("ignore:.*uncommitted", "ignore:.*each call places")
 def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     def put(x: Any) -> Any:
         return lay(x, "data") if where == "many" else x
@@ -396,7 +396,7 @@ def test_a_donating_function_in_an_eager_transform(around: Any):
 
 @pytest.mark.parametrize("spec", [None, P("data")], ids=["one device", "many"])
 @pytest.mark.parametrize("beside", [None, np.ones(2, np.float32)], ids=["alone", "beside numpy"])
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.filterwarnings("ignore:.*uncommitted")
 def test_a_function_first_called_in_a_trace_donates_outside(spec: Any, beside: Any):
     def new() -> Any:
         return jnp.ones((8, 4)) if spec is None else lay(jnp.ones((8, 4)), *spec)

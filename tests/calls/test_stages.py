@@ -122,7 +122,7 @@ def test_a_donated_loop(mesh: Mesh, placed: tuple[MLP, Array]):
         compiled(first, x)
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.filterwarnings("ignore:.*uncommitted")
 def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Array]):
     def square() -> MLP:
         return MLP(jnp.ones((8, 8)), jnp.ones((8, 8)))

@@ -139,7 +139,7 @@ def test_the_warning_of_what_rules_replicate():
     for text, *fragments in (
         (tied, "`tied.0`", "`tied.1`", "(its class Tied is registered with JAX", ": register it with keys ("),
         (other, "`other.w.0`", "(its annotation `Float", "the annotated value has type list)", ": write `PyTree[Float"),
-        (bare, "`bare.0`", "`bare.1`", "have no axis names and nobody", ": annotate them, "),
+        (bare, "`bare.0`", "`bare.1`", "are uncommitted and have no axis names, so they are replicated", ": annotate them, "),
     ):  # fmt: skip
         assert all(fragment in text for fragment in fragments), text
 

@@ -114,7 +114,7 @@ def test_silent_failure_11_moments_that_are_not_born_sharded():
     assert_planned(opt, plan)
 
 
-@pytest.mark.filterwarnings("ignore:.*nobody has placed")
+@pytest.mark.filterwarnings("ignore:.*uncommitted")
 def test_silent_failure_11_what_drifts_says_so():
     """State that is not committed moves with the first step; a record tells which, and why."""
     f = ft.jit(lambda state, x: {"m": state["m"] + x.sum(0)}, in_shardings=None)

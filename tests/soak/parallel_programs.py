@@ -43,10 +43,10 @@ REFUSALS = (
     r"does not divide",
     r'context="heads": \d+ parts of the sequence',
     r'dispatch="exchange"',
-    r"is scanned: each iteration would gather the whole stack",
-    r"runs layers that return `x` alone",
+    r"cannot scan a stack whose axis",
+    r"layers can return only `x`",
     r"cannot be divided into \d+ equal micro-batches",
-    r"\d+ stages? for them",
+    r"cannot be divided into \d+ stages? over",
     r"shards both the batch and the stack",
 )
 

@@ -202,9 +202,9 @@ def test_of_a_traced_array_without_names_the_layout_is_left_to_the_compiler():
 def test_a_layout_without_rules_is_not_about_activations():
     f = ft.jit(step, rules=ft.FSDP("data", min_size=0), mesh=MESH)
     with warns(
-        "step: `x` f32[64, 4] has axes but the rules know no names and nobody has placed it",
-        "is replicated on the mesh",
-        "add `ft.AxisRules` to the rules, place it with `ft.shard`, or write `in_shardings=`",
+        "step: `x` f32[64, 4] is uncommitted and has axes, but the rules name no axes",
+        "so it is replicated on mesh",
+        "add `ft.AxisRules` to the rules, place it with `ft.shard`, or pass `in_shardings=`",
     ):
         out, y = f(layer(np.asarray), X)
     lies(out, [P(None, "data"), P("data")], MESH)
@@ -236,7 +236,7 @@ def test_an_entry_of_in_shardings_decides_instead():
 def test_silent_failure_34_what_has_no_names_is_replicated_with_a_warning():
     f = ft.jit(lambda w, x: (w @ x, x), rules=RULES)
     x = ft.shard(np.ones((4, 64), np.float32), P("data"), MESH)
-    told = r"<lambda>: `w` f32\[64, 4\] has no axis names and nobody has placed it, so this is replicated on the mesh"
+    told = r"<lambda>: `w` f32\[64, 4\] is uncommitted and has no axis names, so it is replicated on mesh"
     with pytest.warns(ft.FunctreeWarning, match=told):
         f(np.ones((64, 4), np.float32), x)
     with warnings.catch_warnings():
@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 def test_what_the_rules_do_not_fit(case: str):
     rules, tree, told = REFUSED[case]
     with raises(
-        "step: the rules do not fit", "that nobody has placed", error=ft.ShardingError
+        "step: the rules do not fit", "(uncommitted) on mesh", error=ft.ShardingError
     ) as caught:
         ft.jit(step, rules=rules, mesh=MESH)(tree, X)
     assert all(part in str(caught.value) for part in told), str(caught.value)

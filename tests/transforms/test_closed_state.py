@@ -76,10 +76,10 @@ def test_several_arguments_that_are_sharded_differently():
         return {"grads": ft.grad(loss)(a, x), "new": [a, b]}
 
     with raises(
-        "step: it is not known which shardings 3 parts of the result should keep",
+        "step: the shardings of 3 parts of the result are ambiguous",
         "grads, new.0, new.1",
         "has the structure of the donated arguments `a`, `b`, which are sharded differently",
-        "Try: write `out_shardings=`",
+        "Try: pass `out_shardings=`",
         error=ft.ShardingError,
     ):
         ft.jit(step, donate=("a", "b"))(one, other, X)

@@ -199,7 +199,9 @@ def test_what_is_bound_is_traced(kind: str):
 
 
 def test_what_is_not_callable():
-    with raises("jit cannot compile so", "fun=3", "it must be a function", error=FunctreeTypeError):
+    with raises(
+        "jit: invalid arguments", "fun=3", "it must be a function", error=FunctreeTypeError
+    ):
         ft.jit(3)  # type: ignore[call-overload]
 
 
@@ -368,20 +370,24 @@ def test_what_is_static_is_not_donated(static: str, donated: Any):
         return x
 
     name = {0: "x", "mode": "more.mode"}[donated]
-    told = f"donate='{name}'", "is static", "no array that can be donated", "leave it out of `don"
+    told = f"jit: `{name}` in `donate` is static", "no arrays to donate", "remove it from `donate`"
     with raises(*told, error=FunctreeValueError):
         ft.jit(body, static_argnames=static, donate=donated)
     ft.jit(body, static_argnames=static, donate=...)  # of all parameters those that have arrays
 
 
 REFUSED = {
-    "backend": ("jit has no `backend`", "jax.device_put", "with jax.default_device(device):"),
+    "backend": (
+        "jit has no option `backend`",
+        "jax.device_put",
+        "with jax.default_device(device):",
+    ),
     "abstracted_axes": (
-        "jit has no `abstracted_axes`",
+        "jit has no option `abstracted_axes`",
         "sizes are part of a compiled program",
         "jax.export",
     ),
-    "donate_argnums": ("use `donate=`, with names or positions, instead of donate_argnums",),
+    "donate_argnums": ("jit has no option `donate_argnums`: pass names or positions to `donate=`",),
     "in_sharding": ("jit has no option `in_sharding`; did you mean `in_shardings`?",),
 }
 

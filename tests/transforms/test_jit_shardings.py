@@ -143,7 +143,7 @@ FOR_STATIC: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("fun", "given"), FOR_STATIC)
 def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
     said = (
-        "in_shardings: `b` is static, so it has no sharding: leave it out, or write `None` in its place",
+        "jit: in_shardings has a layout for `b`, which is static: remove it, or replace it with `None`",
     )
     with raises(*said, error=ft.RuleError):
         ft.jit(fun, in_shardings=given, static_argnames="b")
@@ -207,7 +207,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(
     with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
-        f"<lambda>: each call places `tree.x` by {layout}: use `ft.shard` once, before the calls"
+        f"<lambda>: each call places `tree.x` again, with {layout}: call `ft.shard` once, before the calls"
     ]
     assert caught[0].filename == __file__
     f({"x": array}, y)  # once
@@ -219,7 +219,7 @@ def test_silent_failure_31_in_explicit_mode():
     with raises(
         "in_shardings does not fit 2 leaves",
         "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes its type in the body would be unsharded",
-        "tree.b   f32[8, 4]\n      is uncommitted, on no mesh: on Explicit axes",
+        "tree.b   f32[8, 4]\n      is uncommitted and on no mesh: on Explicit axes",
         "move it first: `ft.shard(x, layout, mesh)`",
     ):
         f({"a": X, "b": jnp.asarray(X)})
@@ -373,7 +373,7 @@ def test_arguments_on_another_mesh(other: str, options: Any, first: bool):
 
 
 def test_only_what_has_devices():
-    with raises("jit runs on devices: give a `Mesh`, not sizes"):
+    with raises("jit: `mesh` has only sizes: pass a `Mesh` with devices"):
         ft.jit(lambda x: x, mesh={"data": 2})  # type: ignore[call-overload]
 
 

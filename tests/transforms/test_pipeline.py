@@ -234,8 +234,8 @@ def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
         x, table = ft.shard((x, table), (ft.P("data"), ft.P()))
         found = ft.jit(lambda layers, x, t: layers.scan(x, t, microbatches=2))(placed, x, table)
         with raises(
-            "arrays cannot be divided into micro-batches",
-            "args.0   f32[4, 8]", "is in `divided`, and the batch has the size 8",
+            "microbatches=: arrays cannot be divided into micro-batches",
+            "args.0   f32[4, 8]", "is in `divided`, but its dimension 0 does not have the batch size 8",
             error=FunctreeValueError,
         ):  # fmt: skip
             ft.jit(lambda layers, x, t: layers.scan(x, t[:4], microbatches=2, divided=0))(
@@ -251,22 +251,22 @@ BOTH = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
 REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] = {
     "no micro-batches": (
         BY_STAGE, {"pipe": 4, "data": 2}, {},
-        ('a stack whose axis "layers" is sharded over pipe is scanned', "gather the whole stack",
-         "Give `microbatches=`, so that the layers run as a pipeline of 4 stages"),
+        ('cannot scan a stack whose axis "layers" is sharded over pipe', "gather the whole stack",
+         "Pass `microbatches=` to run the layers as a pipeline of 4 stages"),
     ),
     "a batch that is not divided": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 3},
-        ("a stack cannot be run as a pipeline\n\n  microbatches=3\n",
-         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "Try: a divisor of 16"),
+        ("microbatches=: the stack cannot run as a pipeline\n\n  microbatches=3\n",
+         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "Try: use a divisor of 16 for `microbatches`"),
     ),
     "layers that are not divided": (
         BY_STAGE, {"pipe": 8, "data": 1}, {"microbatches": 2},
-        ("  4 layers\n      pipe has 8 stages for them", "Try: a number of layers that 8 divides"),
+        ("  4 layers\n      cannot be divided into 8 stages over pipe", "Try: use a number of layers that is a multiple of 8"),
     ),
     "more than x": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 2, "collect": True},
-        ("`microbatches=` runs layers that return `x` alone\n\n  collect=True\n",
-         "of micro-batches", "Try: leave the stack unsharded for it"),
+        ("microbatches=: layers can return only `x`\n\n  collect=True\n",
+         "would cover one micro-batch each", "Try: leave the stack unsharded for it"),
     ),
     "no number": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 0},
@@ -274,7 +274,7 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
     ),
     "one mesh axis for both": (
         BOTH, {"pipe": 4}, {"microbatches": 2},
-        ("microbatches=: the mesh axis pipe shards both the batch and the stack", "two mesh axes"),
+        ("microbatches=: the mesh axis `pipe` shards both the batch and the stack", "two different mesh axes"),
     ),
 }  # fmt: skip
 

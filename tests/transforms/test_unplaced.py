@@ -69,12 +69,12 @@ def test_warned_of(case: str) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
-    texts = [str(one.message) for one in caught if "nobody has placed" in str(one.message)]
-    them = "them" if told.count("`") > 2 else "it"
+    texts = [str(one.message) for one in caught if "uncommitted" in str(one.message)]
+    they, are, them = ("they", "are", "them") if told.count("`") > 2 else ("it", "is", "it")
     assert texts == [
-        f"apply: nobody has placed {told}, and other arguments are on 8 devices, so each of these "
-        f"gets all of {them} and does all the work: place {them} with `ft.shard`, or write `rules=` or "
-        "`in_shardings=`"
+        f"apply: {told} {are} uncommitted while other arguments span 8 devices, so {they} {are} "
+        f"replicated and every device repeats the work: place {them} with `ft.shard`, or pass "
+        "`rules=` or `in_shardings=`"
     ]
 
 
@@ -112,7 +112,7 @@ def test_each_array_for_itself() -> None:
         (X, PLACED, "`x` f32"),
         (X, X, "`x` f32.*`y` f32"),
     ):
-        with pytest.warns(ft.FunctreeWarning, match=f"nobody has placed {told}"):
+        with pytest.warns(ft.FunctreeWarning, match=f"{told}.* uncommitted"):
             f(WHOLE, x, y, np.float32(2))
         with warnings.catch_warnings():
             warnings.simplefilter("error")

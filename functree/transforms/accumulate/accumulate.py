@@ -65,9 +65,9 @@ def accumulate(
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
-    One `lax.scan` runs all micro-batches, in the memory of one micro-batch. If the loss is a mean
-    over the batch, the result is the gradient of the whole batch. Micro-batch `i` has the examples
-    `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
+    One `lax.scan` runs all micro-batches, so it needs the memory of only one. If the loss is a mean
+    over the batch, the result equals the result for the whole batch. Micro-batch `i` has the
+    examples `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
 
     Without `over=`, gradients are reduced over devices in every micro-batch. With `over=`, they are
     reduced once.
@@ -235,9 +235,9 @@ class MicroBatch(NamedTuple):
         run: a function of a micro-batch's number and the operands.
         types: the types of the arrays in the result.
         skeleton: the result without its arrays.
-        parameters: the index of each gradient among the arrays of the result, with the index of its
-            parameter among the operands.
-        carried: the index of each carried array in the result, with the index of its operand.
+        parameters: the index of each gradient's parameter among the operands, by the gradient's
+            index among the arrays of the result.
+        carried: the index of each carried array's operand, by the array's index in the result.
         weight: the index of the weight in the result, or None.
         summed: the indices of the result's arrays that are summed over the micro-batches. The
             others are carried, or come from the last micro-batch.
@@ -296,7 +296,7 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
                 new[k] += totals[k]
         return new, None
 
-    # The loop carries the sums, since stacked outputs would hold the gradients of every step.
+    # The loop carries the sums, since stacked outputs would hold all gradients.
     start = list(map(_zeros, micro_batch.types))
     for k, operand in micro_batch.carried.items():
         start[k] = operands[operand]

@@ -1,5 +1,8 @@
-"""A function and the options of `ft.jit` ─► `Jit`: the key, the checks and the program of a call;
-and `CheckedJit`, which runs only if all processes compile the same program."""
+"""`Jit` places the arguments of a call, and finds or makes the program that runs it.
+
+A function and the options of `ft.jit` ─► a `Jit`, or a `CheckedJit`, which runs only if all
+processes compile the same program.
+"""
 
 import functools
 from collections import Counter
@@ -75,15 +78,15 @@ class JitOptions(NamedTuple):
     rules: Layout | None
     donated: frozenset[str]
     static: frozenset[str]
-    jax: Mapping[str, Any]  # the options that `jax.jit` has too
+    jax: Mapping[str, Any]  # options that are passed to `jax.jit`
 
 
 class Jit(Function[_P, _T]):
-    """A function that is compiled once for each structure of its arguments; made by `ft.jit`.
+    """Function that is compiled once for each structure of its arguments. `ft.jit` makes it.
 
     Attributes:
-        compilations: one record for each program that it has used, with what differed from the most
-            similar earlier one. Wrappers of one function with equal options share traces and
+        compilations: a record for each program that it has used, with the differences from the most
+            similar earlier program. Wrappers of one function with equal options share traces and
             programs. The record of a program that another wrapper compiled is marked.
 
     Examples:
@@ -103,30 +106,30 @@ class Jit(Function[_P, _T]):
         if options.in_shardings is not None:
             self._layouts = ParameterLayouts("in_shardings", options.in_shardings, self._signature)
             _check_static(self._layouts, options.static)
-        # How often the array at a path was placed.
+        # How often the array at each path was placed.
         self._placings: Counter[Path] = Counter()
-        # Without layouts and donation our part of a program does not depend on the shardings of the
-        # arguments. JAX then distinguishes its own programs by them, and the key stays short.
+        # Without layouts and donation, a `Program` does not depend on its arguments' shardings. The
+        # key stays short, and JAX compiles one program for each set of shardings.
         has_layouts = options.in_shardings is not None or options.out_shardings is not None
         self._by_shardings = has_layouts or bool(options.donated)
 
     @property
     def static(self) -> frozenset[str]:
-        """The names of the parameters that are static, whatever their values are."""
+        """The names of the parameters that are static, whatever their values."""
         return self._options.static
 
     @property
     def layouts(self) -> dict[str, LayoutTree]:
-        """Its options that are layouts, by name."""
+        """The options that are layouts, by name."""
         names = ("in_shardings", "out_shardings", "rules")
         return {name: getattr(self._options, name) for name in names}
 
     def changed(self, fun: Callable[_P, _T], **options: Any) -> Self:
-        """A function with other options, and with the rest of those of this one.
+        """Return a function with some options changed.
 
         Args:
-            fun: the same function, perhaps bound to other arguments.
-            **options: some of `JitOptions`.
+            fun: the same function, which may be bound to different arguments.
+            **options: the changed fields of `JitOptions`.
         """
         for name in ("in_shardings", "out_shardings"):
             if name in options:
@@ -134,7 +137,7 @@ class Jit(Function[_P, _T]):
         return self.of(fun, self._options._replace(**options))
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
-        # In the trace of an outer function a program donates nothing, and has constraints instead
+        # In the trace of an outer function, a program donates nothing, and has constraints instead
         # of shardings.
         start = (tracing(), self._options.mesh or current_mesh(), rules)
         if self._by_shardings:
@@ -147,7 +150,7 @@ class Jit(Function[_P, _T]):
         group, arrays = flat.group, flat.arrays
         moving: dict[int, AnyArray] = {}
         for i, (path, array) in enumerate(zip(group.paths, arrays, strict=True)):
-            # An entry of `in_shardings` constrains each tracer, since its own sharding is not
+            # An entry of `in_shardings` constrains every tracer, since a tracer's sharding is not
             # known.
             if is_unplaced(array) or (isinstance(array, Tracer) and self._has_entry(path)):
                 moving[i] = array
@@ -177,14 +180,16 @@ class Jit(Function[_P, _T]):
         rules: Layout | None,
         mesh: Mesh | AbstractMesh | None,
     ) -> Placement:
-        """Where the arrays of a call that nobody has placed belong: by `in_shardings`, and without
-        an entry there by the rules."""
+        """Decide where the uncommitted arrays of a call are placed.
+
+        `in_shardings` decides for the arrays that have an entry there, and the rules for the rest.
+        """
         paths, shardings = flat.group.paths, dict[int, NamedSharding]()
         if self._layouts is not None:
             mesh, wanted = by_in_shardings(flat.call, flat.arrays, self._layouts, mesh)
-            shardings |= {i: one for i in moving if (one := wanted[i]) is not None}
+            shardings |= {i: sharding for i in moving if (sharding := wanted[i]) is not None}
         others = {i: array for i, array in moving.items() if not self._has_entry(paths[i])}
-        # Inside `shard_map` arrays are local, and the rules are about global ones.
+        # Inside `shard_map`, arrays are local, but the rules are about global arrays.
         is_global = not jax.sharding.get_abstract_mesh().manual_axes
         if others and rules is not None and mesh is not None and is_global:
             shardings |= by_rules(flat.call, others, rules, self._signature, mesh)
@@ -192,14 +197,14 @@ class Jit(Function[_P, _T]):
         return Placement(shardings, can_run, donated_indices(paths, self._options.donated))
 
     def _warn_placed(self, flat: FlatCall, placement: Placement) -> None:
-        """Warn of arrays that a second call places again."""
+        """Warn about arrays that a second call places again."""
         again: dict[str, list[str]] = {"in_shardings": [], "the rules": []}
         for i in placement.shardings:
             path, array = flat.group.paths[i], flat.arrays[i]
             if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
                 continue
             by = "in_shardings" if self._has_entry(path) else "the rules"
-            # An array of NumPy has to be moved in each call in any case.
+            # A NumPy array has to be moved in each call in any case.
             if by == "the rules" and not is_concrete(array):
                 continue
             self._placings[path] += 1
@@ -208,18 +213,18 @@ class Jit(Function[_P, _T]):
         for by, paths in again.items():
             if paths:
                 warn(
-                    f"{self._signature.name}: each call places {listed(paths)} by {by}: use "
-                    "`ft.shard` once, before the calls"
+                    f"{self._signature.name}: each call places {listed(paths)} again, with {by}: "
+                    "call `ft.shard` once, before the calls"
                 )
 
     def _has_entry(self, path: Path) -> bool:
-        """Whether `in_shardings` has an entry for the array at a path, which may be `None`."""
+        """Return whether `in_shardings` has an entry for a path. The entry may be `None`."""
         return self._layouts is not None and self._layouts.has_entry(path)
 
     def _program(self, flat: FlatCall) -> Program:
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
-        # Not the filters of ambient rules, which are written for more than one function.
+        # The filters of ambient rules are not checked, since they serve several functions.
         if options.rules is not None and has_filters(options.rules):
             check_rules(flat.call, options.rules, self._signature)
         if not tracing() and self._rules() is None:
@@ -227,7 +232,7 @@ class Jit(Function[_P, _T]):
         mesh, of_arguments = self._mesh(arrays), None
         if mesh is None:
             of_arguments = first_mesh(arrays)
-            # A program that does not depend on the shardings of its arguments is used on any mesh.
+            # A program that does not depend on its arguments' shardings serves every mesh.
             mesh = of_arguments if self._by_shardings else None
         if self._layouts is not None:
             mesh, _ = by_in_shardings(flat.call, arrays, self._layouts, mesh)
@@ -259,21 +264,23 @@ class Jit(Function[_P, _T]):
         return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
-        """The mesh of a call, if it is not that of its arguments."""
+        """Return the mesh of a call, unless its arguments determine it."""
         if self._options.mesh is not None:
             return self._options.mesh
         mesh = current_mesh()
         if isinstance(mesh, AbstractMesh) and not tracing():
-            # Such as inside of an eager `jax.sharding.auto_axes`, whose arrays know the devices.
+            # For example in an eager `jax.sharding.auto_axes`, whose arrays have the devices.
             return with_devices_of(mesh, arrays)
         return mesh
 
     def _body(self, flat: FlatCall, surroundings: Surroundings) -> Body:
-        """The body for a call: one for all programs with the same surroundings and the same donated
-        arrays."""
+        """Return the body for a call.
+
+        All programs with the same surroundings and donated arrays share one body.
+        """
         group, mesh = flat.group, surroundings.mesh
         donated = donated_indices(group.paths, self._options.donated)
-        # If no mesh is known, layouts of the result bring their own.
+        # If no mesh is known, the layouts of the result may bring one.
         several = self._options.out_shardings is not None if mesh is None else mesh.size > 1
         if several:
             donated = tuple(i for i in donated if not _is_spread(flat.arrays[i]))
@@ -286,10 +293,12 @@ class Jit(Function[_P, _T]):
     def _lay_outputs(
         self, flat: FlatCall, mesh: Mesh | AbstractMesh | None, output: Output
     ) -> Shardings | None:
-        """The sharding of each array of a result: by `out_shardings`, else that of the donated
-        argument it replaces."""
+        """Return the sharding of each array of a result.
+
+        It comes from `out_shardings`, or otherwise from the donated argument that it replaces.
+        """
         name, layouts = self._signature.name, self._options.out_shardings
-        # Only now: the constructors of some classes do not accept the abstract arrays of this tree.
+        # Built only now, since the constructors of some classes refuse abstract arrays.
         result = output.tree
         given: Shardings = [None] * len(output.values)
         if layouts is not None:
@@ -300,46 +309,49 @@ class Jit(Function[_P, _T]):
         return shardings
 
     def _donated(self, flat: FlatCall) -> Donated:
-        """The donated arguments, with the shardings that parts of the result keep."""
+        """Return the donated arguments, with the shardings that parts of the result keep."""
         shardings = list(map(_named_sharding, flat.arrays))
         paths = flat.group.paths
         indices = set(donated_indices(paths, self._options.donated))
         donated = dict[StateForm, dict[Path, tuple[NamedSharding | None, ...]]]()
         for name, value in self._signature.each(flat.call):
-            own = [i for i, path in enumerate(paths) if path[: len(name)] == name]
-            if own and own[0] in indices:
-                kept = tuple(shardings[i] for i in own)
+            below = [i for i, path in enumerate(paths) if path[: len(name)] == name]
+            if below and below[0] in indices:
+                kept = tuple(shardings[i] for i in below)
                 donated.setdefault(StateForm.of(value), {})[name] = kept
         return donated
 
 
 def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
-    """Raise RuleError for a static parameter that has a layout of its own. (One layout for all is
-    for arrays only.)"""
+    """Raise RuleError for a static parameter with its own layout.
+
+    A single layout for all parameters applies to arrays only.
+    """
     for name in sorted(static):
-        # A parameter among `**more` is `more.mode` here, and `mode` among the layouts.
-        own = name.rpartition(".")[2]
-        if layouts.by_name is not None and layouts.by_name.get(own) is not None:
+        # A parameter in `**more` is `more.mode` here, and `mode` in the layouts.
+        key = name.rpartition(".")[2]
+        if layouts.by_name is not None and layouts.by_name.get(key) is not None:
             raise RuleError(
-                f"in_shardings: `{own}` is static, so it has no sharding: leave it out, or write "
-                "`None` in its place"
+                f"jit: in_shardings has a layout for `{key}`, which is static: remove it, or "
+                "replace it with `None`"
             )
 
 
 def _is_spread(array: AnyArray) -> bool:
-    """Whether the compiler spreads an array over the devices as it likes: nobody has placed it.
+    """Return whether the compiler chooses the sharding of an array, since it is uncommitted.
 
-    JAX copies such an array to the devices, so a donation gives nothing, and XLA may fail: it
-    chooses the output that reuses the memory of a donated input before it chooses how the input is
-    sharded.
+    JAX copies such an array to the devices, so donating it saves no memory. XLA may even fail: it
+    assigns the memory of a donated input to an output before it chooses the input's sharding.
     """
     has_value = not isinstance(array, Tracer | jax.ShapeDtypeStruct)
     return has_value and is_unplaced(array) and array.ndim > 0
 
 
 def _named_sharding(array: AnyArray) -> NamedSharding | None:
-    """The sharding of an array that is on a mesh, else None. That of a traced array is not
-    known."""
+    """Return the sharding of an array on a mesh, otherwise None.
+
+    For a traced array, the sharding is unknown.
+    """
     sharding = getattr(array, "sharding", None)
     return sharding if isinstance(sharding, NamedSharding) else None
 
@@ -347,7 +359,7 @@ def _named_sharding(array: AnyArray) -> NamedSharding | None:
 def _make_body(
     traces: Traces, group: CallGroup, donated: tuple[int, ...], surroundings: Surroundings
 ) -> Body:
-    """The user's function for one group of its calls, and one ambient mesh and rules."""
+    """Make the body of the user's function for a group of calls, an ambient mesh, and rules."""
     signature, fun = traces.signature, traces.fun
     packed = [value for _, value in group.skeleton.statics if isinstance(value, Skeleton)]
 
@@ -367,7 +379,7 @@ def _make_body(
 
 
 def _uses_mesh(jaxpr: Any) -> bool:
-    """Whether the result of a function depends on an argument that is on a mesh."""
+    """Return whether the result of a function depends on an argument that is on a mesh."""
     needed = {id(x) for x in jaxpr.outvars}
     for equation in reversed(jaxpr.eqns):
         if equation.effects or any(id(x) in needed for x in equation.outvars):
@@ -376,14 +388,13 @@ def _uses_mesh(jaxpr: Any) -> bool:
 
 
 def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
-    """A program that runs on the mesh of its arguments, even if its result depends on none of
-    them.
+    """Make a program run on the mesh of its arguments, even if its result depends on none.
 
-    JAX drops unused arguments, and chooses the devices by the others. If it drops all that are on a
-    mesh, it would run on the default device.
+    JAX drops unused arguments, and takes the devices from the others. If it dropped all arguments
+    on the mesh, the program would run on the default device.
 
     Raises:
-        ShardingError: the program is called in a trace, and its constraints would have no effect.
+        ShardingError: if the mesh is abstract, and a constraint would have no effect.
     """
     if _uses_mesh(traced.jaxpr.jaxpr):
         return program
@@ -392,7 +403,7 @@ def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Pro
     if "sharding_constraint" in str(traced.jaxpr):
         raise ShardingError(
             f"{program.name} constrains arrays on the mesh of its arguments, but its result "
-            "depends on none that is on the mesh. JAX drops unused arguments, and the constraints "
+            "depends on no argument on that mesh. JAX drops unused arguments, and the constraints "
             f"with them: {NO_MESH} with a `Mesh`"
         )
     return program
@@ -406,17 +417,17 @@ def _is_packed(node: object) -> bool:
 
 
 def _unpacked(values: Sequence[Tree]) -> list[Tree]:
-    """Arguments as the function sees them: a packed module is unpacked."""
+    """Unpack packed modules among the arguments, for the user's function."""
     return tree_map(lambda x: x.tree if _is_packed(x) else x, list(values), is_leaf=_is_packed)
 
 
 def _repacked(result: Tree, packed: Sequence[Skeleton]) -> Tree:
-    """A result in which each outermost part with the structure of a packed argument is packed."""
+    """Pack each outermost part of a result that has the structure of a packed argument."""
     if not packed:
         return result
-    # The type of the root is compared first: to compute the skeleton of every node would be slow.
+    # The type of the root is compared first, since computing the skeleton of every node is slow.
     roots = {data[0] for skeleton in packed if (data := skeleton.treedef.node_data()) is not None}
-    # The argument's own skeleton is used again, so that the next call finds its group by identity.
+    # The argument's skeleton is reused, so that the next call finds its group by identity.
     known = {skeleton: skeleton for skeleton in packed}
 
     def fits(node: Tree) -> bool:
@@ -435,26 +446,27 @@ def _repacked(result: Tree, packed: Sequence[Skeleton]) -> Tree:
 
 
 class CheckedJit(Jit[_P, _T]):
-    """A function that compares what it compiles with all processes; made by `ft.jit(...,
-    check_processes=True)`."""
+    """Function that runs only if all processes compile the same program.
+
+    `ft.jit(..., check_processes=True)` makes it.
+    """
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._agreed: set[Hashable] = set()  # the compilations that were found to be the same
-        self._compares = False  # whether what is prepared is a call, and not only traced
+        self._agreed: set[Hashable] = set()  # compilations that are the same in all processes
+        self._compares = False  # whether a call is prepared to run, and not only to be traced
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         self._compares = jax.process_count() > 1 and not tracing()
         return super().__call__(*args, **kwargs)
 
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        """As that of every function; and what a call needs that was not compiled yet is
-        compared."""
+        """Prepare a call, and compare its compilation between processes, unless it is known."""
         if not self._compares:
             return super()._prepare(args, kwargs)
         try:
             with ExitStack() as stack:
-                # The other processes are at their first call too, and hear of an error in this one.
+                # All processes are at their first call, so an error here is raised in all of them.
                 first = None if self._agreed else stack.enter_context(self._agreement())
                 program, flat = super()._prepare(args, kwargs)
                 key = _key(program, flat)
@@ -467,14 +479,17 @@ class CheckedJit(Jit[_P, _T]):
             self._compares = False
 
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
-        """As that of every function; and the values that are placed are compared, as
-        `ft.shard` does. JAX compares them too, when it places them, in words of its own."""
+        """Place the arguments of a call, after comparing their values between processes.
+
+        `ft.shard` compares them too. JAX would compare them when it places them, but its message
+        has no paths.
+        """
         if self._compares and (rules is not None or self._layouts is not None):
             pairs = zip(flat.group.paths, flat.arrays, strict=True)
-            own = [f"{path}: {own_text(x)}" for path, x in pairs if has_values_here(x)]
-            if own:
+            arguments = [f"{path}: {own_text(x)}" for path, x in pairs if has_values_here(x)]
+            if arguments:
                 with self._agreement() as agreement:
-                    agreement.compare(lambda: {"arguments": own})
+                    agreement.compare(lambda: {"arguments": arguments})
         return super()._placed(flat, rules)
 
     def _agreement(self) -> Agreement:
@@ -482,10 +497,10 @@ class CheckedJit(Jit[_P, _T]):
 
 
 def _facts(program: Program, flat: FlatCall) -> Facts:
-    """What has to be the same in all processes: the arguments, the mesh, the lowered program."""
+    """Return what must be the same in all processes: arguments, mesh and lowered program."""
     arguments: list[str] = []
     for path, x in zip(program.group.paths, flat.arrays, strict=True):
-        # What is in this process alone is on devices of its own, and has to have equal values.
+        # Each process has its own copy of such an array, and the copies must have equal values.
         if has_values_here(x):
             arguments.append(f"{path}: {own_text(x)}")
         else:
@@ -499,7 +514,7 @@ def _facts(program: Program, flat: FlatCall) -> Facts:
 
 
 def _key(program: Program, flat: FlatCall) -> Hashable:
-    """All that a compilation depends on."""
+    """Return the key of a compilation: everything that it depends on."""
     return (
         program,
         configuration(),

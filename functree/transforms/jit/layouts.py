@@ -1,5 +1,8 @@
-"""The arguments of a call ─► the same, placed where `in_shardings` and the rules lay them out if
-nobody has placed them; its result ─► the shardings by `out_shardings` and the donated arguments."""
+"""This module decides the shardings of a call's uncommitted arguments and of its result.
+
+Uncommitted arguments ─► the same arguments, placed with `in_shardings` and the rules. A result ─►
+its shardings, from `out_shardings` and the donated arguments.
+"""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -48,13 +51,13 @@ from functree.tree.skeleton.kinds import ARRAY
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the arguments of some calls are placed.
+    """Shardings with which the arguments of some calls are placed.
 
     Attributes:
         shardings: the sharding of each array that is placed, by its index.
-        can_run: whether the mesh has devices. If not, the placed arrays are abstract: a program
-            for such a mesh can be compiled, and not run.
-        donated: the indices of the donated arrays: their placed copies share no buffer with the
+        can_run: whether the mesh has devices. If not, the placed arrays are abstract: a program for
+            such a mesh can be compiled but not run.
+        donated: the indices of the donated arrays. Their placed copies share no buffer with the
             given arrays.
     """
 
@@ -63,7 +66,7 @@ class Placement:
     donated: Collection[int]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """All arrays of a call, with those that are placed where they belong."""
+        """Place the arrays of a call that have a sharding, and return all its arrays."""
         new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
         for i, sharding in self.shardings.items():
             array = arrays[i]
@@ -78,36 +81,39 @@ class Placement:
         if traced:
             for i, array in self._constrain(traced).items():
                 new[i] = array
-        # `device_put` may share a buffer with the given array, even with `may_alias=False`: that on
-        # the device where the given array is, if the array is replicated.
+        # `device_put` may share a buffer with the given array, even with `may_alias=False`. It does
+        # so on the array's own device, if it replicates the array.
         copies = {
             id(array): jnp.array(array, copy=True)
             for i, array in moving.items()
             if i in self.donated
         }
-        own = [copies.get(id(array), array) for array in moving.values()]
-        moved = moved_once(own, [self.shardings[i] for i in moving])
+        sources = [copies.get(id(array), array) for array in moving.values()]
+        moved = moved_once(sources, [self.shardings[i] for i in moving])
         for i, array in zip(moving, moved, strict=True):
             new[i] = array
         return new
 
-    # A jitted function, because outside of one JAX has no devices for a constraint on an abstract
-    # mesh. It is made once, so that an eager `grad` or `vmap` compiles it once.
+    # Jitted, since only a jitted function has devices for a constraint on an abstract mesh. Made
+    # once, so that an eager `grad` or `vmap` compiles it once.
     @cached_property
     def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def constrain(traced: dict[int, Any]) -> dict[int, Any]:
             new: dict[int, Any] = {}
             for i, array in traced.items():
-                one = self.shardings[i]
-                new[i] = with_constraint(array, one.mesh, one.spec, one.memory_kind)
+                wanted = self.shardings[i]
+                new[i] = with_constraint(array, wanted.mesh, wanted.spec, wanted.memory_kind)
             return new
 
         return jax.jit(constrain)
 
 
 def is_unplaced(array: Any) -> bool:
-    """Whether nobody has said where an array is: it is uncommitted, abstract, traced or of
-    numpy."""
+    """Return whether an array is uncommitted.
+
+    NumPy arrays, abstract arrays without a sharding, and traced arrays without a mesh count as
+    uncommitted.
+    """
     if isinstance(array, Tracer):
         return jax.typeof(array).sharding.mesh.empty
     if isinstance(array, jax.Array):
@@ -116,8 +122,10 @@ def is_unplaced(array: Any) -> bool:
 
 
 def is_worth_telling(array: AnyArray) -> bool:
-    """Whether a warning tells of an array that is replicated or moved: not of random keys, which
-    are other ones in each step, nor of arrays that cost nothing."""
+    """Return whether to warn about an array if it is replicated or moved.
+
+    Random keys, which differ in each step, and small arrays cause no warning.
+    """
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return not is_key and array.size >= _SMALLEST
 
@@ -132,30 +140,30 @@ def by_rules(
     signature: Signature,
     mesh: Mesh | AbstractMesh,
 ) -> dict[int, NamedSharding]:
-    """The shardings that the rules give to arguments that nobody has placed.
+    """Return the shardings that the rules give to uncommitted arguments.
 
-    Trees are laid out by the whole of the rules, as `ft.shard` lays them out. An argument that is
-    one array is laid out by a pattern that names it, otherwise by its annotation and `AxisRules`.
+    Trees are laid out with all rules, as `ft.shard` lays them out. An array that is an argument
+    itself is laid out by a pattern that names it, or otherwise by its annotation and `AxisRules`.
 
     Args:
-        call: the call.
-        arrays: the arrays that nobody has placed, by their indices.
-        rules: the rules.
-        signature: the signature of the function.
-        mesh: the mesh of the function.
+        call: the arguments of the call.
+        arrays: the uncommitted arrays, by index.
+        rules: the function's rules.
+        signature: the function's signature.
+        mesh: the function's mesh.
 
     Raises:
-        ShardingError: the rules do not fit an array, as in `ft.plan`.
+        ShardingError: if the rules do not fit an array, as in `ft.plan`.
     """
     leaves, parts = _read_arguments(call, rules, signature)
     view = agreed_mesh(mesh, own_meshes(parts))
-    # Filters are checked over all arguments together, by `check_rules`.
+    # `check_rules` checks filters, over all arguments together.
     decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
     decisions, nameless = _without_names(decided)
-    # What somebody has placed stays, whatever the rules say about it. What has no names is
-    # replicated, with a warning.
+    # Committed arrays stay where they are, so their problems do not matter. Arrays without names
+    # are replicated, with a warning.
     settled = {leaf.path for i, leaf in enumerate(decided.leaves) if i not in arrays}
-    # A parameter tells the problems of what follows it, too.
+    # A problem of an uncommitted follower may be reported for its parameter.
     settled.difference_update(followed_paths([decided.leaves[i] for i in arrays]).values())
     settled |= {decided.leaves[i].path for i in nameless}
     problems = [problem for problem in decided.problems if problem.path not in settled]
@@ -168,7 +176,7 @@ def by_rules(
     name = signature.name
     if problems:
         at_fault = leaves_at_fault(problems) or "the call"
-        headline = f"{name}: the rules do not fit {at_fault} that nobody has placed, on mesh {view}"
+        headline = f"{name}: the rules do not fit {at_fault} (uncommitted) on mesh {view}"
         raise ShardingError(headline, problems)
     replicated = [
         decided.leaves[i]
@@ -179,60 +187,62 @@ def by_rules(
         _warn_replicated(name, replicated, view)
     bare = [decided.leaves[i] for i in arrays if not is_in_module(decided.leaves[i])]
     _warn_forgotten(name, bare, rules, view)
-    found: dict[int, NamedSharding] = {}
+    shardings: dict[int, NamedSharding] = {}
     for i, array in arrays.items():
-        # The layout of a traced array without names is left to the compiler.
+        # The compiler chooses the sharding of a traced array without names.
         is_left = i in nameless and isinstance(array, Tracer)
         if decisions[i].specified and not is_left:
-            found[i] = NamedSharding(mesh, decisions[i].spec, memory_kind=decisions[i].memory_kind)
-    return found
+            memory_kind = decisions[i].memory_kind
+            shardings[i] = NamedSharding(mesh, decisions[i].spec, memory_kind=memory_kind)
+    return shardings
 
 
 def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: MeshView) -> None:
-    """Warn of bare arrays that the rules place whole because that for the batch was forgotten."""
-    found = [(leaf, forgotten_axes(rules, leaf.axes, view)) for leaf in leaves]
-    having = [(leaf, forgotten) for leaf, forgotten in found if forgotten]
-    if not having:
+    """Warn about bare arrays that are unsharded, since the rules lack a rule for the batch."""
+    pairs = [(leaf, forgotten_axes(rules, leaf.axes, view)) for leaf in leaves]
+    affected = [(leaf, forgotten) for leaf, forgotten in pairs if forgotten]
+    if not affected:
         return
-    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in having])
-    warn(f"{name}: {forgotten_text(arrays, having[0][1])}")
+    arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf, _ in affected])
+    warn(f"{name}: {forgotten_text(arrays, affected[0][1])}")
 
 
 def warn_unplaced(
     name: str, paths: Sequence[Path], arrays: Sequence[AnyArray], given: Callable[[Path], bool]
 ) -> None:
-    """Warn of arrays that nobody has placed beside arrays on several devices, and that no rules
-    place: they are replicated, so that each device does all the work with them.
+    """Warn about uncommitted arrays without a layout, if other arrays are on several devices.
+
+    They are replicated, so every device repeats the work on them.
 
     Args:
-        name: the name of the function.
+        name: the function's name.
         paths: the paths of the arguments' arrays.
-        arrays: these arrays.
-        given: whether `in_shardings` says where the array at a path is.
+        arrays: the arrays at these paths.
+        given: a function that returns whether `in_shardings` has an entry for a path.
     """
     devices = max(map(_devices, arrays), default=1)
     if devices == 1:
         return
     unplaced: list[str] = []
     for path, array in zip(paths, arrays, strict=True):
-        # About a traced array the function that traces it decides.
+        # The outer function decides about traced arrays.
         if not is_worth_telling(array) or isinstance(array, Tracer) or given(path):
             continue
         if is_unplaced(array):
             unplaced.append(f"`{path}` {array_text(array)}")
     if not unplaced:
         return
-    it = "it" if len(unplaced) == 1 else "them"
+    they, are, them = ("it", "is", "it") if len(unplaced) == 1 else ("they", "are", "them")
     warn(
-        f"{name}: nobody has placed {listed(unplaced)}, and other arguments are on {devices} "
-        f"devices, so each of these gets all of {it} and does all the work: "
-        f"place {it} with `ft.shard`, or write `rules=` or `in_shardings=`"
+        f"{name}: {listed(unplaced)} {are} uncommitted while other arguments span {devices} "
+        f"devices, so {they} {are} replicated and every device repeats the work: "
+        f"place {them} with `ft.shard`, or pass `rules=` or `in_shardings=`"
     )
 
 
 def _devices(array: AnyArray) -> int:
-    """The number of devices that an array is on, or will be; 1 if that is not known."""
-    # As of a traced array.
+    """Return the number of devices that an array is on, or will be on; 1 if it is unknown."""
+    # The devices of a traced array are unknown.
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or isinstance(array, Tracer):
         return 1
     if array.sharding is None:
@@ -241,31 +251,33 @@ def _devices(array: AnyArray) -> int:
 
 
 def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
-    """Check that each filter in the rules of a function decides about a leaf of a call.
+    """Check that each filter in a function's rules decides about a leaf of a call.
 
     Raises:
-        ShardingError: a filter decides about none.
+        ShardingError: if a filter decides about no leaf.
     """
     problems = filter_problems(*_read_arguments(call, rules, signature))
     if problems:
-        what = f"{signature.name}: the rules have filters that lay out nothing"
+        what = f"{signature.name}: the rules have unused filters or patterns"
         raise ShardingError(what, problems)
 
 
 def _read_arguments(call: Any, rules: Layout, signature: Signature) -> tuple[Leaves, list[Part]]:
-    """The leaves of a call, and the rules as the layout of each parameter: the patterns of filters
-    begin in the argument."""
+    """Read the leaves of a call, with the rules as the layout of each parameter.
+
+    The patterns of filters begin inside the argument.
+    """
     leaves, parts = ParameterLayouts("rules", {}, signature, otherwise=rules).read(call)
     arrays = for_arrays(rules)
     return leaves, [part._replace(for_arrays=arrays) for part in parts]
 
 
 def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
-    """The decisions, in which arrays without names are replicated; and the indices of these."""
+    """Replicate arrays without names. Return the decisions, and the indices of these arrays."""
     decisions, nameless = list(decided.decisions), set[int]()
     for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
         if not is_in_module(leaf) and not leaf.shape:
-            # JAX replicates a scalar at no cost, wherever it is.
+            # JAX replicates a scalar at no cost.
             decisions[i] = decision._replace(specified=False)
             continue
         has_rules = decision.specified or not is_bare(leaf)
@@ -278,27 +290,28 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
 
 
 def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
-    """Warn about replicated arrays; one warning for those that lack the same."""
+    """Warn about replicated arrays, once for each reason."""
     groups = defaultdict[tuple[str, str], list[Leaf]](list)
     for leaf in leaves:
         if any(leaf.axes):
-            lack, remedy = "axes but the rules know no names", "add `ft.AxisRules` to the rules"
+            lack, remedy = "axes, but the rules name no axes", "add `ft.AxisRules` to the rules"
         elif leaf.unread is None:
             lack, remedy = "no axis names", "annotate {}"
         else:
             reason, remedy = leaf.unread
             lack = f"no axis names ({reason})"
         groups[lack, remedy].append(leaf)
-    for (lack, remedy), own in groups.items():
-        arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in own])
-        in_optimizer = any(is_optimizer_state(cls) for leaf in own for cls in leaf.within)
+    for (lack, remedy), group in groups.items():
+        arrays = listed([f"`{leaf.path}` {array_text(leaf.value)}" for leaf in group])
+        in_optimizer = any(is_optimizer_state(cls) for leaf in group for cls in leaf.within)
         optimizer = USE_PLAN_OPTIMIZER if in_optimizer else ""
-        what, verb = ("it", "has") if len(own) == 1 else ("them", "have")
-        advice = remedy.replace("{}", what)
+        words = ("it", "is", "has", "it") if len(group) == 1 else ("they", "are", "have", "them")
+        they, are, have, them = words
+        advice = remedy.replace("{}", them)
         warn(
-            f"{name}: {arrays} {verb} {lack} and nobody has placed {what}, "
-            f"so this is replicated on the mesh {view}: "
-            f"{advice}, place {what} with `ft.shard`, or write `in_shardings=`"
+            f"{name}: {arrays} {are} uncommitted and {have} {lack}, "
+            f"so {they} {are} replicated on mesh {view}: "
+            f"{advice}, place {them} with `ft.shard`, or pass `in_shardings=`"
             f"{optimizer}",
         )
 
@@ -307,8 +320,10 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
 
 
 def planning_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
-    """The mesh for a plan. Inside shard_map it is None, so that the plan raises its error for
-    Manual axes."""
+    """Return the mesh for a plan.
+
+    Inside shard_map it is None, so that the plan raises its error for Manual axes.
+    """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None
     return mesh
@@ -320,24 +335,25 @@ def by_in_shardings(
     layouts: ParameterLayouts,
     mesh: Mesh | AbstractMesh | None,
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
-    """The mesh of `in_shardings`, and the sharding that they give to each array; None to an array
-    that may have any.
+    """Return the mesh of `in_shardings`, and the sharding that they give to each array.
+
+    An array that may have any sharding has None.
 
     Raises:
-        ShardingError: a layout does not fit, or an array that somebody has placed is sharded
-            otherwise.
+        ShardingError: if a layout does not fit.
+        ShardingError: if a committed array is sharded differently.
     """
     leaves, parts = layouts.read(call)
     view = agreed_mesh(planning_mesh(mesh), own_meshes(parts))
-    # Its problems are raised together with those of arrays that are sharded otherwise.
+    # Its problems are raised below, together with wrongly sharded arrays.
     planned = plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
     problems = list(planned.problems)
     shardings: Shardings = [None] * len(arrays)
-    # A spec that does not fit its array cannot be made a sharding.
+    # A spec that does not fit its array cannot become a sharding.
     if not problems:
         shardings = [None if row.spec is None else planned.sharding(row) for row in planned.rows]
     for leaf, array, wanted in zip(leaves.leaves, arrays, shardings, strict=True):
-        # A tracer is on no device yet, nor is an array beside an abstract mesh.
+        # Tracers, and arrays for an abstract mesh, are on no device yet.
         if wanted is None or isinstance(wanted.mesh, AbstractMesh) or isinstance(array, Tracer):
             continue
         if not is_unplaced(array):
@@ -358,17 +374,19 @@ def by_in_shardings(
 
 
 def _is_taken(array: Any, wanted: NamedSharding) -> bool:
-    """Whether JAX accepts an array without moving it."""
-    # On Explicit axes the mesh is part of the array's type: an equivalent sharding on another mesh
-    # is another type.
+    """Return whether JAX accepts an array without moving it."""
+    # On Explicit axes, the mesh is part of an array's type: an equivalent sharding on a different
+    # mesh is a different type.
     if AxisType.Explicit in wanted.mesh.axis_types and mesh_of(array) != wanted.mesh:
         return False
     return is_sharded_as(array, wanted)
 
 
 def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
-    """The fault of an array that would have to be moved. It costs time, so the user has to write
-    it."""
+    """Return the fault of an array that would have to move.
+
+    Moving it takes time, so users must request it.
+    """
     current = array.sharding
     have, want = sharding_text(current), sharding_text(wanted)
     # If only the specs differ, the message is short.
@@ -386,13 +404,15 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
 
 
 def _untyped(array: AnyArray) -> Fault:
-    """The fault of an array whose type has no mesh, on Explicit axes: JAX would move it, but not
-    change its type."""
-    what = "is uncommitted, on no mesh"
+    """Return the fault of an array whose type has no mesh, on Explicit axes.
+
+    JAX would move it, but not change its type.
+    """
+    state = "is uncommitted and on no mesh"
     if isinstance(array, np.ndarray | np.generic):
-        what = "is a NumPy array"
+        state = "is a NumPy array"
     why = (
-        f"{what}: on Explicit axes its type in the body would be unsharded, whatever "
+        f"{state}: on Explicit axes its type in the body would be unsharded, whatever "
         "`in_shardings` asks for"
     )
     return why, "move it first: `ft.shard(x, layout, mesh)`"
@@ -402,39 +422,41 @@ def _untyped(array: AnyArray) -> Fault:
 
 
 class StateForm(NamedTuple):
-    """What two trees have in common if one can replace the other as state: the class of the root,
-    and the path, shape and dtype of each array. Gradients of a model have its form, although they
-    have None for its functions."""
+    """Form that two trees share if one can replace the other as state.
+
+    It is the class of the root, and the path, shape and dtype of each array. Gradients of a model
+    have the model's form, although they have None for its functions.
+    """
 
     root: type
     arrays: tuple[tuple[Keys, tuple[int, ...], Any], ...]
 
     @classmethod
     def of(cls, tree: Any) -> "StateForm":
-        """The form of a tree, whose arrays may be abstract."""
+        """Return the form of a tree. Its arrays may be abstract."""
         arrays = [(keys, x.shape, x.dtype) for keys, x, kind in walk(tree) if kind is ARRAY]
         return cls(type(tree), tuple(arrays))
 
 
 Donated = Mapping[StateForm, Mapping[Path, tuple[NamedSharding | None, ...]]]
-"""The donated arguments by their form: for the path of each, the shardings of its arrays."""
+"""The shardings of the donated arguments' arrays, by the argument's form and path."""
 
 
 def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shardings:
-    """For each array of a result, the sharding that was given, or else the one that it keeps from a
-    donated argument.
+    """Return the sharding of each array of a result.
 
-    Outer parts are compared before inner ones. A bare array never keeps a sharding: that it has the
-    shape of an argument does not mean that it replaces it.
+    It is the given sharding, or otherwise the sharding that the array keeps from a donated
+    argument. Outer parts are compared before inner parts. A bare array never keeps a sharding,
+    since it may have an argument's shape without replacing the argument.
 
     Args:
-        name: the name of the function.
-        result: its result.
+        name: the function's name.
+        result: the function's result.
         donated: the donated arguments.
-        given: for each array of the result the sharding that `out_shardings` gives to it, or None.
+        given: the sharding that `out_shardings` gives to each array of the result, or None.
 
     Raises:
-        ShardingError: a part has the form of several arguments, which are sharded differently.
+        ShardingError: if a part has the form of several arguments that are sharded differently.
     """
     roots = {form.root for form in donated}
     shardings: list[NamedSharding | None] = []
@@ -447,29 +469,29 @@ def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shard
             if is_array(node):
                 shardings.append(given[start])
             continue
-        # To compute the form of every part would be slow.
+        # Computing the form of every part would be slow.
         same = donated.get(StateForm.of(node), {}) if type(node) in roots else {}
         if not same:
             waiting += reversed([((*keys, key), child) for key, child in below])
             continue
         kept, *others = set(same.values())
-        own = given[start : start + len(kept)]
-        if others and None in own:
+        wanted = given[start : start + len(kept)]
+        if others and None in wanted:
             problems.append(_several(Path(keys), same))
-        shardings += [one or other for one, other in zip(own, kept, strict=True)]
+        shardings += [new or old for new, old in zip(wanted, kept, strict=True)]
     if problems:
         parts = count(len(problems), "part")
         raise ShardingError(
-            f"{name}: it is not known which shardings {parts} of the result should keep", problems
+            f"{name}: the shardings of {parts} of the result are ambiguous", problems
         )
     return shardings
 
 
 def _several(path: Path, arguments: Iterable[Path]) -> Problem:
-    """The problem of a part of the result that may replace several arguments."""
+    """Build the problem of a part of the result that may replace several arguments."""
     names = listed([f"`{argument}`" for argument in arguments])
     why = f"has the structure of the donated arguments {names}, which are sharded differently"
-    remedy = "write `out_shardings=`, which says how the result is sharded"
+    remedy = "pass `out_shardings=` to choose how the result is sharded"
     return Problem(path, None, "" if path else "the result", why, remedy)
 
 
@@ -479,10 +501,10 @@ def resolve_out_shardings(
     """Resolve `out_shardings`, a prefix of the result. Rules read the annotation of the result.
 
     Raises:
-        ShardingError: a layout does not fit.
-        RuleError: the prefix has another structure than the result.
+        ShardingError: if a layout does not fit.
+        RuleError: if the prefix has a different structure from the result.
     """
-    # As a record with one field, whose annotation is that of the result.
+    # A record has one field here, with the annotation of the result.
     record = signature.result
     planned = plan_tree(
         record(result), record(layouts), planning_mesh(mesh), check=False, allow_unspecified=True
