@@ -346,8 +346,11 @@ def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
         why = f"a batch of {batch}"
         if shards > 1:
             why += f", sharded over {shards} devices,"
-        why += f" cannot be divided into {plan.microbatches} equal micro-batches"
-        remedy = f"use a divisor of {batch // shards} for `microbatches`"
+        plural = "" if plan.microbatches == 1 else "es"
+        why += f" cannot be divided into {plan.microbatches} equal micro-batch{plural}"
+        remedy = f"use a batch whose size is a multiple of {plan.microbatches * shards}"
+        if batch % shards == 0:
+            remedy += f", or a divisor of {batch // shards} for `microbatches`"
         problems.append(Problem(None, None, f"microbatches={plan.microbatches}", why, remedy))
     if problems:
         raise FunctreeValueError("microbatches=: the stack cannot run as a pipeline", problems)

@@ -45,7 +45,7 @@ REFUSALS = (
     r'dispatch="exchange"',
     r"cannot scan a stack whose axis",
     r"layers can return only `x`",
-    r"cannot be divided into \d+ equal micro-batches",
+    r"cannot be divided into \d+ equal micro-batch",
     r"cannot be divided into \d+ stages? over",
     r"shards both the batch and the stack",
 )

@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
     "a batch that is not divided": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 3},
         ("microbatches=: the stack cannot run as a pipeline\n\n  microbatches=3\n",
-         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "Try: use a divisor of 16 for `microbatches`"),
+         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "or a divisor of 16 for `microbatches`"),
     ),
     "layers that are not divided": (
         BY_STAGE, {"pipe": 8, "data": 1}, {"microbatches": 2},

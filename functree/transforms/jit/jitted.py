@@ -461,7 +461,7 @@ class CheckedJit(Jit[_P, _T]):
         return super().__call__(*args, **kwargs)
 
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        """Prepare a call, and compare its compilation between processes, unless it is known."""
+        """Prepare a call. Compare its compilation between processes, if it is a new one."""
         if not self._compares:
             return super()._prepare(args, kwargs)
         try:
