@@ -240,7 +240,7 @@ class MicroBatch(NamedTuple):
         carried: the index of each carried array's operand, by the array's index in the result.
         weight: the index of the weight in the result, or None.
         summed: the indices of the result's arrays that are summed over the micro-batches. The
-            others are carried, or come from the last micro-batch.
+            others are carried, or have the value of the last micro-batch.
     """
 
     run: Callable[..., Sequence[Any]]
