@@ -276,11 +276,11 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         # Unsharded dimensions have no source: checks treat a dimension with a source as sharded.
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
-    reason, same = f"as {name}", follows.path
+    reason, same = f"follows {name}", follows.path
     # Unless the leaf has all dimensions in order, the reason lists the ones that it has.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
-        reason += f", its dimensions {', '.join(kept)}"
+        reason += f", with dimension{'' if len(kept) == 1 else 's'} {', '.join(kept)}"
         same = None
     return Decision(
         tuple(dimensions),

@@ -168,10 +168,8 @@ def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     # Arrays without a mesh, such as arrays on a single device, have a plan, too.
     view = MeshView({}) if where is None else mesh_view(where)
     if live_mesh is not None and not agrees(view, live_mesh):
-        text = (
-            f"the arrays are on the mesh {compared_text(live_mesh, view)}, but `mesh` is {view}: "
-        )
+        text = f"the arrays are on the mesh {compared_text(live_mesh, view)}, but `mesh` is {view}"
         raise ShardingError(
-            text + "leave `mesh` out to see how the arrays are sharded now, or pass a layout, too"
+            text + ": leave `mesh` out to see how the arrays are sharded now, or pass a layout, too"
         )
     return Plan(rows, leaves.skeleton, view)

@@ -1,4 +1,7 @@
-"""`Row`: what a plan says about one array; and its array as text."""
+"""A `Row` holds a plan's figures for one array.
+
+`array_of` renders the array with its mesh axes.
+"""
 
 import math
 from collections.abc import Callable, Iterable
@@ -14,11 +17,11 @@ from functree.tree.paths import Path
 
 
 class Row(NamedTuple):
-    """What a plan says about one array.
+    """The figures of one array in a plan.
 
     Attributes:
         path: the path of the array in the tree.
-        shape: the shape of the whole array.
+        shape: the global shape of the array.
         dtype: the dtype of the array.
         axes: the names of its dimensions.
         spec: its spec, with one entry for each dimension; None if its sharding has no spec.
@@ -28,10 +31,10 @@ class Row(NamedTuple):
         bytes_per_device: the bytes of the shard on one device.
         copies: the number of devices that have each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
-        mesh: the mesh of an array that is on another mesh than the plan's; else None. Only a plan
-            of how arrays are sharded now has such rows.
-        follows: the path of the parameter whose dimensions it has, and with it the spec, as the
-            moments of an optimizer do; else None.
+        mesh: the array's mesh if it differs from the plan's, and None otherwise. Only a plan that
+            shows how arrays are sharded now has such rows.
+        follows: the path of the parameter whose dimensions and spec it has, as an optimizer's
+            moments do; None otherwise.
 
     Examples:
         >>> row = ft.plan(
@@ -64,7 +67,7 @@ def row_of(
     copies: int = 1,
     memory_kind: str | None = None,
 ) -> Row:
-    """The row of an array, with its bytes."""
+    """Return the row of an array, with its bytes."""
     shape, dtype = leaf.value.shape, leaf.value.dtype
     whole, part = math.prod(shape) * dtype.itemsize, math.prod(local_shape) * dtype.itemsize
     array = leaf.path, shape, dtype, leaf.axes
@@ -72,25 +75,25 @@ def row_of(
 
 
 def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
-    """Rows by the paths of their arrays."""
+    """Return rows by the paths of their arrays."""
     return {row.path: row for row in rows}
 
 
 def saved_by_sharding(row: Row) -> int:
-    """The bytes that one device would not have if each byte of an array were on one device."""
+    """Return the bytes per device that sharding would save, if each byte were on one device."""
     return row.bytes_per_device - row.bytes_per_device // max(row.copies, 1)
 
 
 def array_of(row: Row) -> str:
-    """The array of a row, each size with the mesh axes that divide it: `f32[32000/model, 512]`.
+    """Return a row's array, with the mesh axes that divide each size: `f32[32000/model, 512]`.
 
-    The outermost of several mesh axes comes first: `64/data/model`.
+    Of several mesh axes, the outermost comes first: `64/data/model`.
     """
     return sizes_of(row, str) + beside_array(row)
 
 
 def sizes_of(row: Row, axis_text: Callable[[str], str]) -> str:
-    """The dtype and the sizes of an array, with a text for each mesh axis that divides one."""
+    """Return an array's dtype and sizes, with a text for each mesh axis that divides a size."""
     sizes = list(map(str, row.shape))
     for dim, axes in enumerate(axes_of(row)):
         for axis in axes:
@@ -99,15 +102,15 @@ def sizes_of(row: Row, axis_text: Callable[[str], str]) -> str:
 
 
 def axes_of(row: Row) -> list[tuple[str, ...]]:
-    """For each dimension of an array, the mesh axes that divide it."""
+    """Return the mesh axes that divide each dimension of an array."""
     spec = PartitionSpec() if row.spec is None else row.spec
-    # A plan with problems may have a spec with more entries than the array has dimensions.
+    # In a plan with problems, a spec may have more entries than the array has dimensions.
     entries = of_rank(spec, len(row.shape)).partitions
     return [mesh_axes(entry) for entry in entries[: len(row.shape)]]
 
 
 def beside_array(row: Row) -> str:
-    """What the sizes of an array do not say: that it has no spec, or is in host memory."""
+    """Return the text after an array's sizes: a missing spec, partial sums, or host memory."""
     text = ""
     if row.spec is None:
         text += " no spec"

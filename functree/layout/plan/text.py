@@ -1,5 +1,7 @@
-"""The rows of a plan ─► a table as text, in which equal layers are one line; and notes: what is
-replicated, and axes with several sizes."""
+"""`plan_text` renders the rows of a plan as a table, in which identical layers share a line.
+
+The notes below the table list replicated arrays, and axes with several sizes.
+"""
 
 import math
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -25,12 +27,14 @@ from functree.tree.arrays import dtype_text
 from functree.tree.axes import Axes
 from functree.tree.paths import Path, part_text
 
-COLUMNS = (38, 42, 3)  # of path, array and the number of the reason
+COLUMNS = (38, 42, 3)  # the widths of the path, the array and the reason's number
 
 
 class Group(NamedTuple):
-    """Rows in one line of a table: they differ only in the indices of their paths, or are what an
-    optimizer keeps for each parameter, sharded as that.
+    """Rows that share a line of the table.
+
+    They differ only in the indices of their paths, or are one kind of moment, sharded like its
+    parameters.
 
     Attributes:
         rows: the rows.
@@ -52,12 +56,12 @@ class Group(NamedTuple):
     def array(self) -> str:
         """The array of each row."""
         if self.follow:
-            return f"as the parameters, in {dtype_text(self.rows[0].dtype)}"
+            return f"like the parameters, in {dtype_text(self.rows[0].dtype)}"
         return array_of(self.rows[0])
 
     @property
     def why(self) -> str:
-        """The axes and the reason, which all rows share; empty for those that follow parameters."""
+        """The shared axes and reason; empty if the rows follow parameters."""
         if self.follow:
             return ""
         first, reason = self.rows[0], self.rows[0].reason
@@ -75,19 +79,19 @@ class Group(NamedTuple):
 
 
 def groups_of(rows: Sequence[Row]) -> list[Group]:
-    """The rows in groups that differ only in the indices of their paths, in their order."""
+    """Group the rows that differ only in the indices of their paths, in order."""
     groups: list[Group] = []
     for alike in grouped(rows, _but_for_indices):
-        # `a.{0-1}.{0-1}` is for four rows. It would be wrong for three of them.
+        # `a.{0-1}.{0-1}` stands for four rows, so three rows stay separate.
         different = map(set, zip(*[row.path for row in alike], strict=True))
         is_grid = math.prod(map(len, different)) == len(alike)
-        for own in [alike] if is_grid else [[row] for row in alike]:
-            groups.append(Group(own, tuple(common_parts([row.path for row in own]))))
+        for members in [alike] if is_grid else [[row] for row in alike]:
+            groups.append(Group(members, tuple(common_parts([row.path for row in members]))))
     return groups
 
 
 def table_groups(rows: Sequence[Row]) -> list[Group]:
-    """The same, but the moments of an optimizer are one group."""
+    """Group the rows as in `groups_of`, with one group for each kind of an optimizer's moments."""
     by_path = rows_by_path(rows)
     others: list[Row] = []
     followers: dict[tuple[Path, str], list[Row]] = {}
@@ -105,8 +109,10 @@ def table_groups(rows: Sequence[Row]) -> list[Group]:
 
 
 def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
-    """The beginning of an array's path, before the path of the parameter that it follows:
-    `opt_state.0.mu` for `opt_state.0.mu.w`. None unless both are sharded alike."""
+    """Return the beginning of an array's path, before the path of the parameter that it follows.
+
+    For `opt_state.0.mu.w`, it is `opt_state.0.mu`. None unless both are sharded alike.
+    """
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
         return None
@@ -131,18 +137,18 @@ def _but_for_indices(row: Row) -> Hashable:
 def plan_text(
     rows: Sequence[Row], notes: Sequence[str], column: str = "per device", by_bytes: bool = False
 ) -> str:
-    """The table, at most 100 columns wide, with the reasons below it.
+    """Render the table, at most 100 columns wide, with the reasons below it.
 
     Args:
         rows: one for each array.
         notes: the lines below the table.
-        column: the title of the last column, the bytes of each line.
-        by_bytes: whether the largest line is first.
+        column: the title of the last column, which has the bytes of each line.
+        by_bytes: whether the largest line comes first.
     """
     groups = table_groups(rows)
     if by_bytes:
         groups.sort(key=lambda group: group.per_device, reverse=True)
-    # A number for each reason, in the order in which they come first.
+    # Reasons are numbered in the order of their first lines.
     reasons: dict[str, int] = {}
     for group in groups:
         if group.why:
@@ -160,86 +166,86 @@ def plan_text(
 
 
 def replicated(rows: Sequence[Row], sizes: Mapping[str, int]) -> list[str]:
-    """A line for each combination of mesh axes over which arrays are replicated, and its cost.
+    """Return a line, with the cost, for each set of mesh axes over which arrays are replicated.
 
-    Single numbers are left out, since they cannot be sharded.
+    Scalars are left out, since they cannot be sharded.
 
     Args:
         rows: the rows of a plan.
         sizes: the sizes of its mesh axes.
     """
-    found: dict[tuple[str, ...], list[Row]] = {}
+    by_axes: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
         if row.spec is None or row.mesh is not None or not row.shape:
             continue
         used = named_axes(row.spec)
         axes = tuple(axis for axis, size in sizes.items() if size > 1 and axis not in used)
         if axes:
-            found.setdefault(axes, []).append(row)
+            by_axes.setdefault(axes, []).append(row)
     texts: dict[str, int] = {}
-    for axes, alike in found.items():
+    for axes, alike in by_axes.items():
         saved = sum(map(saved_by_sharding, alike))
         size = bytes_text(sum(row.bytes_per_device for row in alike))
         largest = max(groups_of(alike), key=lambda group: group.rows[0].bytes_per_device)
         text = f"replicated over {', '.join(axes)}: {count(len(alike), 'array')}, {size} per device"
         text += f"; sharding would save {bytes_text(saved)} (largest: {largest.title})"
         texts[text] = saved
-    # What costs most is first.
+    # The largest saving comes first.
     return sorted(texts, key=lambda text: texts[text], reverse=True)
 
 
 AxisSizes = Mapping[str, Mapping[int, tuple[Path, ...]]]
-"""For each axis its sizes, and for each of these the paths of the arrays that have it."""
+"""The sizes of each axis, with the paths of the arrays that have each size."""
 
 
-# Each layer of `eqx.nn` has sizes of its own for these.
+# In `eqx.nn`, these axes have a different size in each layer.
 _OF_ONE_LAYER = {
     axis for names in equinox_names.values() for _, axes in names if isinstance(axes, Axes)
     for axis in axes
 }  # fmt: skip
 
 HEADLINE = "axes with several sizes in one module (are their names transposed?):"
-MOST = 8  # lines of a text; a network of many convolutions may have very many
+MOST = 8  # lines; a network with many convolutions could have a line for each
 
 
 def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
-    """The sizes of each axis, in the order of the rows."""
-    found: dict[str, dict[int, dict[Path, None]]] = {}
+    """Return the sizes of each axis, in the order of the rows."""
+    by_name: dict[str, dict[int, dict[Path, None]]] = {}
     for row in rows:
         # Not strict: an annotation that does not fit has fewer or more axes than the array.
         for name, size in zip(row.axes, row.shape, strict=False):
             if name is not None:
-                # A dict, since an array may have one axis for several dimensions.
-                found.setdefault(name, {}).setdefault(size, {})[row.path] = None
+                # A dict, since several dimensions of an array may have one axis.
+                by_name.setdefault(name, {}).setdefault(size, {})[row.path] = None
     return {
-        name: {size: tuple(paths) for size, paths in sizes.items()} for name, sizes in found.items()
+        name: {size: tuple(paths) for size, paths in sizes.items()}
+        for name, sizes in by_name.items()
     }
 
 
 def several_sizes(rows: Iterable[Row]) -> list[str]:
-    """A line for each axis with several sizes in one module, below a headline: `hidden: 32 in up, 8
-    in down`.
+    """Return a line for each axis with several sizes in one module, below a headline.
 
-    That is what an annotation looks like whose names are transposed. A mesh axis may divide both
-    sizes, so nothing else shows it.
+    A line is `hidden: 32 in up, 8 in down`. The names of an annotation may be transposed. If mesh
+    axes divide both sizes, nothing else shows this.
     """
     modules: dict[Path, list[Row]] = {}
     for row in rows:
         for module in _modules(row.path):
             modules.setdefault(module, []).append(row)
-    found: dict[Path, dict[str, str]] = {}
+    texts_of: dict[Path, dict[str, str]] = {}
     told: set[tuple[Path, str]] = set()
-    # Innermost first: an axis is told where its sizes are nearest to each other.
+    # Innermost first, so that an axis is reported where its sizes are closest together.
     for module in sorted(modules, key=len, reverse=True):
         for name, sizes in axis_sizes(modules[module]).items():
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
                 told.add((Path(module[:-1]), name))
-                found.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
-    # Then in the order of the rows, and without repetition: the layers of a model, and the moments
-    # of its parameters, have the same sizes.
+                texts_of.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
+    # Then in the order of the rows, without repetition: layers, and moments of parameters, have
+    # equal sizes.
     lines: dict[str, str] = {}
     for module in modules:
-        for key, text in found.get(module, {}).items():
+        for key, text in texts_of.get(module, {}).items():
             lines.setdefault(key, text)
     texts = list(lines.values())
     if len(texts) > MOST:
@@ -248,9 +254,9 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
 
 
 def _modules(path: Path) -> Sequence[Path]:
-    """The module that an array is in, and the one that has this module in a field of its own.
+    """Return the module of an array, and the module that has this one in a field.
 
-    The elements of a list are not compared: layers one after another have different sizes.
+    Elements of a list are not compared, since successive layers may have different sizes.
     """
     if not path or isinstance(path[-1], int):
         return ()
@@ -268,6 +274,6 @@ def _text(name: str, sizes: Mapping[int, Sequence[Path]]) -> str:
 
 
 def _folded(path: Path) -> str:
-    """The text of a path, with `*` for the index of a layer."""
+    """Return the text of a path, with `*` for each index."""
     keys = ["*" if isinstance(key, int) else str(Path((key,))) for key in path]
     return ".".join(keys)
