@@ -1,4 +1,4 @@
-"""Arrays ─► rows that show how they are sharded now."""
+"""`live_rows` shows how arrays are sharded now, as rows of a plan."""
 
 from collections.abc import Iterable, Sequence
 
@@ -20,12 +20,11 @@ AnyMesh = Mesh | AbstractMesh
 def live_rows(
     leaves: Sequence[Leaf], states: Iterable[Path] = ()
 ) -> tuple[list[Row], AnyMesh | None]:
-    """A row for each array with its current sharding, and the mesh of the first array that is on a
-    mesh.
+    """Return a row with the current sharding of each array, and the mesh of the first that has one.
 
     Args:
         leaves: the arrays.
-        states: the paths of the training states that they are in.
+        states: the paths of the training states that contain them.
     """
     first: AnyMesh | None = None
     rows: list[Row] = []
@@ -42,25 +41,27 @@ def live_rows(
 
 
 def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
-    """The rows, in which moments have the paths of their parameters: of what is in a model and an
-    optimizer's state under one path and has one shape."""
+    """Set `follows` in the rows of moments.
+
+    A moment's parameter has the same path within the model, and the same shape.
+    """
     parameters = rows_by_path(rows)
-    found: list[Row] = []
+    labelled: list[Row] = []
     for row in rows:
         below = row.path[len(state) :]
         if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
-            # The longest first: nearer to the root, the optimizer's own keys are in the path.
+            # The longest path first, since the optimizer's own keys come first in it.
             for start in range(1, len(below) + 1):
                 path = Path((*state, MODEL, *below[start:]))
                 if path in parameters and parameters[path].shape == row.shape:
                     row = row._replace(follows=path)
                     break
-        found.append(row)
-    return found
+        labelled.append(row)
+    return labelled
 
 
 def _mesh_text(mesh: AnyMesh) -> str:
-    """A mesh that is not the plan's, with its devices: two meshes may have the same sizes."""
+    """Return the text of another mesh, with its devices: two meshes may have equal sizes."""
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text
@@ -75,13 +76,15 @@ def _device_text(device: Device) -> str:
 
 
 def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
-    """How an array is sharded, and its mesh. An array that is abstract, of numpy, or on a single
-    device has no spec."""
+    """Return the row of an array, and its mesh.
+
+    An array that has no sharding, is a NumPy array, or is on a single device has no spec.
+    """
     value, shape = leaf.value, leaf.shape
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
-        return row_of(leaf, None, "a numpy array in the host's memory", shape), None
+        return row_of(leaf, None, "a NumPy array in host memory", shape), None
     if isinstance(value, Tracer):
-        sharding, reason = jax.typeof(value).sharding, "by its type"
+        sharding, reason = jax.typeof(value).sharding, "from its type"
         if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
             return row_of(leaf, None, "traced, without a mesh in its type", shape), None
         if not sharding.mesh.are_all_axes_explicit:
@@ -92,8 +95,8 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
         return row_of(leaf, None, "abstract, with no sharding", shape), None
     local = tuple(sharding.shard_shape(shape))
     kind = other_memory(sharding)
-    # A `ShapeDtypeStruct` and a traced array have no `committed`; a sharding that they have was
-    # given on purpose.
+    # A `ShapeDtypeStruct` and a traced array have no `committed`, and have a sharding only if the
+    # user chose it.
     committed = isinstance(value, Tracer) or bool(getattr(value, "committed", True))
     if isinstance(sharding, SingleDeviceSharding):
         device = _device_text(next(iter(sharding.device_set)))
@@ -101,7 +104,7 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
         return row_of(leaf, None, f"{how} the device {device}", local, 1, kind), None
     parts = _parts(shape, local)
     if not isinstance(sharding, NamedSharding):
-        reason += f", by a {type(sharding).__name__}"
+        reason += f", with a {type(sharding).__name__}"
         return row_of(leaf, None, reason, local, len(sharding.device_set) // parts, kind), None
     if not committed:
         reason += ", uncommitted"
@@ -109,18 +112,18 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
     return row_of(leaf, spec, reason, local, mesh.size // parts, kind), mesh
 
 
-# The type has a spec, but its `None` may be "unsharded" or "not known": a type says nothing about
-# Auto axes, and inside `shard_map` shapes are local along Manual ones.
+# In the type's spec, `None` may mean "unsharded" or "unknown": a type does not contain Auto axes,
+# and in a `shard_map`, shapes are local along Manual axes.
 _NOT_EXPLICIT = (
-    "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+    "traced, and not all mesh axes are Explicit, so its type does not contain its whole sharding"
 )
 
 
 def _parts(shape: tuple[int, ...], local: tuple[int, ...]) -> int:
-    """The number of different shards of an array."""
+    """Return the number of different shards of an array."""
     parts = 1
-    for size, one in zip(shape, local, strict=True):
+    for size, part in zip(shape, local, strict=True):
         # A dimension of size 0 has shards of size 0.
-        if one:
-            parts *= -(-size // one)
+        if part:
+            parts *= -(-size // part)
     return parts

@@ -1,6 +1,6 @@
-"""A tree of arrays ─► its short forms: how the arrays are sharded now, in a notebook and as text.
+"""`notebook_html` and `short_text` show how the arrays of a tree are sharded now.
 
-They read shapes and shardings only, never values: also of arrays that are donated, or traced.
+They read only shapes and shardings, so they accept donated and traced arrays.
 """
 
 import dataclasses
@@ -23,17 +23,17 @@ from functree.tree.nodes import children
 
 
 class ShownByPlan:
-    """A module that a notebook shows as the plan of its arrays: how they are sharded now."""
+    """Base class of modules that a notebook shows as a plan of their current sharding."""
 
     def _repr_html_(self) -> str | None:
         return notebook_html(self)
 
 
 def notebook_html(tree: Tree) -> str | None:
-    """A tree as HTML for a notebook; None if it holds no arrays, or specs.
+    """Render a tree as HTML for a notebook; None if it contains no arrays, or contains specs.
 
-    That is treescope's if it is what the notebook shows objects with, and then each array has its
-    axes and its sharding as a comment.
+    If the notebook shows objects with treescope, so does this function, with each array's axes and
+    sharding in a comment.
     """
     if not _is_of_arrays(tree):
         return None
@@ -50,8 +50,8 @@ def _is_of_arrays(tree: Tree) -> bool:
 
 
 def _active_treescope() -> Any | None:
-    """The module of treescope if IPython shows all objects with it."""
-    # Whoever has not imported both shows nothing with them.
+    """Return the module treescope if IPython shows all objects with it."""
+    # Without an import of both, treescope is not active.
     ipython, treescope = sys.modules.get("IPython"), sys.modules.get("treescope")
     if ipython is None or treescope is None:
         return None
@@ -59,17 +59,16 @@ def _active_treescope() -> Any | None:
     if shell is None:
         return None
     formatter = shell.display_formatter.formatters["text/html"]
-    # `treescope.basic_interactive_setup` sets this; it leaves objects with a form of their own,
-    # such as ours, to that.
+    # `treescope.basic_interactive_setup` sets this, but objects with `_repr_html_` keep their own.
     name = getattr(formatter.type_printers.get(object), "__module__", "")
     return treescope if name.split(".")[0] == "treescope" else None
 
 
 def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
-    """A tree as treescope shows it, with the axes and the sharding of each array as a comment.
+    """Render a tree with treescope, with each array's axes and sharding in a comment.
 
     Args:
-        treescope: its module.
+        treescope: the module.
         tree: the tree.
         shown: the plan of the tree.
     """
@@ -90,7 +89,7 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
         )
 
     renderer = treescope.active_renderer.get()
-    # Not what adds the `_repr_html_` of objects to them: this is ours.
+    # Without the handler that appends an object's `_repr_html_`, which is functree's here.
     added = treescope.handlers.append_repr_html_when_present
     hooks = [with_axes, *(hook for hook in renderer.wrapper_hooks if hook is not added)]
     renderer = dataclasses.replace(renderer, wrapper_hooks=hooks)
@@ -99,8 +98,10 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
 
 
 def short_text(tree: Tree) -> str | None:
-    """The fields of a module, one in each line, with what they hold and how many bytes; None if the
-    tree holds no arrays, or specs."""
+    """Return a module's fields, one per line, with their content and bytes.
+
+    None if the tree contains no arrays, or contains specs.
+    """
     if not _is_of_arrays(tree):
         return None
     shown = plan(tree)
@@ -115,8 +116,10 @@ def short_text(tree: Tree) -> str | None:
 
 
 def table_text(tree: Tree) -> str | None:
-    """The plan of a tree as it is sharded now, as text; None if the tree holds no arrays, or
-    specs."""
+    """Return the plan of a tree's current sharding as text.
+
+    None if the tree contains no arrays, or contains specs.
+    """
     if not _is_of_arrays(tree):
         return None
     return str(plan(tree))
@@ -128,5 +131,5 @@ def _field_text(value: Tree) -> str:
     if is_array(value):
         return array_text(value)
     arrays = [leaf for leaf in jax.tree.leaves(value) if is_array(leaf)]
-    size = sum(math.prod(one.shape) * one.dtype.itemsize for one in arrays)
+    size = sum(math.prod(array.shape) * array.dtype.itemsize for array in arrays)
     return f"{type(value).__name__} of {count(len(arrays), 'array')}, {bytes_text(size)}"

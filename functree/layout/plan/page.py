@@ -1,4 +1,4 @@
-"""A plan ─► HTML: each array as it is cut over the mesh, in a tree to fold."""
+"""`PlanPage` renders a plan as HTML: a collapsible tree with a picture of each array's shards."""
 
 import html
 import zlib
@@ -30,18 +30,18 @@ from functree.tree.paths import Path
 MOST_DEVICES = 16
 """The number of devices that the key to the pictures' colors lists."""
 MOST_LINES = 200
-"""The number of lines of a plan in a notebook; a page has all."""
+"""The largest number of lines in a notebook; a page has all."""
 
 
 class PlanPage(NamedTuple):
-    """What the page of a plan says.
+    """The content of a plan's page.
 
     Attributes:
         rows: the rows of the plan.
         sizes: the sizes of the mesh axes.
-        problems: what is wrong, and stands out.
-        notes: the other lines about the whole plan.
-        moved: the bytes that a program moves for each array, by path; empty if there is no program.
+        problems: the highlighted lines.
+        notes: the other lines about the plan.
+        moved: the bytes that a program moves for each array, by path; empty without a program.
     """
 
     rows: Sequence[Row]
@@ -51,8 +51,10 @@ class PlanPage(NamedTuple):
     moved: Mapping[Path, int] = {}
 
     def html(self, page: bool) -> str:
-        """The whole page; or a fragment for a notebook, which has the largest arrays only if there
-        are many."""
+        """Render the page, or a fragment for a notebook.
+
+        A fragment of a plan with many arrays has only the largest.
+        """
         head = cards_html(self.cards()) + notes_html(self.problems, self.notes)
         if not page:
             return report_html("", head, self.arrays(MOST_LINES), page)
@@ -60,12 +62,12 @@ class PlanPage(NamedTuple):
         return report_html(title, head, self.devices() + self.arrays(), page)
 
     def cards(self) -> list[Card]:
-        """The figures at the head."""
+        """Return the figures at the top."""
         copies = sum(map(saved_by_sharding, self.rows))
         return [
             Card(bytes_text(_each(self.rows)), "on each device"),
             Card(bytes_text(sum(row.bytes_global for row in self.rows)), "in all, each array once"),
-            Card(bytes_text(copies), "of each device are copies"),
+            Card(bytes_text(copies), "on each device are copies"),
             Card(f"{len(self.rows):,}", f"arrays on {MeshView(self.sizes).devices:,} devices"),
         ]
 
@@ -98,14 +100,14 @@ class PlanPage(NamedTuple):
         return f'<span class="device">{dot}{name}</span>'
 
     def arrays(self, at_most: int | None = None) -> str:
-        """The tree of arrays; of many, only the largest."""
+        """Render the tree of arrays; with `at_most`, only the largest."""
         groups = table_groups(self.rows)
         left_out = ""
         if at_most is not None and len(groups) > at_most:
-            left_out = f"and {len(groups) - at_most:,} smaller ones, which `plan.html()` has"
+            left_out = f"and {len(groups) - at_most:,} smaller (`plan.html()` shows all)"
             least = sorted(group.per_device for group in groups)[-at_most]
             groups = [group for group in groups if group.per_device >= least][:at_most]
-        # Several plans may be in one notebook, so the names of the pictures are told apart.
+        # A notebook may have several plans, so the pictures' names have a prefix.
         prefix = f"cut{zlib.crc32(repr(self.rows[:MOST_LINES]).encode()):x}-"
         pictures = Pictures(self.sizes, prefix)
         tree = tree_html([self._leaf(group, pictures) for group in groups], "all arrays", "array")
@@ -129,7 +131,7 @@ class PlanPage(NamedTuple):
         return TreeLeaf(group.parts, group.per_device, content, number, picture, copies)
 
     def _array(self, row: Row) -> str:
-        """The array with the mesh axes that divide it, in their colours."""
+        """Render an array with the mesh axes that divide it, in their colors."""
         sizes = sizes_of(row, lambda axis: mesh_axes_html([axis], self.sizes))
         return f"<code>{sizes}{html.escape(beside_array(row))}</code>"
 
@@ -145,12 +147,14 @@ def _each(rows: Sequence[Row]) -> int:
 
 
 MOST_PARTS = 6
-_SMALL, _LARGE = 0.005, 0.6  # of the whole
+_SMALL, _LARGE = 0.005, 0.6  # fractions of all bytes
 
 
 def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
-    """Bytes by path ─► by part of the tree, in its order. A part that has most of the bytes is
-    shown as what is in it; the small ones are one part."""
+    """Sum bytes by part of the tree, in order.
+
+    A part with most of the bytes is replaced by its content. Small parts are joined into one.
+    """
     whole = sum(sizes.values())
     parts: dict[Path, dict[Path, int]] = {Path(): dict(sizes)}
     while sizes:
@@ -163,10 +167,10 @@ def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
         if list(inside) == [largest] or (len(parts) > 1 and (small or many)):
             break
         opened: dict[Path, dict[Path, int]] = {}
-        for path, own in parts.items():
-            opened |= inside if path == largest else {path: own}
+        for path, part in parts.items():
+            opened |= inside if path == largest else {path: part}
         parts = opened
-    totals = {str(path) or "(the array)": sum(own.values()) for path, own in parts.items()}
+    totals = {str(path) or "(the array)": sum(part.values()) for path, part in parts.items()}
     return _segments(totals, whole) if sizes else []
 
 
