@@ -144,10 +144,10 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
     for problem in caught.value.problems:
         assert problem.why == (
             "depends on the shapes of the parameters in a way that cannot be determined, "
-            "so it cannot get the spec of a parameter"
+            "so it cannot get a parameter's spec"
         )
         assert problem.remedy == (
-            "give a layout for such leaves: `otherwise=P()` replicates them; in a TrainState, by a "
+            "give such leaves a layout: `otherwise=P()` replicates them; in a TrainState, use a "
             "pattern: `StateSharding({'opt_state.**': P(), ...: layout})`"
         )
     plan = ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=P())
@@ -367,7 +367,7 @@ def test_some_of_the_dimensions_have_some_of_the_names():
     tx = optax.GradientTransformation(of_each(lambda x: (1, *x.shape[1:])), no_update)
     row = ft.plan_optimizer(tx, Named(S((8, 16), jnp.float32)), RULES, SIZES)["w"]
     assert (row.axes, row.spec) == (ft.Axes(None, "hidden"), P(None, "model"))
-    assert row.reason == "as w, its dimensions unsharded, 1"
+    assert row.reason == "follows w, with dimensions unsharded, 1"
 
 
 def test_an_error_of_functree_in_an_init_is_not_taken_for_sizes_that_do_not_fit():

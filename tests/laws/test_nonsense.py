@@ -588,7 +588,7 @@ def test_nonsense(name: str, parameter: str):
 
 # What would be an empty or a replicated answer, without a word.
 
-FOR_RULES = "for a table of rules write `ft.AxisRules({...})`"
+FOR_RULES = "for a table of rules, write `ft.AxisRules({...})`"
 SAID: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "a class as a tree": (
         lambda: ft.plan(ft.nn.MLP, RULES, MESH), ["plan takes a tree", "MLP is a class", "`ft.abstract(MLP)(...)`"]

@@ -259,7 +259,10 @@ def test_a_layout_function_and_an_argument_without_a_path() -> None:
         return P("data") if path == ("weight",) else P()
 
     with raises(
-        "x   f32[8, 4]", "has no path for", "an entry of `in_shardings=`", error=ft.ShardingError
+        "x   f32[8, 4]",
+        "has no path to pass to",
+        "an entry of `in_shardings=`",
+        error=ft.ShardingError,
     ):
         ft.jit(of_model, in_shardings=by_path, mesh=MESH).lower(net(), X)
     # The remedies.
@@ -329,7 +332,7 @@ def test_each_door_refuses(door: str) -> None:
 @pytest.mark.parametrize("door", [door for door in DOORS if door not in STAY])
 def test_each_door_warns_of_a_longer_form(door: str) -> None:
     rules = ft.AxisRules({"hiddens": "model", ...: None})
-    with pytest.warns(ft.FunctreeWarning, match="no leaf has the axis of rule `hiddens`"):
+    with pytest.warns(ft.FunctreeWarning, match="no leaf has the axis `hiddens` that a rule names"):
         DOORS[door](rules)
 
 
@@ -435,7 +438,7 @@ def test_a_name_of_two_meanings(pattern: str, door: str, meanings: tuple[str, ..
     if len(meanings) == 1:
         run()
         return
-    with raises("a name of two meanings", *meanings, "ft.regex(r'^", error=ft.ShardingError):
+    with raises("an ambiguous name", *meanings, "ft.regex(r'^", error=ft.ShardingError):
         run()
 
 
@@ -520,7 +523,7 @@ def test_a_spec_for_a_scalar() -> None:
         lambda: ft.jit(lambda x: x, in_shardings=(P("data"),), mesh=MESH).lower(scalar),
         lambda: summed(jnp.ones(8)),
     ):
-        with raises("P('data') has 1 entries for 0 dimensions", error=ft.ShardingError):
+        with raises("P('data') has 1 entry for 0 dimensions", error=ft.ShardingError):
             call()
     tree = {"w": jnp.ones(8), "scale": scalar}
     assert ft.plan(tree, P("data"), MESH).specs == {"w": P("data"), "scale": P()}
@@ -568,7 +571,9 @@ def test_a_typo_does_not_hide_behind_the_rules_of_another_filter() -> None:
     layout = ft.StateSharding(
         {"inner.bias": hidden, ...: ft.AxisRules({"hiden": "model", ...: None})}
     )
-    with raises("inner.weight", "no leaf has the axis of rule `hiden`", error=ft.ShardingError):
+    with raises(
+        "inner.weight", "no leaf has the axis `hiden` that a rule names", error=ft.ShardingError
+    ):
         ft.plan(net(), layout, MESH)
 
 

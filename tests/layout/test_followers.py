@@ -35,12 +35,12 @@ def keeping_all_kinds(params: Any) -> Any:
 
 # By the layout P("data", None, ("model", "stage")) on the host.
 FOLLOWERS: dict[str, tuple[P, str]] = {
-    "like.w": (P("data", None, ("model", "stage")), "as w"),
-    "first.w": (P("data"), "as w, its dimensions 0"),
-    "outer.w": (P("data", ("model", "stage")), "as w, its dimensions 0, 2"),
+    "like.w": (P("data", None, ("model", "stage")), "follows w"),
+    "first.w": (P("data"), "follows w, with dimension 0"),
+    "outer.w": (P("data", ("model", "stage")), "follows w, with dimensions 0, 2"),
     "several.w": (
         P(None, "data", None, ("model", "stage")),
-        "as w, its dimensions unsharded, 0, 1, 2",
+        "follows w, with dimensions unsharded, 0, 1, 2",
     ),
     "number.w": (P(), "one number for w"),
     "count": (P(), "does not depend on the parameters"),
@@ -54,9 +54,9 @@ def test_the_dimensions_of_a_parameter() -> None:
     plan = ft.plan_optimizer(tx, {"w": jnp.ones((2, 6, 8))}, layout, {**SIZES, "stage": 2})
     assert {str(row.path): (row.spec, row.reason) for row in plan} == FOLLOWERS
     for row in plan:
-        assert row.memory_kind == ("pinned_host" if row.reason.startswith("as w") else None)
+        assert row.memory_kind == ("pinned_host" if row.reason.startswith("follows w") else None)
         # Only one with the same dimensions is told as the parameters are.
-        assert (row.follows == ft.Path("w")) == (row.reason == "as w")
+        assert (row.follows == ft.Path("w")) == (row.reason == "follows w")
 
 
 class Layer(eqx.Module):
@@ -118,7 +118,7 @@ def step(ts: Any) -> Any:
 
 VOCAB = ft.AxisRules({"embed": None, "hidden": "model", "vocab": "data"})
 INDIVISIBLE = '"vocab" has size 61; rule vocab→data needs a multiple of data=2'
-AXIS = "P(None, 'modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?"
+AXIS = "P(None, 'modle') names `modle`, but the mesh (data=2, model=4) has no such axis; did you mean `model`?"
 
 # A layout ─► each problem: the path, and what is wrong.
 WRONG: dict[str, tuple[Any, list[str]]] = {
@@ -138,8 +138,8 @@ WRONG: dict[str, tuple[Any, list[str]]] = {
     "a layout of its own": (
         ft.StateSharding({"opt_state.*.mu.head": P("x"), "head": P("y"), ...: P()}),
         [
-            "model.head: P('y') names `y`, and the mesh (data=2, model=4) has no such axis",
-            "opt_state.0.mu.head: P('x') names `x`, and the mesh (data=2, model=4) has no such axis",
+            "model.head: P('y') names `y`, but the mesh (data=2, model=4) has no such axis",
+            "opt_state.0.mu.head: P('x') names `x`, but the mesh (data=2, model=4) has no such axis",
         ],
     ),
 }  # fmt: skip

@@ -102,9 +102,9 @@ def test_each_door_says_it_once(name: str):
     texts = [str(one.message) for one in told]
     assert len(texts) == 1, texts
     wanted = (
-        'constrain: `batch` has no rule but `...: None`, so the activation "batch seq .*" is whole '
-        "along the mesh axis `data`, over which `FSDP` shards the parameters: .*"
-        'Add `"batch": "data"` to the rules, or `"batch": None` if this is meant'
+        "constrain: `batch` has no rule except `...: None`, which replicates the activation "
+        '"batch seq .*" over the mesh axis `data`, where `FSDP` shards the parameters. .* '
+        'Add `"batch": "data"` to the rules, or `"batch": None` if you intend this'
     )
     assert re.fullmatch(wanted, texts[0]), texts
     assert told[0].category is ft.FunctreeWarning and told[0].filename == __file__
@@ -137,7 +137,7 @@ def test_nothing_is_said_of_what_vmap_hides():
 
 def test_a_batch_that_is_placed_by_the_rules():
     fun = ft.jit(_named, rules=FORGOTTEN, mesh=MESH)
-    with warns("_named: `batch` has no rule", "`x` f32[4, 4, 8] is whole along", '"data"'):
+    with warns("_named: `batch` has no rule", "which replicates `x` f32[4, 4, 8] over", '"data"'):
         fun(jnp.ones((4, 4, 8)))
     layout = ft.AxisRules({"batch": "data", "hidden": "model", ...: None}) | FSDP
     ft.jit(_named, rules=layout, mesh=MESH)(jnp.ones((4, 4, 8)))

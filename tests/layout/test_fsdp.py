@@ -42,7 +42,7 @@ def test_min_size_counts_elements() -> None:
     layout = ft.FSDP("data", min_size=32)
     assert row(layout, 4, 8).spec == P(None, "data")
     small = row(layout, 31)
-    assert small.spec == P(None) and small.reason == "FSDP: smaller than 32 elements"
+    assert small.spec == P(None) and small.reason == "FSDP: fewer than 32 elements"
     assert ft.FSDP("data").min_size == 2**18
     assert row(ft.FSDP("data"), 2**9, 2**9).spec == P("data", None)
     assert row(ft.FSDP("data"), 2**9, 2**9 - 1).spec == P(None, None)
@@ -62,7 +62,7 @@ def test_the_reasons() -> None:
 def test_otherwise() -> None:
     found = row(ft.FSDP("data", min_size=0, otherwise=P()), 3, 5)
     assert found.spec == P(None, None)
-    assert found.reason == "FSDP: no dimension is divisible, otherwise P()"
+    assert found.reason == "FSDP: no dimension is divisible, so otherwise=P()"
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 6, 5).spec == P("data", None)
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 8, 5).spec == P("model", None)
     assert row(ft.FSDP("data"), 3, 5).spec == P(None, None)  # too small to be asked for
@@ -109,7 +109,7 @@ def test_a_blocked_name_is_not_excused_by_its_mention(case: str) -> None:
     if wanted is not None:
         assert spec(layout, 4, 8) == wanted
         return
-    assert '"hidden" has no rule left' in refused(module("embed hidden", 4, 8), layout)
+    assert 'no rule for "hidden" applies' in refused(module("embed hidden", 4, 8), layout)
     # The remedy, to the letter.
     closed = ft.AxisRules([*BLOCKED.items(), ("hidden", None)]) | then
     assert spec(closed, 4, 8)[0] == "model"
@@ -118,13 +118,13 @@ def test_a_blocked_name_is_not_excused_by_its_mention(case: str) -> None:
 def test_an_indivisible_size_does_not_excuse_a_blocked_name() -> None:
     fsdp = ft.FSDP("data", min_size=0, axes="hidden", otherwise=P())
     tree = module("embed hidden", 4, 7)
-    assert '"hidden" has no rule left' in refused(tree, ft.AxisRules(BLOCKED) | fsdp)
+    assert 'no rule for "hidden" applies' in refused(tree, ft.AxisRules(BLOCKED) | fsdp)
     assert spec(ft.AxisRules({"embed": "model"}) | fsdp, 4, 7) == P("model", None)
 
 
 def test_a_blocked_name_after_its_mention() -> None:
     layout = ft.FSDP("data", axes="hidden") | ft.AxisRules(BLOCKED)
-    assert '"hidden" has no rule left' in refused(module("embed hidden", 4, 8), layout)
+    assert 'no rule for "hidden" applies' in refused(module("embed hidden", 4, 8), layout)
     closed = ft.AxisRules({...: None}) | ft.AxisRules(BLOCKED)
     assert spec(closed, 4, 8) == P("model", None)
     shards = ft.FSDP("data", min_size=0, axes="hidden") | ft.AxisRules({"embed": "model"})
@@ -144,13 +144,13 @@ def test_never_the_axis_of_a_stack() -> None:
 
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "a number": ({"axis": 3}, "FSDP(3): the first argument is a mesh axis, or several different ones"),
-    "empty": ({"axis": ""}, "the first argument is a mesh axis"),
+    "a number": ({"axis": 3}, "FSDP(3): write a mesh axis, or several different mesh axes"),
+    "empty": ({"axis": ""}, "write a mesh axis"),
     "twice": ({"axis": ("data", "data")}, "several different ones"),
     "negative": ({"axis": "data", "min_size": -1}, "min_size=-1: give a number of elements, 0 or more"),
     "otherwise": ({"axis": "data", "otherwise": "data"}, "otherwise='data' is not a PartitionSpec; write `P()`"),
     "axes with a comma": ({"axis": "data", "axes": "embed,hidden"}, "axes='embed,hidden' is not a list of axis names"),
-    "axes without a name": ({"axis": "data", "axes": ("a", "_")}, "such as `('embed', 'hidden')` or `'embed hidden'`"),
+    "axes without a name": ({"axis": "data", "axes": ("a", "_")}, "as in `('embed', 'hidden')` or `'embed hidden'`"),
 }  # fmt: skip
 
 

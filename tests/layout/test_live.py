@@ -44,7 +44,7 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
         "host": (P("data", None), "as it is sharded now", (2, 8), 64, 4, "pinned_host"),
         "single": (None, "committed to the device cpu:3", (4, 8), 128, 1, None),
         "uncommitted": (None, "uncommitted, on the device cpu:0", (4, 8), 128, 1, None),
-        "numpy": (None, "a numpy array in the host's memory", (4, 8), 128, 1, None),
+        "numpy": (None, "a NumPy array in host memory", (4, 8), 128, 1, None),
         "abstract": (None, "abstract, with no sharding", (4, 8), 128, 1, None),
         "born": (P("model", None), "as it is sharded now", (1, 8), 32, 2, None),
     }
@@ -82,14 +82,14 @@ def test_in_a_trace(explicit: bool) -> None:
         jax.shard_map(f, in_specs=P("data"), out_specs=P("data"))(x)
     outside, inside = map(told, rows)
     if explicit:
-        assert outside == (P("data", None), "by its type", (2, 8), 64, 4, None)
+        assert outside == (P("data", None), "from its type", (2, 8), 64, 4, None)
     else:
         assert outside[:2] == (None, NOT_EXPLICIT)
     assert inside == (None, NOT_EXPLICIT, (2, 8), 64, 1, None)
 
 
 NOT_EXPLICIT = (
-    "traced, and not all mesh axes are Explicit: its type does not have its whole sharding"
+    "traced, and not all mesh axes are Explicit, so its type does not contain its whole sharding"
 )
 
 
@@ -97,7 +97,7 @@ def test_a_mesh_that_the_arrays_are_not_on(mesh: Mesh) -> None:
     tree = {"x": jax.device_put(jnp.ones((4, 8)), NamedSharding(mesh, P("data"))), "y": jnp.ones(2)}
     for same in (None, mesh, mesh.abstract_mesh, {"data": 2, "model": 4}):
         assert ft.plan(tree, mesh=same)["x"].spec == P("data", None)
-    said = ("but `mesh` is (foo=2): leave `mesh` out", "give a layout too")
+    said = ("but `mesh` is (foo=2): leave `mesh` out", "pass a layout, too")
     with raises("the arrays are on the mesh (data=2, model=4), ", *said, error=ft.ShardingError):
         ft.plan(tree, mesh={"foo": 2})
     swapped = ft.make_mesh(data=2, model=4, devices=jax.devices()[::-1])
@@ -137,5 +137,5 @@ def test_arrays_on_several_meshes_are_told_apart() -> None:
         assert told[key] == (tree[key].sharding.mesh, f"{now}, on the mesh {text}")
     assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
     assert "replicated" not in plan.summary(), "each is sharded over the mesh that it is on"
-    with raises('"other axes"', "the plan has it on another mesh", "make a plan for each mesh"):
+    with raises('"other axes"', "the plan has it on a different mesh", "make a plan for each mesh"):
         ft.plan(tree, plan)

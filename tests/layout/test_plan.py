@@ -250,7 +250,7 @@ def test_a_moment_on_another_mesh_follows_its_parameter(mesh: Mesh):
     elsewhere = ft.shard(jnp.ones(8), P("x"), ft.make_mesh(x=8))
     moved = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, elsewhere)
     moment = ft.plan(ts, ft.plan(moved), mesh)["opt_state.0.mu.w"]
-    assert moment.spec == P("data") and moment.reason == "as model.w"
+    assert moment.spec == P("data") and moment.reason == "follows model.w"
 
 
 def test_a_plan_of_modules_is_pickled_without_its_tree() -> None:

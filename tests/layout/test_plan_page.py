@@ -90,7 +90,7 @@ def test_a_fragment_for_a_notebook() -> None:
     many = {f"w{i:03}": jax.ShapeDtypeStruct((i + 1,), jnp.float32) for i in range(MOST_LINES + 9)}
     short = Reader(ft.plan(many, P(), SIZES)._repr_html_())
     assert short.paths == [f"w{i:03}" for i in range(9, MOST_LINES + 9)]
-    assert "and 9 smaller ones, which " in short.texts["p"]
+    assert "and 9 smaller (" in short.texts["p"]
     assert len(Reader(ft.plan(many, P(), SIZES).html()).paths) == MOST_LINES + 9
     alike = {f"w{i:03}": jax.ShapeDtypeStruct((8,), jnp.float32) for i in range(MOST_LINES + 9)}
     assert len(Reader(ft.plan(alike, P(), SIZES)._repr_html_()).paths) == MOST_LINES
@@ -119,7 +119,7 @@ def test_moments_are_one_line_without_a_picture() -> None:
     ts = ft.TrainState.create({"a": jnp.ones((4, 8)), "b": jnp.ones(8)}, optax.adam(1e-3))
     page = ft.plan(ts, P(), SIZES).html()
     reader = Reader(page)
-    assert reader.paths[-1] == "opt_state.0.nu.**" and "as the parameters, in f32" in page
+    assert reader.paths[-1] == "opt_state.0.nu.**" and "like the parameters, in f32" in page
     assert reader.classes.count("drawn") == len(reader.paths) - 2
 
 

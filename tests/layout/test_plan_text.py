@@ -94,17 +94,17 @@ def test_moments_are_one_line() -> None:
         "model.head.w f32[4, 16/model] 2 64 B",
         "model.head.b bf16[16/model] 3 8 B",
         "opt_state.0.count i32[] 1 4 B",
-        "opt_state.0.mu.** ×3 as the parameters, in f32 128 B",
-        "opt_state.0.mu.** ×3 as the parameters, in bf16 16 B",
-        "opt_state.0.nu.** ×3 as the parameters, in f32 128 B",
-        "opt_state.0.nu.** ×3 as the parameters, in bf16 16 B",
+        "opt_state.0.mu.** ×3 like the parameters, in f32 128 B",
+        "opt_state.0.mu.** ×3 like the parameters, in bf16 16 B",
+        "opt_state.0.nu.** ×3 like the parameters, in f32 128 B",
+        "opt_state.0.nu.** ×3 like the parameters, in bf16 16 B",
     ]
     assert str(plan["opt_state.0.mu.head.w"].follows) == "model.head.w"
     half = table(ft.plan(adam(jnp.float16), RULES, SIZES))
-    assert "opt_state.0.mu.** ×6 as the parameters, in f16 80 B" in half
+    assert "opt_state.0.mu.** ×6 like the parameters, in f16 80 B" in half
     # Below each of two training states.
     two = table(ft.plan({"a": adam(jnp.float16), "b": adam(jnp.float16)}, RULES, SIZES))
-    assert "b.opt_state.0.mu.** ×6 as the parameters, in f16 80 B" in two
+    assert "b.opt_state.0.mu.** ×6 like the parameters, in f16 80 B" in two
     # A plan of the optimizer's state alone has no parameters to refer to.
     alone = table(ft.plan_optimizer(optax.adam(1e-3), adam().model, RULES, SIZES))
     assert "0.mu.blocks.{0-1}.w ×2 f32[4, 8/model] 2 64 B" in alone
@@ -121,7 +121,7 @@ def test_follows_is_kept() -> None:
 def test_moments_of_live_arrays(mesh: Mesh) -> None:
     model = {"w": jnp.ones((4, 8)), "b": jnp.ones(8)}
     ts = ft.TrainState.create(model, optax.adam(1e-3), layout=P(), mesh=mesh)
-    assert "opt_state.0.mu.** ×2 as the parameters, in f32 160 B" in table(ft.plan(ts))
+    assert "opt_state.0.mu.** ×2 like the parameters, in f32 160 B" in table(ft.plan(ts))
     # What is sharded in another way is told in full.
     w = ft.shard(model["w"], P("data"), mesh)
     other = eqx.tree_at(lambda ts: ts.opt_state[0].mu["w"], ts, w)

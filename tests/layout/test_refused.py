@@ -50,7 +50,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     ]),
     # Mesh axes
     "a mesh axis of a spec": (W, P("modle"), [
-        "w: P('modle') names `modle`, and the mesh (data=2, model=4) has no such axis; did you mean `model`?",
+        "w: P('modle') names `modle`, but the mesh (data=2, model=4) has no such axis; did you mean `model`?",
     ]),
     "mesh axes of rules": (EH, ft.AxisRules({"embed": None, "hidden": "modle", "unused": "bogus"}), [
         "rule hidden→modle: the mesh (data=2, model=4) has no axis `modle`; did you mean `model`?",
@@ -60,7 +60,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "FSDP('dta'): the mesh (data=2, model=4) has no axis `dta`; did you mean `data`?",
     ]),
     "a mesh axis of an annotation": (Physical(x(8, 8)), ft.AxisRules({}), [
-        "w: P(None, 'stage') names `stage`, and the mesh (data=2, model=4) has no such axis",
+        "w: P(None, 'stage') names `stage`, but the mesh (data=2, model=4) has no such axis",
     ]),
     "a mesh axis twice": (W, P("data", "data"), [
         "w: P('data', 'data') uses mesh axis `data` twice, the second time for dimension 1",
@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     # Entries of specs
     "rank": (W, P("data", None, None), ["w: P('data', None, None) has 3 entries for 2 dimensions"]),
     "unconstrained": (W, P(P.UNCONSTRAINED), [
-        "w: dimension 0 is `P.UNCONSTRAINED`, which does not say how it is sharded",
+        "w: dimension 0 is `P.UNCONSTRAINED`, which does not define its sharding",
     ]),
     "unreduced": (W, P("data", unreduced={"model"}), [
         "w: P('data', unreduced={'model'}) describes partial sums, which exist only inside a computation",
@@ -80,8 +80,8 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "no spec": (W, (lambda path, leaf: None), ["w: <lambda> returned None, which is not a PartitionSpec"]),
     "all at once": (EH, P("data") | ft.StateSharding({...: P("model", P.UNCONSTRAINED, None)}), [
         "w: P('model', P.UNCONSTRAINED, None) has 3 entries for 2 dimensions",
-        "w: \"embed\" is already sharded over data, and P('model', P.UNCONSTRAINED, None) shards it over model",
-        "w: dimension 1 is `P.UNCONSTRAINED`, which does not say how it is sharded",
+        "w: \"embed\" is already sharded over data, but P('model', P.UNCONSTRAINED, None) shards it over model",
+        "w: dimension 1 is `P.UNCONSTRAINED`, which does not define its sharding",
     ]),
     # Names
     "a name without a rule": (EH, ft.AxisRules({"embed": None, "hiden": "model"}), [
@@ -91,10 +91,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "w: no rule names `embed`",
     ]),
     "a name whose rules are blocked": (EH, ft.AxisRules({"embed": "model", "hidden": "model"}), [
-        'w: "hidden" has no rule left: `model` is used by "embed", and no rule lets "hidden" be unsharded',
+        'w: no rule for "hidden" applies: `model` already shards "embed", and no rule leaves "hidden" unsharded',
     ]),
     "a typo behind the ellipsis": (EH, ft.AxisRules({"hiden": "model", ...: None}), [
-        'w: "hidden" has no rule but `...: None`, and no leaf has the axis of rule `hiden`',
+        'w: "hidden" has no rule except `...: None`, and no leaf has the axis `hiden` that a rule names',
     ]),
     "no names": (W, ft.AxisRules({"a": "data", ...: None}), ["w: has no axis names, and rules shard axes by name"]),
     "no names in a class": ({"position": Position(x(4, 8))}, RULES, [
@@ -115,10 +115,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     ]),
     # What an earlier layout has sharded
     "two specs": (EH, P("data") | ft.StateSharding({...: P("model")}), [
-        "w: \"embed\" is already sharded over data, and P('model') shards it over model",
+        "w: \"embed\" is already sharded over data, but P('model') shards it over model",
     ]),
     "a spec and rules": (EH, P("data") | ft.AxisRules({"embed": "model", "hidden": None}), [
-        'w: "embed" is already sharded over data, and rule embed→model shards it over model',
+        'w: "embed" is already sharded over data, but rule embed→model shards it over model',
     ]),
     # Filters
     "no filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"a": P(), Position: P()}), [
@@ -140,15 +140,15 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "filter 'nothing': matches no leaf",
     ]),
     "a hidden filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"*": P(), "b": P("data"), ...: P()}), [
-        "filter 'b': is never used: earlier filters match all of its leaves; `b` is matched by '*'",
+        "filter 'b': is never used, since earlier filters match all of its leaves: '*' matches `b`",
     ]),
     # Others
     "no layout": ({"w": x(4), "n": 3}, {"w": None, "n": None}, ["w: no layout was given for this array (`None`)"]),
     "one array at two paths": (TIED, {"a": P("data"), "b": [P("model")]}, [
-        "b.0: is the same array as `a`, and is laid out P('model', None) here and P('data', None) there",
+        "b.0: is the same array as `a`, but is laid out as P('model', None) here and as P('data', None) there",
     ]),
     "one array in two memories": (TIED, {"a": ft.on_host(P("data")), "b": P("data")}, [
-        "b.0: is the same array as `a`, and is laid out P('data', None) here and P('data', None) in pinned_host there",
+        "b.0: is the same array as `a`, but is laid out as P('data', None) here and as P('data', None) in pinned_host there",
     ]),
     "a plan of another tree": (W, ft.plan({"v": x(4)}, P(), SIZES), ["w: the plan has no row for it"]),
     "a plan of live arrays": (W, ft.plan({"w": jnp.ones((8,6))}), [
@@ -159,34 +159,34 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 # What each family says to do, by one of its cases; the whole text below has others.
 REMEDIES = {
     "a size by a spec": "pad dimension 1 to 8, or write `None` there to leave it unsharded",
-    "sizes by FSDP": "pad one of them, raise `min_size`, or write `otherwise=P()` to leave such leaves as they are",
+    "sizes by FSDP": "pad one of them, raise `min_size`, or pass `otherwise=P()` to leave such leaves unchanged",
     "a mesh axis of a spec": "name an axis of the mesh",
     "a mesh axis of FSDP": "name an axis of the mesh",
-    "a mesh axis twice": "name the mesh axis once: it shards one dimension of an array",
-    "rank": "give one entry for each dimension, or fewer",
+    "a mesh axis twice": "use the mesh axis once: it can shard one dimension of an array",
+    "rank": "write at most one entry for each dimension",
     "unconstrained": "write a mesh axis or `None`",
     "unreduced": "write a spec without `unreduced` and `reduced`",
     "no mesh axis": "write names of mesh axes, or `None`",
-    "no spec": "return `P(...)` for every leaf; `P()` to replicate it",
-    "a name without a rule": 'add a rule for "hidden", or `"hidden": None` to leave it unsharded',
-    "a typo behind the ellipsis": 'write the same name in both, or add `"hidden": None` if they are different axes',
+    "no spec": "return `P(...)` for every leaf, or `P()` to replicate it",
+    "a name without a rule": 'write `hidden` or `hiden` in both places, or `"hidden": None` to leave it unsharded',
+    "a typo behind the ellipsis": 'write `hidden` or `hiden` in both places, or add `"hidden": None` if they are different axes',
     "no names": (
-        'annotate it (`Float[Array, "..."]`), give `names=` to the rules, lay it out by a path filter, or leave it '
-        "unsharded by these rules with `unnamed=P()`"
+        'annotate it (`Float[Array, "..."]`), pass `names=` to the rules, lay it out with a path filter, or have '
+        "these rules leave it unsharded with `unnamed=P()`"
     ),
     "no names in a class": (
-        'annotate it (`Float[Array, "..."]`), give `names={Position: ft.names(weight="...")}` to the rules, lay it '
-        "out by a path filter, or leave it unsharded by these rules with `unnamed=P()`"
+        'annotate it (`Float[Array, "..."]`), pass `names={Position: ft.names(weight="...")}` to the rules, lay it '
+        "out with a path filter, or have these rules leave it unsharded with `unnamed=P()`"
     ),
     "names for another field": "name a leaf of Linear: `weight`, `bias`",
-    "an axis of FSDP": "correct `axes=`",
-    "two specs": "let the layout after `|` shard only dimensions that the layout before it leaves unsharded",
-    "no filters": "add a filter for it, or `...: P()` as the last one",
+    "an axis of FSDP": "correct the name in `axes=`",
+    "two specs": "after `|`, shard only dimensions that the layout before it leaves unsharded",
+    "no filters": "add a filter for it, or `...: P()` as the last filter",
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
     "a hidden filter": "remove it; or write it before them, if it is meant to decide about these leaves",
     "no layout": "write `P()` to replicate it",
     "one array at two paths": "give both paths one spec, or make two arrays",
-    "a plan of another tree": "use a plan of the tree that it belongs to",
+    "a plan of another tree": "use a plan of the tree that this leaf is in",
 }  # fmt: skip
 
 
@@ -221,16 +221,16 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         '      "embed" has size 3; rule embed→data needs a multiple of data=2\n'
         "\n"
         '  1.w   f32[8, 8]   "hidden vocab"\n'
-        '      "vocab" has no rule left: `model` is used by "hidden", and no rule lets "vocab" be unsharded\n'
+        '      no rule for "vocab" applies: `model` already shards "hidden", and no rule leaves "vocab" unsharded\n'
         "\n"
         '  2.w   f32[8]   "hiden"\n'
         "      no rule names `hiden`; did you mean the rule for `hidden`?\n"
         "\n"
-        "Try: name an axis of the mesh, or leave such rules out: `rules.on(mesh)`, before `| FSDP(...)`\n"
-        '     pad "hidden" to 8, leave this leaf unsharded by a path filter (`StateSharding`), or every "hidden" by `"hidden": None`\n'
-        '     pad "embed" to 4, leave this leaf unsharded by a path filter (`StateSharding`), or every "embed" by `"embed": None`\n'
+        "Try: name an axis of the mesh, or drop such rules with `rules.on(mesh)`, before `| FSDP(...)`\n"
+        '     pad "hidden" to 8, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "hidden" unsharded with `"hidden": None`\n'
+        '     pad "embed" to 4, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "embed" unsharded with `"embed": None`\n'
         '     add `("vocab", None)` after its rules to leave it unsharded, or a fallback to another mesh axis\n'
-        '     add a rule for "hiden", or `"hiden": None` to leave it unsharded'
+        '     write `hiden` or `hidden` in both places, or `"hiden": None` to leave it unsharded'
     )
     assert caught.value.problems == ft.plan(tree, rules, SIZES, check=False).problems
     assert [(str(p.path), p.shape) for p in caught.value.problems] == [

@@ -70,7 +70,7 @@ def test_as_linen(table: Table, axes: tuple[str | None, ...], closed: bool) -> N
         rules.spec(ft.Axes(*axes))
     mentioned = {name for name, _ in table}
     for name in lost:
-        said = f'"{name}" has no rule left' if name in mentioned else f"no rule names `{name}`"
+        said = f'no rule for "{name}" applies' if name in mentioned else f"no rule names `{name}`"
         assert said in str(caught.value)
     assert len(caught.value.problems) == len(lost)
 
@@ -135,8 +135,8 @@ LONGER_FORMS = [("heads", "head"), ("hidden", "hidden_dim"), ("entry", "entries"
 @pytest.mark.parametrize(("name", "rule"), LONGER_FORMS)
 def test_a_longer_form_behind_the_ellipsis(name: str, rule: str) -> None:
     text = (
-        rf'"{name}" has no rule but `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
-        rf"no leaf has the axis of rule `{rule}`: write the same name in both, or add "
+        rf'"{name}" has no rule except `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
+        rf"no leaf has the axis `{rule}` that a rule names: write `{name}` or `{rule}` in both places, or add "
         rf'`"{name}": None` to the rules if they are different axes'
     )
     tree = {"a": module(name), "b": module(name)}
@@ -174,7 +174,7 @@ def test_a_longer_form_in_a_single_array() -> None:
     ):
         with pytest.warns(ft.FunctreeWarning, match=text):
             door()
-    with pytest.raises(ft.ShardingError, match=r'"haeds" has no rule but `...: None`'):
+    with pytest.raises(ft.ShardingError, match=r'"haeds" has no rule except `...: None`'):
         rules.spec("batch haeds")
 
 
@@ -233,8 +233,8 @@ OF_AXES: dict[str, tuple[Any, str, Any, Any, str, list[tuple[str, str]]]] = {
     "without a mesh": (NOWHERE, "c", None, None, '"c" cannot be laid out', [('"c"', "no rule names `c`")]),
     "of another rank": (
         NOWHERE, "batch hidden", (4,), SIZES,
-        '"batch hidden" names 2 dimensions, and the shape (4,) has 1',
-        [("", '"batch hidden" names 2 dimensions, and the shape (4,) has 1')],
+        '"batch hidden" names 2 dimensions, but the shape (4,) has 1: name each dimension',
+        [("", '"batch hidden" names 2 dimensions, but the shape (4,) has 1: name each dimension')],
     ),
 }  # fmt: skip
 
@@ -329,16 +329,16 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
 # Construction, and values
 
 NONSENSE: dict[str, tuple[Any, str]] = {
-    "a number": (5, "rules are a mapping or (name, mesh axes) pairs; 5 is neither"),
+    "a number": (5, "AxisRules takes a mapping or (axis, mesh axes) pairs; 5 is neither"),
     "three": ([("batch", "data", "model")], "('batch', 'data', 'model') is neither"),
-    "no name": ({"_": "data"}, "'_' is not an axis name: the left side of a rule is an identifier (not `_`), or `...`"),
-    "a number as mesh axis": ({"a": 3}, "rule a→3: the right side is a mesh axis, a tuple of them, or `None`"),
-    "no mesh axes": ({"a": ()}, "rule a→(): mesh axes are non-empty names; write `None` for unsharded"),
-    "None among mesh axes": ({"a": ("data", None)}, "mesh axes are non-empty names"),
+    "no name": ({"_": "data"}, "'_' is not an axis name: write an identifier (not `_`), or `...`, on the left side"),
+    "a number as mesh axis": ({"a": 3}, "rule a→3: write a mesh axis, a tuple of mesh axes, or `None` on the right side"),
+    "no mesh axes": ({"a": ()}, "rule a→(): mesh axes must be non-empty strings: write at least one, or `None`"),
+    "None among mesh axes": ({"a": ("data", None)}, "mesh axes must be non-empty strings"),
     "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice; name it once"),
-    "... first": ({...: None, "a": "data"}, "`...` may only be the last rule: a rule after it would never apply"),
-    "... to an axis": ({...: "data"}, "`...: 'data'`: only `...: None` is possible; name the axis that is to be"),
-    "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply: `('a', None)` is before it"),
+    "... first": ({...: None, "a": "data"}, "`...` may only be the last rule, since no rule after it would apply: move it"),
+    "... to an axis": ({...: "data"}, "`...: 'data'`: only `None` is allowed for `...`: name each axis that you want"),
+    "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply, since `('a', None)` comes first: remove one"),
 }  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def test_a_state_of_other_things_is_shown_in_full(mesh: Mesh) -> None:
 def test_ipython_prints_how_it_is_sharded(mesh: Mesh) -> None:
     text = pretty(state(mesh))
     assert "model.layer.up " in text and "f32[2, 8, 16/model]" in text
-    assert "opt_state.0.mu.** ×3 as the parameters, in f32" in " ".join(text.split())
+    assert "opt_state.0.mu.** ×3 like the parameters, in f32" in " ".join(text.split())
 
 
 @pytest.fixture

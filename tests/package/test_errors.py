@@ -147,7 +147,9 @@ def test_the_sample_of_the_design_page() -> None:
                 'pad "hidden" to 1002',
                 'f32[1001, 4]   "hidden embed"',
             ),
-            problem("head.weight", '"vocab" has no rule left', "", 'f32[512, 512]   "embed vocab"'),
+            problem(
+                "head.weight", 'no rule for "vocab" applies', "", 'f32[512, 512]   "embed vocab"'
+            ),
         ],
     )
     assert str(error) == (
@@ -157,7 +159,7 @@ def test_the_sample_of_the_design_page() -> None:
         '      "hidden" has size 1001\n'
         "\n"
         '  head.weight   f32[512, 512]   "embed vocab"\n'
-        '      "vocab" has no rule left\n'
+        '      no rule for "vocab" applies\n'
         "\n"
         'Try: pad "hidden" to 1002'
     )

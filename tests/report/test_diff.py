@@ -62,7 +62,7 @@ def test_a_plan_differs_in_all_that_it_says() -> None:
     assert texts["half", "array"] == ("bf16[4, 4]", "bf16[4, 8]")
     assert texts["half", "bytes on each device"] == (32, 64)
     assert texts["layers.0.w", "bytes on each device"] == (128, 256)
-    with raises("a plan is compared with a plan, not with 3"):
+    with raises("diff: `other` must be a plan, not 3"):
         plan(ft.P()).diff(3)  # pyright: ignore[reportArgumentType]
 
 

@@ -438,7 +438,7 @@ FOR_THE_MODEL: dict[str, tuple[Any, Any, list[str]]] = {
 def test_the_layout_of_a_model_for_the_state_of_an_optimizer(case: str):
     layout, tx, told = FOR_THE_MODEL[case]
     model = ft.nn.Linear(8, 8, key=jax.random.key(0))
-    with raises(*told, "for an optimizer's state use `ft.plan_optimizer`"):
+    with raises(*told, "for an optimizer's state, use `ft.plan_optimizer`"):
         ft.jit(step, in_shardings=(None, layout, None), mesh=MESH)(model, tx.init(model), X)
     # And so it is done.
     state = ft.plan_optimizer(tx, model, NAMED_RULES, MESH)

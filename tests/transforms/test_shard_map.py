@@ -489,7 +489,7 @@ ODD = {"a": jnp.ones((7, 4)), "b": jnp.ones((5, 4))}
 UNFIT: list[tuple[dict[str, Any], str, str]] = [
     ({"in_specs": (None,)}, "x", NO_LAYOUT),
     ({"out_specs": None}, "result", NO_LAYOUT),
-    ({"in_specs": P("dta")}, "x", "P('dta') names `dta`, and the mesh (data=2, model=4) has no"),
+    ({"in_specs": P("dta")}, "x", "P('dta') names `dta`, but the mesh (data=2, model=4) has no"),
     ({"x": ODD}, "x.a, x.b", "dimension 0 has size 7; data=2 needs a multiple of 2"),
     ({"in_specs": P("model"), **OF_DATA}, "x", NOT_MANUAL),
     ({"out_specs": P("model"), **OF_DATA}, "result", NOT_MANUAL),
