@@ -123,7 +123,7 @@ def test_the_activation_is_whole_where_it_is_said_and_sharded_by_the_remedy():
 
 def test_two_mesh_axes_are_named_as_they_are_written():
     layout = ft.AxisRules({...: None}) | ft.FSDP(("data", "model"))
-    with warns("along the mesh axis `(data, model)`", "Add `\"batch\": ('data', 'model')`"):
+    with warns("over the mesh axes `(data, model)`", "Add `\"batch\": ('data', 'model')`"):
         ft.jit(lambda x: ft.constrain(x, "batch seq embed"), rules=layout)(_batch())
 
 

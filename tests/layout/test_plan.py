@@ -95,7 +95,7 @@ def test_a_row_by_path_tuple_and_text() -> None:
         with pytest.raises(KeyError, match="no array at"):
             plan[path]
     with raises(
-        "indexed by a path, not by 0; its rows by index are in `plan.rows`", error=TypeError
+        "indexed with a path, not with 0: for rows by index, use `plan.rows`", error=TypeError
     ):
         _ = plan[0]
     with pytest.raises(KeyError, match=r'did you mean `"a.b".1.up`'):
@@ -259,5 +259,5 @@ def test_a_plan_of_modules_is_pickled_without_its_tree() -> None:
     again = pickle.loads(pickle.dumps(plan))
     assert again == plan and again["weight"] == plan["weight"]
     assert ft.plan(model, again, {"data": 2}).specs.weight == plan.specs.weight
-    with pytest.raises(ft.ShardingError, match="plan your tree by it"):
+    with pytest.raises(ft.ShardingError, match="use it as a layout"):
         _ = again.specs

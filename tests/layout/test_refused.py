@@ -183,7 +183,7 @@ REMEDIES = {
     "two specs": "after `|`, shard only dimensions that the layout before it leaves unsharded",
     "no filters": "add a filter for it, or `...: P()` as the last filter",
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
-    "a hidden filter": "remove it; or write it before them, if it is meant to decide about these leaves",
+    "a hidden filter": "remove it, or move it before the earlier filters if it should decide about these leaves",
     "no layout": "write `P()` to replicate it",
     "one array at two paths": "give both paths one spec, or make two arrays",
     "a plan of another tree": "use a plan of the tree that this leaf is in",

@@ -166,7 +166,7 @@ TRACED = ft.shard(jnp.ones((4, 2)), P(), MESH)
 
 def test_a_longer_form_in_a_single_array() -> None:
     rules = ft.AxisRules({"heads": "model", ...: None})
-    text = r"so it is left unsharded, and no leaf has the axis of rule `heads`: write the same name"
+    text = r"so it is left unsharded, and no leaf has the axis `heads` that a rule names: write `head` or"
     for door in (
         lambda: rules.spec("head one"),
         lambda: ft.shard(jnp.ones((4, 2)), rules, MESH, axes="head two"),
@@ -296,7 +296,7 @@ def test_names_are_part_of_the_rules() -> None:
     for layout in (rules | ft.FSDP("model"), ft.on_host(rules), ft.StateSharding({...: rules})):
         assert ft.plan([linear], layout, SIZES)["0.weight"].spec == P("model", None)
     other = ft.AxisRules({"o": "model"}, names={eqx.nn.Linear: ft.names(weight="o i", bias="o")})
-    with pytest.raises(ft.RuleError, match="two layouts name Linear differently"):
+    with pytest.raises(ft.RuleError, match="two layouts name the axes of Linear differently"):
         ft.plan([linear], rules | other, SIZES)
 
 
@@ -335,7 +335,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "a number as mesh axis": ({"a": 3}, "rule a→3: write a mesh axis, a tuple of mesh axes, or `None` on the right side"),
     "no mesh axes": ({"a": ()}, "rule a→(): mesh axes must be non-empty strings: write at least one, or `None`"),
     "None among mesh axes": ({"a": ("data", None)}, "mesh axes must be non-empty strings"),
-    "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice; name it once"),
+    "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice: name it once"),
     "... first": ({...: None, "a": "data"}, "`...` may only be the last rule, since no rule after it would apply: move it"),
     "... to an axis": ({...: "data"}, "`...: 'data'`: only `None` is allowed for `...`: name each axis that you want"),
     "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply, since `('a', None)` comes first: remove one"),

@@ -109,8 +109,8 @@ def test_silent_failure_02_a_constraint_that_does_not_divide_is_an_error():
         jax.jit(lambda x: ft.constrain(x, "batch hidden"))(jnp.ones((4, 6)))
     (problem,) = error.value.problems
     assert problem.why == '"hidden" has size 6; rule hidden→model needs a multiple of model=4'
-    assert (
-        problem.remedy == 'pad "hidden" to 8, or leave every "hidden" unsharded by `"hidden": None`'
+    assert problem.remedy == (
+        'pad "hidden" to 8, or leave every "hidden" unsharded with `"hidden": None`'
     )
     assert problem.shape == (4, 6)
 
