@@ -141,7 +141,8 @@ class SpecLayout(Layout):
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         # `whole` and not `undecided`: a layout's spec overrides the spec of an annotation.
         decision = so_far or whole(leaf)
-        # A scalar in a tree is replicated. A spec for just one scalar is checked, as a mistake.
+        # A scalar in a tree is replicated. If the tree is just a scalar, a spec with entries is an
+        # error.
         if leaf.shape or leaf.seen == ():
             because = f"{spec_text(self.spec)} as given"
             decision = apply_spec(leaf, self.spec, decision, because)

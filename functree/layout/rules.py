@@ -105,7 +105,7 @@ class AxisRules(Layout):
         return cls(zip(names, names, strict=True))
 
     def on(self, mesh: MeshLike) -> "AxisRules":
-        """Drop the rules that name a mesh axis that the mesh does not have.
+        """Return the rules without those that name a mesh axis that the mesh lacks.
 
         An axis that loses all its rules is left unsharded.
         """
@@ -235,7 +235,7 @@ class AxisRules(Layout):
 
 
 def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
-    """Replace all rules for an axis by one rule, at the position of the first."""
+    """Return a table in which one rule replaces all rules for an axis, in the first one's place."""
     pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in table.pairs]
     if axis not in table.mentioned:
         pairs.insert(0, (axis, mesh_axis))
@@ -343,10 +343,10 @@ def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     for name, _ in pairs:
         if closed:
             raise RuleError(
-                "`...` may only be the last rule, since no rule after it would apply: move it to "
-                "the end"
+                "`...` may only be the last rule, since no rule after it would apply: move `...` "
+                "to the end"
             )
-        # A user may write any object, whose `==` may be unusual.
+        # Compared with `is`: a user may write any object, even one with an unusual `==`.
         closed = name is ...
     # A mesh axis for all other axes would shard whichever comes first in each leaf.
     if closed and pairs[-1][1] is not None:
@@ -534,8 +534,8 @@ def spec_of_axes(
 BATCH = "batch"
 """The axis of the examples in the layers of `ft.nn`.
 
-No other name is recognized by its position: under `jax.vmap`, the first axis of a constraint is not
-the batch, and may rightly be unsharded.
+Only this name is checked. Under `jax.vmap`, the first axis of a constraint is not the batch, and
+may rightly be unsharded.
 """
 
 

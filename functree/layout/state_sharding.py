@@ -111,7 +111,7 @@ class StateSharding(Layout):
             if item is ...:
                 raise RuleError(
                     f"`...` may only be the last filter, since {after!r} after it would match "
-                    "nothing: move it to the end"
+                    "nothing: move `...` to the end"
                 )
         filters = tuple(map(as_filter, written))
         vars(self).update(
@@ -213,7 +213,7 @@ class StateSharding(Layout):
 
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
 TWO_READINGS = (
-    r"to match paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`; "
+    r"to match paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`, "
     "or rename one of the two"
 )
 

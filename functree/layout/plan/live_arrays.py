@@ -50,7 +50,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         below = row.path[len(state) :]
         if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
-            # The longest path first, since the optimizer's own keys come first in it.
+            # The longest path first: the optimizer's own keys begin the path.
             for start in range(1, len(below) + 1):
                 path = Path((*state, MODEL, *below[start:]))
                 if path in parameters and parameters[path].shape == row.shape:
