@@ -45,7 +45,6 @@ REPEATED = 10
 P = ft.P
 
 # --- Three models
-# ----------------------------------------------------------------------------------------------
 
 
 class Dense(eqx.Module):
@@ -172,7 +171,6 @@ OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adamw": optax.adamw(1e-4)}
 
 
 # --- The order of measured times
-# ----------------------------------------------------------------------------------------------
 
 # What takes no part in the order: the figures of the devices are measured beside the programs.
 UNIT = ft.Hardware(flops=1.0, memory=2**40, links=1.0)
@@ -313,7 +311,6 @@ def spearman(a: Any, b: Any) -> float:
 
 
 # --- Published times
-# ----------------------------------------------------------------------------------------------
 
 
 class Recipe(NamedTuple):

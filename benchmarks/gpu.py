@@ -48,7 +48,6 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 # --- The model in Flax nnx
-# ------------------------------------------------------------------------------------------
 
 
 class Block(nnx.Module):
@@ -121,7 +120,6 @@ def in_nnx(config: Config, weights: Any, batch: int, seq: int) -> tuple[Callable
 
 
 # --- The comparison
-# -------------------------------------------------------------------------------------------------
 
 
 def operations(config: Config, seq: int) -> float:

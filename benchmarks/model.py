@@ -36,7 +36,6 @@ from functree.compiled.read import CompiledProgram, read_ledger
 from functree.labels.leaves import read
 
 # --- The time of a step
-# ---------------------------------------------------------------------------------------------
 
 
 def timed_step(rounds: int) -> None:
@@ -96,7 +95,6 @@ def hand_written(
 
 
 # --- The size of a program
-# ------------------------------------------------------------------------------------------
 
 
 def instructions(compiled: Any) -> int:
@@ -136,7 +134,6 @@ def depth(rounds: int) -> None:
 
 
 # --- A program for TPUs
-# ---------------------------------------------------------------------------------------------
 
 
 class Found(NamedTuple):
@@ -220,7 +217,6 @@ def on_target(target: str, layers: int, data: int, model: int, batch: int, seq: 
 
 
 # --- What the backward pass keeps
-# -----------------------------------------------------------------------------------
 
 REMATS: dict[str, Any] = {
     "None": None,

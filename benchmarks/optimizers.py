@@ -49,7 +49,6 @@ def whole(model: Any) -> optax.GradientTransformation:
 
 
 # --- Twelve matrices
-# ---------------------------------------------------------------------------------------------
 
 
 class Matrix(eqx.Module):
@@ -106,7 +105,6 @@ def update_bytes(tx: Any, model: Any, mesh: Any) -> float:
 
 
 # --- A small transformer
-# ---------------------------------------------------------------------------------------------
 
 
 def config(layers: int, embed: int, seq: int) -> ft.nn.TransformerConfig:
@@ -214,7 +212,6 @@ def timed(rounds: int, batch: int, seq: int) -> None:
 
 
 # --- Micro-batches
-# ---------------------------------------------------------------------------------------------
 
 STEPS = 4
 DATA = ft.AxisRules({"batch": "data", ...: None})

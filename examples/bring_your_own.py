@@ -27,7 +27,6 @@ from jaxtyping import Array, PRNGKeyArray
 import functree as ft
 
 # --- The model: a text classifier of `eqx.nn` layers
-# ----------------------------------------------------------------
 
 
 class Block(eqx.Module):
@@ -92,7 +91,6 @@ def loss_and_grads(model: Classifier, words: Array, labels: Array) -> Array:
 
 
 # --- The model sharded
-# ----------------------------------------------------------------------------------------------
 
 
 def fsdp(model: Classifier, words: Array, labels: Array):
@@ -125,7 +123,6 @@ def tensor_parallel(model: Classifier, words: Array, labels: Array):
 
 
 # --- The same results
-# ------------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -42,7 +42,6 @@ RULES = ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP(
 )
 
 # --- 1. The adapter: a weight of the queries or values, and the product beside it
-# -----------------------------------
 
 
 class LoRA(eqx.Module):
@@ -64,7 +63,6 @@ ADAPTERS = ft.glob("**.lora_a") | ft.glob("**.lora_b")
 ADAPTED = ("blocks.layer.attn.query", "blocks.layer.attn.value")
 
 # --- 2. The surgery: an adapter in the place of each weight, and back
-# ------------------------------------------------
 
 
 def with_adapters(
@@ -90,7 +88,6 @@ def merged(model: ft.nn.Transformer) -> ft.nn.Transformer:
 
 
 # --- 3. The training: only the adapters have gradients and moments
-# ---------------------------------------------------
 
 
 def loss(model: ft.nn.Transformer, tokens: Int[Array, "batch _"]) -> Float[Array, ""]:
@@ -119,7 +116,6 @@ def train(
 
 
 # --- 4. What is saved: the adapters; 5. what is used: the merged model
-# -----------------------------------------------
 
 
 def finetune(options: argparse.Namespace) -> None:

@@ -1,14 +1,14 @@
-"""The Flax notebook "Scale up Flax Modules on multiple devices", cell by cell in functree.
+"""This tour repeats the Flax notebook "Scale up Flax Modules on multiple devices" in functree.
 
-    python examples/flax_tour.py                    # with 8 devices simulated on the CPU
-    python examples/flax_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
+    python examples/flax_tour.py                    # Simulates 8 devices on the CPU.
+    python examples/flax_tour.py --html tour.html   # Also writes a page with treescope's pictures of arrays and shardings.
 
-Numbers in brackets are those of the notebook's cells. Linen keeps the axes of a parameter in a box
+Numbers in brackets refer to the notebook's cells. Linen keeps the axes of a parameter in a box
 around it (`Partitioned`, `LogicallyPartitioned`). functree reads them from the annotations of a
 module's fields, so parameters are plain arrays.
 """
 
-# %% [1] Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
+# %% [1] Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -34,7 +34,7 @@ import functree as ft
 show = Show(__doc__)
 show("[3] We have 8 fake JAX devices now", jax.devices())
 
-# %% [6] A mesh with named mesh axes. The functions below take it as an argument, or use that of
+# %% [6] A mesh with named mesh axes. The functions below take it as an argument, or use the mesh of
 # their arrays.
 mesh = ft.make_mesh(data=2, model=4)
 show("[6] mesh", mesh)
@@ -59,7 +59,7 @@ class DotReluDot(eqx.Module):
         return ft.constrain(y @ self.w2, P("data", None))
 
 
-# %% [8] A list of layers. (For `nn.scan` see [26].)
+# %% [8] A list of layers. (For `nn.scan`, see [26].)
 class MLP(eqx.Module):
     layers: list[DotReluDot]
 
@@ -91,26 +91,26 @@ def init_fn(key: PRNGKeyArray) -> ft.TrainState[MLP]:
     return ft.TrainState.create(MLP(LAYERS, DEPTH, key), optimizer)
 
 
-# %% [13] The sharding of the output: a plan replaces `eval_shape` and `get_sharding`. A spec in an
-# annotation has precedence over rules, and the optimizer's state is sharded like its parameters.
-# `...: None` is the rule for all other axes, which are not sharded.
+# %% [13] The sharding of the output. A plan replaces `eval_shape` and `get_sharding`. A spec in an
+# annotation takes precedence over rules, and the optimizer's state is sharded like its parameters.
+# The rule `...: None` leaves all other axes unsharded.
 make_state = ft.init(init_fn, ft.AxisRules({...: None}), mesh)
 state_plan = make_state.plan(k)
 state_sharding = state_plan.shardings
 show("[13] state_sharding", state_plan)
 
-# %% [15] The arrays are created sharded; none is ever whole on one device.
+# %% [15] The arrays are created sharded. No device ever holds a whole array.
 initialized_state = make_state(k)
 layer = initialized_state.model.layers[0]
 show("[15] w1", layer.w1)
 show("[15] w2", layer.w2)
 
-# %% [16] The parameter is an array, without a box. The plan has its spec.
+# %% [16] The parameter is an array without a box. Its spec is in the plan.
 show(
     "[16] type, spec, shape", (type(layer.w1), state_plan["model.layers.0.w1"].spec, layer.w1.shape)
 )
 
-# %% [17] There is nothing to unbox and to box again: the annotations belong to the class.
+# %% [17] Nothing needs unboxing and reboxing, because the annotations belong to the class.
 all_zero_params = jax.tree.map(jnp.zeros_like, initialized_state.model)
 assert jnp.sum(all_zero_params.layers[0].w1) == 0
 zero_plan = ft.plan(all_zero_params, ft.AxisRules({...: None}), mesh)
@@ -125,7 +125,7 @@ diff = jax.tree.map(lambda a, b: a - b, layer, layer)
 show("[21] diff", diff.w1)
 
 
-# %% [22] A plan is accepted wherever a layout is. Gradients are a tree like the model.
+# %% [22] Functions that take a layout also take a plan. Gradients have the model's tree structure.
 @ft.jit(in_shardings=(state_plan, x_layout), out_shardings=state_plan)
 def train_step(state: ft.TrainState[MLP], x: Array) -> ft.TrainState[MLP]:
     def loss_unrolled(model: MLP) -> Array:  # a fake loss
@@ -134,7 +134,8 @@ def train_step(state: ft.TrainState[MLP], x: Array) -> ft.TrainState[MLP]:
     return ft.apply_gradients(state, ft.grad(loss_unrolled)(state.model))
 
 
-new_state = train_step(initialized_state, x)  # no `with mesh:`, since the arguments are on the mesh
+# No `with mesh:` is needed, since the arguments are on the mesh.
+new_state = train_step(initialized_state, x)
 
 # %% [23]
 show("[23] Sharding of Weight 1", new_state.model.layers[0].w1)
@@ -153,16 +154,16 @@ show("[24] y", y)
 
 show.section("Profiling")
 
-# %% [25] A call returns before the computation is done, so wait for the result.
+# %% [25] A call returns before the computation ends, so wait for the result.
 seconds = timeit.repeat(
     lambda: jax.block_until_ready(train_step(initialized_state, x)), number=1, repeat=3
 )
-show("[25] ms for a step, the best of 3", round(1000 * min(seconds)))
+show("[25] ms per step, best of 3", round(1000 * min(seconds)))
 
 show.section("Logical axis annotation")
 
 
-# %% [26] Axes instead of mesh axes: plain jaxtyping annotations.
+# %% [26] Plain jaxtyping annotations, with axes instead of mesh axes.
 class LogicalDotReluDot(eqx.Module):
     w1: Float[Array, "embed hidden"]
     w2: Float[Array, "hidden embed"]
@@ -177,7 +178,7 @@ class LogicalDotReluDot(eqx.Module):
         return ft.constrain(y @ self.w2, "batch embed")
 
 
-# `ft.stack` replaces `nn.scan`. The leading dimension of a stack also has a name, `layers`.
+# `ft.stack` replaces `nn.scan`. It names the leading dimension `layers`.
 class LogicalMLP(eqx.Module):
     layers: ft.Stacked[LogicalDotReluDot] | list[LogicalDotReluDot]
 
@@ -202,7 +203,7 @@ def logical_init_fn(key: PRNGKeyArray, use_scan: bool) -> ft.TrainState[LogicalM
     return ft.TrainState.create(LogicalMLP(LAYERS, DEPTH, use_scan, key), optimizer)
 
 
-# %% [30] An axis without a rule is an error; it is not replicated by default. So `embed` and
+# %% [30] An axis without a rule is an error, not unsharded by default. Therefore `embed` and
 # `layers` have rules.
 rules = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None, "layers": None})
 logical_abstract = ft.abstract(logical_init_fn)(k, False)
@@ -213,7 +214,7 @@ show("[30] annotations are logical, not mesh-specific", logical_axes.w1)
 logical_plan = ft.plan(logical_abstract, rules, mesh)
 show("[31] the plan is mesh-specific", logical_plan["model.layers.0.w1"].spec)
 
-# %% [32] The same content as in [13].
+# %% [32] The shardings equal those in [13].
 one, other = state_sharding.model.layers[0], logical_plan.shardings.model.layers[0]
 assert (one.w1, one.w2) == (other.w1, other.w2)
 
@@ -223,8 +224,8 @@ show("[34] sharding of weight 1", logical_initialized_state.model.layers[0].w1)
 show("[34] sharding of weight 2", logical_initialized_state.model.layers[0].w2)
 
 
-# A training step with rules: activations and gradients are constrained by them. The donated state
-# keeps its shardings.
+# A training step with rules, which constrain activations and gradients. The donated state keeps its
+# shardings.
 @ft.jit(rules=rules, donate="state")
 def logical_train_step(
     state: ft.TrainState[LogicalMLP], x: Array
@@ -240,7 +241,7 @@ show(
     (int(logical_initialized_state.step), len(logical_train_step.compilations)),
 )
 
-# USE_SCAN = True: the program contains one layer, whatever the number of layers.
+# USE_SCAN = True: the program contains one layer, for any number of layers.
 scanned_state = ft.init(logical_init_fn, rules, mesh)(k, True)
 show("the stack", ft.plan(scanned_state.model, rules, mesh))
 scanned_state, loss = logical_train_step(scanned_state, x)

@@ -40,7 +40,6 @@ ZEN = codecs.decode(this.s, "rot13").encode()  # type: ignore[attr-defined]
 SEQ, END = 64, ord("\n")
 
 # --- 1. A model: it learns the text by heart
-# ------------------------------------------------------------------------
 
 # Qwen 3's norms, Mistral's window: a byte sees the 64 before it, so a text may be longer than those
 # of the training.
@@ -78,7 +77,6 @@ def train(steps: int) -> tuple[ft.nn.Transformer, float]:
 
 
 # --- 2. `ft.nn.generate`: prompts of different lengths, continued to the end of their lines
-# -------------------------
 
 PROMPTS = ["\nBeautiful", "\nExplicit is", "\nIn the face of", "\nSpecial cases"]
 
@@ -123,7 +121,6 @@ def show_generation(model: ft.nn.Transformer) -> list[str]:
 
 
 # --- 3. The cache by itself: keys and values of the tokens so far
-# ---------------------------------------------------
 
 
 @ft.jit(donate="cache")
@@ -174,7 +171,6 @@ def show_cache(model: ft.nn.Transformer, new: int) -> None:
 
 
 # --- 4. On a mesh: the rules of the model lay out its cache
-# ---------------------------------------------------------
 
 RULES = ft.AxisRules(
     {
@@ -204,7 +200,6 @@ def show_mesh(model: ft.nn.Transformer, mesh: Mesh, expected: list[str]) -> None
 
 
 # --- The command line
-# -----------------------------------------------------------------------------------------------
 
 
 def mesh_sizes(text: str) -> dict[str, int]:

@@ -1,14 +1,14 @@
-"""The Penzai notebook "Jitting and Sharding Penzai Models", cell by cell in functree.
+"""This tour repeats the Penzai notebook "Jitting and Sharding Penzai Models" in functree.
 
-    python examples/penzai_tour.py                    # with 8 devices simulated on the CPU
-    python examples/penzai_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
+    python examples/penzai_tour.py                    # Simulates 8 devices on the CPU.
+    python examples/penzai_tour.py --html tour.html   # Also writes a page with treescope's pictures of arrays and shardings.
 
-Numbers in brackets are those of the notebook's cells. Two things are always different here. Models
-are immutable, so functions take state and return the new state. Arrays are plain JAX arrays, so the
-names of axes are in annotations.
+Numbers in brackets refer to the notebook's cells. Two things are always different here. Models are
+immutable, so functions take state and return the new state. Arrays are plain JAX arrays, so
+annotations name their axes.
 """
 
-# %% [1-7] Setup. Simulate 8 devices on the CPU. JAX reads both variables once, when it is imported.
+# %% [1-7] Setup. Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -39,8 +39,8 @@ assert jax.local_device_count() == 8
 show.section("JIT-compiling models")
 
 
-# %% [9] A parameter and a counter. The layer has a `StateRef`, which knows the path of the value.
-# The value is in a `State`.
+# %% [9] A parameter and a counter. The layer has a `StateRef` with the path of the value. The value
+# is in a `State`.
 class CounterLayer(eqx.Module):
     counter: ft.StateRef
 
@@ -58,8 +58,8 @@ model, state = ft.make_state(make_model(jax.random.key(0)))
 ones = jnp.ones(8)
 show("[9] model", model)
 
-# %% [10, 11] Nothing is mutated: the counter increases because the new state is passed to the next
-# call.
+# %% [10, 11] Nothing is mutated. The counter increases because each call receives the previous
+# call's state.
 counts = {}
 (y, count), state = model(ones, state=state)
 counts[10] = int(count)
@@ -67,14 +67,14 @@ counts[10] = int(count)
 counts[11] = int(count)
 show("[10, 11] the counter after each call", (counts[10], counts[11]))
 
-# %% [12, 13] Nothing to unbind and freeze: `make_state` has moved the values out, and the model has
-# only slots.
+# %% [12, 13] Nothing needs unbinding and freezing. `make_state` has moved the values out, and only
+# slots remain in the model.
 show("[12] model_with_slots", model.layers[1])
 show("[13] frozen_vars", state)
 
 
-# %% [14-16] `model(x, state=state)` is a pure function. There are no variables to bind again, or to
-# update afterwards.
+# %% [14-16] `model(x, state=state)` is a pure function. No variables need rebinding, or an update
+# afterwards.
 @ft.jit
 def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -84,21 +84,21 @@ def rebinding_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> 
 counts[15] = int(count)
 show("[15] result", (y, counts[15]))
 
-# %% [17, 18] `stateless_call` is the same call. An old state can be used again: the count is that
-# of [15].
+# %% [17, 18] `stateless_call` is the same call. You can reuse an old state: the count equals the
+# count in [15].
 (y, count), _ = rebinding_call(model, state, ones)
 counts[18] = int(count)
-show("[18] from the state before [15]", counts[18])
+show("[18] the counter, from the state before [15]", counts[18])
 
-# %% [19-21] An initializer under jit, which returns model and state. (`ft.init` creates them
-# sharded: see [57].)
+# %% [19-21] An initializer under jit returns model and state. (`ft.init` creates them sharded, see
+# [57].)
 model, state = ft.jit(lambda key: ft.make_state(make_model(key)))(jax.random.key(0))
 counts[20] = int(next(iter(state.values())))
 show("[21] model", model)
 
 
-# %% [22-24] `variable_jit` is jit with donated state: it is updated in place, and the old state is
-# deleted.
+# %% [22-24] `variable_jit` is jit with donated state. The state is updated in place, and the old
+# state is deleted.
 @ft.jit(donate="state")
 def jitted_call(model: Any, state: ft.State, x: Float[Array, "features"]) -> Any:
     return model(x, state=state)
@@ -119,21 +119,21 @@ jit_model = ft.nn.Jitted(model)
 counts[27] = int(count)
 show("[27] the counter", counts[27])
 
-# %% [28, 29] The same for each layer of two classes.
+# %% [28, 29] Each layer of two classes compiles its own call.
 jit_model_2 = ft.select(model).under(ft.nn.Linear | CounterLayer).apply(ft.nn.Jitted)
 (y, count), state = jit_model_2(ones, state=state)
 counts[29] = int(count)
 show("[28] jit_model_2", [type(layer).__name__ for layer in jit_model_2.layers])
 show("[29] the counter", counts[29])
 
-# %% [30] The model can be taken out again.
+# %% [30] `body` is the original model.
 assert jit_model.body is model
 
 show.section("Sharding basics, and pictures of shardings")
 
-# %% [31, 32] A mesh of devices. JAX has removed `PositionalSharding`; a `NamedSharding` on a mesh
-# with named mesh axes replaces it. (`devices` is an option of `ft.make_mesh`, so this mesh axis is
-# made by JAX's own class.)
+# %% [31, 32] A mesh of devices. JAX has removed `PositionalSharding`. A `NamedSharding` on a mesh
+# with named mesh axes replaces it. (`devices` is an option of `ft.make_mesh`, so JAX's own class
+# makes this mesh.)
 line = Mesh(mesh_utils.create_device_mesh((8,)), ("devices",))
 show("[31] devices", line)
 show("[32] pos_sharding", NamedSharding(line, P("devices")))
@@ -142,19 +142,19 @@ show("[32] pos_sharding", NamedSharding(line, P("devices")))
 arrays = {33: ft.shard(jnp.ones(16), P("devices"), line)}
 show("[33] ones(16)", arrays[33])
 
-# %% [34, 35] Instead of reshaping a positional sharding, use another mesh.
+# %% [34, 35] Use another mesh instead of reshaping a positional sharding.
 grid = ft.make_mesh(rows=4, columns=2)
 arrays[35] = ft.shard(jnp.ones((8, 8)), P("rows", "columns"), grid)
 show("[34] reshape((4, 2))", NamedSharding(grid, P("rows", "columns")))
 show("[35] ones([8, 8])", arrays[35])
 
-# %% [36, 37] `replicate(axis=0)` is a mesh axis that the spec does not name.
+# %% [36, 37] A mesh axis that the spec does not name replaces `replicate(axis=0)`.
 wide = ft.make_mesh(rows=2, columns=4)
 arrays[37] = ft.shard(jnp.ones((8, 8)), P(None, "columns"), wide)
 show("[36] reshape((2, 4)).replicate(axis=0)", NamedSharding(wide, P(None, "columns")))
 show("[37] ones([8, 8])", arrays[37])
 
-# %% [38, 39] Replicated on all devices.
+# %% [38, 39] An array replicated on all devices.
 arrays[39] = ft.shard(jnp.ones((8, 8)), P(), line)
 show("[38] replicate(axis=0)", NamedSharding(line, P()))
 show("[39] ones([8, 8])", arrays[39])
@@ -167,18 +167,18 @@ for cell, spec in {41: P("foo", "bar"), 42: P(None, ("bar", "foo"), None), 43: P
 
 show.section("Sharding arrays whose axes have names")
 
-# %% [44-46] An array of values 1 + 0 to 3 + 3. It is a plain array; the names of its axes are given
-# where needed.
+# %% [44-46] An array with the values 1 + 0 to 3 + 3. It is a plain array. Functions that need the
+# names of its axes take them as an argument.
 arr = jnp.arange(1, 4)[:, None] + jnp.arange(4)[None, :]
 show("[45] arr", arr)
 
-# %% [47-49] The names are given with the array, and there is a rule for each.
+# %% [47-49] `axes=` names the array's axes, and each name has a rule.
 arrays[49] = ft.shard(arr, ft.AxisRules({"foo": None, "bar": "columns"}), wide, axes="foo bar")
 show("[49] sharded_arr", arrays[49])
 
 
-# %% [50, 51] A tree of arrays with named axes: a module, whose annotations have the names. functree
-# checks them against the ranks of the arrays.
+# %% [50, 51] A tree of arrays with named axes is a module whose annotations name the axes. functree
+# checks the annotations against the ranks of the arrays.
 class SomeArrays(eqx.Module):
     one: Float[Array, "a b c"]
     two: Float[Array, "a"]
@@ -189,8 +189,8 @@ some_arrays = SomeArrays(jnp.ones((4, 8, 6)), jnp.ones(8), jnp.ones((4, 12)))
 show("[50] some_array_tree", some_arrays)
 show("[51] mesh", mesh)
 
-# %% [52, 53] `name_to_name_sharding` is a plan, which also gives the reasons. `...: None` is for
-# `c` and `d`, which are not sharded. Without it they would be an error, since they have no rule.
+# %% [52, 53] A plan replaces `name_to_name_sharding`, and also gives the reasons. `...: None` leaves
+# `c` and `d` unsharded. Without it, they would raise an error, since they have no rule.
 rules = ft.AxisRules({"a": "bar", "b": "foo", ...: None})
 plan = ft.plan(some_arrays, rules, mesh)
 show("[53] plan", plan)
@@ -201,19 +201,19 @@ arrays[54] = ft.shard(some_arrays, plan, mesh)
 arrays[55] = ft.shard(some_arrays, rules, mesh)
 show("[55] sharded", arrays[55])
 
-# %% [56] A mesh whose mesh axes have the names of axes: each axis is sharded over the mesh axis of
-# its name. `P()` replicates arrays of which these rules shard nothing.
+# %% [56] A mesh whose mesh axes have the names of axes. Each axis is sharded over the mesh axis with
+# its name. `P()` replicates arrays for which no rule shards a dimension.
 already_matching_mesh = ft.make_mesh(b=4, a=2)
 arrays[56] = ft.shard(
     some_arrays, ft.AxisRules.identity(already_matching_mesh) | P(), already_matching_mesh
 )
-show("[56] by their own names", arrays[56])
+show("[56] sharded over the mesh axes of the same names", arrays[56])
 
 show.section("Sharding models and training loops")
 
 
-# %% [57, 58] A small transformer with a list of blocks, as in the notebook, so that layers can be
-# inserted between them. (functree's own transformer has its blocks in one `ft.Stacked`.)
+# %% [57, 58] A small transformer with a list of blocks, as in the notebook. Layers can be inserted
+# between them. (functree's own transformer has its blocks in one `ft.Stacked`.)
 class Decoder(eqx.Module):
     embed: ft.nn.Embedding
     blocks: ft.nn.Sequential
@@ -238,14 +238,13 @@ config = ft.nn.TransformerConfig(
     hidden=128,
     tie_embedding=True,
 )
-embed_rules = ft.AxisRules(
-    {"embed": "devices", ...: None}
-)  # shard the embedding dimension across devices
+# Shard the embedding dimension over the devices.
+embed_rules = ft.AxisRules({"embed": "devices", ...: None})
 sharded_init = ft.init(Decoder.create, embed_rules, line)
 tiny_transformer = sharded_init(config, key=jax.random.key(42))
 
 # %% [59] Each parameter was created sharded. `sharded_init.plan(...)` shows the plan without
-# creating them.
+# creating any parameters.
 show("[59] tiny_transformer", tiny_transformer)
 
 # %% [60] A batch, sharded over the devices.
@@ -260,17 +259,17 @@ result = apply(tiny_transformer, tokens)
 show("[61] result", result)
 show("[62] its sharding", result.sharding)
 
-# More control, with "fully sharded data parallel" guaranteed: the layers of `ft.nn` constrain their
-# activations by the rules of the jit. A mesh axis shards one dimension of an array: the batch of
+# More control, with "fully sharded data parallel" guaranteed: the rules of the jit constrain the
+# activations of `ft.nn` layers. A mesh axis shards one dimension of an array: the batch of
 # activations, and `embed` of parameters.
 fsdp_rules = ft.AxisRules({"batch": "devices", "embed": "devices", ...: None})
 fsdp_result = ft.jit(lambda model, tokens: model(tokens), rules=fsdp_rules)(
     tiny_transformer, tokens
 )
-show("[62] its sharding, by rules", fsdp_result.sharding)
+show("[62] its sharding, with rules", fsdp_result.sharding)
 
-# %% [63, 64] A layer that constrains its input, after each block: the batch is sharded over the
-# devices.
+# %% [63, 64] After each block, insert a layer that constrains its input. It shards the batch over
+# the devices.
 constrain = ft.nn.Constrain("batch seq embed", batch_rules)
 tiny_transformer_constrained = (
     ft.select(tiny_transformer).under(ft.nn.Block).insert_after(constrain)

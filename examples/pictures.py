@@ -1,8 +1,7 @@
-"""The output of a tour: text on the terminal, and with `--html FILE` also a page with pictures by
-treescope.
+"""The tours in this folder print their values through this module.
 
-The tours in this folder use it: `show = Show(__doc__)`, then `show("[33] x", x)` for each value,
-and `show.save()` at the end.
+With `--html FILE`, a tour also writes a page with treescope's pictures. A tour creates
+`show = Show(__doc__)`, calls `show("[33] x", x)` for each value, and ends with `show.save()`.
 """
 
 import argparse
@@ -24,7 +23,7 @@ except ImportError:
 
 
 class Show:
-    """Shows values one after another. It reads the command line, which has the option `--html`."""
+    """The output of a tour, with the option `--html` of its command line."""
 
     def __init__(self, doc: str | None):
         about = (doc or "").strip()
@@ -32,7 +31,7 @@ class Show:
             description=about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         parser.add_argument(
-            "--html", type=Path, metavar="FILE", help="write a page with pictures (by treescope)"
+            "--html", type=Path, metavar="FILE", help="write a page with treescope's pictures"
         )
         self.file: Path | None = parser.parse_args().html
         if self.file is not None and not self.file.absolute().parent.is_dir():
@@ -44,7 +43,7 @@ class Show:
         ]
 
     def __call__(self, name: str, value: Any) -> None:
-        """Show a value as text on the terminal, and as a picture on the page."""
+        """Print a value as text, and add its picture to the page."""
         print(f"\n{name}: {_text(value)}")
         if _is_array(value) and isinstance(value.sharding, NamedSharding) and value.ndim in (1, 2):
             jax.debug.visualize_array_sharding(value)
@@ -60,12 +59,15 @@ class Show:
         self.page.append(f"<h2>{html.escape(title)}</h2>")
 
     def save(self) -> None:
-        """Write the page, if the option `--html` was given."""
+        """Write the page if `--html` was given."""
         if self.file is not None and treescope is None:
-            print(f"\nNo {self.file}: treescope is missing; pip install functree[examples]")
+            print(
+                f"\n{self.file} is not written: treescope is not installed. "
+                "Try: pip install functree[examples]"
+            )
         elif self.file is not None:
             self.file.write_text("\n".join(self.page), encoding="utf-8")
-            print(f"\nThe pictures: {self.file}")
+            print(f"\nPictures: {self.file}")
 
 
 def _is_array(value: Any) -> TypeGuard[jax.Array]:
@@ -73,7 +75,7 @@ def _is_array(value: Any) -> TypeGuard[jax.Array]:
 
 
 def _parts(sharding: NamedSharding) -> tuple[int, ...]:
-    """A shape that the sharding divides, large enough for a picture."""
+    """Return a shape that the sharding divides and that is large enough for a picture."""
     shape: list[int] = []
     for entry in sharding.spec:
         axes = (entry,) if isinstance(entry, str) else entry or ()
@@ -83,7 +85,7 @@ def _parts(sharding: NamedSharding) -> tuple[int, ...]:
 
 
 def _text(value: Any) -> str:
-    """A table for a tree of arrays or a plan, and one line for other values."""
+    """Return a table for a tree of arrays or a plan, and one line for other values."""
     if _is_array(value):
         small = f" = {np.asarray(value)}" if value.ndim == 0 else ""
         where = (

@@ -1,18 +1,17 @@
-"""The module `jax.experimental.pjit` of early versions of JAX, from its docstring to its last
-helper, in functree.
+"""This tour repeats `jax.experimental.pjit` of early JAX versions in functree.
 
-    python examples/pjit_tour.py                    # with 8 devices simulated on the CPU
-    python examples/pjit_tour.py --html tour.html   # also a page with pictures of arrays and shardings, by treescope
+    python examples/pjit_tour.py                    # Simulates 8 devices on the CPU.
+    python examples/pjit_tour.py --html tour.html   # Also writes a page with treescope's pictures of arrays and shardings.
 
-The sections are those of the module's source. Today `pjit` is `jax.jit`. This tour shows with
-`ft.jit` what the source promised and checked, on the function and the mesh of its docstring.
+The sections follow the module's source, from its docstring to its last helper. Today `pjit` is
+`jax.jit`. This tour uses `ft.jit` to show the promises and checks of that source, on the function
+and the mesh of its docstring.
 """
 
 import os
 
-os.environ.setdefault(
-    "JAX_PLATFORMS", "cpu"
-)  # simulate 8 devices; JAX reads both variables when it is imported
+# Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
         os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -37,7 +36,7 @@ show = Show(__doc__)
 
 
 def attempt(name: str, function: Callable[..., Any], *args: Any) -> str:
-    """Call a function with a mistake; show and return the message of the error."""
+    """Call a function with a mistake, and show and return the error's message."""
     try:
         function(*args)
     except (ft.FunctreeError, TypeError) as error:
@@ -50,7 +49,7 @@ show.section("pjit")
 
 
 # %% The docstring's example: a convolution, partitioned automatically. `in_axis_resources=None`
-# meant replicated. Here that is `P()`, and `None` means any sharding.
+# meant replicated. Here `P()` means replicated, and `None` means any sharding.
 def smooth(x: Float[Array, "n"]) -> Float[Array, "n"]:
     return jnp.convolve(x, jnp.asarray([0.5, 1.0, 0.5]), "same")
 
@@ -65,8 +64,8 @@ show("f(x)", np.asarray(y))
 show("the sharding of f(x)", y)
 
 # %% "The returned function will use the mesh definition available at each call site": it still
-# does, and the records of its compilations show this. Without a current mesh, the mesh of the
-# arguments is used; here they have none.
+# does, as the records of its compilations show. Without a current mesh, it uses the arguments'
+# mesh. Here the arguments have none.
 half = Mesh(np.array(jax.devices()[:4]), ("devices",))
 with jax.set_mesh(half):
     y_half = f(ft.shard(x, P()))
@@ -75,8 +74,8 @@ show("f.compilations", [str(compilation) for compilation in f.compilations])
 messages = {"no mesh": attempt("without a mesh", f, x)}
 
 # %% "Inputs will be automatically partitioned if they're not already": here only uncommitted arrays
-# are. As this is done on each call, the second call warns of arrays that are not tiny. A committed
-# array is never moved implicitly.
+# are. Each call moves them again, so the second call warns unless they are tiny. A committed array
+# is never moved implicitly.
 g = ft.jit(lambda x: 2 * x, in_shardings=P("devices"), out_shardings=P("devices"), mesh=mesh)
 doubled = g(x)
 with warnings.catch_warnings(record=True) as caught:
@@ -84,18 +83,18 @@ with warnings.catch_warnings(record=True) as caught:
     for _ in range(2):
         g(jnp.arange(128.0))
 show("the second call warns", str(caught[-1].message))
-messages["moved"] = attempt("an input that is sharded otherwise", g, whole)
+messages["moved"] = attempt("an input that is sharded differently", g, whole)
 
-# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then the result can be
-# passed in again. (For donated state this is not needed: it keeps its shardings.)
+# %% "Make sure the relevant out_axis_resources match the in_axis_resources": then you can pass the
+# result in again. (Donated state keeps its shardings without this.)
 for _ in range(3):
     doubled = g(doubled)
 show("doubled four times", np.asarray(doubled))
 
-# (The docstring's note on multi-process platforms is left out: there is one process here.)
+# (This tour skips the docstring's note on multi-process platforms, because it runs in one process.)
 
 
-# %% "A pytree prefix": one layout for a whole subtree. Entries are given by position or by
+# %% "A pytree prefix": one layout covers a whole subtree. Entries are given by position or by
 # parameter name. Rules are layouts, too.
 @ft.jit(in_shardings={"params": {"w": P(None, "devices"), "rest": P()}, "x": P()}, mesh=mesh)
 def apply(params: dict[str, Any], x: Array) -> Array:
@@ -106,16 +105,16 @@ params = {"w": jnp.ones((8, 16)), "rest": [jnp.ones(16), {"bias": jnp.ones(16)}]
 z = apply(params, x)
 show("a prefix", z)
 
-# %% static_argnums still exists, and Python numbers are always static. donate_argnums has become
-# `donate=`, with names or positions. "pjit does not support kwargs": here a call with keywords
-# shares the trace of the positional call.
+# %% static_argnums still exists, and Python numbers are always static. donate_argnums is now
+# `donate=`, which takes names or positions. "pjit does not support kwargs": here a call with
+# keywords shares the trace of the positional call.
 power = ft.jit(lambda x, n: x**n, in_shardings=(P("devices"), None), donate="x", mesh=mesh)
 donated = ft.shard(x, P("devices"), mesh)
 cubed = power(n=3, x=donated)
 show("x**3, and whether x is deleted", (np.asarray(cubed).tolist(), donated.is_deleted()))
 messages["few"] = attempt("too few arguments", power, cubed)
 
-# %% `lower`, with the mesh of the call site; it also takes abstract arguments.
+# %% `lower` uses the mesh of the call site. It also accepts abstract arguments.
 with jax.set_mesh(mesh):
     compiled = f.lower(ft.abstract(jnp.zeros_like)(x)).compile()
 show("lowered, compiled, run", np.asarray(compiled(whole)))
@@ -131,9 +130,9 @@ spread = {spec: ft.shard(square, spec, grid) for spec in specs}
 for spec, array in spread.items():
     show(f"8 × 8 by {spec}", array)
 
-# %% _check_unique_resources and _check_shapes_against_resources: the same checks are made for all
-# leaves before anything runs, and the error has the path of each leaf and a remedy. (A plan needs
-# no devices: the mesh may be a dict of sizes.)
+# %% _check_unique_resources and _check_shapes_against_resources: functree makes these checks for all
+# leaves before anything runs. The error gives the path of each leaf and a remedy. (A plan needs no
+# devices: the mesh may be a dict of sizes.)
 sizes = {"devices": 8}
 messages["type"] = attempt("no spec", lambda: ft.jit(smooth, in_shardings="devices"))
 messages["unique"] = attempt(
@@ -164,7 +163,7 @@ gradient = jax.grad(lambda x: f(x).sum())(whole)
 show("grad", np.asarray(gradient))
 
 
-# The gradients of a model are sharded like its parameters, by the rules of the step.
+# The rules of the step shard a model's gradients like its parameters.
 class Model(eqx.Module):
     up: Float[Array, "embed hidden"]
 
@@ -189,8 +188,8 @@ messages["mesh"] = attempt("another mesh inside", ft.jit(lambda x: inner(x), mes
 show.section("with_sharding_constraint")
 
 
-# %% `ft.constrain`, by a spec or by axes. Outside of a trace it moves the array; pjit's function
-# raised NotImplementedError there.
+# %% `ft.constrain` takes a spec or axes. Outside of a trace, it moves the array. There, pjit's
+# function raised NotImplementedError.
 @ft.jit(rules=rules)
 def constrained(x: Float[Array, "batch embed"]) -> Float[Array, "batch hidden"]:
     return ft.constrain(jnp.tanh(x), "batch hidden")
@@ -204,8 +203,8 @@ show("outside", outside)
 
 show.section("Helpers")
 
-# %% GlobalDeviceArray, FROM_GDA: every array has its sharding, and `None` among in_shardings
-# accepts any.
+# %% GlobalDeviceArray, FROM_GDA: every array carries its sharding, and `None` in in_shardings
+# accepts any sharding.
 any_sharding = ft.jit(lambda x, y: (x, y), in_shardings=(None, P("devices")), mesh=mesh)(
     whole, doubled
 )

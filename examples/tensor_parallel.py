@@ -36,7 +36,6 @@ from rich.table import Table
 import functree as ft
 
 # --- The model: it names its axes, and does not mention devices
-# -----------------------------------------------------
 
 
 class MLP(eqx.Module):
@@ -48,7 +47,6 @@ class MLP(eqx.Module):
 
 
 # --- Three ways to run it
-# -------------------------------------------------------------------------------------------
 
 # A rule for each axis; and the specs that result for an MLP, by path.
 RULES = ft.AxisRules({"hidden": "model", "batch": None, "embed": None})
@@ -84,7 +82,6 @@ WAYS: dict[str, Way] = {
 }
 
 # --- The comparison
-# -------------------------------------------------------------------------------------------------
 
 
 def gradients_through(way: Way) -> Callable[[MLP, Array], Any]:

@@ -35,7 +35,6 @@ from rich.table import Table
 import functree as ft
 
 # --- The model
-# ------------------------------------------------------------------------------------------------------
 
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", "embed": None})
 
@@ -60,7 +59,6 @@ class Block(eqx.Module):
 
 
 # --- The three ways
-# -------------------------------------------------------------------------------------------------
 
 
 # Auto axes: arrays are global, and their types have no shardings. The compiler chooses them, guided
@@ -91,7 +89,6 @@ def forgetful(block: Block, x: Float[Array, "batch embed"]) -> Float[Array, "bat
 
 
 # --- Training: one step for all three
-# -------------------------------------------------------------------------------
 
 
 # The block is donated: the new one uses its memory and keeps its shardings. `way` is not an array,
@@ -103,7 +100,6 @@ def train_step(way: Any, block: Block, x: Array) -> tuple[Block, Array]:
 
 
 # --- The comparison
-# -------------------------------------------------------------------------------------------------
 
 Way = Callable[[Block, Array], Array]
 WAYS: dict[

@@ -49,7 +49,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import functree as ft
 
 # --- The rules: over which mesh axis each axis is sharded
-# -----------------------------------------------------------
 
 # FSDP: each device has a shard of every large array, and gathers the other shards when it uses the
 # array.
@@ -86,7 +85,6 @@ def default_mesh(rules: str, pipe: int) -> dict[str, int]:
 
 
 # --- The text: a token is a byte
-# ------------------------------------------------------------------------------------
 
 VOCAB = 256
 END_OF_FILE = b"\0"
@@ -130,7 +128,6 @@ def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "
 
 
 # --- The training step
-# ----------------------------------------------------------------------------------------------
 
 
 def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
@@ -182,7 +179,6 @@ def write(
 
 
 # --- The run
-# --------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -483,7 +479,6 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
 
 
 # --- Several processes
-# ----------------------------------------------------------------------------------------------
 
 # What each of the processes that `--processes` starts is told.
 COORDINATOR, COUNT, NUMBER = "TRAIN_LM_COORDINATOR", "TRAIN_LM_PROCESSES", "TRAIN_LM_PROCESS"
@@ -545,7 +540,6 @@ def join_processes(options: argparse.Namespace) -> None:
 
 
 # --- The command line
-# -----------------------------------------------------------------------------------------------
 
 
 class Parser(argparse.ArgumentParser):

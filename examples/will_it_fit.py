@@ -86,7 +86,6 @@ MEMORY = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 MEMORY |= {"a100": 79.3, "h100": 79.1, "h200": 139.8, "b200": 178.4}
 
 # --- The training step
-# ----------------------------------------------------------------------------------------------
 
 
 def loss_of(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
@@ -142,7 +141,6 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool)
 
 
 # --- A case
-# ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -200,7 +198,6 @@ def memory_by_part(memory: ft.Memory) -> dict[str, int]:
 
 
 # --- What is printed
-# ------------------------------------------------------------------------------------------------
 
 
 def gib(size: float) -> str:
@@ -243,7 +240,6 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 # --- The command line
-# -----------------------------------------------------------------------------------------------
 
 
 def default_mesh(target: str) -> dict[str, int]:

@@ -28,7 +28,7 @@ def test_a_run_of_the_gallery(
     assert (code, err) == (0, "")
     losses = [float(loss) for loss in re.findall(r"^step +\d+: loss (\S+), \d+ s$", out, re.M)]
     assert len(losses) in (2, 8) and all(0 < loss < 10 for loss in losses)  # LoRA trains four times
-    assert picture.read_bytes().startswith(PNG) and f"The picture: {picture}" in out
+    assert picture.read_bytes().startswith(PNG) and f"Picture: {picture}" in out
 
 
 def test_each_run_has_a_small_picture_and_a_part_of_the_page() -> None:

@@ -29,7 +29,7 @@ def tour(request, tmp_path, capsys):
     page = (tmp_path / "page.html").read_text()
     shown = re.findall("<h3>(.*)</h3>", page)
     assert shown and page.count("treescope") >= len(shown), "a picture for each"
-    assert f"The pictures: {tmp_path / 'page.html'}" in found.out
+    assert f"Pictures: {tmp_path / 'page.html'}" in found.out
     return found
 
 
