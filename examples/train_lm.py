@@ -1,14 +1,13 @@
-"""Train a small byte-level transformer on Python's own source code, sharded over the devices there
-are.
+"""This script trains a small byte-level transformer on Python's own source code, on all devices.
 
-    python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes
-    python examples/train_lm.py --rules fsdp --mesh data=8
-    python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # on larger devices
-    python examples/train_lm.py --batch 64 --accumulate 4              # of a large batch, a quarter at a time
-    python examples/train_lm.py --rules fsdp+ep --experts 8            # a mixture of experts, over the mesh axis `model`
-    python examples/train_lm.py --generate "class Stack:" --sample 500
-    python examples/train_lm.py --checkpoint run                       # stop it, and it goes on where it was
-    python examples/train_lm.py --checkpoint run --processes 2         # also in two processes, or on another mesh
+    python examples/train_lm.py                                        # 8 simulated devices on a CPU, two minutes.
+    python examples/train_lm.py --rules fsdp --mesh data=8             # FSDP alone.
+    python examples/train_lm.py --layers 8 --embed 512 --steps 5000    # For larger devices.
+    python examples/train_lm.py --batch 64 --accumulate 4              # A large batch in four micro-batches.
+    python examples/train_lm.py --rules fsdp+ep --experts 8            # Experts, sharded over the mesh axis `model`.
+    python examples/train_lm.py --generate "class Stack:" --sample 500 # A prompt and a length for the sample.
+    python examples/train_lm.py --checkpoint run                       # Stop it: the same command resumes it.
+    python examples/train_lm.py --checkpoint run --processes 2         # Resume in two processes, or on another mesh.
 
 Read it from top to bottom: the rules, the text, the training step, the run, several processes.
 """
@@ -29,8 +28,8 @@ from math import gcd, log
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-# Simulate 8 devices on the CPU, unless their number is set already. JAX reads this once, when it is
-# imported.
+# Simulate 8 devices on the CPU, unless their number is already set. JAX reads the flags once, when
+# it creates its devices.
 if not re.search(
     "device_count|_cpu_devices", " ".join([os.environ.get("XLA_FLAGS", ""), *os.environ])
 ):
@@ -50,32 +49,33 @@ import functree as ft
 
 # --- The rules: over which mesh axis each axis is sharded
 
-# FSDP: each device has a shard of every large array, and gathers the other shards when it uses the
-# array.
+# FSDP: each device keeps a shard of every large array, and gathers the other shards to use it.
 FSDP = ft.FSDP("data", min_size=1024)
 
-# Tensor parallelism: the heads, the hidden units and the vocabulary are sharded, and so is the
-# computation with them.
+# Tensor parallelism: the heads, the hidden units, the vocabulary and their computation are sharded.
 TENSOR = {"heads": "model", "kv_heads": "model", "hidden": "model", "vocab": "model"}
 
 RULES: dict[str, ft.Layout] = {
     "fsdp": ft.AxisRules({"batch": "data", ...: None}) | FSDP,
     "tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}),
     "fsdp+tp": ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | FSDP,
-    # And between the products, where tensor parallelism leaves the sequence whole, its parts.
-    # Whole experts on each device of `model`, which has its own part of the batch too.
+    # Expert parallelism: each device along `model` has whole experts and its own shard of the batch.
     "fsdp+ep": ft.AxisRules({"batch": ("data", "model"), "experts": "model", ...: None}) | FSDP,
+    # Sequence parallelism: between the products, the sequence is sharded too.
     "fsdp+tp+sp": ft.AxisRules({"batch": "data", **TENSOR, "seq": "model", ...: None}) | FSDP,
 }
 
 
-# A pipeline: each device along `pipe` has the layers of one stage.
+# A pipeline: each device along `pipe` keeps the layers of one stage.
 STAGES = ft.AxisRules({"layers": "pipe"})
 
 
 def default_mesh(rules: str, pipe: int) -> dict[str, int]:
-    """A mesh of all devices: `data` only for FSDP alone, else also `model`, with four devices if
-    this divides; and `pipe`, with one for each stage."""
+    """Return the sizes of a mesh of all devices.
+
+    FSDP alone has only `data`. Other rules also have `model`, of size 4 if that divides. A pipeline
+    also has `pipe`, with one device per stage.
+    """
     stages = {"pipe": pipe} if pipe > 1 else {}
     devices = jax.device_count() // pipe
     if rules == "fsdp":
@@ -96,12 +96,14 @@ SKIPPED = {
     "idle_test",
     "encodings",
     "pydoc_data",
-}  # not prose
+}  # other packages, tests and data
 
 
 def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
-    """The source files of the standard library, as bytes: nine tenths for training, and every tenth
-    held out."""
+    """Read the standard library's source files as bytes.
+
+    Nine tenths of the files are for training. Every tenth file is held out.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     paths = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     files = [
@@ -115,15 +117,19 @@ def read_text(megabytes: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 def starts_of(step: int, options: argparse.Namespace, length: int) -> np.ndarray:
-    """Where the sequences of a step begin. They follow from the step alone, so a run that goes on
-    has the same."""
+    """Return where the sequences of a step begin.
+
+    They depend only on the seed and the step, so a resumed run draws the same sequences.
+    """
     rng = np.random.default_rng((options.seed, step))
     return rng.integers(0, length - options.seq, options.batch)
 
 
 def windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Int[np.ndarray, "batch seq+1"]:
-    """Pieces of the text that are one byte longer than a sequence: each byte predicts the next
-    one."""
+    """Return windows of the text that are one byte longer than a sequence.
+
+    Each byte predicts the next byte.
+    """
     return text[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
 
@@ -135,22 +141,26 @@ def bits_per_byte(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -
 
 
 def trained_loss(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Float[Array, ""]:
-    """Bits per byte; and with experts what keeps them evenly used."""
+    """Return bits per byte, plus a balancing loss if the model has experts."""
     balance = 0.0 if model.config.experts is None else 0.01
     loss = ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:], balance=balance)
     return loss / log(2)
 
 
 def make_optimizer(lr: float, steps: int) -> optax.GradientTransformation:
-    """AdamW. The learning rate rises over the first tenth of the steps, and then falls along a
-    cosine."""
+    """Make an AdamW optimizer with gradient clipping.
+
+    The learning rate rises over the first tenth of the steps, then falls along a cosine.
+    """
     rate = optax.warmup_cosine_decay_schedule(lr / 10, lr, steps // 10, steps, end_value=lr / 10)
     return optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.1))
 
 
 def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callable[..., Any]:
-    """The training step. Model and state are donated and keep their shardings, so it is compiled
-    only once."""
+    """Make the training step.
+
+    It compiles only once, because the donated model and state keep their shardings.
+    """
     gradient = ft.accumulate(ft.value_and_grad(trained_loss), accumulate)
 
     @ft.jit(donate=("model", "state"))
@@ -165,15 +175,17 @@ def make_train_step(tx: optax.GradientTransformation, accumulate: int) -> Callab
 def write(
     model: ft.nn.Transformer, prompt: bytes, length: int, temperature: float, seed: int
 ) -> str:
-    """Continue a prompt byte by byte, up to the end of a file: one program, with a cache of keys
-    and values."""
-    rows = ft.axis_shards("batch").parts  # the rules shard the batch, so each shard writes one
+    """Continue a prompt byte by byte, up to the end of a file.
+
+    One program does this, with a cache of keys and values.
+    """
+    rows = ft.axis_shards("batch").parts  # one row per shard of the batch
     prompts = np.frombuffer(prompt, np.uint8)[None].repeat(rows, axis=0)
     key, end = jax.random.key(seed), END_OF_FILE[0]
     tokens = ft.nn.generate(
         model, prompts, length, temperature=temperature, key=key, stop=end, pad=end
     )
-    # Tokens come as int32: uint8 has no number for "no token" beside 256 bytes.
+    # Tokens are int32, because uint8 has no value left for "no token" besides 256 bytes.
     written = process_allgather(tokens, tiled=True)[0].astype(np.uint8).tobytes()
     return written.rstrip(END_OF_FILE).decode(errors="replace")
 
@@ -183,21 +195,25 @@ def write(
 
 @dataclass
 class Curve:
-    """Bits per byte: of each training batch, and of the held-out text by step; and the seconds of
-    each step."""
+    """The progress of a run.
+
+    Attributes:
+        train: the bits per byte of each training batch.
+        held_out: the bits per byte of the held-out text, by step.
+        seconds: the seconds of each step.
+    """
 
     train: list[float] = field(default_factory=list)
     held_out: dict[int, float] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
 
     def go_on(self, saved: Mapping[str, Any]) -> None:
-        """Take what `to_json` has kept."""
+        """Load the values that `to_json` returned."""
         self.train += saved["train"]
         self.held_out |= {int(step): value for step, value in saved["held_out"].items()}
 
     def to_json(self) -> dict[str, Any]:
-        # Not the seconds: each process measures its own, and what is saved has to be the same in
-        # all.
+        # Without the seconds: each process measures its own, and all must save equal values.
         return {
             "train": self.train,
             "held_out": {str(step): value for step, value in self.held_out.items()},
@@ -211,8 +227,8 @@ def train(
     held_out: np.ndarray,
     curve: Curve,
 ) -> None:
-    """Plan, create or restore, train and sample. The ambient mesh and rules are those of `main`."""
-    # Mistakes are found by the plan, before an array is allocated or anything is compiled.
+    """Plan, create or restore, train, and sample, under the ambient mesh and rules set by `main`."""
+    # The plan finds mistakes before any array is allocated or any program is compiled.
     config, key = model_config(options), jax.random.key(options.seed)
     tx = make_optimizer(options.lr, options.steps)
 
@@ -229,18 +245,19 @@ def train(
         else f"The optimizer: {first_line(state_plan)}"
     )
     print(
-        f"The text: {len(text) / 1e6:.1f} MB to train on, {len(held_out) / 1e6:.1f} MB of other files held out\n"
+        f"The text: {len(text) / 1e6:.1f} MB for training, {len(held_out) / 1e6:.1f} MB in held-out files\n"
     )
 
     def batch(text: np.ndarray, starts: np.ndarray) -> Int[Array, "batch seq+1"]:
-        # The sequences are one longer than what is sharded, so this dimension has no name.
+        # These sequences are one byte longer than the `seq` that rules shard, so the dimension has
+        # no name.
         return ft.shard(windows(text, starts, options.seq), rules, axes="batch _")
 
     places = np.linspace(0, len(held_out) - options.seq - 1, 8 * options.batch, dtype=int)
     tests = [batch(held_out, starts) for starts in np.split(places, 8)]
 
-    # From here on there are arrays, each created sharded as planned, or read so from the latest
-    # checkpoint.
+    # From here on there are arrays. Each is created sharded as planned, or restored with this
+    # sharding from the latest checkpoint.
     first = 1
     checkpoints = (
         None
@@ -255,10 +272,9 @@ def train(
         model, state = checkpoints.restore((model, state), latest)
         curve.go_on(saved["curve"])
         first = latest + 1
-        print(f"Going on after step {latest} of {checkpoints.folder}.\n")
+        print(f"Resuming after step {latest} of {checkpoints.folder}.\n")
     train_step, measure = make_train_step(tx, options.accumulate), ft.jit(bits_per_byte)
-    # Compiled here and not in the first step, to see what it moves between devices before anything
-    # is run.
+    # Compile before the first step, to print what the step moves between devices.
     ledger = train_step.lower(model, state, tests[0]).compile().ledger()
     print(f"The training step: {ledger.summary()}\n")
 
@@ -269,26 +285,24 @@ def train(
     console, speed = Console(), Speed.of(model, options)
     if first == 1:
         test(0)
-    with checkpoints or nullcontext():  # at its end, what is still being written is waited for
+    with checkpoints or nullcontext():  # its exit waits for checkpoints still being written
         for step in progress(options, first, curve, speed, console):
             tokens = batch(text, starts_of(step, options, len(text)))
             start = time.perf_counter()
             model, state, loss = train_step(model, state, tokens)
-            curve.train.append(
-                float(loss)
-            )  # waits for the devices; on fast ones, read only every tenth loss
+            # This waits for the devices. On fast devices, read only every tenth loss.
+            curve.train.append(float(loss))
             curve.seconds.append(time.perf_counter() - start)
             if step % max(1, options.steps // 10) == 0 or step == options.steps:
                 test(step)
-            stop = checkpoints is not None and ft.preempted(
-                step
-            )  # SIGTERM, in any of the processes
+            # True if any of the processes received SIGTERM.
+            stop = checkpoints is not None and ft.preempted(step)
             if checkpoints is not None:
                 meta = {"curve": curve.to_json(), "options": kept(options)}
                 checkpoints.save(step, (model, state), meta, force=stop or step == options.steps)
             if stop:
                 raise Stopped(
-                    f"Stopped after step {step}, which is saved: the same command goes on from there."
+                    f"Stopped after step {step}, which is saved. The same command resumes from there."
                 )
     before, after = curve.held_out[0], curve.held_out[options.steps]
     print(f"\nHeld-out text: {before:.2f} bits per byte before training, {after:.2f} after.")
@@ -296,7 +310,7 @@ def train(
         f"The speed: {speed.text(float(np.median(curve.seconds)))}, on {jax.device_count()} × {speed.kind}."
     )
     if options.sample:
-        # Without stages: in each step of generation all layers read their caches.
+        # Generation uses no stages, because all layers read their caches for each token.
         whole = RULES[options.rules]
         if options.pipe > 1:
             model = ft.shard(model, whole)
@@ -306,7 +320,7 @@ def train(
         print(f"\nA sample:\n\n{sample}\n")
 
 
-# What a run that goes on has to have the same: its losses would be others.
+# The options that a resumed run must keep. With other values, its losses would change.
 SAME = (
     "layers",
     "embed",
@@ -324,11 +338,11 @@ SAME = (
     "lr",
     "seed",
 )
-STOPPED = 143  # the exit status of a process that SIGTERM has stopped
+STOPPED = 143  # the exit status of a process stopped by SIGTERM
 
 
 class Stopped(Exception):
-    """The machine is to be taken away, and the last step is saved."""
+    """A run that was stopped by SIGTERM, with its last step saved."""
 
 
 def kept(options: argparse.Namespace) -> dict[str, Any]:
@@ -336,12 +350,13 @@ def kept(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def check_same(options: argparse.Namespace, saved: Mapping[str, Any]) -> None:
-    """Raise if a run would go on with other options than it began with."""
+    """Raise an error if a run would resume with different options."""
     now = kept(options)
-    if other := [name for name in now if saved[name] != now[name]]:
-        given = " ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in other)
+    if changed := [name for name in now if saved[name] != now[name]]:
+        given = " ".join(f"--{name.replace('_', '-')} {saved[name]}" for name in changed)
         raise ft.FunctreeError(
-            f"{options.checkpoint} has a run with {given}: give the same, or another folder"
+            f"--checkpoint {options.checkpoint} has a run with {given}: pass the same options, "
+            "or another folder"
         )
 
 
@@ -354,8 +369,8 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
         kv_heads=options.kv_heads or options.heads,
         head_dim=options.embed // options.heads,
         hidden=options.hidden or 3 * options.embed,
-        # A sample may be longer than the sequences: each byte sees as many bytes before it as in
-        # training.
+        # A sample may be longer than the sequences, because each byte attends to at most `window`
+        # bytes, as in training.
         max_seq=max(options.seq, len(options.generate) + options.sample),
         window=options.seq,
         experts=options.experts,
@@ -367,8 +382,10 @@ def model_config(options: argparse.Namespace) -> ft.nn.TransformerConfig:
 
 
 def compute_dtype(asked: str) -> str:
-    """What is computed in: bfloat16 where the devices have units for it. Parameters and moments are
-    float32."""
+    """Return the dtype of the computation: bfloat16 if the devices have units for it.
+
+    Parameters and moments are float32.
+    """
     if asked != "auto":
         return asked
     device = jax.devices()[0]
@@ -376,21 +393,21 @@ def compute_dtype(asked: str) -> str:
     return "float32" if device.platform == "cpu" or old else "bfloat16"
 
 
-# The most that a device computes in a second, in dense bfloat16 operations, as their makers say.
+# The peak of dense bfloat16 operations per second and device, as published by the makers.
 PEAKS = {"TPU v4": 275e12, "TPU v5 lite": 197e12, "TPU v5e": 197e12, "TPU v5": 459e12}
 PEAKS |= {"TPU v6 lite": 918e12, "TPU v6e": 918e12, "TPU7x": 1153e12}
 PEAKS |= {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 class Speed(NamedTuple):
-    """How fast the training is.
+    """The speed of the training.
 
     Attributes:
         kind: the kind of the devices.
         tokens: the tokens of a step.
-        operations: the floating-point operations of a step, forward and backward, that the model
-            needs.
-        peak: how many all devices compute in a second; None if it is not known.
+        operations: the floating-point operations that the model needs for a step, forward and
+            backward.
+        peak: the peak of operations per second on all devices; None if it is unknown.
     """
 
     kind: str
@@ -400,10 +417,13 @@ class Speed(NamedTuple):
 
     @classmethod
     def of(cls, model: ft.nn.Transformer, options: argparse.Namespace) -> "Speed":
-        """That of a model, whose matrices are used twice as often backward. A token sees half of
-        its sequence."""
+        """Count the tokens and operations of a model's step, and look up the devices' peak.
+
+        The backward pass uses each matrix twice. A token attends to half of its sequence, on
+        average.
+        """
         weights = sum(leaf.size for leaf in jax.tree.leaves(model)) - model.embed.weight.size
-        if model.config.experts is not None:  # of which a token is computed by a few
+        if model.config.experts is not None:  # only `top_k` of them compute a token
             mlp = model.blocks.layer.mlp
             idle = 1 - model.config.top_k / model.config.experts
             weights -= idle * (mlp.gate.size + mlp.up.size + mlp.down.size)
@@ -422,7 +442,7 @@ class Speed(NamedTuple):
         return cls(kind, tokens, 3 * tokens * (2 * weights + attention), peak)
 
     def text(self, seconds: float) -> str:
-        """The speed of a step that takes so long."""
+        """Format the speed of a step that takes these seconds."""
         share = f", {self.operations / seconds / self.peak:.1%} of the peak" if self.peak else ""
         return f"{self.tokens / seconds:,.0f} tokens/s{share}"
 
@@ -434,7 +454,7 @@ def first_line(plan: ft.Plan) -> str:
 def progress(
     options: argparse.Namespace, first: int, curve: Curve, speed: Speed, console: Console
 ) -> Iterator[int]:
-    """The numbers of the steps, from the first, with a progress bar."""
+    """Yield the number of each step, starting with `first`, and show a progress bar."""
     text = TextColumn("loss {task.fields[loss]:.2f} · {task.fields[speed]}")
     columns = TextColumn("step"), MofNCompleteColumn(), BarColumn(), text, TimeRemainingColumn()
     with Progress(*columns, console=console) as bar:
@@ -448,11 +468,14 @@ def progress(
 
 
 def draw(curve: Curve, options: argparse.Namespace) -> None:
-    """Draw the loss curves to a file."""
+    """Draw the loss curves into a file."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        print("No picture of the loss: matplotlib is missing; pip install functree[examples]")
+        print(
+            "The loss curve is not drawn: matplotlib is not installed. "
+            "Try: pip install functree[examples]"
+        )
         return
     figure = Figure(figsize=(7, 4), dpi=150, layout="constrained")
     axes = figure.add_subplot()
@@ -480,15 +503,15 @@ def draw(curve: Curve, options: argparse.Namespace) -> None:
 
 # --- Several processes
 
-# What each of the processes that `--processes` starts is told.
+# Environment variables for each process that `--processes` starts.
 COORDINATOR, COUNT, NUMBER = "TRAIN_LM_COORDINATOR", "TRAIN_LM_PROCESSES", "TRAIN_LM_PROCESS"
 
 
 def start_processes(number: int) -> int:
-    """Run this command in several processes of this machine, which share its devices, as on several
-    machines.
+    """Run this command in several processes on this machine, as if on several machines.
 
-    If one of them ends with an error, so do the others. SIGTERM is passed on to them.
+    The processes share the machine's devices. If one of them fails, the others are killed. SIGTERM
+    is passed on to all of them.
     """
     with socket.socket() as opened:  # a free port
         opened.bind(("127.0.0.1", 0))
@@ -526,8 +549,7 @@ def start_processes(number: int) -> int:
 
 
 def join_processes(options: argparse.Namespace) -> None:
-    """Become one of several processes: those that `--processes` has started, or those of a
-    cluster."""
+    """Join the processes that `--processes` has started, or the processes of a cluster."""
     if COORDINATOR in os.environ:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         numbers = int(os.environ[COUNT]), int(os.environ[NUMBER])
@@ -535,7 +557,7 @@ def join_processes(options: argparse.Namespace) -> None:
         jax.distributed.initialize(os.environ[COORDINATOR], *numbers, **limits)
     elif options.distributed:
         jax.distributed.initialize(heartbeat_timeout_seconds=30, shutdown_timeout_seconds=60)
-    if jax.process_index() > 0:  # the first process tells what there is to tell
+    if jax.process_index() > 0:  # only the first process prints
         sys.stdout = open(os.devnull, "w")
 
 
@@ -550,8 +572,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: ft.FunctreeError) -> str:
-    """The headline of an error, its first problem and the remedy for it; the whole text lists all
-    problems."""
+    """Return an error's headline, its first problem and the remedy.
+
+    The error's full text lists all problems.
+    """
     headline, first = str(error).splitlines()[0], error.problems[0]
     text = headline
     if first.why != headline:
@@ -563,31 +587,31 @@ def one_line(error: ft.FunctreeError) -> str:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """`data=2,model=4` ─► `{"data": 2, "model": 4}`."""
+    """Parse `data=2,model=4` into `{"data": 2, "model": 4}`."""
     pairs = [part.partition("=") for part in text.split(",")]
     sizes = {name: int(size) for name, _, size in pairs if name.isidentifier() and size.isdecimal()}
     if len(sizes) < len(pairs):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh: write axes and their sizes, as in data=2,model=4"
+            f"{text!r} is not a mesh: write mesh axes and their sizes, as in data=2,model=4"
         )
     return sizes
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive integer")
     return int(text)
 
 
 def amount(text: str) -> float:
     if not re.fullmatch(r"\d*\.?\d+(e-?\d+)?|\d+\.", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number that is at least 0")
     return float(text)
 
 
@@ -610,16 +634,20 @@ def command_line() -> Parser:
         "--mesh",
         type=mesh_sizes,
         metavar="data=2,model=4",
-        help="axes and sizes; None: all devices",
+        help="mesh axes and sizes; None: a mesh of all devices",
     )
     parser.add_argument(
         "--rules", choices=list(RULES), default="fsdp+tp", help="the layout of model and batches"
     )
     parser.add_argument(
-        "--pipe", type=positive, default=1, metavar="N", help="stages of a pipeline; 1: none"
+        "--pipe", type=positive, default=1, metavar="N", help="stages of a pipeline; 1: no pipeline"
     )
     parser.add_argument(
-        "--microbatches", type=positive, default=4, metavar="N", help="pieces of a batch in it"
+        "--microbatches",
+        type=positive,
+        default=4,
+        metavar="N",
+        help="micro-batches of a batch in the pipeline",
     )
     sizes = parser.add_argument_group("sizes")
     sizes.add_argument("--layers", type=positive, default=2, metavar="N", help="blocks")
@@ -634,32 +662,35 @@ def command_line() -> Parser:
         "--kv-heads", type=positive, metavar="N", help="key and value heads; None: as many as heads"
     )
     sizes.add_argument(
-        "--experts", type=positive, metavar="N", help="experts in each block; None: there are none"
+        "--experts", type=positive, metavar="N", help="experts in each block; None: no experts"
     )
     sizes.add_argument(
         "--top-k", type=positive, default=2, metavar="N", help="experts that compute a byte"
     )
     sizes.add_argument(
-        "--capacity", type=amount, metavar="X", help="of an expert; None: nothing is dropped"
+        "--capacity", type=amount, metavar="X", help="capacity of an expert; None: drops no token"
     )
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=positive, default=300, metavar="N", help="steps")
+    training.add_argument("--steps", type=positive, default=300, metavar="N", help="training steps")
     training.add_argument(
-        "--batch", type=positive, default=16, metavar="N", help="sequences in a step"
+        "--batch", type=positive, default=16, metavar="N", help="sequences per step"
     )
     training.add_argument(
         "--accumulate",
         type=positive,
         default=1,
         metavar="N",
-        help="micro-batches of a batch, done in turn",
+        help="micro-batches per step, one after another",
     )
     training.add_argument(
-        "--seq", type=positive, default=128, metavar="N", help="bytes in a sequence"
+        "--seq", type=positive, default=128, metavar="N", help="bytes per sequence"
     )
     dtypes = ["auto", "float32", "bfloat16"]
     training.add_argument(
-        "--dtype", choices=dtypes, default="auto", help="what is computed in; auto: by the devices"
+        "--dtype",
+        choices=dtypes,
+        default="auto",
+        help="dtype of the computation; auto: chosen for the devices",
     )
     training.add_argument(
         "--lr", type=amount, default=3e-3, metavar="X", help="highest learning rate"
@@ -668,26 +699,36 @@ def command_line() -> Parser:
         "--seed", type=count, default=0, metavar="N", help="seed of weights, batches and sample"
     )
     training.add_argument(
-        "--megabytes", type=amount, default=4.0, metavar="X", help="megabytes of text, or 20 files"
+        "--megabytes",
+        type=amount,
+        default=4.0,
+        metavar="X",
+        help="megabytes of text, but at least 20 files",
     )
     running = parser.add_argument_group("running")
     running.add_argument(
-        "--checkpoint", type=Path, metavar="DIR", help="save there, and go on from what is there"
+        "--checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="folder for checkpoints; resumes from its latest one",
     )
     running.add_argument(
-        "--save-every", type=positive, metavar="N", help="steps between checkpoints; None: a tenth"
+        "--save-every",
+        type=positive,
+        metavar="N",
+        help="steps between checkpoints; None: a tenth of the steps",
     )
     running.add_argument(
         "--processes",
         type=positive,
         default=1,
         metavar="N",
-        help="processes on this machine, to try it",
+        help="processes to start on this machine, for a trial",
     )
     running.add_argument(
         "--distributed",
         action="store_true",
-        help="one process of a cluster: Slurm, Kubernetes, TPUs",
+        help="join the other processes of a cluster: Slurm, Kubernetes, TPUs",
     )
     output = parser.add_argument_group("output")
     output.add_argument(
@@ -695,18 +736,24 @@ def command_line() -> Parser:
         type=prompt,
         default="def ",
         metavar="TEXT",
-        help="what the sample begins with",
+        help="prompt of the sample",
     )
     output.add_argument(
         "--sample", type=count, default=300, metavar="N", help="bytes to sample at the end; 0: none"
     )
     output.add_argument(
-        "--temperature", type=amount, default=0.5, metavar="X", help="of the sample; 0: greedy"
+        "--temperature",
+        type=amount,
+        default=0.5,
+        metavar="X",
+        help="temperature of the sample; 0: greedy",
     )
     output.add_argument(
-        "--out", type=picture, default="train_lm.png", metavar="FILE", help="the loss curve, a PNG"
+        "--out", type=picture, default="train_lm.png", metavar="FILE", help="PNG of the loss curve"
     )
-    output.add_argument("--verbose", action="store_true", help="print the optimizer's whole plan")
+    output.add_argument(
+        "--verbose", action="store_true", help="print the full plan of the optimizer"
+    )
     return parser
 
 

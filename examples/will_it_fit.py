@@ -1,20 +1,28 @@
-"""Will it fit? Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that you
-don't have.
+"""This example compiles training steps of large models for TPUs and GPUs that you don't have.
 
-    python examples/will_it_fit.py                                    # eleven cases, three minutes
+    # Eleven cases of Llama 3, in three minutes:
+    python examples/will_it_fit.py
+
+    # One model, two targets:
     python examples/will_it_fit.py --model 8b --target tpu:v5e:4x4 cuda:h100:8
-    python examples/will_it_fit.py --model 8x7b 30b-a3b               # experts, over the mesh axis `model`
+
+    # Mixtral and Qwen 3, with experts sharded over the mesh axis `model`:
+    python examples/will_it_fit.py --model 8x7b 30b-a3b
+
+    # Another mesh and batch:
     python examples/will_it_fit.py --model 70b --target tpu:v5p:4x4x8 --mesh data=8,model=16 --batch 2 --seq 4096
+
+    # A long sequence, sharded over 32 devices:
     python examples/will_it_fit.py --model 8b --target tpu:v5p:4x4x8 --mesh data=4,model=1,context=32 --seq 1048576
 
-No accelerator is needed, but the compilers are: `pip install "functree[tpu]"`, or
-`"functree[cuda]"`. They say how much memory each device needs, and the ledger says what is moved
-over which mesh axes.
+It needs no accelerator, only the compilers: `pip install "functree[tpu]"` or
+`pip install "functree[cuda]"`. They compute how much memory each device needs. The ledger shows
+what is moved over which mesh axes.
 
-The parameters and the moments of AdamW are float32, and the computation is bfloat16. The backward
-pass computes each block again. On TPUs attention is computed by their kernel, and for GPUs in
-chunks: without a GPU, JAX cannot tell what cuDNN takes. `--sequence-parallel` shards what is
-between the products too.
+The parameters and AdamW's moments are float32, and the computation is bfloat16. The backward pass
+recomputes each block. On TPUs, attention uses JAX's TPU kernel. For GPUs, it is computed in chunks,
+because JAX cannot predict cuDNN's memory without a GPU. `--sequence-parallel` also shards the
+activations between the products.
 """
 
 import argparse
@@ -30,7 +38,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run, so leave accelerators to others
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs, so no accelerator is occupied
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 DENSE = ["8b", "70b", "405b"]
-# What the others do not say.
+# Sizes of models that do not set them.
 COMMON = {"vocab_size": 128256, "kv_heads": 8, "head_dim": 128}
 CAPACITY = 1.25
 
@@ -80,8 +88,7 @@ TARGETS = {
     "405b": ["tpu:v5e:16x16", "tpu:v5p:8x8x16", "cuda:h100:64", "cuda:b200:64"],
 }
 
-# The GiB that a program may use on a device: for TPUs as their compiler says, for GPUs as their
-# drivers do.
+# The GiB that a program may use on a device, as reported by the TPU compiler and the GPU drivers.
 MEMORY = {"v5e": 15.75, "v5p": 95.73, "v6e": 31.24, "tpu7x": 94.74}
 MEMORY |= {"a100": 79.3, "h100": 79.1, "h200": 139.8, "b200": 178.4}
 
@@ -94,7 +101,7 @@ def loss_of(model: ft.nn.Transformer, tokens: Int[Array, "batch seq+1"]) -> Floa
 
 
 def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool) -> Any:
-    """The training step, ready to be compiled for a mesh; no array is created."""
+    """Lower the training step for a mesh, without creating an array."""
     sizes = COMMON | MODELS[model]
     has_experts = "experts" in sizes
     config = ft.nn.TransformerConfig(
@@ -107,18 +114,18 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool)
     )
     tensor = {"vocab": "model", "heads": "model", "hidden": "model"}
     if has_experts:
-        # Whole experts on each device of `model`, and for each of them a part of the tokens: the
-        # sequence between the products is sharded by it, too.
+        # Each device along `model` has whole experts and a shard of the tokens, so `model` also
+        # shards the sequence between the products.
         del tensor["hidden"]
         tensor |= {"experts": "model", "seq": "model"}
     if config.kv_heads % mesh.shape["model"] == 0:
-        tensor["kv_heads"] = "model"  # else each device has all of them, which are few
+        tensor["kv_heads"] = "model"  # otherwise each device has all key and value heads
     shards = ("data",)
     if "context" in mesh.shape:
-        tensor["seq"] = "context"  # in attention too, which shards no heads by it
+        tensor["seq"] = "context"  # even in attention, which shards no heads over `context`
         shards = ("data", "context")
     if sequence_parallel:
-        tensor["seq"] = "model"  # where no other axis is sharded by it
+        tensor["seq"] = "model"  # for arrays in which `model` shards no other axis
     rules = ft.AxisRules({"batch": "data", **tensor, ...: None}) | ft.FSDP(shards)
 
     @ft.abstract
@@ -145,9 +152,10 @@ def lower(model: str, mesh: Mesh, batch: int, seq: int, sequence_parallel: bool)
 
 @dataclass
 class Case:
-    """A model on a target, and what its compiler says; all bytes are those of one device.
+    """A model on a target, with the compiler's results in bytes per device.
 
-    `fits` is None if the step could not be compiled at all; `moved` has kind, mesh axes and bytes.
+    `fits` is None if the step could not be compiled at all. `moved` has tuples of kind, mesh axes
+    and bytes.
     """
 
     model: str
@@ -161,13 +169,12 @@ class Case:
 
 
 def compile_case(case: Case, batch: int, seq: int, sequence_parallel: bool) -> ft.Ledger | None:
-    """Compile the training step of a case, and note in it what the compiler says."""
+    """Compile the training step of a case, and record the compiler's results in the case."""
     try:
         mesh = ft.make_mesh(target=case.target, **case.mesh)
         lowered = lower(case.model, mesh, batch, seq, sequence_parallel)
-    except (
-        ft.FunctreeError
-    ) as error:  # the compiler is not installed, or a size does not fit the mesh
+    except ft.FunctreeError as error:
+        # The compiler is not installed, or the mesh does not divide a size.
         case.error = str(error)
         return None
     start = time.perf_counter()
@@ -189,15 +196,17 @@ PARTS = {"tokens": "batch", "mu": "first moments", "nu": "second moments", "mode
 
 
 def memory_by_part(memory: ft.Memory) -> dict[str, int]:
-    """The bytes of each part. The gradients are temporaries, and the results are in the memory of
-    the arguments."""
-    parts = Counter({"parameters": 0})  # the first to be printed
+    """Return the bytes of each part.
+
+    Gradients are temporaries. The results reuse the arguments' memory.
+    """
+    parts = Counter({"parameters": 0})  # printed first
     for path, size in memory.arguments.items():
         parts[next((part for key, part in PARTS.items() if key in path), "counters")] += size
     return {**parts, "temporaries": memory.temporaries, "peak": memory.peak}
 
 
-# --- What is printed
+# --- The output
 
 
 def gib(size: float) -> str:
@@ -209,7 +218,7 @@ def mesh_text(mesh: dict[str, int]) -> str:
 
 
 def describe(case: Case, ledger: ft.Ledger | None) -> str:
-    """What the compiler says of a case, in several lines."""
+    """Describe the compiler's results for a case, in several lines."""
     if ledger is None:
         return case.error if case.fits is False else f"Not compiled: {case.error}"
     warnings = [f"The compiler warns: {warning}" for warning in ledger.warnings]
@@ -218,7 +227,7 @@ def describe(case: Case, ledger: ft.Ledger | None) -> str:
 
 
 def row(case: Case) -> dict[str, str]:
-    """The line of a case in the table, by the titles of its columns."""
+    """Return a case's row of the table, as a dict from column titles to cells."""
     over = Counter[str]()
     for _, axes, size in case.moved:
         over["over ?" if axes is None else f"over {'+'.join(axes)}"] += size
@@ -243,7 +252,10 @@ def table(rows: Sequence[dict[str, str]]) -> str:
 
 
 def default_mesh(target: str) -> dict[str, int]:
-    """Tensor parallelism over 8 devices: a host of GPUs, or neighbours in a slice of TPUs."""
+    """Return a mesh with tensor parallelism over 8 devices.
+
+    They are one host of GPUs, or neighbors in a slice of TPUs.
+    """
     devices = math.prod(map(int, re.findall(r"\d+", target.split(":")[-1])))
     if target.startswith("tpu:tpu7x:"):
         devices *= 2  # a chip is two devices
@@ -252,48 +264,48 @@ def default_mesh(target: str) -> dict[str, int]:
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """`data=16,model=16` ─► `{"data": 16, "model": 16}`."""
-    found = re.fullmatch(r"data=(\d+),model=(\d+)(?:,context=(\d+))?", text)
-    if found is None:
+    """Parse `data=16,model=16` into `{"data": 16, "model": 16}`."""
+    match = re.fullmatch(r"data=(\d+),model=(\d+)(?:,context=(\d+))?", text)
+    if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh: write both axes, as in data=16,model=16"
+            f"{text!r} is not a mesh: write both mesh axes, as in data=16,model=16"
         )
-    sizes = {"data": int(found[1]), "model": int(found[2])}
-    return sizes if found[3] is None else {**sizes, "context": int(found[3])}
+    sizes = {"data": int(match[1]), "model": int(match[2])}
+    return sizes if match[3] is None else {**sizes, "context": int(match[3])}
 
 
 def command_line() -> argparse.ArgumentParser:
-    described = "Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that you don't have, and show what fits and what is moved."
+    described = "Compile training steps of Llama 3, Mixtral and Qwen 3 for TPUs and GPUs that you don't have. Show which steps fit, and what they move."
     parser = argparse.ArgumentParser(
         description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    targets = "slices of TPUs, or cuda:h100:8; None: some for each model"
+    targets = "TPU slices, or GPUs such as cuda:h100:8; None: a selection for each model"
     parser.add_argument(
         "--model",
         nargs="+",
         choices=list(MODELS),
         default=DENSE,
-        help="sizes of Llama 3, Mixtral 8x7B, Qwen3-30B-A3B",
+        help="sizes of Llama 3; Mixtral 8x7B; Qwen3-30B-A3B",
     )
     parser.add_argument("--target", nargs="+", metavar="tpu:v5e:16x16", help=targets)
     parser.add_argument(
         "--mesh",
         type=mesh_sizes,
         metavar="data=16,model=16",
-        help="its axes, and context=8 for parts of a sequence; None: model=8",
+        help="mesh axes; add context=8 to shard a sequence; None: model=8",
     )
     parser.add_argument(
-        "--batch", type=int, default=1, metavar="N", help="sequences for each shard of the batch"
+        "--batch", type=int, default=1, metavar="N", help="sequences per shard of the batch"
     )
-    parser.add_argument("--seq", type=int, default=8192, metavar="N", help="tokens in a sequence")
+    parser.add_argument("--seq", type=int, default=8192, metavar="N", help="tokens per sequence")
     parser.add_argument(
-        "--sequence-parallel", action="store_true", help="shard the sequence over `model` too"
-    )
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write all figures, in bytes of one device"
+        "--sequence-parallel", action="store_true", help="also shard the sequence over `model`"
     )
     parser.add_argument(
-        "--html", type=Path, metavar="FOLDER", help="write a page with the ledger of each case"
+        "--json", type=Path, metavar="FILE", help="write all figures, in bytes per device"
+    )
+    parser.add_argument(
+        "--html", type=Path, metavar="FOLDER", help="write a page for each case, with its ledger"
     )
     return parser
 
@@ -302,9 +314,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_line()
     options = parser.parse_args(arguments)
     if min(options.batch, options.seq) < 1:
-        parser.error("--batch and --seq are at least 1")
+        parser.error("--batch and --seq must be at least 1")
     if options.sequence_parallel and "context" in (options.mesh or {}):
-        parser.error("--sequence-parallel: the sequence is sharded over context already")
+        parser.error(
+            "--sequence-parallel: `context` already shards the sequence; drop one of the two"
+        )
     cases: list[Case] = []
     for model in options.model:
         for target in options.target or TARGETS[model]:
@@ -323,9 +337,10 @@ def main(arguments: list[str] | None = None) -> int:
                 (options.html / f"{model}-{target.replace(':', '-')}.html").write_text(
                     ledger.html()
                 )
-    shard = f"{options.batch} × {options.seq:,} tokens for each shard of the batch"
+    shard = f"{options.batch} × {options.seq:,} tokens per shard of the batch"
     print(
-        f"Of each device: compiler's seconds, peak of memory in GiB, GiB moved in a step of {shard}\n"
+        f"A step has {shard}. Compile times are in seconds.\n"
+        "Peak memory, its limit, and what a step moves over mesh axes are in GiB per device.\n"
     )
     print(table([row(case) for case in cases]))
     return 1 if any(case.fits is None for case in cases) else 0

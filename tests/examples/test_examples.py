@@ -121,9 +121,9 @@ def test_train_lm_in_two_processes_and_on_in_one(tmp_path: Path, capsys: Capture
     assert_learned(out)
     shutil.rmtree(tmp_path / "run" / "3")
     code, out, err = run_here(capsys, "train_lm.py", *given)
-    assert code == 0 and "Going on after step 2 of" in out, err
+    assert code == 0 and "Resuming after step 2 of" in out, err
     code, _, err = run_here(capsys, "train_lm.py", *given, "--lr", "1.0")
-    assert code == 2 and "has a run with --lr 0.003: give the same, or another folder" in err
+    assert code == 2 and "has a run with --lr 0.003: pass the same options, or another" in err
 
 
 def test_finetune(tmp_path: Path, capsys: Captured):
