@@ -1,17 +1,17 @@
-"""A plain Equinox model, sharded without a change of its code: first by FSDP, then by tensor
-parallelism.
+"""This example shards a plain Equinox model, without changing its code.
 
     python examples/bring_your_own.py
 
-The classifier below does not use functree. The lines that shard it are marked `# +fsdp` and `#
-+tensor`; all other lines only run it and print the results. `ft.jit` takes modules as arguments.
+It uses FSDP first, then tensor parallelism. The classifier below does not use functree. The lines
+that shard it are marked `# +fsdp` and `# +tensor`. All other lines only run it and print the
+results. `ft.jit` takes modules as arguments.
 """
 
 import os
 import sys
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
-# is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, during
+# its import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -26,7 +26,7 @@ from jaxtyping import Array, PRNGKeyArray
 
 import functree as ft
 
-# --- The model: a text classifier of `eqx.nn` layers
+# --- The model: a text classifier made of `eqx.nn` layers
 
 
 class Block(eqx.Module):
@@ -90,11 +90,11 @@ def loss_and_grads(model: Classifier, words: Array, labels: Array) -> Array:
     return -jnp.take_along_axis(log_probabilities, labels[:, None], axis=1).mean()
 
 
-# --- The model sharded
+# --- The two layouts
 
 
 def fsdp(model: Classifier, words: Array, labels: Array):
-    """FSDP: each device has an eighth of every large array, and an eighth of the batch."""
+    """FSDP: each device has an eighth of every large array and an eighth of the batch."""
     mesh = ft.make_mesh(data=8)  # +fsdp
     layout = ft.FSDP("data", min_size=4096)  # +fsdp
     print(ft.plan(model, layout, mesh))
@@ -104,15 +104,14 @@ def fsdp(model: Classifier, words: Array, labels: Array):
 
 
 def tensor_parallel(model: Classifier, words: Array, labels: Array):
-    """Tensor parallelism: heads and hidden units are sharded over four devices, and the batch over
-    two."""
+    """Tensor parallelism: four devices share heads and hidden units, and two share the batch."""
     mesh = ft.make_mesh(data=2, model=4)  # +tensor
     out = {"attention.output*.weight": "embed heads"}  # +tensor
     others = {"attention.*.weight": "heads embed"}  # +tensor
     up = {"up.weight": "hidden embed", "up.bias": "hidden"}  # +tensor
     down = {"down.weight": "embed hidden"}  # +tensor
-    # The first pattern that matches decides. The last one is for norms and a bias, whose dimension
-    # is the embedding.
+    # The first matching pattern applies. The last one matches norms and a bias, which have only the
+    # dimension `embed`.
     names = {Block: ft.names({**out, **others, **up, **down, "**": "embed"})}  # +tensor
     rules = ft.AxisRules({"heads": "model", "hidden": "model", "embed": None}, names)  # +tensor
     layout = ft.StateSharding({"blocks.**": rules, ...: ft.P()})  # +tensor
@@ -122,7 +121,7 @@ def tensor_parallel(model: Classifier, words: Array, labels: Array):
     return loss_and_grads(model, words, labels)
 
 
-# --- The same results
+# --- The comparison with unsharded results
 
 
 def main() -> None:
@@ -137,15 +136,15 @@ def main() -> None:
     expected = loss_and_grads(model, words, labels)
     for shard in (fsdp, tensor_parallel):
         print(f"{shard.__doc__}\n")
-        found = shard(model, words, labels)
+        sharded = shard(model, words, labels)
         differences = jax.tree.map(
-            lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), expected, found
+            lambda a, b: np.abs(np.asarray(a) - np.asarray(b)).max(), expected, sharded
         )
         worst = max(jax.tree.leaves(differences))
         if not worst < 1e-5:
             sys.exit(f"The sharded and the unsharded results differ by {worst}.")
         print(
-            f"\nLoss {found[0]:.6f}, unsharded {expected[0]:.6f}. No gradient differs by more than {worst:.0e}.\n"
+            f"\nLoss {sharded[0]:.6f}, unsharded {expected[0]:.6f}. No gradient differs by more than {worst:.0e}.\n"
         )
 
 

@@ -1,10 +1,9 @@
-"""A tour of generation: a model that knows the Zen of Python by heart, its cache, and what a token
-costs.
+"""This tour generates text with a model that has learned the Zen of Python by heart.
 
-    python examples/generate.py                              # 8 devices simulated on the CPU, half a minute
+    python examples/generate.py                              # Simulates 8 devices on the CPU, half a minute.
     python examples/generate.py --steps 400 --mesh data=2,model=4
 
-Read it from top to bottom: the model, `ft.nn.generate`, the cache by itself, a mesh.
+Read it from top to bottom: the model, `ft.nn.generate`, the cache and the time per token, a mesh.
 """
 
 import argparse
@@ -16,8 +15,8 @@ import re
 import time
 from typing import Any
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
-# is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, during
+# its import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -39,10 +38,10 @@ with contextlib.redirect_stdout(io.StringIO()):
 ZEN = codecs.decode(this.s, "rot13").encode()  # type: ignore[attr-defined]
 SEQ, END = 64, ord("\n")
 
-# --- 1. A model: it learns the text by heart
+# --- 1. A model that learns the text by heart
 
-# Qwen 3's norms, Mistral's window: a byte sees the 64 before it, so a text may be longer than those
-# of the training.
+# Qwen 3's norms and Mistral's window: each byte attends to a window of 64 bytes, so a text may be
+# longer than the training sequences.
 CONFIG = ft.nn.TransformerConfig(
     256,
     64,
@@ -58,7 +57,7 @@ CONFIG = ft.nn.TransformerConfig(
 
 
 def train(steps: int) -> tuple[ft.nn.Transformer, float]:
-    """A model, and its loss at the end."""
+    """Train a model, and return it with its last loss."""
     tx = optax.adamw(optax.cosine_decay_schedule(3e-3, steps))
     ts = ft.TrainState.create(ft.nn.Transformer.create(CONFIG, key=jax.random.key(0)), tx)
 
@@ -76,13 +75,13 @@ def train(steps: int) -> tuple[ft.nn.Transformer, float]:
     return ts.model, float(loss)
 
 
-# --- 2. `ft.nn.generate`: prompts of different lengths, continued to the end of their lines
+# --- 2. `ft.nn.generate`, which continues prompts of different lengths to the end of their lines
 
 PROMPTS = ["\nBeautiful", "\nExplicit is", "\nIn the face of", "\nSpecial cases"]
 
 
 def padded(prompts: list[str]) -> tuple[Int[np.ndarray, "batch seq"], Int[np.ndarray, "batch"]]:
-    """Prompts as tokens, padded at their right, and their lengths."""
+    """Return prompts as tokens, padded on the right, and their lengths."""
     rows = [np.frombuffer(prompt.encode(), np.uint8) for prompt in prompts]
     lengths = np.array([len(row) for row in rows], np.int32)
     return np.stack([np.pad(row, (0, max(lengths) - len(row))) for row in rows]).astype(
@@ -91,7 +90,7 @@ def padded(prompts: list[str]) -> tuple[Int[np.ndarray, "batch seq"], Int[np.nda
 
 
 def lines(tokens: Any) -> list[str]:
-    """Rows of tokens as text; what pads them is left out."""
+    """Return rows of tokens as text, without padding."""
     return [
         bytes(row[row > 0].astype(np.uint8)).decode(errors="replace").strip()
         for row in np.asarray(tokens)
@@ -99,28 +98,27 @@ def lines(tokens: Any) -> list[str]:
 
 
 def show_generation(model: ft.nn.Transformer) -> list[str]:
-    """Print what the model makes of the prompts, and what it costs to ask again."""
+    """Print how the model continues the prompts, and check that a second call does not compile."""
     tokens, lengths = padded(PROMPTS)
-    found = lines(ft.nn.generate(model, tokens, 64, lengths=lengths, stop=END))
-    for line in found:
+    texts = lines(ft.nn.generate(model, tokens, 64, lengths=lengths, stop=END))
+    for line in texts:
         known = "a line of the text" if line.encode() in ZEN.splitlines() else "not in the text"
         print(f"    {line}    ({known})")
     drawn = {"temperature": 1.2, "top_k": 20, "top_p": 0.95, "key": jax.random.key(1)}
-    print("Drawn, and not the likeliest:")
+    print("With random sampling:")
     for line in lines(ft.nn.generate(model, tokens, 64, lengths=lengths, stop=END, **drawn)):
         print(f"    {line}")
-    with (
-        ft.testing.assert_no_recompile()
-    ):  # other prompts, in a batch of the same size, and other options
+    # Other prompts in a batch of the same size, and other options.
+    with ft.testing.assert_no_recompile():
         shorter, lengths = padded(["\nFlat", "\nSparse", "\nNow", "\nErrors"])
         ft.nn.generate(
             model, shorter, 64, lengths=lengths, stop=END, **{**drawn, "temperature": 0.5}
         )
-    print("Other prompts and options: nothing is compiled again.\n")
-    return found
+    print("Other prompts and options cause no recompilation.\n")
+    return texts
 
 
-# --- 3. The cache by itself: keys and values of the tokens so far
+# --- 3. The cache, with the keys and values of the tokens so far
 
 
 @ft.jit(donate="cache")
@@ -132,8 +130,7 @@ def step(
 
 
 def show_cache(model: ft.nn.Transformer, new: int) -> None:
-    """Print the cache's size, and what a token costs at the beginning, at the end, and without a
-    cache."""
+    """Print the cache's size, and the time per token at the start, at the end, and without a cache."""
     prompt = np.frombuffer(b"\nBeautiful", np.uint8)[None].astype(np.int32)
     cache = ft.nn.Cache.create(model, batch=1, length=len(prompt[0]) + new)
     print(
@@ -148,15 +145,15 @@ def show_cache(model: ft.nn.Transformer, new: int) -> None:
         text.append(token)
     expected = ft.nn.generate(model, prompt, new + 1)[0, prompt.size :]
     assert np.array_equal(np.concatenate(text), expected), (
-        "step by step it is what `generate` returns"
+        "step by step, the tokens equal the result of `generate`"
     )
-    print(f"{len(step.compilations)} programs: one for the prompt, one for each token after it")
+    print(f"{len(step.compilations)} programs: one for the prompt, one for every token after it")
     compiled = step.lower(model, token[:, None], cache).compile()
     print(
-        f"in place: {compiled.ledger().memory.aliases / 2**10:.1f} KiB of the cache are updated and not copied"
+        f"updated in place, not copied: {compiled.ledger().memory.aliases / 2**10:.1f} KiB of the cache"
     )
     first, last = (np.median(part) * 1e3 for part in (seconds[1:101], seconds[-100:]))
-    print(f"a token: {first:.2f} ms after {prompt.size} tokens, {last:.2f} ms after {new:,}")
+    print(f"time per token: {first:.2f} ms after {prompt.size} tokens, {last:.2f} ms after {new:,}")
 
     whole = ft.jit(lambda model, tokens: model(tokens)[:, -1].argmax(-1))
     for length in (64, 256, 1024):
@@ -165,12 +162,12 @@ def show_cache(model: ft.nn.Transformer, new: int) -> None:
         start = time.perf_counter()
         jax.block_until_ready([whole(model, tokens) for _ in range(5)])
         print(
-            f"    without a cache, of {length:>5,} tokens: {(time.perf_counter() - start) / 5 * 1e3:.2f} ms"
+            f"    without a cache, after {length:>5,} tokens: {(time.perf_counter() - start) / 5 * 1e3:.2f} ms"
         )
     print()
 
 
-# --- 4. On a mesh: the rules of the model lay out its cache
+# --- 4. A mesh, on which the model's rules also shard its cache
 
 RULES = ft.AxisRules(
     {
@@ -185,7 +182,7 @@ RULES = ft.AxisRules(
 
 
 def show_mesh(model: ft.nn.Transformer, mesh: Mesh, expected: list[str]) -> None:
-    """Print how the cache is laid out, and that the mesh changes nothing."""
+    """Print the cache's plan, and check that the texts are the same on a mesh."""
     cache = ft.abstract(ft.nn.Cache.create)(model, len(PROMPTS), 1024)
     print(f"{ft.plan(cache, RULES, mesh)}\n")
     tokens, lengths = padded(PROMPTS)
@@ -195,7 +192,7 @@ def show_mesh(model: ft.nn.Transformer, mesh: Mesh, expected: list[str]) -> None
         )
     assert lines(sharded) == expected
     print(
-        f"{len(expected)} texts, in shards of {sharded.sharding.shard_shape(sharded.shape)}: the same as on one device."
+        f"{len(expected)} texts, in shards of {sharded.sharding.shard_shape(sharded.shape)}, equal the texts on one device."
     )
 
 
@@ -203,29 +200,27 @@ def show_mesh(model: ft.nn.Transformer, mesh: Mesh, expected: list[str]) -> None
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
-    """`data=4,model=2` ─► `{"data": 4, "model": 2}`."""
-    found = re.fullmatch(r"data=(\d+),model=(\d+)", text)
-    if found is None:
+    """Parse `data=4,model=2` into `{"data": 4, "model": 2}`."""
+    match = re.fullmatch(r"data=(\d+),model=(\d+)", text)
+    if match is None:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a mesh: write both axes, as in data=4,model=2"
+            f"{text!r} is not a mesh: write both mesh axes, as in data=4,model=2"
         )
-    return {"data": int(found[1]), "model": int(found[2])}
+    return {"data": int(match[1]), "model": int(match[2])}
 
 
 def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
     return int(text)
 
 
 def main() -> None:
-    described = "A tour of generation: a small model, its cache, what a token costs, and a mesh."
+    described = "Generate text with a small model: its cache, the time per token, and a mesh."
     parser = argparse.ArgumentParser(
         description=described, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument(
-        "--steps", type=positive, default=300, metavar="N", help="steps of training"
-    )
+    parser.add_argument("--steps", type=positive, default=300, metavar="N", help="training steps")
     parser.add_argument(
         "--new", type=positive, default=900, metavar="N", help="tokens to generate one by one"
     )
@@ -234,18 +229,18 @@ def main() -> None:
         type=mesh_sizes,
         default="data=4,model=2",
         metavar="data=4,model=2",
-        help="its axes",
+        help="mesh axes",
     )
     options = parser.parse_args()
     try:
         mesh = ft.make_mesh(**options.mesh)
         model, loss = train(options.steps)
         print(
-            f"After {options.steps} steps: a loss of {loss:.3f} nats for each byte of the Zen of Python\n"
+            f"After {options.steps} steps: a loss of {loss:.3f} nats per byte of the Zen of Python\n"
         )
-        found = show_generation(model)
+        texts = show_generation(model)
         show_cache(model, options.new)
-        show_mesh(model, mesh, found)
+        show_mesh(model, mesh, texts)
     except ft.FunctreeError as error:
         parser.error(str(error))
 

@@ -1,11 +1,13 @@
-"""A tensor-parallel MLP in three ways: with specs, with an annotated signature, and by the
-compiler.
+"""This example writes a tensor-parallel MLP in three ways.
 
-    python examples/tensor_parallel.py                            # with 8 devices simulated on the CPU
+    python examples/tensor_parallel.py                            # Simulates 8 devices on the CPU.
     python examples/tensor_parallel.py --model 4 --hidden 4096
 
+The first two ways use `ft.shard_map`, with specs or with an annotated signature. The third leaves
+the collectives to the compiler.
+
 The hidden units are sharded over the mesh axis `model`, and each device computes with its own
-units. So each device has a partial sum of every element of the result, and one all-reduce adds
+units. Each device thus has a partial sum of every element of the result, and one all-reduce adds
 them. The gradient with respect to the input needs a second all-reduce. All three ways compile to
 just these collectives.
 """
@@ -17,8 +19,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, when it
-# is imported.
+# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, during
+# its import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (
@@ -35,7 +37,7 @@ from rich.table import Table
 
 import functree as ft
 
-# --- The model: it names its axes, and does not mention devices
+# --- The model, which names its axes and mentions no devices
 
 
 class MLP(eqx.Module):
@@ -48,27 +50,26 @@ class MLP(eqx.Module):
 
 # --- Three ways to run it
 
-# A rule for each axis; and the specs that result for an MLP, by path.
+# A rule for each axis, and the resulting specs of an MLP, by path.
 RULES = ft.AxisRules({"hidden": "model", "batch": None, "embed": None})
 SPECS = ft.StateSharding({"up": ft.P(None, "model"), "down": ft.P("model", None)})
 
 
-# 1. The function runs on each device with its shards, which are given by specs. `psum` adds the
-# partial sums.
+# 1. Specs give the shards, and the function runs on each device with its own shards. `psum` adds
+# the partial sums.
 @ft.shard_map(in_specs={"mlp": SPECS, "x": ft.P()}, out_specs=ft.P())
 def by_specs(mlp: MLP, x: Array) -> Array:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 2. The same, but the shards are given by the annotations and the rules, and every call is checked
-# against them.
+# 2. The annotations and the rules give the shards. Every call is checked against the annotations.
 @ft.shard_map(rules=RULES)
 def by_signature(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return jax.lax.psum(mlp(x), "model")
 
 
-# 3. The function runs on global arrays: from the shardings of arguments and result, the compiler
-# finds the collectives.
+# 3. The function runs on global arrays. The compiler derives the collectives from the shardings of
+# the arguments and the result.
 @ft.jit(in_shardings=RULES, out_shardings=ft.P())
 def by_compiler(mlp: MLP, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
     return mlp(x)
@@ -85,22 +86,30 @@ WAYS: dict[str, Way] = {
 
 
 def gradients_through(way: Way) -> Callable[[MLP, Array], Any]:
-    """The gradients of the mean square of the result, with respect to the MLP and to its input."""
+    """Return a function for the gradients of the result's mean square.
+
+    The gradients are with respect to the MLP and its input.
+    """
     return ft.grad(
         lambda mlp, x: jnp.mean(way(mlp, x) ** 2), argnums=(0, 1), layout=(RULES, ft.P())
     )
 
 
 def collectives(program: str) -> str:
-    """The number of collectives in a compiled program, by kind. All are over the only mesh axis."""
+    """Count the collectives in a compiled program, by kind.
+
+    All of them are over the only mesh axis.
+    """
     kinds = "all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute"
-    found = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program))
-    return ", ".join(f"{count} {kind}" for kind, count in found.items()) or "none"
+    counts = Counter(re.findall(rf" ({kinds})(?:-start)?\(", program))
+    return ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none"
 
 
 def difference(found: Any, expected: Any) -> float:
-    """The largest difference between two trees of arrays, relative to the largest number in the
-    same array."""
+    """Return the largest difference between two trees of arrays.
+
+    It is relative to the largest number in the same array.
+    """
     pairs = zip(
         map(np.asarray, jax.tree.leaves(found)),
         map(np.asarray, jax.tree.leaves(expected)),
@@ -110,8 +119,11 @@ def difference(found: Any, expected: Any) -> float:
 
 
 def compare(mlp: MLP, x: Array, devices: int) -> float:
-    """Run the MLP in each way and on one device, print a comparison, and return the largest
-    difference."""
+    """Run the MLP in each way and on one device, and print a comparison.
+
+    Returns:
+        The largest difference.
+    """
     mesh = ft.make_mesh(model=devices)
     print(ft.plan({"mlp": mlp, "x": x}, {"mlp": RULES, "x": ft.P()}, mesh), end="\n\n")
     table = Table(
@@ -146,9 +158,9 @@ def compare(mlp: MLP, x: Array, devices: int) -> float:
 def main() -> None:
     shown = argparse.ArgumentDefaultsHelpFormatter
     parser = argparse.ArgumentParser(
-        description="A tensor-parallel MLP in three ways.", formatter_class=shown
+        description="Run a tensor-parallel MLP in three ways.", formatter_class=shown
     )
-    parser.add_argument("--batch", type=int, default=16, help="inputs")
+    parser.add_argument("--batch", type=int, default=16, help="inputs in a batch")
     parser.add_argument("--embed", type=int, default=256, help="size of an input")
     parser.add_argument("--hidden", type=int, default=1024, help="hidden units")
     parser.add_argument(
@@ -156,7 +168,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     if min(vars(options).values()) < 1:
-        parser.error("all sizes are at least 1")
+        parser.error("all sizes must be at least 1")
     up_key, down_key, x_key = jax.random.split(jax.random.key(0), 3)
     up = jax.random.normal(up_key, (options.embed, options.hidden)) / options.embed**0.5
     down = jax.random.normal(down_key, (options.hidden, options.embed)) / options.hidden**0.5
@@ -169,7 +181,7 @@ def main() -> None:
     if not worst < 1e-4:
         parser.exit(1, f"{parser.prog}: the results differ by {worst:.0e}\n")
     print(
-        f"\nAll results equal those of one device, to {worst:.0e} of the largest number in each array."
+        f"\nAll results equal the results on one device, to {worst:.0e} of the largest number in each array."
     )
 
 

@@ -1,16 +1,16 @@
-"""A whole training script: copy it, and put in your model and your data.
+"""This is a training script to copy: insert your model and your data.
 
     python examples/train.py                      # 8 simulated devices
     python examples/train.py --data 2 --model 4   # another mesh
 
-Stop it whenever you like: the same command goes on where it was.
+You can stop it at any time. The same command resumes it.
 """
 
 import argparse
 import os
 import sys
 
-# 8 devices where there is only a CPU. JAX reads this once.
+# Simulate 8 devices if there is only a CPU. JAX reads this once.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8",
@@ -26,7 +26,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 
-# --- The model: annotations name its dimensions.
+# --- The model. Annotations name its dimensions.
 
 FEATURES, HIDDEN, CLASSES = 64, 1024, 16
 
@@ -55,7 +55,7 @@ class Classifier(eqx.Module):
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
 LAYOUT = RULES | ft.FSDP("data", min_size=2**12)
 
-# --- The data: drawn here, 16 classes of four clusters each.
+# --- The data: random points in 16 classes of four clusters each.
 
 
 def draw(seed, count):
@@ -67,7 +67,7 @@ def draw(seed, count):
 
 
 def batches(data, size):
-    """The rows of this process, shuffled in each epoch, without end."""
+    """Iterate forever over this process's rows, shuffled per epoch."""
     rows = grain.MapDataset.range(len(data["x"])).seed(0).shuffle()
     rows = rows[jax.process_index() :: jax.process_count()].repeat()
     rows = rows.map(lambda i: {name: a[i] for name, a in data.items()})
@@ -79,7 +79,7 @@ def batches(data, size):
 
 
 def loss_fn(model, x, label, key=None):
-    """The mean loss; the loss of each row, and whether it is right."""
+    """Return the mean loss, each row's loss, and which rows are right."""
     arrays, rest = eqx.partition((model, x), eqx.is_inexact_array)
     arrays = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays)
     model, x = eqx.combine(arrays, rest)
@@ -89,7 +89,7 @@ def loss_fn(model, x, label, key=None):
 
 
 def decayed(params):
-    """All weights of two or more dimensions; no biases, no norms."""
+    """Mark weights with two or more dimensions, but no biases and norms."""
     rest = ft.has_ndim(0) | ft.has_ndim(1) | ft.glob("**.*bias")
     rest |= ft.under(eqx.nn.LayerNorm | eqx.nn.RMSNorm)
     chosen = ft.select(params).where(~rest).set(True)
@@ -120,7 +120,7 @@ def measure(model, x, label, counts):
 
 
 def evaluate(model, data, size, mesh):
-    """Loss and accuracy of all rows; the last batch is filled up."""
+    """Return loss and accuracy over all rows. The last batch is padded."""
     quiet, total = eqx.nn.inference_mode(model), len(data["x"])
     sums = np.zeros(2)
     for start in range(0, total, size):
@@ -137,14 +137,14 @@ def evaluate(model, data, size, mesh):
 
 
 def begin(checkpoints, make, mesh, rows, run):
-    """The training state and the log; the batches go on behind them."""
+    """Create or restore the state and the log, and reposition `rows`."""
     key, latest = jax.random.key(0), checkpoints.latest
     if latest is None:
         log = ["step,loss,valid_loss,accuracy"]
         return ft.init(make, LAYOUT, mesh)(key), log
     meta = ft.inspect(checkpoints.folder / str(latest)).meta
     if meta["run"] != run:
-        sys.exit(f"train.py: error: the run there has {meta['run']}")
+        sys.exit(f"train.py: error: the saved run has {meta['run']}")
     rows.set_state(meta["rows"])
     like = ft.abstract(make, LAYOUT, mesh)(key)
     return checkpoints.restore(like, latest), meta["log"]
@@ -154,7 +154,7 @@ def train(folder, steps, batch, every, **sizes):
     mesh, tx = ft.make_mesh(**sizes), optimizer(steps)
     data, valid = draw(1, 10_000), draw(2, 1_000)
     rows = batches(data, batch)
-    # For another number of processes the state of the rows means others.
+    # With a different number of processes, `rows` has other rows.
     run = {"steps": steps, "batch": batch}
     run["processes"] = jax.process_count()
 
@@ -190,23 +190,23 @@ def train(folder, steps, batch, every, **sizes):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Train a classifier; again, to go on where it was.",
+        description="Train a classifier. Run it again to resume.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        usage=argparse.SUPPRESS,  # so that a mistake is one line
+        usage=argparse.SUPPRESS,  # prints a mistake as one line
     )
     add, devices = parser.add_argument, jax.device_count()
-    add("--folder", default="run", help="of the checkpoints")
-    add("--steps", type=int, default=200, help="of the whole run")
-    add("--batch", type=int, default=64, help="rows of a step")
-    add("--every", type=int, default=25, help="steps: measure and save")
+    add("--folder", default="run", help="folder for checkpoints")
+    add("--steps", type=int, default=200, help="steps of the whole run")
+    add("--batch", type=int, default=64, help="rows per step")
+    add("--every", type=int, default=25, help="steps between saves")
     add("--data", type=int, default=devices, help="size of the mesh axis")
     add("--model", type=int, default=1, help="size of the mesh axis")
     options = parser.parse_args()
     _, *sizes = vars(options).values()
     if min(sizes) < 1:
-        parser.error("all sizes are at least 1")
+        parser.error("all sizes must be at least 1")
     if options.batch % options.data:
-        parser.error("--batch is not a multiple of --data")
+        parser.error("--batch must be a multiple of --data")
     try:
         train(**vars(options))
     except ft.FunctreeError as error:

@@ -131,7 +131,7 @@ def test_another_run_in_the_same_folder_is_an_error(
 ) -> None:
     given = ["--steps", "13", "--folder", str(unbroken[0])]
     code, _, _ = run_here(capsys, "train.py", *given)
-    said = "train.py: error: the run there has {'steps': 12, 'batch': 64, 'processes': 1}"
+    said = "train.py: error: the saved run has {'steps': 12, 'batch': 64, 'processes': 1}"
     assert code == said
 
 
