@@ -144,7 +144,7 @@ def finetune(options: argparse.Namespace) -> None:
     ts = ft.TrainState.create(model, tx, layout=RULES, wrt=ADAPTERS)
     _, adapters, rest = ft.split(model, ADAPTERS, ...)
     trained, kept = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in (adapters, rest))
-    print(f"{trained:,} of {trained + kept:,} numbers are trained\n")
+    print(f"{trained:,} of {trained + kept:,} parameters are trained\n")
 
     # Use the model's own tokenizer for a real model. The tiny model has fewer tokens than a byte
     # has values.

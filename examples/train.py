@@ -89,7 +89,7 @@ def loss_fn(model, x, label, key=None):
 
 
 def decayed(params):
-    """Mark weights with two or more dimensions, but no biases and norms."""
+    """Mark weights of two or more dimensions, but no biases or norms."""
     rest = ft.has_ndim(0) | ft.has_ndim(1) | ft.glob("**.*bias")
     rest |= ft.under(eqx.nn.LayerNorm | eqx.nn.RMSNorm)
     chosen = ft.select(params).where(~rest).set(True)
@@ -120,7 +120,7 @@ def measure(model, x, label, counts):
 
 
 def evaluate(model, data, size, mesh):
-    """Return loss and accuracy over all rows. The last batch is padded."""
+    """Return loss and accuracy of all rows. It pads the last batch."""
     quiet, total = eqx.nn.inference_mode(model), len(data["x"])
     sums = np.zeros(2)
     for start in range(0, total, size):

@@ -1,9 +1,9 @@
-"""A diffusion model of points in the plane: from noise to two spirals.
+"""This diffusion model turns noise into points on two spirals.
 
     python examples/gallery/diffusion.py --picture diffusion.png
 
-The network says which noise was added to a point. Sampling begins with
-noise alone, and takes a part of what the network says away, 100 times.
+The network predicts the noise that was added to a point. Sampling begins
+with pure noise, and subtracts a part of the predicted noise 100 times.
 The batch is sharded over `data`, and the hidden units over `model`.
 """
 
@@ -13,7 +13,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import equinox as eqx  # isort: skip
 import jax
@@ -35,13 +35,12 @@ RULES = ft.AxisRules(
 )
 NOISES = 100
 BETAS = jnp.linspace(1e-4, 0.08, NOISES)
-KEPT = jnp.cumprod(
-    1 - BETAS
-)  # how much of a point is left after so many steps
+# The share of a point that remains after each step.
+KEPT = jnp.cumprod(1 - BETAS)
 
 
 class Denoiser(eqx.Module):
-    """The noise in a point, by the point and the step."""
+    """A network that predicts the noise in a point at a step."""
 
     first: Float[Array, "features hidden"]
     middle: list[Float[Array, "hidden_in hidden"]]
@@ -78,7 +77,7 @@ class Denoiser(eqx.Module):
 
 
 def spirals(rng: np.random.Generator, count: int) -> np.ndarray:
-    """Points on two spirals."""
+    """Draw points on two spirals."""
     angle = 1.5 * np.pi * np.sqrt(rng.uniform(0.05, 1, count)) * 2
     turn = angle + np.pi * rng.integers(0, 2, count)
     points = (
@@ -121,7 +120,7 @@ def step(
 def sample(
     model: Denoiser, noise: Float[Array, "batch plane"], key: PRNGKeyArray
 ) -> Array:
-    """The points after each of the steps back."""
+    """Return the points after each denoising step."""
 
     def back(points: Array, at: Array) -> tuple[Array, Array]:
         when = jnp.full(points.shape[0], at, jnp.float32)
@@ -144,7 +143,7 @@ def main() -> None:
     ts = ft.init(make, RULES, mesh)(jax.random.key(0), given.steps)
     print(ft.plan(ts.model))
 
-    def one(
+    def one_step(
         ts: ft.TrainState[Denoiser], _: int
     ) -> tuple[ft.TrainState[Denoiser], Array]:
         return step(
@@ -152,7 +151,7 @@ def main() -> None:
             ft.shard(spirals(rng, 512), RULES, mesh, axes="batch plane"),
         )
 
-    ts, _ = train(given.steps, ts, one)
+    ts, _ = train(given.steps, ts, one_step)
     noise = rng.normal(size=(1024, 2)).astype(np.float32)
     noise = ft.shard(noise, RULES, mesh, axes="batch plane")
     path = np.asarray(sample(ts.model, noise, jax.random.key(1)))

@@ -1,12 +1,12 @@
-"""A mixture of experts, each of which learns a part of the plane.
+"""This mixture of experts learns a different function in each region.
 
     python examples/gallery/experts.py --picture experts.png
 
-The function to be learned is another one in each region: waves of
-different direction and length. A router sends each point to one of eight
-experts, which lie on different devices: `experts` is sharded over the
-mesh axis `expert`. A point is a token of a sequence here, as in a
-language model.
+In each region of the plane, the target function has waves of a different
+direction and length. A router sends each point to one of eight experts.
+They are spread over devices, because `experts` is sharded over the mesh
+axis `expert`. A point here is a token of a sequence, as in a language
+model.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import equinox as eqx  # isort: skip
 import jax
@@ -66,14 +66,14 @@ class Model(eqx.Module):
         return y @ self.head, losses
 
     def expert(self, points: Float[Array, "batch seq plane"]) -> Array:
-        """The likeliest expert of each point."""
+        """Return the likeliest expert of each point."""
         return jnp.argmax(
             self.features(points) @ self.moe.router, axis=-1
         )
 
 
 def wanted(points: np.ndarray) -> np.ndarray:
-    """Four regions around the middle, each with its own waves."""
+    """Return the target: four regions, each with its own waves."""
     region = (np.arctan2(points[..., 1], points[..., 0]) / np.pi + 1) * 2
     region = region.astype(int) % 4
     angle = np.array([0.3, 1.2, 2.2, 2.9])[region]
@@ -113,7 +113,7 @@ def main() -> None:
     print(ft.plan(ts.model))
     dropped: list[int] = []
 
-    def one(
+    def one_step(
         ts: ft.TrainState[Model], _: int
     ) -> tuple[ft.TrainState[Model], Array]:
         points = rng.uniform(-1, 1, (32, SEQ, 2)).astype(np.float32)
@@ -125,15 +125,15 @@ def main() -> None:
         dropped.append(int(lost))
         return ts, error
 
-    ts, losses = train(given.steps, ts, one)
+    ts, losses = train(given.steps, ts, one_step)
     print(
-        f"dropped of {32 * SEQ} points: {dropped[0]} in the first step,",
+        f"Dropped {dropped[0]} of {32 * SEQ} points in the first step,",
         f"{dropped[-1]} in the last",
     )
     line = np.linspace(-1, 1, 128, dtype=np.float32)
     points = np.stack(np.meshgrid(line, line), axis=2)
-    # In any order: each shard has room for its share at each expert, and
-    # neighbors have the same.
+    # Shuffle the points, because neighbors have the same expert, and each
+    # expert has room for a limited share of a shard's points.
     order = rng.permutation(128 * 128)
     mixed = points.reshape(-1, 2)[order].reshape(points.shape)
     placed = ft.shard(mixed, RULES, mesh, axes="batch seq plane")

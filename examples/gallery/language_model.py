@@ -1,13 +1,11 @@
-"""A small language model that learns from this repository's own
-documentation.
+"""This small language model learns from this repository's documentation.
 
     python examples/gallery/language_model.py --picture language.png
 
-A token is a byte. The model is `ft.nn.Transformer`, sharded by FSDP and
-tensor parallelism. The picture has the loss, a sample, and how sure the
-model is of each letter of a text that it has not seen.
-`examples/train_lm.py` is the larger version, with checkpoints, experts
-and processes.
+A token is a byte. The model is `ft.nn.Transformer`, with FSDP and tensor
+parallelism. The picture shows the loss, a sample, and how sure the model
+is of each letter in a text that it has not seen. `examples/train_lm.py`
+is a larger version, with checkpoints, experts and several processes.
 """
 
 from pathlib import Path
@@ -21,7 +19,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import jax  # isort: skip
 import jax.numpy as jnp
@@ -58,7 +56,7 @@ UNSEEN = (
 
 
 def read_text() -> np.ndarray:
-    """The pages of the documentation as bytes, what is ASCII of them."""
+    """Read the documentation's pages as ASCII, and drop other characters."""
     pages = sorted((ROOT / "docs").glob("*.md"))
     text = "\n".join(
         page.read_text(encoding="utf-8")
@@ -106,7 +104,7 @@ def step(
 def sureness(
     model: ft.nn.Transformer, tokens: Int[Array, "batch _"]
 ) -> Array:
-    """The probability of each token but the first."""
+    """Return the probability of each token except the first."""
     chances = jax.nn.log_softmax(model(tokens[:, :-1]))
     return jnp.exp(
         jnp.take_along_axis(chances, tokens[:, 1:, None], axis=2)
@@ -121,14 +119,14 @@ def main() -> None:
     ts = ft.init(make, LAYOUT, mesh)(jax.random.key(0), given.steps)
     print(ft.plan(ts.model))
 
-    def one(
+    def one_step(
         ts: ft.TrainState[ft.nn.Transformer], _: int
     ) -> tuple[ft.TrainState, Array]:
         starts = rng.integers(0, len(text) - SEQ, 16)
         tokens = text[starts[:, None] + np.arange(SEQ + 1)]
         return step(ts, ft.shard(tokens, RULES, mesh, axes="batch _"))
 
-    ts, losses = train(given.steps, ts, one)
+    ts, losses = train(given.steps, ts, one_step)
     prompts = ft.shard(
         np.tile(encoded(PROMPT), (4, 1)), RULES, mesh, axes="batch _"
     )
@@ -138,8 +136,8 @@ def main() -> None:
         )
     letters = map(chr, np.asarray(samples)[0])
     sample = "".join(
-        one if one.isprintable() or one == "\n" else "·"
-        for one in letters
+        letter if letter.isprintable() or letter == "\n" else "·"
+        for letter in letters
     )
     print(f"A sample:\n\n{sample}")
     row = np.tile(encoded(UNSEEN), (4, 1))

@@ -1,13 +1,12 @@
-"""LoRA: a network that has learned one picture learns another with a few
-new weights.
+"""This network learns a second picture through LoRA adapters.
 
     python examples/gallery/lora.py --picture lora.png
 
-The network gives the brightness at a point of the plane. First all of it
-learns a picture of rings. Then its weights are frozen, an adapter of low
-rank is put beside each, and only the adapters learn a picture of stripes
-in a disk. An adapter has the axes of its weight, so the same rules lay
-it out.
+The network returns the brightness at a point of the plane. First, all
+its weights learn a picture of rings. Then these weights are frozen, each
+gets an adapter of low rank, and only the adapters learn a picture of
+stripes in a disk. An adapter uses the axes of its weight, so the same
+rules shard it.
 """
 
 from runs import (
@@ -16,7 +15,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import equinox as eqx  # isort: skip
 import jax
@@ -36,7 +35,7 @@ RULES = ft.AxisRules(
         "rank": None,
     }
 )
-SIZE = 64  # of a picture, in pixels
+SIZE = 64  # pixels per side of a picture
 WAVES = 16
 ADAPTERS = ft.glob("**.lora_a") | ft.glob("**.lora_b")
 
@@ -49,7 +48,7 @@ class Dense(eqx.Module):
 
 
 class LoRA(eqx.Module):
-    """A frozen weight, and a low-rank product that is zero at first."""
+    """A frozen weight with a low-rank product that is initially zero."""
 
     weight: Float[Array, "hidden_in hidden"]
     lora_a: Float[Array, "hidden_in rank"]
@@ -69,7 +68,7 @@ class LoRA(eqx.Module):
 
 
 class Picture(eqx.Module):
-    """The brightness at each point."""
+    """A network that returns the brightness at each point."""
 
     first: Float[Array, "inputs hidden"]
     middle: list[Dense | LoRA]
@@ -139,8 +138,8 @@ def main() -> None:
     def learned(
         model: Picture, wanted: np.ndarray, wrt: ft.Filter
     ) -> Picture:
-        """The model after training of what a filter selects."""
-        # A copy: the arrays of a training state are donated.
+        """Train the weights that a filter selects."""
+        # Copy the model, because steps donate the state's arrays.
         ts = ft.TrainState.create(
             ft.copy(model),
             optax.adam(3e-3),
@@ -169,7 +168,7 @@ def main() -> None:
             layer.lora_a.size + layer.lora_b.size
             for layer in adapted.middle
         )
-        print(f"rank {rank}: {added:,} of {count:,} weights")
+        print(f"rank {rank}: adds {added:,} weights to {count:,}")
         shown[f"rank {rank}: {added / count:.1%} more"] = adapted
     draw = ft.jit(Picture.__call__, rules=RULES)
     made, plots = figure(1, 5, (8, 1.9))

@@ -1,13 +1,12 @@
-"""A network that solves an equation of physics: Burgers' equation, u_t +
-u u_x = ν u_xx.
+"""This network solves Burgers' equation, u_t + u u_x = ν u_xx.
 
     python examples/gallery/physics.py --picture physics.png
 
-The network is u(t, x). It sees no solution: the loss is how much the
-equation, the state at the beginning and the ends of the line are
-violated, at random points. A sine wave becomes a front. The points are
-sharded over `data`, and the hidden units over `model`; the derivatives
-are those of JAX.
+The network is u(t, x). It sees no solution: the loss is the equation's
+residual at random points. The network meets the initial and boundary
+conditions by construction. A sine wave becomes a front. The points are
+sharded over `data`, and the hidden units over `model`. JAX computes the
+derivatives.
 """
 
 from runs import (
@@ -17,7 +16,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import equinox as eqx  # isort: skip
 import jax
@@ -40,8 +39,11 @@ VISCOSITY = 0.02
 
 
 class Field(eqx.Module):
-    """u at points (t, x). As built, it is zero at both ends of the line,
-    and the wave at t = 0."""
+    """A network for u at points (t, x).
+
+    By construction, it is zero at both ends of the line, and the sine
+    wave at t = 0.
+    """
 
     first: Float[Array, "inputs hidden"]
     middle: list[Float[Array, "hidden_in hidden"]]
@@ -72,14 +74,14 @@ class Field(eqx.Module):
 def residual(
     u: Field, t: Float[Array, "batch"], x: Float[Array, "batch"]
 ) -> Float[Array, "batch"]:
-    """How much the equation is violated at each point."""
-    one = jnp.ones_like(x)
+    """Return the equation's residual at each point."""
+    ones = jnp.ones_like(x)
 
     def along_x(x: Array) -> tuple[Array, Array]:
-        return jax.jvp(lambda x: u(t, x), (x,), (one,))
+        return jax.jvp(lambda x: u(t, x), (x,), (ones,))
 
-    (value, u_x), (_, u_xx) = jax.jvp(along_x, (x,), (one,))
-    u_t = jax.jvp(lambda t: u(t, x), (t,), (one,))[1]
+    (value, u_x), (_, u_xx) = jax.jvp(along_x, (x,), (ones,))
+    u_t = jax.jvp(lambda t: u(t, x), (t,), (ones,))[1]
     return u_t + value * u_x - VISCOSITY * u_xx
 
 
@@ -102,7 +104,7 @@ def step(
 
 
 def reference(times: int, points: int) -> np.ndarray:
-    """The solution by finite differences, in small steps of time."""
+    """Solve the equation with finite differences, in small time steps."""
     x = np.linspace(-1, 1, points)
     u, rows = -np.sin(np.pi * x), []
     small, each = 2e-4, round(1 / 2e-4 / (times - 1))
@@ -122,7 +124,7 @@ def main() -> None:
     ts = ft.init(make, RULES, mesh)(jax.random.key(0), given.steps)
     print(ft.plan(ts.model))
 
-    def one(
+    def one_step(
         ts: ft.TrainState[Field], _: int
     ) -> tuple[ft.TrainState[Field], Array]:
         t, x = rng.uniform(0, 1, 1024), rng.uniform(-1, 1, 1024)
@@ -131,7 +133,7 @@ def main() -> None:
             ts, *ft.shard(points, RULES, mesh, axes=("batch", "batch"))
         )
 
-    ts, losses = train(given.steps, ts, one)
+    ts, losses = train(given.steps, ts, one_step)
     t, x = np.meshgrid(
         np.linspace(0, 1, 64), np.linspace(-1, 1, 256), indexing="ij"
     )
@@ -142,8 +144,8 @@ def main() -> None:
     ).reshape(t.shape)
     wanted = reference(64, 256)
     print(
-        "The error beside finite differences:",
-        f"{np.abs(found - wanted).max():.3f} at most",
+        "The largest difference from finite differences:",
+        f"{np.abs(found - wanted).max():.3f}",
     )
 
     made, plots = figure(1, 4, (8, 2.1))

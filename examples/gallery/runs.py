@@ -1,6 +1,8 @@
-"""What the runs of the gallery have in common: eight simulated devices,
-the options of the command line, a loop that prints the loss, and a
-picture as a small PNG."""
+"""The gallery's scripts share this module.
+
+It simulates eight devices, parses the command line, runs a loop that
+prints the loss, and writes pictures as small PNGs.
+"""
 
 import argparse
 import os
@@ -11,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-# JAX reads both once, when it is imported.
+# JAX reads both variables once, during its import.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if not re.search("device_count", os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = (
@@ -25,13 +27,16 @@ from PIL import Image  # comes with matplotlib
 
 
 def options(doc: str | None, steps: int) -> argparse.Namespace:
-    """The command line: how many steps, and where the picture goes."""
+    """Parse the command line: the steps, and the file of the picture."""
     parser = argparse.ArgumentParser(
         description=doc,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--steps", type=int, default=steps, help=f"of training ({steps})"
+        "--steps",
+        type=int,
+        default=steps,
+        help=f"training steps ({steps})",
     )
     parser.add_argument(
         "--picture",
@@ -45,8 +50,11 @@ def options(doc: str | None, steps: int) -> argparse.Namespace:
 def train(
     steps: int, state: Any, step: Callable[[Any, int], tuple[Any, Any]]
 ) -> Any:
-    """Run the steps, print the loss about ten times, and return the last
-    state and all losses."""
+    """Run the steps, and print the loss about ten times.
+
+    Returns:
+        The last state and all losses.
+    """
     losses: list[float] = []
     start = time.perf_counter()
     for i in range(steps):
@@ -61,21 +69,21 @@ def train(
 def figure(
     rows: int, columns: int, size: tuple[float, float]
 ) -> tuple[Figure, list[Plot]]:
-    """A figure, and its plots in reading order."""
+    """Create a figure, and return it with its plots in reading order."""
     made = Figure(figsize=size, layout="constrained", facecolor="white")
     plots = made.subplots(rows, columns, squeeze=False)
     return made, list(plots.flat)
 
 
 def bare(plot: Plot, title: str) -> Plot:
-    """A plot without ticks, under a title."""
+    """Remove a plot's ticks, and set its title."""
     plot.set(xticks=[], yticks=[])
     plot.set_title(title, fontsize=9)
     return plot
 
 
 def curve(plot: Plot, losses: list[float], title: str) -> None:
-    """The losses over the steps."""
+    """Draw the losses over the steps."""
     plot.semilogy(losses, color="tab:blue", linewidth=0.8)
     plot.set_title(title, fontsize=9)
     plot.set_xlabel("step", fontsize=8)
@@ -83,7 +91,7 @@ def curve(plot: Plot, losses: list[float], title: str) -> None:
 
 
 def save(made: Figure, file: Path | None) -> None:
-    """Write the picture with few colors: a third of the bytes."""
+    """Write the picture with 64 colors, for a third of the bytes."""
     if file is None:
         return
     pixels = BytesIO()
@@ -91,4 +99,4 @@ def save(made: Figure, file: Path | None) -> None:
     Image.open(pixels).convert("RGB").quantize(
         64, dither=Image.Dither.NONE
     ).save(file, optimize=True)
-    print(f"The picture: {file}")
+    print(f"Picture: {file}")

@@ -1,13 +1,11 @@
-"""A vision transformer that tells shapes apart, and shows where it
-looks.
+"""This vision transformer classifies shapes, and shows where it looks.
 
     python examples/gallery/vision_transformer.py --picture vision.png
 
-The images are drawn by this file: a disk, a ring, a cross, a bar, a
-square or a triangle somewhere in noise. An image is cut into 64 patches,
-and one more token collects what they say. Heads and hidden units are
-sharded over `model`, the batch over `data`, and FSDP shards what is
-left.
+The script draws the images: a disk, a ring, a cross, a bar, a square or
+a triangle somewhere in noise. An image is cut into 64 patches, and one
+more token collects their information. Heads and hidden units are sharded
+over `model`, and the batch over `data`. FSDP shards the rest.
 """
 
 from runs import (
@@ -17,7 +15,7 @@ from runs import (
     options,
     save,
     train,
-)  # first: it simulates the devices
+)  # imported first: simulates the devices
 
 import equinox as eqx  # isort: skip
 import jax
@@ -41,8 +39,10 @@ def normal(key: PRNGKeyArray, *shape: int, by: int) -> Array:
 
 
 class Attention(eqx.Module):
-    """Each token looks at all tokens: `ft.nn.Attention` is causal, so
-    this one is written here."""
+    """Attention of each token to all tokens.
+
+    `ft.nn.Attention` is causal, so it does not fit here.
+    """
 
     qkv: Float[Array, "three embed heads head_dim"]
     out: Float[Array, "heads head_dim embed"]
@@ -126,9 +126,8 @@ class ViT(eqx.Module):
         cut = SIZE // PATCH
         pieces = images.reshape(-1, cut, PATCH, cut, PATCH).swapaxes(2, 3)
         x = pieces.reshape(-1, cut**2, PATCH**2) @ self.patch
-        x = (
-            jnp.pad(x, ((0, 0), (1, 0), (0, 0))) + self.where
-        )  # the first token collects
+        # The first token collects.
+        x = jnp.pad(x, ((0, 0), (1, 0), (0, 0))) + self.where
         return ft.constrain(x, "batch seq embed")
 
     def __call__(
@@ -138,8 +137,10 @@ class ViT(eqx.Module):
         return ft.constrain(x[:, 0] @ self.head, "batch classes")
 
     def looks(self, images: Float[Array, "batch height width"]) -> Array:
-        """How much the first token looks at each patch in the last block,
-        the mean of its heads."""
+        """Return the first token's attention to each patch.
+
+        It is the mean over the heads of the last block.
+        """
         x = self.tokens(images)
         for block in self.blocks[:-1]:
             x = block(x)
@@ -152,7 +153,7 @@ class ViT(eqx.Module):
 def draw(
     rng: np.random.Generator, count: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Images, each with a shape, and the number of the shape."""
+    """Draw images with one shape each, and return the shapes' indices."""
     kinds = rng.integers(0, len(SHAPES), count)
     center = rng.uniform(9, SIZE - 9, (2, count, 1, 1))
     radius = rng.uniform(5, 8, (count, 1, 1))
@@ -207,12 +208,12 @@ def main() -> None:
     print(ft.plan(ts.model))
     axes = ("batch height width", "batch")
 
-    def one(
+    def one_step(
         ts: ft.TrainState[ViT], _: int
     ) -> tuple[ft.TrainState[ViT], Array]:
         return step(ts, *ft.shard(draw(rng, 64), RULES, mesh, axes=axes))
 
-    ts, losses = train(given.steps, ts, one)
+    ts, losses = train(given.steps, ts, one_step)
     images, kinds = draw(rng, 256)
     placed = ft.shard(images, RULES, mesh, axes=axes[0])
     both = ft.jit(
@@ -220,7 +221,7 @@ def main() -> None:
         rules=LAYOUT,
     )
     found, looks = map(np.asarray, both(ts.model, placed))
-    print(f"New images: {np.mean(found == kinds):.1%} are told apart")
+    print(f"Classifies {np.mean(found == kinds):.1%} of new images")
     made, plots = figure(2, 7, (9, 2.8))
     for column in range(len(SHAPES)):
         at = int(np.argmax(kinds == column))

@@ -132,7 +132,7 @@ def test_finetune(tmp_path: Path, capsys: Captured):
     places = "--adapters", str(tmp_path / "adapters"), "--out", str(tmp_path / "merged")
     code, out, err = run("finetune.py", "--steps", "40", "--sample", "8", *places)
     assert (code, err) == (0, "")
-    assert "1,344 of 30,752 numbers are trained" in out and "Saved in" in out
+    assert "1,344 of 30,752 parameters are trained" in out and "Saved in" in out
     before, after = map(float, re.search(r"The loss: (\S+) in .*, (\S+) in the last", out).groups())
     assert after < before - 0.5
     saved = ft.inspect(tmp_path / "adapters")
