@@ -1,9 +1,8 @@
-"""What every test and every doctest runs under: eight simulated CPU devices, and JAX at its
-strictest.
+"""This module gives every test and doctest eight simulated CPU devices and JAX's strict settings.
 
-pytest reads this file before it collects anything, in each worker process as well, and so before
-JAX makes its devices. It stands at the root because the doctests in `functree/`, `docs/` and
-`README.md` need it too.
+pytest reads it before it collects anything, in each worker process too, and thus before JAX creates
+its devices. It is in the root folder because the doctests in `functree/`, `docs/` and `README.md`
+need it too.
 """
 
 import gc
@@ -20,8 +19,8 @@ import pytest
 
 DEVICES = 8
 
-# Tests that need more than the extra `test`, with the packages and programs that they need. They
-# are collected where these are installed; elsewhere the head of the run lists them.
+# Tests that need more than the extra `test`, with the packages and programs that they need. Where
+# any is missing, they are not collected, and the header of the run lists them.
 _BROWSER = ("selenium", "chromium", "chromedriver")
 _NEEDS = {
     "tests/compiled/test_accelerators.py": ("libtpu", "jax_cuda13_plugin", "diffrax"),
@@ -49,40 +48,42 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--complete",
         action="store_true",
-        help="fail if a test is not collected because a package that it needs is not installed",
+        help="fail if a test is not collected because a package is not installed",
     )
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
-    """What is not collected here."""
+    """List the tests that are not collected here."""
     return [f"not collected: {path} needs {', '.join(x)}" for path, x in _missing(config).items()]
 
 
 def _missing(config: pytest.Config) -> dict[str, list[str]]:
-    """The tests that are not collected for want of a package, with the packages."""
+    """Return the tests that are not collected, with their missing packages."""
     ignored = config.getoption("ignore") or []
     return {path: missing for path, missing in _MISSING.items() if path not in ignored}
 
 
-# Most of a test's time is compilation, and most of that is machine code. So this is not optimized,
-# and by jaxlib 0.10 made in XLA's older way, which takes half the time. Later ones know only the
-# newer way, so the tests with the newest JAX run by that. The collectives of a program are the same
-# in both. Programs as small as these are not split for threads, which is a tenth of the time.
+# Most of a test's time is compilation, and most of compilation is machine code. The code is
+# therefore not optimized. jaxlib 0.10 generates it with XLA's older emitters, in half the time.
+# Later versions have only the newer emitters. The collectives of a program are the same with both.
+# Code generation is not split over threads, which saves a tenth of the time for small programs.
 _FLAGS = ["--xla_backend_optimization_level=0", "--xla_cpu_parallel_codegen_split_count=1"]
 if version("jaxlib").startswith("0.10."):
     _FLAGS.append("--xla_cpu_use_fusion_emitters=false")
 
 
 def _with_flags(flags: str) -> str:
-    """`flags` (the text of XLA_FLAGS) with those of the tests; but for the devices, what it sets
-    itself stays."""
+    """Add the tests' flags to `flags`, the text of XLA_FLAGS.
+
+    Flags that are already set keep their values, except the number of devices.
+    """
     devices = f"--xla_force_host_platform_device_count={DEVICES}"
     return " ".join(
         {flag.partition("=")[0]: flag for flag in [*_FLAGS, *flags.split(), devices]}.values()
     )
 
 
-# Both are read once: JAX_PLATFORMS when jax is imported, XLA_FLAGS when it makes its devices.
+# JAX reads each variable once: JAX_PLATFORMS during its import, XLA_FLAGS when it creates devices.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = _with_flags(os.environ.get("XLA_FLAGS", ""))
 
@@ -95,15 +96,15 @@ from jax.experimental.compilation_cache import compilation_cache  # noqa: E402
 from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
 from jaxtyping import Array, Float, Int  # noqa: E402
 
-# Hostile on purpose. Users' programs run under either setting, and a library that promotes by
-# accident breaks the strict ones and hides a wrong rank or dtype from the others. A test that runs
-# code which is not ours and promotes (optax.adam's bias correction does) says so where it does:
-# `with jax.numpy_dtype_promotion("standard"):`, or `with jax.numpy_rank_promotion("allow"):`.
+# Strict on purpose. Users' programs run under either setting. A library that promotes by accident
+# breaks programs with strict settings, and hides a wrong rank or dtype in others. A test may run
+# other libraries' code that promotes, such as optax.adam's bias correction. It then runs this code
+# in `with jax.numpy_dtype_promotion("standard"):` or `with jax.numpy_rank_promotion("allow"):`.
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
-# No limits on time: the first example pays for a compilation, and on a busy machine anything is
-# slow. Derandomized where a run must be repeatable.
+# There is no time limit: the first example includes a compilation, and a busy machine is slow. In
+# CI the examples are derandomized, because a run must be repeatable.
 hypothesis.settings.register_profile(
     "functree",
     deadline=None,
@@ -115,22 +116,22 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("functree")
 
 
-# What a worker compiles before it forgets its programs: about a gigabyte of them. All together
-# would take ten.
+# The number of programs that a worker compiles before it drops them: about a gigabyte. All programs
+# together would take ten gigabytes.
 _PROGRAMS = 600
-# What a worker needs at most, in bytes.
+# The most memory that a worker needs, in bytes.
 _WORKER = 5 * 2**29
-# How long the compilations of a run are kept, in seconds.
+# The age at which cached compilations are deleted, in seconds.
 _WEEK = 7 * 24 * 3600
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Refuse to run on other devices: nothing here may be skipped or pass for want of a mesh."""
-    found = jax.devices()
-    if len(found) != DEVICES or found[0].platform != "cpu":
+    """Refuse to run on other devices, so that no test is skipped or passes without a mesh."""
+    devices = jax.devices()
+    if len(devices) != DEVICES or devices[0].platform != "cpu":
         raise pytest.UsageError(
-            f"The tests need {DEVICES} simulated CPU devices and found {len(found)} of platform "
-            f"{found[0].platform!r}: JAX made its devices before conftest.py could ask for them."
+            f"The tests need {DEVICES} simulated CPU devices, but JAX has {len(devices)} of "
+            f"platform {devices[0].platform!r}: it created them before conftest.py set XLA_FLAGS."
         )
     if config.getoption("complete") and _missing(config):
         raise pytest.UsageError("\n".join(pytest_report_header(config)))
@@ -139,11 +140,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _keep_compilations(folder: Path) -> None:
-    """Let JAX keep its compilations in a folder, in the processes that tests start as well.
+    """Let JAX cache its compilations in a folder, including compilations in subprocesses.
 
-    JAX's key for a program has everything that changes the machine code. It leaves out the lines
-    and scopes of the source: what reads these, or the compiler's own words, uses
-    `compiles_anew`.
+    JAX's key of a program covers everything that changes the machine code. It omits source lines
+    and scopes. Tests that read these, or the compiler's messages, use `compiles_anew`.
     """
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for file in folder.iterdir():
@@ -157,16 +157,18 @@ def _keep_compilations(folder: Path) -> None:
     for name, value in settings.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)
-    # JAX does not write its files in one step. A process that reads one too early compiles.
+    # JAX does not write its files atomically. A process that reads a partial file compiles instead.
     os.environ["PYTHONWARNINGS"] = "ignore:Error reading persistent compilation cache"
 
 
 @pytest.fixture
 def compiles_anew() -> Iterator[None]:
-    """JAX does not read the compilations that are kept: they have the lines of an earlier run, and
-    the compiler says nothing."""
+    """Turn JAX's compilation cache off.
+
+    Cached programs have the source lines of an earlier run, and no compiler messages.
+    """
     jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # which remembers whether it is used
+    compilation_cache.reset_cache()  # the cache remembers whether it is enabled
     yield
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
@@ -174,8 +176,10 @@ def compiles_anew() -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True, optionalhook=True)
 def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
-    """As many workers as cores, and not more than fit into the memory, where the system tells it
-    (Windows does not)."""
+    """Return the number of workers: one per core, but at most as many as fit into memory.
+
+    Windows does not report its memory, so only its cores count.
+    """
     cores = yield
     if not hasattr(os, "sysconf"):
         return cores
@@ -183,13 +187,13 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return max(1, min(cores, memory // _WORKER))
 
 
-# A million objects of JAX and pytest live as long as the process, and so do the programs in JAX's
-# caches. Collections that walk over all of them again take a tenth of the time of the tests.
+# A million objects of JAX and pytest live as long as the process, as do the programs in JAX's
+# caches. Repeated garbage collections over all of them take a tenth of the tests' time.
 gc.set_threshold(10_000, 10, 10)
 
 
 class _Programs:
-    """The programs that this process has compiled since it forgot them."""
+    """The number of programs that this process has compiled since it last dropped them."""
 
     number = 0
 
@@ -203,13 +207,13 @@ jax.monitoring.register_event_duration_secs_listener(_Programs.count)
 
 @pytest.fixture(autouse=True)
 def _forget_programs() -> None:
-    """Forget the programs when there are many, between two tests."""
+    """Drop the compiled programs between two tests if there are many."""
     if _Programs.number <= _PROGRAMS:
         return
     _Programs.number = 0
-    # What still runs needs its program.
+    # A program that still runs must not be dropped.
     for array in jax.live_arrays():
-        with suppress(jax.errors.JaxRuntimeError):  # which a test has seen
+        with suppress(jax.errors.JaxRuntimeError):  # a test has already seen this error
             array.block_until_ready()
     gc.unfreeze()
     jax.clear_caches()
@@ -225,7 +229,7 @@ def _collections_pass_by_what_was_there_before() -> None:
 
 @pytest.fixture
 def mesh() -> Mesh:
-    """A 2 by 4 mesh with axes `data` and `model`, both Auto."""
+    """Return a 2 × 4 mesh with the Auto mesh axes `data` and `model`."""
     return Mesh(
         np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2
     )
@@ -233,20 +237,20 @@ def mesh() -> Mesh:
 
 @pytest.fixture(autouse=True)
 def _doctest_surroundings(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Give docstrings the names that each would otherwise import, and pages JAX's own defaults.
+    """Give docstrings common names without imports, and run pages with JAX's default settings.
 
-    What a page shows is a user's program, with optax in it, not a part of the library. It imports
-    what it uses, so that it can be read from its top.
+    A page shows a user's program, with optax in it, and not a part of the library. It imports
+    everything that it uses, so that it can be read from the top.
     """
     if not isinstance(request.node, pytest.DoctestItem):
         yield
         return
     import functree as ft
 
-    # Pages print lines of source, and what the compiler says.
+    # Pages print source lines and compiler messages.
     request.getfixturevalue("compiles_anew")
     names = request.getfixturevalue("doctest_namespace")
-    names.clear()  # those of another doctest of this process
+    names.clear()  # drops the names of this process's previous doctest
     if request.node.path.suffix != ".md":
         names.update(ft=ft, jax=jax, jnp=jnp, eqx=eqx, np=np)
         names.update(Array=Array, Float=Float, Int=Int, P=PartitionSpec)

@@ -1,19 +1,22 @@
-"""A page ─► the same, whose copy buttons take the code of a session with Python, and neither its
-prompts nor what it prints. An empty line of what it prints is shown as one."""
+"""This hook lets copy buttons copy the code of a Python session without prompts and output.
+
+It also displays `<BLANKLINE>` in an output as an empty line.
+"""
 
 import doctest
 import html
 import re
 from typing import Any
 
-# As the theme writes a block. A button takes `data-copy`, where there is one, in place of the text.
+# The HTML that the theme writes for a block. A button copies `data-copy`, if present, instead of
+# the text.
 _SESSION = re.compile(r'<div class="language-pycon highlight">(?P<block><pre>.*?</pre>)', re.DOTALL)
 _EMPTY = html.escape("<BLANKLINE>")
 _TAG = re.compile("<[^>]*>")
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Called by MkDocs with the HTML of each page."""
+    """Add the code of sessions to a page's HTML, which MkDocs passes."""
     return _SESSION.sub(_with_code, content)
 
 
@@ -25,11 +28,11 @@ def _with_code(found: re.Match[str]) -> str:
 
 
 def code_of(session: str) -> str:
-    """The statements of a session with Python, ready to be pasted."""
+    """Return the statements of a Python session, ready to paste."""
     statements: list[str] = []
     for example in doctest.DocTestParser().get_examples(session):
         statement = example.source
-        # An empty line ends a statement of several lines where Python itself reads it.
+        # In the interactive Python, an empty line ends a statement of several lines.
         if statement.count("\n") > 1:
             statement += "\n"
         statements.append(statement)

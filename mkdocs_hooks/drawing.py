@@ -1,13 +1,14 @@
-"""Shapes and texts ─► an SVG, which is read in light and in dark, and on a phone."""
+"""A `Drawing` turns shapes and texts into an SVG for light and dark pages, and for phones."""
 
 import html
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 WIDTH = 600
-"""Of a picture: narrow, so that its text can be read on a phone, which scales it down."""
+"""The width of a picture: narrow, so that its text stays readable when a phone scales it down."""
 
-# It has a background of its own: some browsers show a picture in another scheme than its page.
+# A picture has its own background, because some browsers render it in a different color scheme
+# than its page.
 _STYLE = """
   svg { color-scheme: light dark; --bg: #ffffff; --raised: #f6f7f9; --fg: #1b2330; --muted: #5d6878;
     --line: #d5dbe2; --bar: #3f6fd1; --bad: #b3261e; --good: #127a53; }
@@ -24,51 +25,51 @@ _STYLE = """
 
 @dataclass
 class Drawing:
-    """What is drawn so far.
+    """A picture that is being drawn.
 
     Args:
-        title: what the picture shows, for those who do not see it.
+        title: a description of the picture, for people who cannot see it.
     """
 
     title: str
     _parts: list[str] = field(default_factory=list)
 
     def add(self, *parts: str) -> None:
-        """Draw an SVG element."""
+        """Add SVG elements."""
         self._parts += parts
 
     def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        """A line of text, whose baseline begins at a point, or ends or is centred there."""
+        """Draw a line of text, whose baseline starts, ends or is centered at a point."""
         self.add(
             f'<text x="{x:g}" y="{y:g}" class="{kind}" text-anchor="{anchor}" '
             f'xml:space="preserve">{html.escape(text)}</text>'
         )
 
     def code(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        """A line of code."""
+        """Draw a line of code."""
         self.text(x, y, text, f"code {kind}".strip(), anchor)
 
     def box(self, x: float, y: float, width: float, height: float, kind: str = "box") -> None:
-        """A rectangle with round corners."""
+        """Draw a rectangle with round corners."""
         self.add(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="8" '
             f'class="{kind}"/>'
         )
 
     def block(self, x: float, y: float, width: float, height: float, colour: str) -> None:
-        """A rectangle of a colour."""
+        """Draw a rectangle of one color."""
         self.add(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" '
             f'fill="{colour}"/>'
         )
 
     def arrow(self, points: Iterable[tuple[float, float]]) -> None:
-        """A line through points, with a head at the last."""
+        """Draw a line through points, with an arrowhead at the last point."""
         path = " L".join(f"{x:g} {y:g}" for x, y in points)
         self.add(f'<path d="M{path}" class="line" marker-end="url(#head)"/>')
 
     def svg(self, height: float) -> str:
-        """The picture as a file."""
+        """Return the picture as the text of an SVG file."""
         title = html.escape(self.title)
         lines = [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" '

@@ -1,7 +1,7 @@
-"""A folder ─► the pictures of the documentation in it, made by functree.
+"""This script draws the documentation's pictures with functree, into a folder.
 
-`python mkdocs_hooks/make_pictures.py docs/pictures --svg` makes those that the README shows, which
-are in the repository. `mkdocs build` makes all of them.
+`python mkdocs_hooks/make_pictures.py docs/pictures --svg` draws only the pictures that the README
+shows, which are in the repository. `mkdocs build` draws all of them.
 """
 
 import argparse
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-# Before the backend begins: the devices are simulated.
+# Simulate the devices. This must be set before JAX creates its backend.
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
 os.environ["JAX_PLATFORMS"] = "cpu"
 
@@ -48,7 +48,7 @@ class MLP(eqx.Module):
 
 
 class Forgetful(MLP):
-    """The same, whose author has written a spec, and forgotten one of its mesh axes."""
+    """The model of the front page with a wrong constraint: its spec lacks one mesh axis."""
 
     def __call__(self, x: Float[Array, "batch embed"]) -> Float[Array, "batch embed"]:
         hidden = ft.constrain(jax.nn.relu(x @ self.up), ft.P("data"))
@@ -60,7 +60,7 @@ def loss(model: MLP, x: Float[Array, "batch embed"]) -> Float[Array, ""]:
 
 
 class Block(eqx.Module):
-    """A part of a block of the tutorial's model."""
+    """A part of a block in the tutorial's model."""
 
     up: Float[Array, "embed hidden"]
 
@@ -80,7 +80,7 @@ def mesh_plan() -> tuple[ft.Plan, ft.AxisRules, jax.sharding.Mesh]:
 
 
 def ledger_of(make: type[MLP]) -> ft.Ledger:
-    """What a training step of a model moves."""
+    """Return the ledger of a training step."""
     rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
     model = ft.abstract(make)(jax.random.key(0))
     x = jax.ShapeDtypeStruct((4096, 512), "float32")
@@ -98,35 +98,35 @@ def ledger_of(make: type[MLP]) -> ft.Ledger:
 
 
 class Cut(NamedTuple):
-    """An array, and the mesh axes that cut each of its dimensions."""
+    """An array's shape, and the mesh axes that shard each dimension."""
 
     shape: tuple[int, ...]
     axes: tuple[tuple[str, ...], ...]
 
 
 def cut_by(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> Cut:
-    """An array of a shape that is cut as a spec says."""
+    """Return the `Cut` of a shape that a spec shards."""
     axes: list[tuple[str, ...]] = []
     for entry in spec:
-        one = (entry,) if isinstance(entry, str) else tuple(entry or ())
-        axes.append(one)
+        mesh_axes = (entry,) if isinstance(entry, str) else tuple(entry or ())
+        axes.append(mesh_axes)
     return Cut(shape, tuple(axes))
 
 
 def cut_of(row: ft.Row) -> Cut:
-    """The array of a row of a plan."""
+    """Return the `Cut` of a plan's row."""
     return cut_by(row.shape, row.spec or ft.P())
 
 
 @dataclass
 class Arrays:
-    """Arrays as a plan's page draws them, in a picture."""
+    """The arrays in a picture, drawn as on a plan's page."""
 
     pictures: Pictures
     drawing: Drawing
 
     def draw(self, cut: Cut, x: float, y: float, width: float) -> str:
-        """Draw an array, and return what the page says of it."""
+        """Draw an array, and return its description on the page."""
         name = re.findall('href="#(.*?)"', self.pictures.of(*cut))[0]
         height = width * HIGH / WIDE
         self.drawing.add(
@@ -136,12 +136,12 @@ class Arrays:
         return re.findall("<title>(.*?)</title>", symbol)[0]
 
     def define(self) -> None:
-        """Put the pictures themselves into the file."""
+        """Add the definitions of all arrays to the picture."""
         self.drawing.add(self.pictures.definitions().replace("<svg ", '<svg width="0" height="0" '))
 
 
 def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
-    """The mesh of 2 × 4, each device in its colour."""
+    """Draw the mesh of 2 × 4, with each device in its color."""
     drawing.text(x + 2 * side, y - 12, "model", "muted", "middle")
     drawing.text(x - 10, y + side + 5, "data", "muted", "end")
     for device in range(8):
@@ -152,7 +152,7 @@ def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
 
 
 def mesh_picture() -> str:
-    """How arrays are cut over a mesh of 2 × 4."""
+    """Draw how rules shard arrays over a mesh of 2 × 4."""
     drawing = Drawing(
         "Three arrays sharded over a mesh of two by four devices, using the names of their axes"
     )
@@ -181,7 +181,7 @@ def mesh_picture() -> str:
 
 
 def plan_picture() -> str:
-    """The plan of the front page's model."""
+    """Draw the plan of the front page's model."""
     plan, _, _ = mesh_plan()
     drawing = Drawing(
         "The plan of a model: each array with its shards, its spec, the reason and its bytes"
@@ -205,7 +205,7 @@ def plan_picture() -> str:
 
 
 def leaf_picture() -> str:
-    """What becomes of one leaf of the tutorial's model, from its annotation to the array."""
+    """Draw the steps of one leaf in the tutorial's model, from annotation to array."""
     rules, mesh = ft.AxisRules(RULES), ft.make_mesh(**SIZES)
     model = ft.init(Classifier, rules, mesh)(jax.random.key(0))
     row, array = ft.plan(model, rules, mesh)["blocks.0.up"], model.blocks[0].up
@@ -234,7 +234,10 @@ def leaf_picture() -> str:
 
 
 def stack_step() -> tuple[ft.Row, ft.Ledger]:
-    """A stack of four layers under FSDP on four devices: a leaf, and what a training step moves."""
+    """Return a leaf of a stack, and the ledger of its training step.
+
+    The stack has four layers, with FSDP on four devices.
+    """
     mesh = ft.make_mesh(data=4, devices=jax.devices()[:4])
     names = {"batch": "data", "layers": None, "seq": None, "embed": None, "hidden": None}
     layout = ft.AxisRules(names) | ft.FSDP("data", min_size=0)
@@ -255,14 +258,14 @@ def make_stack(key: Array) -> ft.Stacked:
 
 
 def stack_picture() -> str:
-    """A stack under FSDP: which part of a layer is where, and when a layer is whole."""
+    """Draw how FSDP shards a stack, and when it gathers a layer."""
     row, ledger = stack_step()
-    drawing = Drawing("A stack of four layers under FSDP, of which one at a time is gathered")
+    drawing = Drawing("A stack of four layers under FSDP, which gathers one layer at a time")
     arrays = Arrays(Pictures({"data": 4}, "s"), drawing)
     layers, *shape = row.shape
     _, *axes = cut_of(row).axes
     drawing.code(24, 36, f"{row.path}: {row.dtype}{list(row.shape)} as {row.spec}")
-    drawing.text(24, 60, "Each layer is cut over all four devices.", "muted")
+    drawing.text(24, 60, "Each layer is sharded over all four devices.", "muted")
     for i in range(layers):
         left = 24 + 142 * i
         drawing.text(left + 62, 96, f"layer {i}", "strong" if i == 1 else "", "middle")
@@ -276,19 +279,19 @@ def stack_picture() -> str:
     for i, (phase, kind) in enumerate(
         [("forward", "all-gather"), ("backward", "all-gather"), ("backward", "all-reduce")]
     ):
-        found = [one for one in ledger.collectives if (one.phase, one.kind) == (phase, kind)]
-        runs, most = sum(one.count or 0 for one in found), max(one.bytes for one in found)
-        what = "gradients" if kind == "all-reduce" else "weights"
+        moved = [x for x in ledger.collectives if (x.phase, x.kind) == (phase, kind)]
+        runs, most = sum(x.count or 0 for x in moved), max(x.bytes for x in moved)
+        arrays_moved = "gradients" if kind == "all-reduce" else "weights"
         top = 338 + 26 * i
         drawing.text(24, top, phase)
         drawing.code(108, top, f"{runs} {kind}s")
-        drawing.text(262, top, f"of {what}, {bytes_text(most)} each", "muted")
+        drawing.text(262, top, f"of {arrays_moved}, {bytes_text(most)} each", "muted")
     arrays.define()
     return drawing.svg(414)
 
 
 def shards_text(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> tuple[str, str]:
-    """How an array is sharded on the mesh of 2 × 4, in two lines."""
+    """Describe in two lines how an array is sharded on the mesh of 2 × 4."""
     sharding = jax.sharding.NamedSharding(ft.make_mesh(**SIZES), spec)
     local = "×".join(map(str, sharding.shard_shape(shape)))
     shards = len({str(index) for index in sharding.devices_indices_map(shape).values()})
@@ -299,12 +302,12 @@ def shards_text(shape: tuple[int, ...], spec: jax.sharding.PartitionSpec) -> tup
 
 
 def specs_picture() -> str:
-    """One array on a mesh of 2 × 4, sharded by four specs."""
+    """Draw one array on a mesh of 2 × 4, sharded by four specs."""
     drawing = Drawing("A mesh of two by four devices, and one array sharded by four specs")
     arrays = Arrays(Pictures(SIZES, "x"), drawing)
     drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
     draw_mesh(drawing, 78, 78, 42)
-    drawing.text(290, 92, "Each device has a number and a colour.", "muted")
+    drawing.text(290, 92, "Each device has a number and a color.", "muted")
     drawing.text(290, 114, "A shard has the colours of all devices", "muted")
     drawing.text(290, 136, "that keep it.", "muted")
     specs = [
@@ -324,12 +327,12 @@ def specs_picture() -> str:
     return drawing.svg(600)
 
 
-# The devices of the pictures of collectives and of kinds of parallelism.
+# The mesh in the pictures of collectives and of parallelism.
 FOUR = {"data": 4}
 
 
 def draw_row(drawing: Drawing, x: float, y: float, cells: list[tuple[str, str] | None]) -> None:
-    """What a device has: blocks with a colour and a text, and empty places."""
+    """Draw the contents of a device: colored blocks with text, and empty boxes."""
     for i, cell in enumerate(cells):
         left = x + 32 * i
         if cell is None:
@@ -341,19 +344,19 @@ def draw_row(drawing: Drawing, x: float, y: float, cells: list[tuple[str, str] |
 
 
 def collectives_picture() -> str:
-    """What four devices have before and after each kind of collective."""
+    """Draw the contents of four devices before and after each kind of collective."""
     drawing = Drawing("Four collectives: what each of four devices has before and after")
-    own = [device_colour(device, FOUR) for device in range(4)]
+    colours = [device_colour(device, FOUR) for device in range(4)]
     total = "var(--bar)"
 
     def all_of(i: int) -> list[tuple[str, str] | None]:
-        return [(own[i], f"{i}{'abcd'[part]}") for part in range(4)]
+        return [(colours[i], f"{i}{'abcd'[part]}") for part in range(4)]
 
     def only(i: int, cell: tuple[str, str]) -> list[tuple[str, str] | None]:
         return [cell if part == i else None for part in range(4)]
 
     sums: list[tuple[str, str] | None] = [(total, f"Σ{part}") for part in "abcd"]
-    parts: list[tuple[str, str] | None] = [(own[i], "abcd"[i]) for i in range(4)]
+    parts: list[tuple[str, str] | None] = [(colours[i], "abcd"[i]) for i in range(4)]
     kinds = [
         (
             "all-reduce",
@@ -364,7 +367,7 @@ def collectives_picture() -> str:
         (
             "all-gather",
             "Each device gets the shards of all devices.",
-            [only(i, (own[i], "abcd"[i])) for i in range(4)],
+            [only(i, (colours[i], "abcd"[i])) for i in range(4)],
             [parts] * 4,
         ),
         (
@@ -377,7 +380,7 @@ def collectives_picture() -> str:
             "all-to-all",
             "Each device sends one part to each device.",
             [all_of(i) for i in range(4)],
-            [[(own[j], f"{j}{'abcd'[i]}") for j in range(4)] for i in range(4)],
+            [[(colours[j], f"{j}{'abcd'[i]}") for j in range(4)] for i in range(4)],
         ),
     ]
     for k, (kind, about, before, after) in enumerate(kinds):
@@ -395,7 +398,7 @@ def collectives_picture() -> str:
 
 
 def parallelism_picture() -> str:
-    """What each of four devices has under three kinds of parallelism, and what moves."""
+    """Draw what four devices keep and move under three kinds of parallelism."""
     drawing = Drawing(
         "Data parallelism, FSDP and tensor parallelism: what each of four devices keeps and moves"
     )
@@ -431,14 +434,14 @@ def parallelism_picture() -> str:
 
 
 def ledgers_picture() -> str:
-    """What one training step moves with a constraint by names, and with a wrong one by hand."""
+    """Draw the ledgers of a training step with a constraint by names and with a wrong spec."""
     drawing = Drawing("Two ledgers of one training step side by side: 6 MiB moved, and 22 MiB")
     sides = [
         (MLP, "good", 'constrain(h, "batch hidden")'),
         (Forgetful, "bad", 'constrain(h, P("data"))'),
     ]
     ledgers = [ledger_of(make) for make, _, _ in sides]
-    moved = [sum(one.total for one in ledger.collectives) for ledger in ledgers]
+    moved = [sum(collective.total for collective in ledger.collectives) for ledger in ledgers]
     for i, ((_, kind, code), ledger) in enumerate(zip(sides, ledgers, strict=True)):
         left = 20 + 286 * i
         drawing.box(left, 20, 274, 290)
@@ -446,12 +449,12 @@ def ledgers_picture() -> str:
         drawing.text(left + 14, 84, f"{bytes_text(moved[i])} moved", f"strong {kind}")
         width = 246 * moved[i] / max(moved)
         drawing.block(left + 14, 94, width, 8, f"var(--{kind})")
-        for j, one in enumerate(table_rows(ledger.collectives)[:3]):
+        for j, row in enumerate(table_rows(ledger.collectives)[:3]):
             top = 138 + 58 * j
-            drawing.code(left + 14, top, one.title.replace("model.", ""), "strong")
-            drawing.text(left + 260, top, bytes_text(one.total), "", "end")
-            drawing.text(left + 14, top + 20, f"{one.kind} over {one.axes}", "muted")
-            drawing.block(left + 14, top + 28, 246 * one.total / max(moved), 4, "var(--bar)")
+            drawing.code(left + 14, top, row.title.replace("model.", ""), "strong")
+            drawing.text(left + 260, top, bytes_text(row.total), "", "end")
+            drawing.text(left + 14, top + 20, f"{row.kind} over {row.axes}", "muted")
+            drawing.block(left + 14, top + 28, 246 * row.total / max(moved), 4, "var(--bar)")
     drawing.text(24, 336, "Both programs compute the same values, and neither raises an error.")
     drawing.text(24, 358, "The second gathers an activation that should stay sharded.")
     return drawing.svg(378)
@@ -461,7 +464,7 @@ def ledgers_picture() -> str:
 
 
 def larger_plan() -> ft.Plan:
-    """The training state of a transformer, on devices that nobody has."""
+    """Plan a transformer's training state for devices that you don't have."""
     config = ft.nn.TransformerConfig(
         vocab_size=32_000,
         embed=2048,
@@ -501,7 +504,7 @@ PAGES: dict[str, Callable[[], str]] = {
 
 
 def write(folder: Path, pictures: Iterable[str]) -> None:
-    """Make pictures of these names."""
+    """Draw the pictures with these names."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in pictures:
         (folder / name).write_text((SVG | PAGES)[name](), encoding="utf-8")
@@ -509,8 +512,8 @@ def write(folder: Path, pictures: Iterable[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help="where to write them")
-    parser.add_argument("--svg", action="store_true", help="only those that are in the repository")
+    parser.add_argument("folder", type=Path, help="folder for the pictures")
+    parser.add_argument("--svg", action="store_true", help="draw only pictures in the repository")
     options = parser.parse_args()
     write(options.folder, SVG if options.svg else SVG | PAGES)
 

@@ -1,8 +1,7 @@
-"""What is read of the package ─► the same, in which a function that has the name of its module is
-found under it.
+"""This extension lets the reference find functions that share their module's name.
 
-`functree.nn.generate` is the function, as in Python: `functree.nn` imports it from the module of
-this name. Griffe, which reads the package for the reference, would find the module.
+In Python, `functree.nn.generate` is the function: `functree.nn` imports it from the module of the
+same name. Griffe, which parses the package for the reference, would find the module instead.
 """
 
 from typing import Any
@@ -11,10 +10,10 @@ import griffe
 
 
 class NamedAsModule(griffe.Extension):
-    """Puts such functions in the place of their modules."""
+    """An extension that replaces modules with their functions of the same name."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """Called by griffe once it has read a package."""
+        """Replace such modules in a package that griffe has parsed."""
         _replace(pkg)
 
 

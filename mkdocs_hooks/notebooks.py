@@ -1,9 +1,8 @@
-"""A notebook without outputs ─► a page with them: it is executed when the documentation is built.
+"""This hook executes notebooks and turns them into pages with outputs.
 
-`docs/notebooks/x.ipynb` becomes the page `notebooks/x.md`, its cells as blocks of code and its
-outputs below them. Plans and ledgers show as they do in a notebook. The notebook itself is part of
-the site, to be downloaded. A cell that raises an error fails the build, unless it has the tag
-`raises-exception`.
+`docs/notebooks/x.ipynb` becomes the page `notebooks/x.md`, with cells as code blocks and outputs
+below them. Plans and ledgers display as in a notebook. The site also offers the notebook itself as
+a download. A cell that raises an error fails the build, unless it has the tag `raises-exception`.
 """
 
 import hashlib
@@ -18,18 +17,18 @@ from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
 from traitlets.config import Config
 
-_SECONDS = 120  # for a cell
+_SECONDS = 120  # the time limit for a cell
 _DEVICES = "--xla_force_host_platform_device_count=8"
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
-# What was executed, by the text of the notebook: `mkdocs serve` builds again on each change.
+# Executed notebooks as Markdown, by a hash of their text, since `mkdocs serve` rebuilds often.
 _executed: dict[str, str] = {}
-# HTML that stands for itself, by the mark that Markdown sees in its place.
+# HTML outputs, by the mark that replaces each of them in the Markdown.
 _shown: dict[str, str] = {}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by MkDocs with all files: adds a page for each notebook."""
+    """Add a page for each notebook to the site's files, which MkDocs passes."""
     for file in list(files):
         if file.src_uri.endswith(".ipynb"):
             page = f"{file.src_uri.removesuffix('.ipynb')}.md"
@@ -39,14 +38,14 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Called by MkDocs with the HTML of each page: puts the outputs into it."""
+    """Insert the outputs into a page's HTML, which MkDocs passes."""
     for mark, shown in _shown.items():
         html = html.replace(f"<p>{mark}</p>", shown)
     return html
 
 
 def page_of(text: str, name: str) -> str:
-    """The page of a notebook."""
+    """Return a notebook's page as Markdown."""
     key = hashlib.sha256(text.encode()).hexdigest()
     if key not in _executed:
         _executed[key] = "\n\n".join(_cell(cell) for cell in _run(text).cells)
@@ -55,7 +54,7 @@ def page_of(text: str, name: str) -> str:
 
 
 def _run(text: str) -> Any:
-    """The notebook with its outputs, from a kernel that opens no port."""
+    """Execute a notebook in a kernel that opens no port."""
     notebook = nbformat.reads(text, as_version=4)
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": _DEVICES}
     sockets = Config(KernelManager={"transport": "ipc"})
@@ -74,18 +73,18 @@ def _block(language: str, text: str) -> str:
 
 
 def _output(output: Any) -> str:
-    """An output as Markdown, or a mark for its HTML."""
+    """Return an output as Markdown, or a mark for its HTML."""
     if output.output_type == "stream":
         return _block("text", output.text)
     if output.output_type == "error":
         return _block("text", _COLORS.sub("", f"{output.ename}: {output.evalue}"))
     if "text/html" in output.data:
-        # In a tree of its own: the theme has a style for all that folds.
-        own = f'<template shadowrootmode="open">{output.data["text/html"]}</template>'
-        return _mark(f'<div style="overflow-x: auto">{own}</div>')
+        # A shadow tree keeps out the theme's styles for collapsible elements.
+        tree = f'<template shadowrootmode="open">{output.data["text/html"]}</template>'
+        return _mark(f'<div style="overflow-x: auto">{tree}</div>')
     if "image/png" in output.data:
         data = f"data:image/png;base64,{''.join(output.data['image/png'].split())}"
-        return _mark(f'<img alt="what the cell above shows" src="{data}">')
+        return _mark(f'<img alt="Output of the cell above" src="{data}">')
     return _block("text", output.data["text/plain"])
 
 

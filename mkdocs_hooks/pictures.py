@@ -1,6 +1,6 @@
-"""The pages of MkDocs ─► the same with pictures, which functree makes at each build.
+"""This hook adds the pictures that functree draws in each build to the pages.
 
-A report of functree is embedded as an image is: `![The plan](pictures/plan.html){ height=400 }`.
+A page embeds a report of functree like an image: `![The plan](pictures/plan.html){ height=400 }`.
 """
 
 import logging
@@ -23,13 +23,13 @@ _FITTED = (
     "try { const page = this.contentDocument.documentElement; page.style.overflow = 'hidden'; "
     "this.style.height = Math.min(page.scrollHeight + 2, this.height) + 'px' } catch {}"
 )
-_REMAKE = "make it again: python mkdocs_hooks/make_pictures.py docs/pictures --svg"
+_REMAKE = "redraw it: python mkdocs_hooks/make_pictures.py docs/pictures --svg"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Called by MkDocs with all files of the site."""
+    """Add the pictures to the site's files, which MkDocs passes."""
     with tempfile.TemporaryDirectory() as folder:
-        # In a process of its own, which simulates eight devices.
+        # A separate process simulates eight devices.
         program = [sys.executable, _HERE / "make_pictures.py", folder]
         subprocess.run(program, check=True, cwd=_HERE.parent)
         for made in sorted(Path(folder).iterdir()):
@@ -39,18 +39,18 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def _replace(files: Files, config: MkDocsConfig, uri: str, content: str) -> None:
-    """Put a file into the site, in place of the one that is in the repository."""
+    """Add a file to the site, and remove the repository's version of it."""
     stored = files.get_file_from_path(uri)
     if stored is not None:
         if stored.content_string != content:
-            # An error in a strict build.
-            _LOG.warning("docs/%s is not what functree draws now; %s", uri, _REMAKE)
+            # A strict build makes this warning an error.
+            _LOG.warning("docs/%s is out of date; %s", uri, _REMAKE)
         files.remove(stored)
     files.append(File.generated(config, uri, content=content))
 
 
 def on_page_content(content: str, **_: Any) -> str:
-    """Called by MkDocs with the HTML of each page."""
+    """Turn embedded reports into frames in a page's HTML, which MkDocs passes."""
     return _EMBEDDED.sub(_frame, content)
 
 

@@ -56,7 +56,7 @@ UNSEEN = (
 
 
 def read_text() -> np.ndarray:
-    """Read the documentation's pages as ASCII, and drop other characters."""
+    """Read the documentation's pages as bytes, but only their ASCII."""
     pages = sorted((ROOT / "docs").glob("*.md"))
     text = "\n".join(
         page.read_text(encoding="utf-8")
