@@ -1,11 +1,10 @@
-"""What checkpoints cost beside orbax alone: the time to save and to load, and the peak of memory
-while loading.
+"""This benchmark compares functree's checkpoints with orbax alone.
 
     python benchmarks/checkpoints.py [--gigabytes 1] [--rounds 5]
 
-The rounds are interleaved: orbax without compression, functree without digests, functree. What was
-loaded is freed outside of the clock. The peaks are those of a process of its own for each. It needs
-the extra `functree[checkpoint]`.
+It measures the time to save and to load, and the peak memory while loading. Three ways run in turn:
+orbax without compression, functree without digests, and functree. Loaded arrays are freed outside
+the clock. Each peak is measured in its own process. It needs the extra `functree[checkpoint]`.
 """
 
 import argparse
@@ -35,7 +34,7 @@ LAYOUT = ft.P(None, "data", "model")
 
 
 def tree(gigabytes: float, mesh: jax.sharding.Mesh) -> Any:
-    """A model and two moments, in 48 arrays."""
+    """Create a model and two moments, in 48 arrays."""
     return ft.init(arrays, LAYOUT, mesh)(gigabytes, jax.random.key(0))
 
 
@@ -51,7 +50,7 @@ def arrays(gigabytes: float, key: Any) -> Any:
 
 
 def ways(folder: Path, state: Any) -> dict[str, tuple[Callable[[], None], Callable[[], Any]]]:
-    """For each way, what saves and what loads."""
+    """Return the functions that save and load, for each way."""
     from orbax.checkpoint import v1 as orbax
 
     like = jax.tree.map(
@@ -87,7 +86,10 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def orders(ways: Iterable[str], rounds: int) -> Iterator[list[str]]:
-    """The order of the ways in each round, in turn; a round more, which imports and compiles."""
+    """Yield the order of the ways in each round, rotated by one each time.
+
+    There is one more round, which imports and compiles.
+    """
     names = list(ways)
     for i in range(rounds + 1):
         yield names[i % len(names) :] + names[: i % len(names)]
@@ -110,14 +112,14 @@ def measure(gigabytes: float, rounds: int) -> None:
                     shutil.rmtree(path)
         for save, _ in all_ways.values():
             save()
-        os.sync()  # else the loads compete with what is still written to the disk
+        os.sync()  # otherwise the loads compete with pending writes to the disk
         for order in orders(all_ways, 3 * rounds):
             for way in order:
                 loads[way].append(timed(all_ways[way][1]))
         for path in folder.iterdir():
             shutil.rmtree(path)
         print(
-            f"{size / 1e9:.2f} GB, {rounds} saves and {3 * rounds} loads of each; medians, and those of ratios"
+            f"{size / 1e9:.2f} GB, {rounds} saves and {3 * rounds} loads of each; medians of times and of ratios"
         )
         print("| way | save | load | save, ratio | load, ratio |\n|---|---|---|---|---|")
         for way in all_ways:
@@ -145,10 +147,10 @@ def measure(gigabytes: float, rounds: int) -> None:
 
 
 def peak(gigabytes: float, folder: Path, way: str) -> None:
-    """Print the peak of memory while this way loads."""
+    """Print the peak memory while this way loads."""
     mesh = ft.make_mesh(data=2, model=4)
     small = tree(0.001, mesh)
-    with tempfile.TemporaryDirectory() as other:  # all that is imported on use
+    with tempfile.TemporaryDirectory() as other:  # imports everything that is imported on use
         save, load = ways(Path(other), small)[way]
         save()
         load()
@@ -167,7 +169,7 @@ def main() -> None:
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument(
-        "--peak", nargs=2, metavar=("FOLDER", "WAY"), help="only the memory of one way"
+        "--peak", nargs=2, metavar=("FOLDER", "WAY"), help="only measure one way's memory"
     )
     options = parser.parse_args()
     if options.peak:

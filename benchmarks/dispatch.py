@@ -1,14 +1,16 @@
-"""The host time of one call of a compiled function on (model, adam state), wrapped in each way
-there is; exits 1 where functree's is too long.
+"""This benchmark measures the host time of one call of a compiled function, for each wrapper.
 
-Every wrapper calls the same function, which adds one to each array, on its own copy of the state.
-All run in turn in one process, in another order each round, so that a busy machine slows all of
-them; the lower quartile of a wrapper's rounds counts, and its ratio to that of the floor: `jax.jit`
-on a flat list, donated for the wrappers that donate.
+It exits with 1 if functree's time exceeds a limit. The arguments are a model and its Adam state.
+Every wrapper calls the same function on its own copy of the state. The function adds one to each
+array.
+
+All wrappers run in turn in one process, in a new order each round, so that a busy machine slows all
+of them. A wrapper's result is the lower quartile of its rounds, and its ratio to the floor. The
+floor is `jax.jit` on a flat list, donated for wrappers that donate.
 
 The clock stops when the call returns, not when the device is done. Waiting for the device, and
-freeing what the call made and what it replaced, comes behind it: freed inside the clock, the last
-results make a call half as long again.
+freeing results and replaced arrays, come after that. Freeing the last results within the clock
+would make a call 1.5 times as long.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads both variables once, when it starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -43,16 +45,17 @@ try:
     from flax import nnx
 except ImportError:
     sys.exit(
-        "this benchmark compares with flax, which is not installed: pip install 'functree[bench]'"
+        "this benchmark needs flax, which is not installed; try: pip install 'functree[bench]'"
     )
 
 FLOOR = "jax.jit, flat list"
 DONATED_FLOOR = "jax.jit, flat list, donated"
-WARM_UP = 3  # calls: a donated state may come back laid out equivalently, but not equally, and compile once more
-SLOW_EVERY = 10  # rounds for each one of nnx, which takes as long as all the others together
-NOISE = 1.03  # what two equal wrappers differ by on a quiet machine
+# A donated state may return with an equivalent but unequal layout, and compile once more.
+WARM_UP = 3  # calls
+SLOW_EVERY = 10  # nnx runs in one of ten rounds, since it takes as long as all other rows together
+NOISE = 1.03  # the ratio of two equal wrappers on a quiet machine
 
-# On so many devices, a row takes at most so many times what another one does.
+# For each number of devices: a row, the largest ratio allowed, and the row it is compared with.
 LIMITS = {
     1: (
         ("ft.jit, modules", NOISE, "jax.jit, modules"),
@@ -75,7 +78,7 @@ LIMITS = {
 WIDTH = 8
 TX = optax.adam(1e-3)
 ARRAYS_PER_BLOCK = 16
-# The model's layout, and the adam state's: one stands for each parameter of `step`.
+# The layouts of the model and of the Adam state, one for each parameter of `step`.
 RULES = ft.FSDP("data", min_size=0)
 LAYOUTS = (
     ft.StateSharding({...: P("data")}),
@@ -105,7 +108,7 @@ class Block(eqx.Module):
 
 
 class Model(eqx.Module):
-    """All its leaves are arrays, so that `jax.jit` takes it."""
+    """A model whose leaves are all arrays, so that `jax.jit` accepts it."""
 
     blocks: list[Block]
     norm: eqx.nn.LayerNorm
@@ -134,7 +137,7 @@ class NnxParts(nnx.Module):
 
 
 def nnx_modules(blocks: int, mesh: Mesh) -> tuple[Any, Any]:
-    """The same by flax; its optimizer has one array more, the step."""
+    """Build the same model with flax, whose optimizer has one more array, the step."""
     linear = functools.partial(nnx.Linear, WIDTH, WIDTH, rngs=nnx.Rngs(0))
     norm = functools.partial(nnx.LayerNorm, WIDTH, rngs=nnx.Rngs(0))
 
@@ -165,15 +168,17 @@ def step(model: Any, adam: Any) -> Any:
 
 
 def nnx_step(model: Any, adam: Any) -> Any:
-    """In place, as flax has it: returning new modules would make it return the old ones too."""
+    """Update the modules in place, as flax does.
+
+    If this returned new modules, flax would return the old ones too.
+    """
     nnx.update((model, adam), add_one(nnx.state((model, adam))))
     return model, adam
 
 
 @dataclasses.dataclass
 class Row:
-    """A wrapped function, which returns its arguments' successors, and how long its calls took, in
-    seconds."""
+    """A wrapped function that returns its next arguments, with the seconds of its calls."""
 
     name: str
     function: Callable[..., Any]
@@ -188,7 +193,7 @@ def is_scalar(path: Any, variable: Any) -> bool:
 
 
 def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
-    """Every wrapper, each with a state of its own."""
+    """Make every wrapper, each with its own state."""
     tree = functools.partial(modules, blocks, mesh)
     nnx_tree = functools.partial(nnx_modules, blocks, mesh)
 
@@ -215,7 +220,7 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
         Row("ft.jit, modules", ft.jit(step), tree()),
         Row("ft.jit, StateSharding", ft.jit(step, **in_and_out), tree()),
         Row("ft.jit, packed", ft.jit(step), packed()),
-        # With rules, each call looks whether somebody has placed its arrays.
+        # With rules, each call checks whether its arrays are committed.
         Row("ft.jit, modules, rules", ft.jit(step, rules=RULES), tree()),
         Row("ft.jit, packed, rules", ft.jit(step, rules=RULES), packed()),
         Row("eqx.filter_jit", eqx.filter_jit(step), tree()),
@@ -232,8 +237,10 @@ def make_rows(blocks: int, mesh: Mesh) -> list[Row]:
 
 
 def call(row: Row) -> tuple[float, Any]:
-    """The time of a call, and its result, which the caller frees: all that it made or replaced
-    outlives the clock."""
+    """Time a call, and return the seconds and the result.
+
+    The caller frees the result, so that all new and replaced arrays outlive the clock.
+    """
     function, args = row.function, row.args
     replaced = jax.tree.leaves(args) if row.in_place else args
     start = time.perf_counter()
@@ -247,22 +254,24 @@ def call(row: Row) -> tuple[float, Any]:
 
 
 def warm_up(row: Row) -> None:
-    """Compile, and see that what comes back is what the next call takes: packed if packed, of the
-    same structure."""
+    """Compile the function, and check that a call can take the previous call's result.
+
+    The result must have the structure of the arguments, and be packed if they are.
+    """
     structure = jax.tree.structure(row.args)
     for _ in range(WARM_UP):
         if jax.tree.structure(call(row)[1]) != structure:
-            sys.exit(f"{row.name}: what it returns does not have the structure of what it takes")
+            sys.exit(f"{row.name}: the result does not have the structure of the arguments")
 
 
 def measure(rows: list[Row], rounds: int, title: str) -> dict[str, float]:
-    """The lower quartile of the time of a call for each row, in µs."""
+    """Return the lower quartile of the call times of each row, in µs."""
     for row in rows:
         print(f"{title}: compiling {row.name}", file=sys.stderr)
         warm_up(row)
     print(f"{title}: timing {rounds} rounds", file=sys.stderr)
     gc.collect()
-    gc.freeze()  # so that the collections between the rounds walk over what the calls left, and nothing else
+    gc.freeze()  # collections between rounds then walk only over objects that calls have created
     gc.disable()
     for number in range(rounds):
         for row in random.sample(rows, len(rows)):
@@ -275,8 +284,10 @@ def measure(rows: list[Row], rounds: int, title: str) -> dict[str, float]:
 
 
 def show(results: dict[int, dict[str, float]], markdown: bool) -> None:
-    """A table of times and of their ratios to the floor, with two columns for each number of
-    arrays."""
+    """Print a table of times and of their ratios to the floor.
+
+    It has two columns for each number of arrays.
+    """
     cells = [["", *(head for arrays in results for head in (f"{arrays:,} arrays, µs", "× floor"))]]
     for name in next(iter(results.values())):
         floor = DONATED_FLOOR if name.endswith("donated") else FLOOR
@@ -298,7 +309,7 @@ def show(results: dict[int, dict[str, float]], markdown: bool) -> None:
 
 def missed(results: dict[int, dict[str, float]], devices: int) -> list[str]:
     return [
-        f"MISSED, devices: {devices}, arrays: {arrays:,}: {row} takes {us[row] / us[of]:.3f} × {of}, over {factor:g}"
+        f"MISSED, devices: {devices}, arrays: {arrays:,}: {row} takes {us[row] / us[of]:.3f} × {of}, above {factor:g}"
         for arrays, us in results.items()
         for row, factor, of in LIMITS[devices]
         if us[row] > factor * us[of]
@@ -310,10 +321,14 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "--rounds", type=int, default=200, help="measurements of each; a tenth of them for nnx"
+        "--rounds", type=int, default=200, help="measurements per row; a tenth of them for nnx"
     )
     parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[150, 600, 1_200], help="arrays in all, about"
+        "--sizes",
+        type=int,
+        nargs="+",
+        default=[150, 600, 1_200],
+        help="approximate numbers of arrays",
     )
     parser.add_argument(
         "--devices",
@@ -321,16 +336,17 @@ def main() -> int:
         nargs="+",
         choices=LIMITS,
         default=[*LIMITS],
-        help="simulated devices",
+        help="numbers of simulated devices",
     )
     parser.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     parser.add_argument(
-        "--no-limits", action="store_true", help="print the tables only, and always exit with 0"
+        "--no-limits", action="store_true", help="only print the tables, and always exit with 0"
     )
     options = parser.parse_args()
     if options.rounds <= SLOW_EVERY:
         parser.error(
-            f"--rounds: more than {SLOW_EVERY}, for a quartile of the rows that run in one of so many"
+            f"--rounds must exceed {SLOW_EVERY}: rows of nnx run in one of {SLOW_EVERY} rounds, and a "
+            "quartile needs two measurements"
         )
     print(f"{machine('jax', 'equinox', 'flax')}; lower quartiles of {options.rounds} rounds\n")
     failures = []
@@ -338,8 +354,8 @@ def main() -> int:
         mesh = ft.make_mesh(data=devices, devices=jax.devices()[:devices])
         results = {}
         for size in options.sizes:
-            # Adam holds two arrays for each of the model's, and a count; the model two outside of
-            # its blocks.
+            # Adam has two arrays for each array of the model, and a count. The model has two arrays
+            # outside its blocks.
             blocks = max(1, round(((size - 1) / 3 - 2) / ARRAYS_PER_BLOCK))
             rows = make_rows(blocks, mesh)
             arrays = len(jax.tree.leaves(rows[0].args))

@@ -1,17 +1,18 @@
-"""What a layer of experts costs on TPUs that are not there: flops, what is moved, temporaries.
+"""This benchmark compiles a layer of experts for TPUs that you don't have.
 
-    python benchmarks/experts.py                       # the table of experts.md, two minutes
+    python benchmarks/experts.py                       # The table of experts.md, two minutes.
     python benchmarks/experts.py --target tpu:v5p:2x2x2
 
-The gradient by weights and tokens of 8 × 1,024 tokens, embed 1,024, hidden 512, 16 experts of which
-4 compute a token, bfloat16, on data=2, expert=4. Nothing is run: it is what the compiler says.
+It prints flops, moved bytes and temporaries of the gradient with respect to weights and tokens. The
+layer has 8 × 1,024 tokens, embed 1,024, hidden 512, and 16 experts, of which 4 compute a token. It
+uses bfloat16 on data=2, expert=4. Nothing runs: all figures come from the compiler.
 """
 
 import argparse
 import os
 from typing import Any
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing is run, so leave accelerators to others
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # nothing runs, so no accelerator is occupied
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +33,7 @@ CASES: list[tuple[str, float | None]] = [
 
 
 def gradient(mesh: Any, dispatch: Any, capacity: float | None) -> Any:
-    """The gradient of a layer, compiled."""
+    """Compile the gradient of a layer."""
 
     @ft.abstract
     def experts(key: Any) -> ft.nn.MoE:
@@ -68,7 +69,7 @@ def main() -> None:
             if axes == ("expert",) and size >= 2**20:
                 moved.append(f"{kind} {size / 2**20:.0f} MiB")
         if ledger.not_understood:
-            moved.append("what the ledger does not know")
+            moved.append("not in the ledger")
         cells = [f'`"{dispatch}"`', str(capacity or "none")]
         cells.append(f"{compiled.cost_analysis()['flops'] / ideal:.2f}")
         cells += [", ".join(moved), f"{ledger.memory.temporaries / 2**20:.1f} MiB"]

@@ -1,19 +1,19 @@
-"""How far the explorer's score can be trusted: beside measured times, and beside published ones.
+"""This benchmark compares the explorer's score with measured and published times.
 
     python benchmarks/explore.py order [--rounds 40] [--model mlp] [--optimizer adamw]
     python benchmarks/explore.py recipes [--recipe 8b-8 70b-32]
     python benchmarks/explore.py layouts
 
 `order` runs eight layouts each of an MLP, a transformer and a convolutional model on eight
-simulated devices, and compares the order of their times with that of their scores: the rank
-correlation is to be at least 0.85, and the layout that is chosen at most 1.2 times as slow as the
-best. The flops and the bytes of these devices are measured beside them. The optimizer is SGD: the
-update of a larger one takes time on CPUs, which a score of products and bytes does not have.
+simulated devices. It compares the order of their times with the order of their scores. The rank
+correlation must be at least 0.85, and the chosen layout at most 1.2 times as slow as the best. The
+same run measures the flops and the bandwidth of the devices. The optimizer is SGD, because the
+update of a larger optimizer takes time on CPUs, which the score ignores.
 
 `recipes` compiles training steps of published recipes for TPU v6e, and compares the scores with the
-published times; `layouts` ranks twelve layouts of
-one of them, FSDP and tensor parallelism, whose order the recipe knows. Both need
-`functree[tpu]`, a few GiB of memory and one to three minutes for each program.
+published times. `layouts` ranks twelve layouts of one recipe with FSDP and tensor parallelism. The
+recipe's own layout, FSDP, must rank first. Both need `functree[tpu]`, a few GiB of memory, and one
+to three minutes for each program.
 """
 
 import argparse
@@ -121,7 +121,7 @@ def make_lm(key: Any) -> LM:
 
 
 class Model(NamedTuple):
-    """A model with a batch for it, and the axes that are sharded over `model`."""
+    """A model, its batch, and the axes that are sharded over `model`."""
 
     make: Callable[[Any], Any]
     batch: jax.ShapeDtypeStruct
@@ -142,7 +142,7 @@ MODELS = {
 
 
 def layouts_of(model: Model) -> dict[str, ft.Layout]:
-    """Data parallelism, with and without FSDP; tensor parallelism; both."""
+    """Return data parallelism, FSDP, tensor parallelism, and FSDP with tensor parallelism."""
     tensor = dict.fromkeys(model.tensor, "model")
     data = ft.AxisRules({"batch": "data", ...: None})
     both = ft.AxisRules({"batch": "data", **tensor, ...: None})
@@ -156,7 +156,7 @@ PAIRS = {
     "fsdp": [(8, 1)],
     "tensor": [(1, 8), (2, 4), (4, 2)],
     "fsdp+tensor": [(2, 4), (4, 2)],
-    # Along `model` all devices do the same.
+    # All devices along `model` do the same work.
     "idle": [(4, 2)],
 }
 
@@ -172,12 +172,12 @@ OPTIMIZERS = {"sgd": optax.sgd(1e-3), "adamw": optax.adamw(1e-4)}
 
 # --- The order of measured times
 
-# What takes no part in the order: the figures of the devices are measured beside the programs.
+# Placeholders, because `order` measures the figures of the devices together with the programs.
 UNIT = ft.Hardware(flops=1.0, memory=2**40, links=1.0)
 
 
 class Measured(NamedTuple):
-    """A layout: its row, a function that runs a step, and the seconds of the rounds."""
+    """A layout's row, a function that runs a step, and the seconds of the rounds."""
 
     row: ft.Candidate
     run: Callable[[], Any]
@@ -185,7 +185,10 @@ class Measured(NamedTuple):
 
 
 def probes() -> tuple[Callable[[], Any], Callable[[], Any], float, float]:
-    """Products and all-reduces on all simulated devices; the flops and the bytes of each device."""
+    """Return two functions for all simulated devices, and the flops and bytes of each device.
+
+    The functions compute products and all-reduces.
+    """
     mesh = ft.make_mesh(data=DEVICES)
     size, rows = 256, 64
     whole = jax.device_put(jnp.ones((DEVICES, rows, size)), jax.NamedSharding(mesh, P("data")))
@@ -224,7 +227,7 @@ def timed(run: Callable[[], Any]) -> float:
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The median of the fastest quarter: the machine may be shared."""
+    """Return the median of the fastest quarter, because the machine may be shared."""
     return statistics.median(sorted(seconds)[: (len(seconds) + 3) // 4])
 
 
@@ -241,13 +244,13 @@ def order(names: Sequence[str], rounds: int, optimizer: str) -> bool:
         product, reduce, flops, sent = probes()
         runs = {"product": product, "reduce": reduce}
         others: dict[str, list[float]] = {"product": [], "reduce": []}
-        # All in turn, so that what disturbs the machine disturbs each of them.
+        # All run in turn, so that other work on the machine disturbs each of them.
         for round_ in range(rounds + 1):
             for one in found.values():
                 one.seconds.append(timed(one.run))
             for probe, run in runs.items():
                 others[probe].append(timed(run))
-            if not round_:  # in which they are compiled
+            if not round_:  # the first round compiles
                 for seconds in [*others.values(), *(one.seconds for one in found.values())]:
                     seconds.clear()
         speed, bandwidth = flops / typical(others["product"]), sent / typical(others["reduce"])
@@ -261,8 +264,8 @@ def compared(
     speed: float,
     bandwidth: float,
 ) -> bool:
-    """Print the table of a model, and whether the order is good."""
-    print(f"{speed / 1e9:.0f} GF/s and {bandwidth / 1e9:.2g} GB/s for each device\n")
+    """Print the table of a model, and return whether the order is good."""
+    print(f"{speed / 1e9:.0f} GF/s and {bandwidth / 1e9:.2g} GB/s per device\n")
     print(f"| {name} | mesh | compute | wire | score | measured |\n|---|---|---|---|---|---|")
     scores: list[tuple[float, float]] = []
     for (layout, sizes), one in found.items():
@@ -280,7 +283,7 @@ def compared(
 
 
 def prepared(model: Model, layout: ft.Layout, mesh: Mapping[str, int], optimizer: str) -> Measured:
-    """The row of the explorer, and what runs the same program."""
+    """Return the explorer's row, and a function that runs the same program."""
 
     def make(key: Any) -> Any:
         return ft.TrainState.create(model.make(key), OPTIMIZERS[optimizer])
@@ -304,7 +307,7 @@ def prepared(model: Model, layout: ft.Layout, mesh: Mapping[str, int], optimizer
 
 
 def spearman(a: Any, b: Any) -> float:
-    """The rank correlation; ties are not expected of times."""
+    """Return the rank correlation of values without ties."""
     ranks = [np.argsort(np.argsort(one)) for one in (a, b)]
     table: Any = np.corrcoef(np.stack(ranks))
     return float(table[0, 1])
@@ -314,20 +317,22 @@ def spearman(a: Any, b: Any) -> float:
 
 
 class Recipe(NamedTuple):
-    """A recipe of AI-Hypercomputer/tpu-recipes at c8cfe2f, `training/trillium/NAME/README.md`, all
-    FSDP over one slice, with the seconds of a step that its log has.
+    """A published recipe, with the seconds of a step in its log.
 
-    405B was trained on two slices. Here it is compiled for one, with the same sequences for each
-    device and with parameters of 2 bytes, for which there is memory: what crosses from one slice to
-    the other (1.6 GB of each device and pass, at 12.5 GB/s) is not in its score.
+    Recipes come from AI-Hypercomputer/tpu-recipes at c8cfe2f, `training/trillium/NAME/README.md`.
+    All use FSDP over one slice.
+
+    405B was trained on two slices. Here it is compiled for one slice, with the same number of
+    sequences per device. Its parameters have 2 bytes, so that they fit. Its score excludes the
+    traffic between slices (1.6 GB per device and pass, at 12.5 GB/s).
 
     Attributes:
         model: one of `SIZES`.
         slice: the slice of TPU v6e.
-        batch: sequences for each device.
-        seconds: of a step.
+        batch: the sequences per device.
+        seconds: the seconds of a step.
         where: the folder.
-        dtype: of the parameters.
+        dtype: the dtype of the parameters.
     """
 
     model: str
@@ -360,7 +365,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "405b": {"vocab_size": 128256, "embed": 16384, "layers": 126, "heads": 128, "hidden": 53248},
     "7b": {"vocab_size": 32000, "embed": 4096, "layers": 32, "heads": 32, "hidden": 14336},
 }
-# What the recipes keep in host memory instead of computing it again.
+# The activations that the recipes keep in host memory instead of recomputing them.
 QUERIES = ("attn_query", "attn_key", "attn_value")
 OFFLOADED = {
     "8b": ("block_input", *QUERIES, "attn_out"),
@@ -383,7 +388,7 @@ TENSOR = ft.AxisRules(
 
 
 def recipe_step(recipe: Recipe) -> tuple[Any, tuple[Any, Any]]:
-    """The training step of a recipe, and its abstract arguments."""
+    """Return a recipe's training step and its abstract arguments."""
     config = ft.nn.TransformerConfig(
         **SIZES[recipe.model],
         kv_heads=8,
@@ -440,15 +445,18 @@ def recipes(names: Sequence[str]) -> bool:
 
 
 def compare_layouts() -> bool:
-    """Twelve layouts of 8B on eight chips; FSDP before tensor parallelism, as the recipe has it."""
+    """Rank twelve layouts of 8B on eight chips, and return whether FSDP is first.
+
+    The recipe uses FSDP.
+    """
     step, args = recipe_step(RECIPES["8b-8"])
     layouts = {"fsdp": FSDP, "fsdp+tensor": TENSOR | ft.FSDP("data"), "tensor": TENSOR}
     meshes = [{"data": 8 // size, "model": size} for size in (1, 2, 4, 8)]
     start, computed = time.perf_counter(), time.process_time()
     ranking = ft.explore(step, args, meshes=meshes, layouts=layouts, target="tpu:v6e:2x4")
     taken, computed = time.perf_counter() - start, time.process_time() - computed
-    print(ranking, f"{taken:.0f} s, of which the processor {computed:.0f} s", sep="\n\n")
-    # Without a second device along `model`, `fsdp+tensor` is the same program.
+    print(ranking, f"{taken:.0f} s, with {computed:.0f} s of processor time", sep="\n\n")
+    # With one device along `model`, `fsdp+tensor` is the same program as `fsdp`.
     return ranking[0].mesh["model"] == 1
 
 

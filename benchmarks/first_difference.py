@@ -1,11 +1,14 @@
-"""What the search for the first difference costs, beside compiling and running the function once.
+"""This benchmark measures the search for the first difference between two programs.
 
     python benchmarks/first_difference.py
 
-A small Llama's loss and gradients, on one device and tensor parallel on eight. In seconds of the
-processor, since what else the machine does would be in those of a clock. *sums*: the program that
-returns checksums, traced, compiled and run; *line*: the program that returns the values of one
-line, where there is a difference; *finite*: `first_nonfinite` of a function that has none.
+The programs compute a small Llama's loss and gradients, on one device and tensor parallel on eight.
+The floor is compiling and running both once. Times are processor seconds, which exclude the
+machine's other work.
+
+- *sums*: trace, compile and run the program that returns checksums.
+- *line*: the program that returns the values of one line, where there is a difference.
+- *finite*: `first_nonfinite` of a function that has only finite values.
 """
 
 import os
@@ -13,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads both variables once, when it starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )

@@ -1,10 +1,12 @@
-"""What a program costs besides its steps: first traces, planning, placing batches, importing; exits
-1 where too much.
+"""This benchmark measures a program's host work besides its steps.
 
-What is compared runs in turn in one process, with a collection in front of each and the collector
-on; the results are freed outside of the clock. Times are medians, and so are the ratios of the
-times within one round, which a busy machine disturbs less. Nothing is remembered from the last
-round, unless that is what is measured.
+It times first traces, planning, placing batches, imports and a training loop. It exits with 1 if a
+time exceeds its limit.
+
+The compared functions run in turn in one process. The garbage collector is on, and runs before each
+measurement. Results are freed outside the clock. Times are medians. Ratios are medians of the
+ratios within a round, which a busy machine disturbs less. Caches are empty in each round, except in
+rows that measure a cache.
 """
 
 import argparse
@@ -19,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads both variables once, when it starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -42,11 +44,11 @@ class Row(NamedTuple):
     """One comparison.
 
     Attributes:
-        name: what is measured.
-        ours: the time in seconds, for each round.
-        floor: what it is compared with, for each round.
-        limit: how often the floor it may take at most; None if it is only shown.
-        against: what the floor is.
+        name: the name of the measurement.
+        ours: the seconds of each round.
+        floor: the seconds of the compared function in each round.
+        limit: the largest ratio to the floor that is allowed; None if there is no limit.
+        against: the name of the compared function.
     """
 
     name: str
@@ -63,7 +65,7 @@ class Row(NamedTuple):
 
 
 def timed(run: Callable[[], Any]) -> float:
-    """The time of one call, with what it returns freed after the clock has stopped."""
+    """Time one call, and free its result after the clock has stopped."""
     gc.collect()
     start = time.perf_counter()
     result = run()
@@ -80,7 +82,7 @@ def compared(
     against: str,
     rounds: int,
 ) -> Row:
-    """Two functions, called in turn."""
+    """Time two functions in turn."""
     row = Row(name, [], [], limit, against)
     for _ in range(rounds):
         row.floor.append(timed(floor))
@@ -119,15 +121,14 @@ TX = optax.adam(1e-3)
 
 
 def update(model: Any, opt_state: Any, x: Any) -> tuple[Any, Any, Any]:
-    """A training step in plain JAX, Equinox and optax."""
+    """Run a training step in plain JAX, Equinox and optax."""
     value, grads = eqx.filter_value_and_grad(loss)(model, x)
     updates, opt_state = TX.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
     return eqx.apply_updates(model, updates), opt_state, value
 
 
 def traces(rounds: int) -> Iterator[Row]:
-    """A list of 24 blocks with the state of Adam: traced, and called three times by a step that
-    only adds."""
+    """Trace a step over 24 blocks with Adam's state, and time three calls of a step that adds."""
     model = [Block(key) for key in jax.random.split(jax.random.key(0), 24)]
     state = model, TX.init(eqx.filter(model, eqx.is_inexact_array))
     x = jnp.ones((8, WIDTH))
@@ -150,7 +151,7 @@ def traces(rounds: int) -> Iterator[Row]:
     yield compared(name, ours, floor, 1.15, "`jax.jit` on flat arrays", rounds)
 
     def inner(wrap: Callable[[Any], Any]) -> Any:
-        """Ten functions, new ones, that are called in the trace of another."""
+        """Make ten new functions that are called in the trace of another function."""
         return wrap(
             lambda x: [wrap(lambda x, i=float(i): jnp.tanh(x) * x + i)(x) for i in range(10)]
         )
@@ -183,8 +184,7 @@ SHAPES = [(8, 16), (16, 8), (16,), (8,), (16, 16), (4, 128), (128,)]
 
 
 def optimizers(rounds: int) -> Iterator[Row]:
-    """`plan_optimizer` the first time, and again, for two optimizers and two numbers of
-    parameters."""
+    """Time the first and a later `plan_optimizer`, for two optimizers and two model sizes."""
     mesh = {"data": 2, "model": 4}
     for make in (optax.adam, optax.adafactor):
         for size in (1_000, 10_000):
@@ -211,7 +211,7 @@ def optimizers(rounds: int) -> Iterator[Row]:
 
 
 def batches(rounds: int) -> Iterator[Row]:
-    """The batches of a loop, two hundred in each round."""
+    """Place the batches of a loop, two hundred in each round."""
     mesh = ft.make_mesh(data=2, model=4)
     rules = ft.AxisRules({"batch": "data", "seq": None})
     sharding = NamedSharding(mesh, P("data", None))
@@ -229,7 +229,7 @@ def batches(rounds: int) -> Iterator[Row]:
     )  # fmt: skip
 
 
-# Many of something
+# Large numbers of structures, nodes, rows and compilations
 
 
 class Named(eqx.Module):
@@ -238,7 +238,7 @@ class Named(eqx.Module):
 
 
 def structures(rounds: int) -> Iterator[Row]:
-    """Sixty structures through one function in turn, beside one of them alone."""
+    """Call one function with sixty structures in turn, compared with one structure sixty times."""
     linear = [eqx.nn.Linear(4, 4, key=jax.random.key(0)) for _ in range(100)]
     models = [Named(linear, f"model {i}") for i in range(60)]
 
@@ -261,7 +261,7 @@ def structures(rounds: int) -> Iterator[Row]:
 
 
 def selections(rounds: int) -> Iterator[Row]:
-    """`select` of ten times as many nodes, in times of ten selections."""
+    """Select in 10,000 nodes, compared with ten selections in 1,000 nodes."""
     few, many = ([Named([], str(i)) for i in range(size)] for size in (1_000, 10_000))
 
     def chosen(tree: Any) -> Any:
@@ -274,7 +274,7 @@ def selections(rounds: int) -> Iterator[Row]:
 
 
 def texts(rounds: int) -> Iterator[Row]:
-    """The text of a plan with 30,000 different rows."""
+    """Format a plan with 30,000 different rows."""
     tree = {f"w{i}": {"a": jax.ShapeDtypeStruct((8, 16 + i), jnp.float32)} for i in range(30_000)}
     plan = ft.plan(tree, ft.FSDP("data"), {"data": 8})
     yield compared(
@@ -288,8 +288,10 @@ def texts(rounds: int) -> Iterator[Row]:
 
 
 def compilations(rounds: int) -> Iterator[Row]:
-    """Calls that compile for another static value, the 10th and the 600th; those of JAX grow
-    too."""
+    """Time the 10th and the 600th call that compiles for a new static value.
+
+    The time of JAX's calls grows too.
+    """
     tree = {f"w{i}": jnp.ones(1) for i in range(200)}
     f = ft.jit(lambda tree, name: tree["w0"])
     g = jax.jit(lambda tree, name: tree["w0"], static_argnames="name")
@@ -305,7 +307,7 @@ def compilations(rounds: int) -> Iterator[Row]:
 
 
 def imports(rounds: int) -> Iterator[Row]:
-    """`import functree` after jax, equinox and optax."""
+    """Import functree after jax, equinox and optax."""
     clock = "time.perf_counter()"
     code = f"import time, jax, equinox, optax; start = {clock}; import functree; print({clock} - start)"
     row = Row("`import functree`", [], [], 0.25, "a second")
@@ -325,10 +327,10 @@ def imports(rounds: int) -> Iterator[Row]:
 
 
 def loops(rounds: int) -> Iterator[Row]:
-    """A loop with a new batch of NumPy in each step, in parts of ten steps, beside the same in
-    plain JAX.
+    """Run a training loop with a new NumPy batch in each step, compared with plain JAX.
 
-    A part takes 50 ms, and two parts in turn differ by 5 % on a quiet machine. So there are many.
+    A measurement has ten steps. It takes 50 ms, and two consecutive measurements differ by 5 % on a
+    quiet machine, so there are many.
     """
     mesh, parts, steps = ft.make_mesh(data=8), 20 * rounds, 10
     key = jax.random.key(0)
@@ -338,7 +340,7 @@ def loops(rounds: int) -> Iterator[Row]:
     def error(model: eqx.nn.MLP, x: Any) -> Any:
         return jnp.mean((jax.vmap(model)(x) - x) ** 2)
 
-    # By hand: FSDP along the first dimension of each weight, as `ft.FSDP` has it.
+    # The hand-written loop uses the shardings of `ft.FSDP`.
     model = eqx.nn.MLP(256, 256, 512, 2, key=key)
     arrays, static = eqx.partition(model, eqx.is_array)
     rows = ft.FSDP("data", min_size=0)
@@ -390,7 +392,7 @@ def loops(rounds: int) -> Iterator[Row]:
         taken = [
             timed(run) for run in ((run_by_hand, run_ours) if part % 2 else (run_ours, run_by_hand))
         ]
-        if part:  # the first one compiles
+        if part:  # the first measurement compiles
             row.floor.append(taken[0 if part % 2 else 1])
             row.ours.append(taken[1 if part % 2 else 0])
     if list(map(float, losses[0])) != list(map(float, losses[1])):
@@ -425,17 +427,17 @@ def main() -> int:
         "--rounds",
         type=int,
         default=9,
-        help="measurements of each; a third of them for the longest",
+        help="measurements per row; a third of them for the longest rows",
     )
     parser.add_argument(
-        "--only", choices=[one.__name__ for one in MEASUREMENTS], nargs="+", help="some of them"
+        "--only", choices=[one.__name__ for one in MEASUREMENTS], nargs="+", help="run only these"
     )
     parser.add_argument(
-        "--no-limits", action="store_true", help="print the table only, and always exit with 0"
+        "--no-limits", action="store_true", help="only print the table, and always exit with 0"
     )
     options = parser.parse_args()
     print(f"{machine('jax', 'equinox', 'optax')}; medians of {options.rounds} rounds\n")
-    print("| | time | against | ratio | at most |\n|---|--:|---|--:|--:|")
+    print("| | time | compared with | ratio | limit |\n|---|--:|---|--:|--:|")
     missed = 0
     for measure in MEASUREMENTS:
         if options.only and measure.__name__ not in options.only:

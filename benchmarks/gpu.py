@@ -1,12 +1,11 @@
-"""Training on one GPU: `ft.nn.Transformer` beside the same model by hand in plain JAX, and in Flax
-nnx.
+"""This benchmark compares training on one GPU in functree, plain JAX and Flax nnx.
 
-    python benchmarks/gpu.py                  # 0.3 and 1.3 billion parameters, bfloat16, sequence 2,048
-    python benchmarks/gpu.py --sizes tiny     # the same on a CPU, to see that the three agree
-    python benchmarks/gpu.py --sizes mixture  # 0.9 billion parameters, of which a token uses 0.3; functree alone
+    python benchmarks/gpu.py                  # 0.3 and 1.3 billion parameters, bfloat16, sequence 2,048.
+    python benchmarks/gpu.py --sizes tiny     # A tiny size for a CPU, to check that the three agree.
+    python benchmarks/gpu.py --sizes mixture  # functree alone: 0.9 billion parameters, of which a token uses 0.3.
 
-All three begin with the same weights; their losses have to agree. They run in turn, in one process.
-It needs the extra `functree[bench]`, and on a GPU `jax[cuda13]` with cuDNN.
+All three models begin with the same weights, and their losses must agree. They run in turn in one
+process. It needs the extra `functree[bench]`, and on a GPU `jax[cuda13]` with cuDNN.
 """
 
 import argparse
@@ -31,16 +30,12 @@ SIZES = {
     "0.3B": (Config(32000, 1024, 24, 16, 16, 64, 2816, dtype=jnp.bfloat16), 16, 2048),
     "1.3B": (Config(32000, 2048, 24, 16, 16, 128, 5632, dtype=jnp.bfloat16), 8, 2048),
 }
-PEAKS = {
-    "A100": 312e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}  # dense bfloat16, as NVIDIA says
+# Dense bfloat16 operations per second, as published by NVIDIA.
+PEAKS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal attention, by cuDNN where there is a GPU."""
+    """Compute causal attention, with cuDNN on a GPU."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else None
     return jax.nn.dot_product_attention(
         query, key, value, is_causal=True, implementation=implementation
@@ -51,7 +46,7 @@ def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
 
 
 class Block(nnx.Module):
-    """A block of Llama, as Flax's users write it; parameters are float32."""
+    """A Llama block as Flax users write it, with float32 parameters."""
 
     def __init__(self, config: Config, weights: dict[str, np.ndarray]):
         self.config = config
@@ -75,7 +70,7 @@ class Block(nnx.Module):
 
 
 def einsum(weight: np.ndarray, text: str, config: Config) -> nnx.Einsum:
-    """A layer of Flax with this weight."""
+    """Create a Flax layer with this weight."""
     layer = nnx.Einsum(text, weight.shape, dtype=config.dtype, rngs=nnx.Rngs(0))
     layer.kernel[...] = jnp.asarray(weight)
     return layer
@@ -102,7 +97,7 @@ class Decoder(nnx.Module):
 
 
 def in_nnx(config: Config, weights: Any, batch: int, seq: int) -> tuple[Callable[..., Any], Any]:
-    """Flax's step and its state, split once, as its page on performance says."""
+    """Return Flax's step and its state, split once as Flax's performance guide recommends."""
     model = Decoder(config, weights)
     graph, state = nnx.split((model, nnx.Optimizer(model, TX, wrt=nnx.Param)))
 
@@ -123,15 +118,17 @@ def in_nnx(config: Config, weights: Any, batch: int, seq: int) -> tuple[Callable
 
 
 def operations(config: Config, seq: int) -> float:
-    """The floating-point operations of a token, forward and backward, that the model needs: a half
-    of the attention."""
+    """Count the operations that a token needs, forward and backward.
+
+    A causal model needs only half of the attention.
+    """
     shapes = jax.tree.leaves(config.shapes, is_leaf=lambda x: isinstance(x, tuple))
     weights = sum(int(np.prod(shape)) for shape in shapes) - config.vocab * config.embed
     return 3 * (2 * weights + 2 * config.layers * config.heads * config.head_dim * seq)
 
 
 def compare(name: str, rounds: int) -> None:
-    """Print the lines of one size."""
+    """Print the rows of one size."""
     config, batch, seq = SIZES[name]
     tokens = jnp.asarray(
         np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)), jnp.int32
@@ -152,7 +149,7 @@ def compare(name: str, rounds: int) -> None:
     runs = {who: Run(step, own, tokens) for who, (step, own) in compiled.items()}
     del state, params, nnx_state, lowered
     losses = {who: [float(run.once()[1]) for _ in range(3)] for who, run in runs.items()}
-    for found in losses.values():  # in bfloat16 the order of sums shows
+    for found in losses.values():  # in bfloat16, the order of sums affects the losses
         np.testing.assert_allclose(
             found, losses["by hand"], rtol=1e-4 if config.dtype == jnp.float32 else 2e-2
         )
@@ -173,7 +170,7 @@ def compare(name: str, rounds: int) -> None:
         )
 
 
-# Sizes, and the experts of a block: how many, and how many compute a token.
+# A size, the number of experts in a block, and how many of them compute a token.
 MIXTURES = {
     "tiny mixture": (SIZES["tiny"], 4, 2),
     "mixture": ((Config(32000, 1024, 12, 16, 16, 64, 2816, dtype=jnp.bfloat16), 16, 2048), 8, 2),
@@ -181,7 +178,7 @@ MIXTURES = {
 
 
 def measure_mixture(name: str, rounds: int) -> None:
-    """Print the lines of a mixture of experts, with a capacity and without one."""
+    """Print the rows of a mixture of experts, with and without a capacity."""
     (config, batch, seq), experts, top_k = MIXTURES[name]
     tokens = jnp.asarray(
         np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)), jnp.int32
@@ -211,14 +208,14 @@ def measure_mixture(name: str, rounds: int) -> None:
 
 
 def main() -> None:
-    """Measure the sizes that the command line asks for."""
+    """Measure the sizes that the command line selects."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--sizes", nargs="+", choices=[*SIZES, *MIXTURES], default=["0.3B", "1.3B"])
     parser.add_argument("--rounds", type=int, default=10)
     options = parser.parse_args()
     device = jax.devices()[0].device_kind
     print(f"{device}; {machine('jax', 'flax')}; medians of {options.rounds} rounds\n")
-    print("| parameters | batch | | tokens/s | of the peak | arguments and temporaries, GiB |")
+    print("| parameters | batch | | tokens/s | % of peak | arguments and temporaries, GiB |")
     print("|---|---|---|---|---|---|")
     for name in options.sizes:
         if name in MIXTURES:

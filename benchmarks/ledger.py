@@ -1,11 +1,10 @@
-"""What a ledger costs, beside the compilation that it describes: 48 layers, unrolled and scanned,
-on 8 and 512 devices.
+"""This benchmark compares the time of a ledger with the compilation of its program.
 
     python benchmarks/ledger.py [--layers 48] [--rounds 3]
 
-Each program has a process of its own, since the number of simulated devices cannot be changed. In
-each round it is compiled, and its ledger read, and the medians count. The limit is 5 % of the
-compilation.
+The programs have 48 layers, unrolled or scanned, on 8 or 512 devices. Each runs in its own process,
+since a process cannot change its number of simulated devices. Each round compiles the program and
+reads its ledger. The results are medians, and the limit is 5 % of the compile time.
 """
 
 import argparse
@@ -26,12 +25,12 @@ CASES = [
 
 
 def main() -> None:
-    """Measure each case in a process of its own."""
+    """Measure each case in its own process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--case", nargs=3, metavar=("DEVICES", "LAYOUT", "UNROLLED"), help="only this one"
+        "--case", nargs=3, metavar=("DEVICES", "LAYOUT", "UNROLLED"), help="only this case"
     )
     options = parser.parse_args()
     if options.case is not None:
@@ -52,7 +51,7 @@ def main() -> None:
 
 
 def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -> None:
-    """Compile one training step, and read its ledger, in turn."""
+    """Compile one training step and read its ledger, in each round."""
     import equinox as eqx
     import jax
     import jax.numpy as jnp
@@ -77,12 +76,12 @@ def measure(devices: int, name: str, unrolled: bool, layers: int, rounds: int) -
     layout: ft.Layout = ft.AxisRules({"batch": "data", **tensor, ...: None})
     if name == "FSDP+TP":
         layout = layout | ft.FSDP("data", min_size=0)
-    width = max(64, devices // 4)  # of 512 devices each has a single number of a scale
+    width = max(64, devices // 4)  # with 512 devices, each has one element of a norm's scale
     config = ft.nn.TransformerConfig(
         512, width, layers=layers, heads=8, kv_heads=4, head_dim=16, hidden=2 * width, max_seq=32
     )
 
-    # The norm of all gradients is made of everything, and a part of all that is new.
+    # The norm depends on all gradients, and each new value depends on the norm.
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
 
     def make(key: jax.Array) -> ft.TrainState:

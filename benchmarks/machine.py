@@ -1,4 +1,4 @@
-"""The machine and the versions that a benchmark ran on, for the line above its table."""
+"""`machine` describes the machine and versions of a run, for the line above a benchmark's table."""
 
 import os
 import platform
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def machine(*packages: str) -> str:
-    """The processor, the number of cores, and the versions of Python and of some packages."""
+    """Return the processor, the number of cores, and the versions of Python and packages."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     model = next(

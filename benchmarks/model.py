@@ -1,11 +1,11 @@
-"""What `ft.nn.Transformer` costs, beside the same model written by hand in plain JAX (`plain.py`).
+"""This benchmark compares `ft.nn.Transformer` with the same model in plain JAX (`plain.py`).
 
-    python benchmarks/model.py step                    # the time of a training step, on this machine's CPU
-    python benchmarks/model.py depth                   # the program of 48 layers, beside that of 2
-    python benchmarks/model.py target tpu:v5e:16x16    # Llama 3 8B compiled for TPUs: memory, what is moved, size
-    python benchmarks/model.py remat [--target ...]    # what is held with each `remat=`
+    python benchmarks/model.py step                    # The time of a training step on this machine's CPU.
+    python benchmarks/model.py depth                   # The programs of 48 layers and of 2 layers.
+    python benchmarks/model.py target tpu:v5e:16x16    # Llama 3 8B compiled for TPUs: memory, collectives, size.
+    python benchmarks/model.py remat [--target ...]    # The memory with each `remat=`.
 
-What is compiled for TPUs needs the extra `functree[tpu]`, and no TPU.
+Compiling for TPUs needs the extra `functree[tpu]`, but no TPU.
 """
 
 import argparse
@@ -39,14 +39,16 @@ from functree.labels.leaves import read
 
 
 def timed_step(rounds: int) -> None:
-    """Print the time of a training step for each token, functree's beside the hand-written one, in
-    turn."""
+    """Print the time of a training step per token, in functree and in the hand-written model.
+
+    The two run in turn.
+    """
     config = Config(vocab=4096, embed=256, layers=4, heads=8, kv_heads=4, head_dim=32, hidden=768)
     batch, seq = 8, 256
     print(
         f"{machine('jax')}; medians of {rounds} rounds, {batch} × {seq} tokens, 4 layers of width 256, float32\n"
     )
-    print("| devices | attention | functree, µs a token | by hand | ratio | limit |")
+    print("| devices | attention | functree, µs per token | by hand | ratio | limit |")
     print("|---|---|---|---|---|---|")
     tokens = np.random.default_rng(0).integers(0, config.vocab, (batch, seq + 1)).astype(np.int32)
     for where, mesh in {"one": None, "data=4, model=2": ft.make_mesh(data=4, model=2)}.items():
@@ -69,7 +71,7 @@ def timed_step(rounds: int) -> None:
 def of_functree(
     config: Config, attention: str, mesh: Mesh | None, tokens: Any
 ) -> tuple[Any, Any, Any]:
-    """functree's step, state and batch."""
+    """Return functree's step, state and batch."""
     own, key, layout = (
         transformer_config(config, tokens.shape[1] - 1, attention),
         jax.random.key(0),
@@ -86,7 +88,7 @@ def of_functree(
 def hand_written(
     config: Config, mesh: Mesh | None, tokens: Any, model: ft.nn.Transformer
 ) -> tuple[Any, Any, Any]:
-    """The hand-written step, its state with the weights of functree's model, and its batch."""
+    """Return the hand-written step, its state with functree's weights, and its batch."""
     batch, seq = tokens.shape
     step = Model(config, mesh, attend_plain).compiled(TX, batch, seq - 1).compile()
     params = weights_of(model)
@@ -98,13 +100,12 @@ def hand_written(
 
 
 def instructions(compiled: Any) -> int:
-    """The number of instructions in an optimized program."""
+    """Count the instructions in an optimized program."""
     return len(re.findall(r"^\s+(?:ROOT )?%?[\w.-]+ = ", compiled.as_text(), re.M))
 
 
 def depth(rounds: int) -> None:
-    """Print the size of the program of 48 layers, and the time it takes to compile, beside that of
-    2 layers."""
+    """Print the sizes and compile times of the programs of 48 layers and of 2 layers."""
     mesh = ft.make_mesh(data=4, model=2)
     print(f"{machine('jax')}; medians of {rounds} rounds, a training step on data=4, model=2\n")
     print(
@@ -137,7 +138,7 @@ def depth(rounds: int) -> None:
 
 
 class Found(NamedTuple):
-    """What a compiled step needs, in bytes of one device, and its number of instructions."""
+    """The memory and the moved bytes of a compiled step per device, its size and compile time."""
 
     memory: dict[str, int]
     moved: Counter[tuple[str, str]]
@@ -146,7 +147,7 @@ class Found(NamedTuple):
 
 
 def found(lowered: Any, mesh: Mesh) -> Found:
-    """Compile a step, functree's or JAX's, and look at it."""
+    """Compile a step of functree or of JAX, and measure the program."""
     start = time.perf_counter()
     compiled = lowered.compile()
     seconds = time.perf_counter() - start
@@ -170,7 +171,7 @@ def found(lowered: Any, mesh: Mesh) -> Found:
 
 
 def ledger_of_jax(compiled: Any, mesh: Mesh) -> ft.Ledger:
-    """The ledger of a program that JAX alone has compiled, without compiling it again."""
+    """Read the ledger of a program that JAX alone has compiled, without compiling it again."""
     trees = compiled.in_avals[0], compiled.out_info
     abstract = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), trees)
     inputs, outputs = ([leaf.path for leaf in read(tree).leaves] for tree in abstract)
@@ -182,7 +183,7 @@ def ledger_of_jax(compiled: Any, mesh: Mesh) -> ft.Ledger:
 
 
 def on_target(target: str, layers: int, data: int, model: int, batch: int, seq: int) -> None:
-    """Print what the training step of Llama 3 8B needs on a target, beside the hand-written one."""
+    """Print the costs of Llama 3 8B's training step on a target, in functree and by hand."""
     mesh = ft.make_mesh(target=target, data=data, model=model)
     config = Config(
         vocab=128256,
@@ -201,9 +202,9 @@ def on_target(target: str, layers: int, data: int, model: int, batch: int, seq: 
     ours = found(make_step(mesh, layout_of(config)).lower(state, tokens), mesh)
     attend: Attend = lambda *arrays: attend_splash(mesh, *arrays)  # noqa: E731
     by_hand = found(Model(config, mesh, attend).compiled(TX, batch * data, seq), mesh)
-    where = f"{layers} layers, {target}, data={data}, model={model}, sequence {seq:,}, {batch} for each shard of the batch"
+    where = f"{layers} layers, {target}, data={data}, model={model}, sequence {seq:,}, {batch} per shard of the batch"
     print(f"Llama 3 8B, {where}; jax {jax.__version__}\n")
-    print("| of each device | functree | by hand | ratio |")
+    print("| per device | functree | by hand | ratio |")
     print("|---|---|---|---|")
     for part, size in ours.memory.items():
         print(row(f"{part}, MiB", size / 2**20, by_hand.memory[part] / 2**20))
@@ -211,12 +212,12 @@ def on_target(target: str, layers: int, data: int, model: int, batch: int, seq: 
         print(
             row(f"{' over '.join(key)}, MiB", ours.moved[key] / 2**20, by_hand.moved[key] / 2**20)
         )
-    print(row("moved in all, MiB", ours.moved.total() / 2**20, by_hand.moved.total() / 2**20))
+    print(row("moved in total, MiB", ours.moved.total() / 2**20, by_hand.moved.total() / 2**20))
     print(row("instructions", ours.instructions, by_hand.instructions))
     print(row("seconds to compile", ours.seconds, by_hand.seconds))
 
 
-# --- What the backward pass keeps
+# --- The memory of the backward pass
 
 REMATS: dict[str, Any] = {
     "None": None,
@@ -231,11 +232,13 @@ REMATS: dict[str, Any] = {
 
 
 def remats(target: str | None, layers: int, seq: int) -> None:
-    """Print what a training step holds with each `remat=`: 16 layers of width 2,048, on a target or
-    simulated CPUs."""
+    """Print the memory of a training step with each `remat=`.
+
+    The model has 16 layers of width 2,048. It is compiled for a target or for simulated CPUs.
+    """
     mesh = ft.make_mesh(target=target, data=4, model=2)
     config = Config(32768, 2048, layers, 16, 8, 128, 5632, dtype=jnp.bfloat16)
-    where = f"{target or 'cpu'}, data=4, model=2; sequence {seq:,}, one for each shard of the batch"
+    where = f"{target or 'cpu'}, data=4, model=2; sequence {seq:,}, one per shard of the batch"
     print(f"{layers} layers of width 2,048, bfloat16, on {where}; jax {jax.__version__}\n")
     print("| remat | temporaries, MiB | on the host, MiB | moved, MiB | instructions |")
     print("|---|---|---|---|---|")
@@ -254,28 +257,28 @@ def remats(target: str | None, layers: int, seq: int) -> None:
 
 
 def row(what: str, ours: float, by_hand: float) -> str:
-    """A line of a table."""
+    """Format a row of the table."""
     ratio = f"{ours / by_hand:.3f}" if by_hand else "-"
     return f"| {what} | {ours:,.0f} | {by_hand:,.0f} | {ratio} |"
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
+    """Run the benchmark that the command line selects."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     kinds = parser.add_subparsers(dest="what", required=True)
-    step = kinds.add_parser("step", help="the time of a training step on this machine's CPU")
+    step = kinds.add_parser("step", help="time a training step on this machine's CPU")
     step.add_argument("--rounds", type=int, default=30)
-    deep = kinds.add_parser("depth", help="the program of 48 layers beside that of 2")
+    deep = kinds.add_parser("depth", help="compare the programs of 48 layers and of 2 layers")
     deep.add_argument("--rounds", type=int, default=5)
-    there = kinds.add_parser("target", help="Llama 3 8B compiled for TPUs")
+    there = kinds.add_parser("target", help="compile Llama 3 8B for TPUs")
     there.add_argument("target", metavar="tpu:v5e:16x16")
     there.add_argument("--layers", type=int, default=32)
     there.add_argument("--data", type=int, default=32)
     there.add_argument("--model", type=int, default=8)
-    there.add_argument("--batch", type=int, default=1, help="sequences for each shard of the batch")
+    there.add_argument("--batch", type=int, default=1, help="sequences per shard of the batch")
     there.add_argument("--seq", type=int, default=8192)
-    kept = kinds.add_parser("remat", help="what a training step holds with each remat=")
-    kept.add_argument("--target", metavar="tpu:v5e:2x4", help="by default simulated CPUs")
+    kept = kinds.add_parser("remat", help="measure the memory of a training step with each remat=")
+    kept.add_argument("--target", metavar="tpu:v5e:2x4", help="target; default: simulated CPUs")
     kept.add_argument("--layers", type=int, default=16)
     kept.add_argument("--seq", type=int, default=4096)
     options = vars(parser.parse_args())

@@ -1,12 +1,11 @@
-"""What Muon costs on sharded matrices, by itself and by `ft.muon`; what micro-batches
-moves and holds.
+"""This benchmark measures optax's Muon and `ft.muon` on sharded matrices, and micro-batches.
 
-    python benchmarks/optimizers.py bytes                 # 12 matrices: what the program for CPUs moves
-    python benchmarks/optimizers.py target tpu:v5e:2x4    # a small transformer compiled for TPUs, beside AdamW
-    python benchmarks/optimizers.py step                  # the time of a training step, beside AdamW's
-    python benchmarks/optimizers.py batches tpu:v5e:2x4   # `ft.accumulate` over 4 micro-batches, compiled for TPUs
+    python benchmarks/optimizers.py bytes                 # The bytes that the CPU program of 12 matrices moves.
+    python benchmarks/optimizers.py target tpu:v5e:2x4    # A small transformer compiled for TPUs, and with AdamW.
+    python benchmarks/optimizers.py step                  # The time of a training step, relative to AdamW.
+    python benchmarks/optimizers.py batches tpu:v5e:2x4   # `ft.accumulate` over 4 micro-batches, compiled for TPUs.
 
-What is compiled for TPUs needs the extra `functree[tpu]`, and no TPU.
+Compiling for TPUs needs the extra `functree[tpu]`, but no TPU.
 """
 
 import argparse
@@ -35,16 +34,16 @@ import functree as ft
 
 MIB = 2**20
 WHOLE_LIMIT = 3.75  # MiB, for the 12 matrices
-STEP_LIMIT = 1.3  # times AdamW's step
+STEP_LIMIT = 1.3  # relative to AdamW's step
 
 
 def muon(model: Any) -> optax.GradientTransformation:
-    """Muon for the matrices of a model."""
+    """Create optax's Muon for the matrices of a model."""
     return optax.contrib.muon(1e-3, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model))
 
 
 def whole(model: Any) -> optax.GradientTransformation:
-    """The same on whole matrices."""
+    """Create `ft.muon`, which works on whole matrices."""
     return ft.muon(1e-3, muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model))
 
 
@@ -90,7 +89,7 @@ def twelve() -> None:
 
 
 def update_bytes(tx: Any, model: Any, mesh: Any) -> float:
-    """The MiB that an update moves on each device."""
+    """Return the MiB that an update moves on each device."""
     state = jax.eval_shape(tx.init, model)
     of_state = ft.plan_optimizer(tx, model, LAYOUT, mesh)
     update = ft.jit(
@@ -108,7 +107,7 @@ def update_bytes(tx: Any, model: Any, mesh: Any) -> float:
 
 
 def config(layers: int, embed: int, seq: int) -> ft.nn.TransformerConfig:
-    """The sizes of a model."""
+    """Return the sizes of a model."""
     return ft.nn.TransformerConfig(
         4096,
         embed,
@@ -122,7 +121,7 @@ def config(layers: int, embed: int, seq: int) -> ft.nn.TransformerConfig:
 
 
 def optimizers(sizes: ft.nn.TransformerConfig) -> dict[str, Any]:
-    """AdamW, Muon, and Muon on whole matrices."""
+    """Create AdamW, Muon, and Muon on whole matrices."""
     model = ft.abstract(ft.nn.Transformer.create)(sizes, key=jax.random.key(0))
     return {"AdamW": optax.adamw(1e-3), "Muon": muon(model), "whole matrices": whole(model)}
 
@@ -132,7 +131,7 @@ def make_layout() -> ft.Layout:
 
 
 def make_step(mesh: Any, layout: ft.Layout) -> Any:
-    """A training step."""
+    """Make a training step."""
 
     @ft.jit(
         in_shardings=(layout, ft.P("data")),
@@ -149,7 +148,7 @@ def make_step(mesh: Any, layout: ft.Layout) -> Any:
 
 
 def state_of(sizes: ft.nn.TransformerConfig, tx: Any) -> Callable[[Array], ft.TrainState]:
-    """Makes a training state."""
+    """Return a function that creates a training state."""
     return lambda key: ft.TrainState.create(ft.nn.Transformer.create(sizes, key=key), tx)
 
 
@@ -163,7 +162,7 @@ def on_target(target: str, layers: int) -> None:
     )
     print(f"{machine('jax', 'optax')}; {target}, {layers} layers of width 512, FSDP + TP\n")
     print(
-        "| optimizer | moved by the update, MiB | by the whole step | exchanges of a matrix, at most | named | warnings of rematerialization |"
+        "| optimizer | moved by the update, MiB | moved by the step, MiB | most exchanges of a matrix | attributed | rematerialization warnings |"
     )
     print("|---|---|---|---|---|---|")
     for name, tx in optimizers(sizes).items():
@@ -185,7 +184,7 @@ def on_target(target: str, layers: int) -> None:
 
 
 def timed(rounds: int, batch: int, seq: int) -> None:
-    """Print the time of a training step on 8 simulated devices, the optimizers in turn."""
+    """Print the time of a training step on 8 simulated devices, with the optimizers in turn."""
     sizes, mesh, layout = config(4, 256, seq), ft.make_mesh(data=2, model=4), make_layout()
     print(
         f"{machine('jax', 'optax')}; medians of {rounds} rounds, 8 simulated devices, 4 layers of width "
@@ -203,7 +202,7 @@ def timed(rounds: int, batch: int, seq: int) -> None:
     for _ in range(rounds):
         for name, run in runs.items():
             seconds[name].append(run.seconds())
-    print("| optimizer | ms a step | times AdamW's | limit |")
+    print("| optimizer | ms per step | relative to AdamW | limit |")
     print("|---|---|---|---|")
     for name, own in seconds.items():
         ratio = statistics.median(a / b for a, b in zip(own, seconds["AdamW"], strict=True))
@@ -231,24 +230,24 @@ def eight() -> list[Square]:
 
 
 def of_layers(layers: list[Square], x: Float[Array, "batch embed"]) -> Array:
-    """A loss."""
+    """Return a loss of the layers."""
     for layer in layers:
         x = layer(x)
     return jnp.mean(x**2)
 
 
 def of_text(model: ft.nn.Transformer, tokens: Int[Array, "batch seq"]) -> Array:
-    """The loss of a language model."""
+    """Return the loss of a language model."""
     return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
 
 def micro_batches(target: str) -> None:
-    """Print what a gradient over micro-batches moves and holds on each device."""
+    """Print the bytes that a gradient over micro-batches moves and holds on each device."""
     mesh = ft.make_mesh(target=target, data=8)
     print(
         f"{machine('jax', 'optax')}; {target}, `data=8`, {STEPS} micro-batches; MiB on each device\n"
     )
-    print("| model | over | gathered | scattered | summed | otherwise | at the peak | named |")
+    print("| model | over | gathered | scattered | summed | other | peak | attributed |")
     print("|---|---|---|---|---|---|---|---|")
     x = jax.ShapeDtypeStruct((4096, 1024), jnp.float32)
     fsdp = DATA | ft.FSDP("data", axes="embed")
@@ -267,7 +266,7 @@ def micro_batches(target: str) -> None:
 def print_row(
     name: str, over: str | None, loss: Any, layout: ft.Layout, mesh: Any, model: Any, batch: Any
 ) -> None:
-    """Print a row of the table; the whole batch if `over` is "whole"."""
+    """Print a row of the table, without micro-batches if `over` is "whole"."""
     step = ft.value_and_grad(loss)
     if over != "whole":
         step = ft.accumulate(step, STEPS, over=over)
@@ -286,15 +285,15 @@ def main() -> None:
     """Print one of the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("bytes", help="12 matrices of 256 × 512: what the program for CPUs moves")
-    target = commands.add_parser("target", help="a small transformer compiled for TPUs")
+    commands.add_parser("bytes", help="measure what the CPU program of 12 matrices moves")
+    target = commands.add_parser("target", help="compile a small transformer for TPUs")
     target.add_argument("target", nargs="?", default="tpu:v5e:2x4")
     target.add_argument("--layers", type=int, default=8)
-    step = commands.add_parser("step", help="the time of a training step")
+    step = commands.add_parser("step", help="time a training step")
     step.add_argument("--rounds", type=int, default=20)
     step.add_argument("--batch", type=int, default=8)
     step.add_argument("--seq", type=int, default=256)
-    batches = commands.add_parser("batches", help="micro-batches, compiled for TPUs")
+    batches = commands.add_parser("batches", help="compile micro-batches for TPUs")
     batches.add_argument("target", nargs="?", default="tpu:v5e:2x4")
     options = parser.parse_args()
     if options.command == "bytes":

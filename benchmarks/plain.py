@@ -1,7 +1,7 @@
-"""The same language model as `ft.nn.Transformer`, written by hand in plain JAX: what functree is
-measured against.
+"""This module has the language model of `ft.nn.Transformer`, written by hand in plain JAX.
 
-It imports nothing of functree. Parameters are dicts, shardings are literals.
+The benchmarks compare functree with it. It imports nothing from functree. Parameters are dicts, and
+shardings are literals.
 """
 
 from collections.abc import Callable
@@ -76,12 +76,12 @@ SPECS = {
 
 
 def attend_plain(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal attention as JAX has it."""
+    """Compute causal attention with JAX's own function."""
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
 
 
 def attend_splash(mesh: Mesh, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    """Causal attention by the kernel for TPUs."""
+    """Compute causal attention with JAX's TPU kernel."""
     from jax.experimental.pallas.ops.tpu import splash_attention as kernels
 
     def local(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
@@ -120,15 +120,15 @@ class Model:
 
     Args:
         config: the sizes.
-        mesh: the mesh.
-        attend: computes attention.
+        mesh: the mesh; None for one device.
+        attend: the function that computes attention.
     """
 
     def __init__(self, config: Config, mesh: Mesh | None, attend: Attend):
         self.config, self.mesh, self.attend = config, mesh, attend
 
     def on(self, x: jax.Array, *spec: Any) -> jax.Array:
-        """`x`, constrained."""
+        """Constrain `x` to a spec."""
         return (
             x
             if self.mesh is None
@@ -165,7 +165,7 @@ class Model:
         return (jax.nn.logsumexp(logits, axis=-1) - picked).sum()
 
     def loss(self, params: Any, tokens: jax.Array, targets: jax.Array) -> jax.Array:
-        """The mean cross-entropy; in chunks of the sequence if it is longer than one."""
+        """Return the mean cross-entropy, in chunks of the sequence if it exceeds one chunk."""
         x, size, chunk = self.features(params, tokens), targets.size, self.config.chunk
         if tokens.shape[1] <= chunk:
             return self.chunk_loss(params["unembed"], x, targets) / size
@@ -178,7 +178,7 @@ class Model:
         return jax.lax.scan(add, jnp.zeros(()), jnp.arange(tokens.shape[1] // chunk))[0] / size
 
     def step(self, tx: optax.GradientTransformation, state: Any, tokens: jax.Array) -> Any:
-        """One step of training: `(params, optimizer state)` and the loss."""
+        """Run a training step, and return `(params, optimizer state)` and the loss."""
         params, opt_state = state
         loss, grads = jax.value_and_grad(self.loss)(params, tokens[:, :-1], tokens[:, 1:])
         updates, opt_state = tx.update(grads, opt_state, params)
@@ -187,7 +187,7 @@ class Model:
     def compiled(
         self, tx: optax.GradientTransformation, batch: int, seq: int, specs: Any = None
     ) -> Any:
-        """The step, lowered for a mesh; no array is created."""
+        """Lower the step for a mesh, without creating an array."""
         specs = SPECS if specs is None else specs
         abstract = jax.tree.map(
             lambda shape: jax.ShapeDtypeStruct(shape, jnp.float32),

@@ -1,10 +1,9 @@
-"""How long planning a tree takes, against flattening it with paths in the same process; exits 1
-where it is too long.
+"""This benchmark compares planning a tree with flattening it with paths, in one process.
 
-Each measurement plans a tree whose layout is made afresh, so that nothing is remembered from the
-last one; the ones that are compared run in turn, with a collection in front of each and the
-collector on. Times are medians, and so are the ratios of the times within one round, which a busy
-machine disturbs less.
+It exits with 1 if planning exceeds a limit. Each measurement makes a new layout, so that no cache
+of an earlier plan applies. The compared functions run in turn. The garbage collector is on, and
+runs before each measurement. Times are medians. Ratios are medians of the ratios within a round,
+which a busy machine disturbs less.
 """
 
 import argparse
@@ -71,7 +70,7 @@ def modules(leaves: int) -> Any:
 
 
 def dicts(leaves: int) -> Any:
-    """The same tree as dicts, without a name for any axis."""
+    """Return the same tree as dicts, without names of axes."""
 
     def plain(node: Any) -> Any:
         return (
@@ -91,7 +90,7 @@ def fsdp() -> Any:
 
 
 def filtered(layout: Callable[[], Any]) -> Callable[[], Any]:
-    """Fifty filters that match nothing, and one that matches everything behind them."""
+    """Add fifty filters that match nothing, and a last filter that matches everything."""
     globs = [
         *(f"**.bias_{i}" for i in range(15)),
         *(f"blocks.*.attn.query_{i}" for i in range(15)),
@@ -104,7 +103,7 @@ def filtered(layout: Callable[[], Any]) -> Callable[[], Any]:
 
 
 class Times(NamedTuple):
-    """Medians: of times, in seconds, and of their ratios."""
+    """The medians of times, in seconds, and of their ratios."""
 
     flatten: float
     plan: float
@@ -130,7 +129,7 @@ def measure(tree: Any, layout: Callable[[], Any], repeats: int) -> Times:
         lambda: ft.plan(tree, layout(), SIZES),
         lambda: ft.plan(tree, behind(), SIZES),
     )
-    for function in work:  # imports, and what Python itself warms up
+    for function in work:  # imports modules, and warms up Python
         function()
     rounds = []
     for _ in range(repeats):
@@ -147,10 +146,10 @@ def main() -> int:
         "--leaves", type=int, nargs="+", default=[1_000, 30_000], help="sizes of the trees"
     )
     parser.add_argument(
-        "--repeats", type=int, default=9, help="measurements of each, of which the median counts"
+        "--repeats", type=int, default=9, help="measurements per figure, which is their median"
     )
     parser.add_argument(
-        "--no-check", action="store_true", help="print the table only, and always exit with 0"
+        "--no-check", action="store_true", help="only print the table, and always exit with 0"
     )
     options = parser.parse_args()
     print(

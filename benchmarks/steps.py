@@ -1,4 +1,4 @@
-"""Training steps of `ft.nn.Transformer`, to be measured beside others (`plain.py`)."""
+"""This module has training steps of `ft.nn.Transformer`, for comparison with `plain.py`."""
 
 import gc
 import time
@@ -18,7 +18,10 @@ TX = optax.adamw(1e-4)
 
 
 def layout_of(config: Config) -> ft.Layout:
-    """FSDP and tensor parallelism; the scales of norms are whole, as in `plain.SPECS`."""
+    """Return FSDP with tensor parallelism.
+
+    The scales of norms are replicated, as in `plain.SPECS`.
+    """
     scales = config.layers * config.embed
     return ft.AxisRules({"batch": "data", **TENSOR, ...: None}) | ft.FSDP(
         "data", min_size=scales + 1
@@ -28,7 +31,7 @@ def layout_of(config: Config) -> ft.Layout:
 def transformer_config(
     config: Config, seq: int, attention: Any = "auto"
 ) -> ft.nn.TransformerConfig:
-    """The same sizes, for functree."""
+    """Return the same sizes as functree's config."""
     return ft.nn.TransformerConfig(
         config.vocab,
         config.embed,
@@ -46,17 +49,17 @@ def transformer_config(
 
 
 def loss(model: ft.nn.Transformer, tokens: Any) -> Any:
-    """The mean cross-entropy of the tokens that follow."""
+    """Return the mean cross-entropy of the next tokens."""
     return ft.nn.cross_entropy(model, tokens[:, :-1], tokens[:, 1:])
 
 
 def make_state(config: ft.nn.TransformerConfig, key: Any) -> ft.TrainState:
-    """The model with the state of its optimizer."""
+    """Create the model with its optimizer's state."""
     return ft.TrainState.create(ft.nn.Transformer.create(config, key=key), TX)
 
 
 def make_step(mesh: Mesh | None, layout: ft.Layout) -> Any:
-    """The training step of functree, on a mesh or on one device."""
+    """Make functree's training step, on a mesh or on one device."""
 
     def step(ts: ft.TrainState, tokens: Any) -> tuple[ft.TrainState, Any]:
         value, grads = ft.value_and_grad(loss)(ts.model, tokens)
@@ -69,19 +72,19 @@ def make_step(mesh: Mesh | None, layout: ft.Layout) -> Any:
 
 
 class Run:
-    """A training step with its state, which each call replaces."""
+    """A training step with its state, which each run replaces."""
 
     def __init__(self, step: Callable[..., Any], state: Any, tokens: Any):
         self.step, self.state, self.tokens = step, state, tokens
 
     def once(self) -> Any:
-        """Run it, and wait for it."""
+        """Run the step, and wait for its result."""
         out = self.step(self.state, self.tokens)
         self.state = out[0]
         return jax.block_until_ready(out)
 
     def seconds(self) -> float:
-        """The time of one run; what it replaces is freed outside of the clock."""
+        """Time one run, and free the replaced arrays outside the clock."""
         gc.collect()
         start = time.perf_counter()
         out = self.once()
@@ -91,7 +94,7 @@ class Run:
 
 
 def weights_of(model: ft.nn.Transformer) -> Any:
-    """The weights of functree's model, in the tree of the hand-written one."""
+    """Return the weights of functree's model in the tree of the hand-written model."""
     layer, unembed = model.blocks.layer, model.unembed
     assert isinstance(unembed, ft.nn.Linear)
     names = {"attn_norm": layer.attn_norm.scale, "mlp_norm": layer.mlp_norm.scale}

@@ -1,10 +1,10 @@
-"""The peak of memory, and the time, of loading published weights onto 8 simulated devices, beside
-their size.
+"""This benchmark measures the peak memory and the time of loading published weights.
 
     python benchmarks/weights.py [--gigabytes 2]
 
-The model is written first, and loaded in a process of its own; what that held before it loaded
-anything is left out. It needs the extra `functree[weights]`.
+It loads them onto 8 simulated devices. The model is written first, and loaded in a new process. The
+memory that this process holds before it loads is subtracted. It needs the extra
+`functree[weights]`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ DEVICES = "--xla_force_host_platform_device_count=8"
 
 
 def write(folder: Path, gigabytes: float) -> None:
-    """A model of Llama's shapes, of about this size, in bfloat16."""
+    """Write a model with Llama's shapes and about this size, in bfloat16."""
     import jax
 
     import functree as ft
@@ -43,14 +43,16 @@ def write(folder: Path, gigabytes: float) -> None:
 
 
 def held() -> int:
-    """The bytes that this process holds, without the pages of files that are mapped: these are the
-    kernel's to drop."""
+    """Return the bytes that this process holds.
+
+    Pages of mapped files do not count, because the kernel can drop them.
+    """
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
 
 
 class Peak(threading.Thread):
-    """Looks every few milliseconds at what the process holds; `most` is the largest."""
+    """A thread that checks the process's memory every few milliseconds; `most` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -62,7 +64,7 @@ class Peak(threading.Thread):
 
 
 def load(folder: Path) -> None:
-    """Load it, and print a line of the table."""
+    """Load the model, and print a row of the table."""
     import jax
 
     import functree as ft
@@ -70,9 +72,8 @@ def load(folder: Path) -> None:
     tensor = {axis: "model" for axis in ("heads", "kv_heads", "hidden", "vocab")}
     layout = ft.AxisRules({**tensor, ...: None}) | ft.FSDP("data")
     mesh = ft.make_mesh(data=2, model=4)
-    ft.load_weights(
-        Path(__file__).parents[1] / "tests" / "fixtures" / "hf" / "llama", ft.P(), mesh
-    )  # all that is imported on use
+    # Load a small model first, to import everything that is imported on use.
+    ft.load_weights(Path(__file__).parents[1] / "tests" / "fixtures" / "hf" / "llama", ft.P(), mesh)
     before, peak = held(), Peak()
     peak.start()
     start = time.perf_counter()
@@ -90,16 +91,14 @@ def main() -> None:
     """Write a model, and load it in another process."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--load", type=Path, metavar="FOLDER", help="only load what is there")
+    parser.add_argument("--load", type=Path, metavar="FOLDER", help="only load the model there")
     options = parser.parse_args()
     if options.load is not None:
         load(options.load)
         return
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), options.gigabytes)
-        print(
-            "| weights | peak of memory | ratio | limit | time |\n|---|---|---|---|---|", flush=True
-        )
+        print("| weights | peak memory | ratio | limit | time |\n|---|---|---|---|---|", flush=True)
         environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": DEVICES}
         command = [sys.executable, __file__, "--load", folder]
         subprocess.run(command, env=environment, check=True)
