@@ -1,15 +1,15 @@
-"""Run the tests of jax, equinox or haliax with their compiling function replaced by `ft.jit`, and
-list those that fail.
+"""This script runs the tests of jax, equinox or haliax with `ft.jit` as their compiling function.
 
-    python benchmarks/peers jax FOLDER          # with pjit_test.py, shard_map_test.py, api_test.py
-    python benchmarks/peers equinox FOLDER      # with test_jit.py and others, and their conftest.py and helpers.py
+    python benchmarks/peers jax FOLDER          # With pjit_test.py, shard_map_test.py, api_test.py.
+    python benchmarks/peers equinox FOLDER      # With test_jit.py and others, and their conftest.py and helpers.py.
     python benchmarks/peers haliax FOLDER
 
-The tests are not in the packages. Copy them by hand from the repository of the peer, at the tag of
-the installed version, into a folder that git ignores, such as `build/peers/jax`. Each file runs
-twice, in processes of its own: as it is, and translated. A test that passes as it is and fails
-translated is listed with the reason, which `reasons.py` has; without one, with the first line of
-its error, and the exit status is 1.
+The packages do not contain their tests. Copy them by hand from the library's repository, at the tag
+of the installed version, into a folder that git ignores, such as `build/peers/jax`.
+
+Each file runs twice, in separate processes: original and translated. The script lists each test
+that passes in the original and fails translated, with a reason from `reasons.py`. A test without a
+reason is listed with the first line of its error, and the exit status is 1.
 """
 
 import argparse
@@ -31,19 +31,19 @@ HERE = Path(__file__).parent
 
 
 class Peer(NamedTuple):
-    """What is needed to run the tests of a library.
+    """The patterns that are needed to run a library's tests.
 
     Attributes:
         files: the pattern of its test files.
-        replaced: the last line of the imports of a test file, as a pattern; behind it, our
-            functions are imported.
+        replaced: a pattern for the end of a test file's imports. After it, functree's functions are
+            imported.
     """
 
     files: str
     replaced: str
 
 
-# The first statement that is no import.
+# The first statement that is not an import.
 _AFTER_IMPORTS = (
     r"(?m)^(?=(?:[A-Za-z_]+ *=|def |class |@|config\.|jax\.config\.|jtu\.|absltest\.|if ))"
 )
@@ -55,17 +55,17 @@ PEERS = {
 
 
 def translated(text: str, peer: str) -> str:
-    """A test file in which the compiling function of the peer is ours."""
-    found = re.search(PEERS[peer].replaced, text)
-    if found is None:
-        sys.exit(f"no end of the imports was found, by {PEERS[peer].replaced}")
+    """Replace the peer's compiling function in a test file with functree's."""
+    match = re.search(PEERS[peer].replaced, text)
+    if match is None:
+        sys.exit(f"the pattern for the end of the imports does not match: {PEERS[peer].replaced}")
     return (
-        f"{text[: found.end()]}from replaced_{peer} import *  # noqa: F403\n{text[found.end() :]}"
+        f"{text[: match.end()]}from replaced_{peer} import *  # noqa: F403\n{text[match.end() :]}"
     )
 
 
 def results(folder: Path, file: str, timeout: int, options: tuple[str, ...]) -> dict[str, str]:
-    """The tests of a file with the last line of their error; an empty text for those that pass."""
+    """Run a file, and return each test's first line of its error, or "" if it passes."""
     report = folder / f"{file}.xml"
     environment = {
         **os.environ,
@@ -117,13 +117,15 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("peer", choices=PEERS)
-    parser.add_argument("folder", type=Path, help="the tests of the peer")
-    parser.add_argument("--only", default="", help="run the tests that pytest's -k selects")
-    parser.add_argument("--timeout", type=int, default=3_000, help="seconds for one file")
+    parser.add_argument("folder", type=Path, help="folder with the library's tests")
+    parser.add_argument("--only", default="", help="run only tests that pytest's -k selects")
+    parser.add_argument(
+        "--timeout", type=int, default=3_000, help="time limit per file, in seconds"
+    )
     options = parser.parse_args()
     files = sorted(path.name for path in options.folder.glob(PEERS[options.peer].files))
     if not files:
-        parser.error(f"{options.folder} has no {PEERS[options.peer].files}")
+        parser.error(f"{options.folder} contains no files {PEERS[options.peer].files}")
     more = ("-k", options.only) if options.only else ()
     lost = 0
     with tempfile.TemporaryDirectory() as temporary:
@@ -131,7 +133,7 @@ def main() -> int:
         shutil.copytree(options.folder, plain)
         shutil.copytree(options.folder, ours)
         for file in files:
-            print(f"{file}: as it is", file=sys.stderr)
+            print(f"{file}: original", file=sys.stderr)
             before = results(plain, file, options.timeout, more)
             (ours / file).write_text(translated((ours / file).read_text(), options.peer))
             print(f"{file}: translated", file=sys.stderr)
@@ -139,7 +141,7 @@ def main() -> int:
             passed = [name for name, error in before.items() if not error]
             if before and not passed:
                 sys.exit(
-                    f"no test of {file} passes as it is: are the tests those of the installed {options.peer}?"
+                    f"no test in the original {file} passes: copy the tests of the installed version of {options.peer}"
                 )
             failed = {
                 name: after.get(name, "did not run")
@@ -147,7 +149,7 @@ def main() -> int:
                 if after.get(name, "did not run")
             }
             print(
-                f"\n{file}: of {len(passed)} tests that pass, {len(passed) - len(failed)} pass translated",
+                f"\n{file}: {len(passed)} tests pass; translated, {len(passed) - len(failed)} of them pass",
                 flush=True,
             )
             for reason, names in by_reason(options.peer, failed).items():
@@ -160,8 +162,10 @@ def main() -> int:
 
 
 def by_reason(peer: str, failed: Iterable[str]) -> dict[str, list[str]]:
-    """The names of the tests that failed by the reason; those without one are the last, with an
-    empty text."""
+    """Group the failed tests by reason.
+
+    Tests without a reason come last, under an empty text.
+    """
     found: dict[str, list[str]] = {}
     left = list(failed)
     for reason, patterns in REASONS[peer].items():

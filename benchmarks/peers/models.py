@@ -1,20 +1,19 @@
-r"""Plan and train models that were written without functree, and compare with the same steps in
-plain Equinox.
+r"""This script plans and trains models written without functree, and compares with plain Equinox.
 
     python benchmarks/peers/models.py [--only NAME]
 
-Each model comes from a package of others, or is an example of Equinox' or diffrax' documentation,
-rewritten shortly. None has annotations for functree. Each one is laid out in two ways: by
-`ft.FSDP`, and by an `ft.StateSharding` of path filters.
+Each model comes from another package, or is a shortened example from the documentation of Equinox
+or diffrax. None has annotations for functree. Each is laid out in two ways: with `ft.FSDP`, and
+with an `ft.StateSharding` of path filters.
 
-- At its full size it is planned, with the state of Adam, and nothing is allocated. This is the published size, or that
-  of the documentation; for what is only a layer or a sketch there, it is one that is worth sharding.
-- At a small size it is trained for three steps on eight simulated devices. The losses, the norms of the gradients, the
-  parameters and the state of the model have to be those of `eqx.filter_jit` on one device. Each array has to be sharded
-  as planned, and the step has to be compiled once.
+- At its full size, the model is planned with Adam's state, and nothing is allocated. The full size is the published or
+  documented size. For a mere layer or sketch, it is a size that is worth sharding.
+- At a small size, the model is trained for three steps on eight simulated devices. The losses, the norms of the
+  gradients, the parameters and the model's state must equal the results of `eqx.filter_jit` on one device. Each array
+  must be sharded as planned, and the step must compile once.
 
-The exit status is 1 if a model does something else. It takes ten minutes, is not part of CI, and
-has an environment of its own:
+The exit status is 1 if a model fails any of this. The script takes ten minutes, and is not part of
+CI. It needs its own environment:
 
     python -m venv build/models && . build/models/bin/activate
     pip install -e . jax==0.10.2 jaxlib==0.10.2 diffrax==0.7.2 equimo==1.1.0 esm2quinox==0.2.0 flowjax==19.1.2 \
@@ -30,7 +29,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads both variables once, when it starts
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
 )
@@ -57,21 +56,20 @@ try:
     from quax.examples import lora
 except ModuleNotFoundError as error:
     sys.exit(
-        f"the package {error.name} is not installed: the head of {os.path.basename(__file__)} has the command"
+        f"the package {error.name} is not installed: see the command at the top of {os.path.basename(__file__)}"
     )
 
 STEPS = 3
 BATCH = 16
 RATE = 1e-3
-# Adam divides a gradient by its size. A gradient that is zero but for rounding, as that of a bias
-# in front of a normalization, would become a full step in a random direction. With this epsilon
-# such a step stays small.
+# Adam divides a gradient by its magnitude. A gradient may be zero except for rounding, such as the
+# gradient of a bias before a normalization. It would become a full step in a random direction. This
+# epsilon keeps such a step small.
 TX = optax.adamw(RATE, eps=1e-4)
-# On several devices sums have another order, so values are equal but for rounding: here to about
-# 1e-6. A step that is wrong, such as one with the gradient of a part of the batch, moves parameters
-# elsewhere by a good part of the distance that training moves them, which is up to STEPS * RATE.
-# One hundredth of this distance is allowed. Adam hides a gradient that is a multiple of the right
-# one, so the norms of the gradients are compared as well.
+# On several devices, sums have a different order, so values differ by rounding: here by about 1e-6.
+# Training moves parameters by up to STEPS * RATE. A wrong step, such as a gradient of only a part of
+# the batch, misses by a large part of this distance. One hundredth of the distance is allowed. Adam
+# hides gradients with a wrong factor, so the norms of the gradients are compared too.
 TOLERANCE = 0.01 * STEPS * RATE
 
 FULL_MESH = {"data": 8, "model": 4}
@@ -83,21 +81,21 @@ MakeBatch = Callable[[jax.Array], Batch]
 
 
 class Example(NamedTuple):
-    """A model of others, and how it is trained.
+    """A model from another package, and its training.
 
     Attributes:
-        name: what `--only` selects by.
-        package: the distribution that the model is from.
+        name: the name that `--only` searches.
+        package: the distribution that has the model.
         make: (whether it has its full size, a key) -> the model; a pair with an `eqx.nn.State` if
             it has one.
         loss: (model, *batch) -> the loss; for a model with state, (model, state, *batch) -> (loss,
             state).
         batch: a key -> the arrays of a batch for the small size.
         filters: path filters -> specs over the mesh axis `model`; everything else is replicated.
-        needed: what a user has to write for this model besides the filters.
+        needed: the code that this model needs besides the filters.
         trained: a filter for the parameters that are trained.
-        plain_trained: the same for `eqx.partition`: a model -> whether each leaf is trained.
-        traceable: whether the model can be made under `jax.jit`, and so by `ft.init`.
+        plain_trained: this filter for `eqx.partition`: a model -> whether each leaf is trained.
+        traceable: whether the model can be made under `jax.jit`, and thus by `ft.init`.
     """
 
     name: str
@@ -112,7 +110,7 @@ class Example(NamedTuple):
     traceable: bool = True
 
 
-# --- Batches and losses that several models have.
+# --- Batches and losses that several models share.
 
 
 def images(channels: int, size: int, classes: int) -> MakeBatch:
@@ -135,7 +133,7 @@ def vectors(inputs: int, outputs: int) -> MakeBatch:
 
 
 def series(size: int) -> MakeBatch:
-    """Random walks, each with a label."""
+    """Draw random walks, each with a label."""
 
     def batch(key: jax.Array) -> Batch:
         walks = jnp.cumsum(0.1 * jax.random.normal(key, (BATCH, 10, size)), axis=1)
@@ -145,7 +143,7 @@ def series(size: int) -> MakeBatch:
 
 
 def with_keys(make: MakeBatch) -> MakeBatch:
-    """A batch with a key for each of its elements, for dropout."""
+    """Make a batch with a key for each of its elements, for dropout."""
     return lambda key: (*make(key), jax.random.split(key, BATCH))
 
 
@@ -169,7 +167,7 @@ def squared_error(model: Any, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.mean((jax.vmap(model)(x) - y) ** 2)
 
 
-# --- Models of packages.
+# --- Models from packages.
 
 
 def make_dino(full: bool, key: jax.Array) -> Any:
@@ -203,8 +201,7 @@ def make_mamba(full: bool, key: jax.Array) -> Any:
 
 
 def make_clip(full: bool, key: jax.Array) -> Any:
-    # The resolution, the size of a patch, the width, the layers, the heads and the size of the
-    # result.
+    # The resolution, the patch size, the width, the layers, the heads and the size of the result.
     return VisionTransformer(
         *((224, 14, 1024, 24, 16, 768) if full else (16, 4, 64, 2, 4, 16)), key=key
     )
@@ -280,7 +277,7 @@ def low_rank(model: Any) -> Any:
     return jax.tree_util.tree_map_with_path(trained, model)
 
 
-# --- Examples of diffrax' documentation.
+# --- Examples from the documentation of diffrax.
 
 
 class VectorField(eqx.Module):
@@ -340,15 +337,15 @@ class NeuralCDE(eqx.Module):
         ts = jnp.linspace(0.0, 1.0, len(xs))
         control = diffrax.CubicInterpolation(ts, diffrax.backward_hermite_coefficients(ts, xs))
         term = diffrax.ControlTerm(self.field, control).to_ode()
-        # The example has adaptive steps. With these, the model itself is not continuous: inputs
-        # that differ by 1e-7 have another number of steps, and results that differ by 1e-2.
+        # The example uses adaptive steps, which make the model discontinuous. Inputs that differ by
+        # 1e-7 take different numbers of steps, and the results differ by 1e-2.
         solution = diffrax.diffeqsolve(
             term, diffrax.Tsit5(), 0.0, 1.0, 0.05, self.initial(control.evaluate(0.0))
         )
         return self.linear(solution.ys[-1])[0]
 
 
-# --- Examples of Equinox' documentation.
+# --- Examples from the documentation of Equinox.
 
 
 class CNN(eqx.Module):
@@ -441,7 +438,7 @@ def bert_loss(model: Any, x: jax.Array, keys: jax.Array) -> jax.Array:
 
 
 class Mixer(eqx.Module):
-    """The MLP-mixer of the example of score-based diffusion. Its `t1` is a Python number."""
+    """The MLP-mixer from the score-based diffusion example, whose `t1` is a Python number."""
 
     conv_in: eqx.nn.Conv2d
     conv_out: eqx.nn.ConvTranspose2d
@@ -473,7 +470,7 @@ def make_mixer(full: bool, key: jax.Array) -> Any:
 
 
 class Block(eqx.Module):
-    """A residual block of the U-Net, with linear attention or without."""
+    """A residual block of the U-Net, with or without linear attention."""
 
     time: eqx.nn.Linear
     norms: list[eqx.nn.GroupNorm]
@@ -672,9 +669,9 @@ def discriminator_loss(
     return optax.sigmoid_binary_cross_entropy(logits, labels.astype(float)).mean(), state
 
 
-# --- The table of the models. The weight of a layer of Equinox has the dimensions (out, in), and
-# that of a convolution those of the window behind them. Layers that `eqx.filter_vmap` made have one
-# more dimension in front.
+# --- The table of the models. An Equinox layer's weight has the dimensions (out, in). A
+# convolution's weight has the window's dimensions after these. Layers made by `eqx.filter_vmap` have
+# one more leading dimension.
 
 OUT, IN = ft.P("model"), ft.P(None, "model")
 STACKED_OUT, STACKED_IN = ft.P(None, "model"), ft.P(None, None, "model")
@@ -732,7 +729,7 @@ EXAMPLES = (
     Example(
         "MAF of 10 × 1024", "flowjax", make_flow, flow_loss, vectors(8, 8),
         {"**.layers.2.weight.**": STACKED_IN, "**.layers.*.weight.**": STACKED_OUT},
-        "wrt= without paramax.NonTrainable; made outside of ft.init and ft.abstract, as it closes over arrays",
+        "wrt= without paramax.NonTrainable; made outside ft.init and ft.abstract, as it closes over arrays",
         trained=ft.is_trainable & ~ft.under(paramax.NonTrainable),
         plain_trained=not_frozen,
         traceable=False,
@@ -804,13 +801,12 @@ EXAMPLES = (
 # fmt: on
 
 
-# --- The same steps, unsharded and on a mesh.
+# --- The steps, on one device and on a mesh.
 
 
 def layouts(example: Example, full: bool) -> dict[str, tuple[Any, ft.P]]:
-    """The layouts of a model by name, each with the spec of a batch."""
-    # The default of `min_size` is right for the full sizes; it would leave every array of a small
-    # model whole.
+    """Return the layouts of a model by name, each with the spec of a batch."""
+    # The default of `min_size` fits the full sizes. It would replicate every array of a small model.
     fsdp = ft.FSDP(("data", "model")) if full else ft.FSDP(("data", "model"), min_size=2**6)
     by_path = ft.StateSharding({**example.filters, ...: ft.P()})
     return {"FSDP": (fsdp, ft.P(("data", "model"))), "filters": (by_path, ft.P("data"))}
@@ -821,8 +817,10 @@ def model_and_state(made: Any) -> tuple[Any, Any]:
 
 
 def loss_and_state(example: Example) -> Callable[..., tuple[jax.Array, Any]]:
-    """The loss as a function of (model, state, *batch); the state is None for a model without
-    state."""
+    """Return the loss as a function of (model, state, *batch).
+
+    The state is None for a model without state.
+    """
 
     def loss(model: Any, state: Any, *batch: jax.Array) -> tuple[jax.Array, Any]:
         return (
@@ -839,14 +837,17 @@ def batches(example: Example) -> list[Batch]:
 
 
 def values(tree: Any) -> dict[str, np.ndarray]:
-    """The arrays of a tree by path."""
+    """Return the arrays of a tree by path."""
     found = jax.tree_util.tree_leaves_with_path(eqx.filter(tree, eqx.is_array))
     return {jax.tree_util.keystr(keys): np.asarray(x, np.float64) for keys, x in found}
 
 
 def plain_steps(example: Example) -> dict[str, np.ndarray]:
-    """The losses, the norms of the gradients, the model and its state, after steps in plain JAX and
-    Equinox."""
+    """Run the steps in plain JAX and Equinox.
+
+    Returns:
+        The losses, the norms of the gradients, the model and its state.
+    """
     make = eqx.filter_jit(example.make) if example.traceable else example.make
     model, state = model_and_state(make(False, jax.random.key(0)))
     trained, frozen = eqx.partition(model, example.plain_trained(model))
@@ -870,7 +871,7 @@ def plain_steps(example: Example) -> dict[str, np.ndarray]:
         trained, state, opt_state, loss_and_norm = step(trained, state, opt_state, batch)
         losses.append(loss_and_norm)
     if max(np.max(np.abs(x - before[path])) for path, x in values(trained).items()) < RATE:
-        raise ValueError("the steps hardly change the model, so that nothing is tested")
+        raise ValueError("the steps hardly change the model, so the comparison tests nothing")
     return values({"losses": losses, "model": eqx.combine(trained, frozen), "state": state})
 
 
@@ -882,7 +883,7 @@ def training_state(
 
 
 def described(example: Example, full: bool) -> ft.TrainState[Any]:
-    """A training state of `jax.ShapeDtypeStruct`s."""
+    """Create a training state of `jax.ShapeDtypeStruct`s."""
     if example.traceable:
         return ft.abstract(lambda key: training_state(example, full, key))(jax.random.key(0))
     model = eqx.filter_eval_shape(lambda key: example.make(full, key), jax.random.key(0))
@@ -890,7 +891,7 @@ def described(example: Example, full: bool) -> ft.TrainState[Any]:
 
 
 def placed(example: Example, layout: Any, mesh: jax.sharding.Mesh) -> ft.TrainState[Any]:
-    """The training state of the small size, sharded."""
+    """Create the sharded training state of the small size."""
     if example.traceable:
         return ft.init(lambda key: training_state(example, False, key), layout, mesh)(
             jax.random.key(0)
@@ -901,8 +902,11 @@ def placed(example: Example, layout: Any, mesh: jax.sharding.Mesh) -> ft.TrainSt
 def sharded_steps(
     example: Example, layout: Any, spec: ft.P, mesh: Any
 ) -> tuple[ft.TrainState[Any], list[Any], int]:
-    """The training state, the losses and norms of the same steps on a mesh, and how often the step
-    was compiled."""
+    """Run the steps on a mesh.
+
+    Returns:
+        The training state, the losses and norms, and the number of compilations.
+    """
 
     @ft.jit(rules=layout, donate="ts")
     def step(ts: ft.TrainState[Any], batch: Batch) -> tuple[ft.TrainState[Any], Batch]:
@@ -917,18 +921,18 @@ def sharded_steps(
     return ts, losses, len(step.compilations)
 
 
-# --- What is checked and printed.
+# --- The checks and the output.
 
 
 class Result(NamedTuple):
-    """What was found of a model with one layout.
+    """The results of a model with one layout.
 
     Attributes:
         parameters: the number of its parameters at the full size.
-        bytes_per_device: of the training state at the full size.
-        difference: the largest one from plain Equinox.
+        bytes_per_device: the bytes of the training state per device, at the full size.
+        difference: the largest difference from plain Equinox.
         compilations: the number of compilations of the step.
-        problems: what the model does that it should not.
+        problems: the failed checks.
     """
 
     parameters: int
@@ -939,10 +943,13 @@ class Result(NamedTuple):
 
 
 def largest_difference(expected: dict[str, np.ndarray], found: dict[str, np.ndarray]) -> float:
-    """The largest difference of two values with the same path; of values over one, relatively."""
+    """Return the largest difference between values with the same path.
+
+    It is relative for values above one.
+    """
     if expected.keys() != found.keys():
         raise ValueError(
-            f"one has arrays that the other lacks: {sorted(expected.keys() ^ found.keys())}"
+            f"arrays with these paths exist on one side only: {sorted(expected.keys() ^ found.keys())}"
         )
     return max(
         float(np.max(np.abs(x - found[path]) / np.maximum(1, np.abs(x))))
@@ -951,7 +958,7 @@ def largest_difference(expected: dict[str, np.ndarray], found: dict[str, np.ndar
 
 
 def misplaced(ts: ft.TrainState[Any], plan: ft.Plan, mesh: jax.sharding.Mesh) -> list[str]:
-    """What to say of the arrays that are not sharded as planned."""
+    """Describe the arrays that are not sharded as planned."""
     found = []
     for row, x in zip(plan.rows, jax.tree.leaves(eqx.filter(ts, eqx.is_array)), strict=True):
         planned = jax.sharding.NamedSharding(mesh, row.spec)
@@ -965,7 +972,7 @@ def is_parameter(x: Any) -> bool:
 
 
 def check(example: Example, name: str, expected: dict[str, np.ndarray]) -> Result:
-    """What is found of a model with the layout of this name."""
+    """Check a model with the layout of this name."""
     full, mesh = described(example, True), ft.make_mesh(**SMALL_MESH)
     full_plan = ft.plan(full, layouts(example, True)[name][0], FULL_MESH)
     layout, spec = layouts(example, False)[name]
@@ -988,14 +995,14 @@ def check(example: Example, name: str, expected: dict[str, np.ndarray]) -> Resul
 
 
 def check_all(example: Example) -> tuple[list[Result], list[str]]:
-    """The results for each layout, and what went wrong."""
+    """Check a model with each layout, and return the results and the problems."""
     results, problems = [], []
     try:
         expected = plain_steps(example)
         for name in LAYOUTS:
             results.append(check(example, name, expected))
             problems += [f"{name}: {problem}" for problem in results[-1].problems]
-    except Exception as error:  # the other models are to be tested all the same
+    except Exception as error:  # the other models must still be tested
         traceback.print_exc()
         first_line = str(error).partition("\n")[0]
         problems.append(f"{type(error).__name__}: {first_line}")
@@ -1007,7 +1014,7 @@ HEAD = ("model", "package", "parameters", "FSDP", "filters", "differs", "compile
 
 
 def row(example: Example, results: list[Result]) -> str:
-    """The line of a model in the table."""
+    """Format the row of a model in the table."""
     needs = "; ".join([f"{len(example.filters)} path filters", *filter(None, [example.needed])])
     package = f"{example.package} {importlib.metadata.version(example.package)}"
     if len(results) < len(LAYOUTS):
@@ -1026,19 +1033,17 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--only", default="", metavar="NAME", help="the models whose name has this in it"
+        "--only", default="", metavar="NAME", help="run only models whose name contains this"
     )
     only = parser.parse_args().only.lower()
     chosen = [example for example in EXAMPLES if only in example.name.lower()]
     if not chosen:
         parser.error(
-            f"no model has {only} in its name; there are {', '.join(example.name for example in EXAMPLES)}"
+            f"no model has {only} in its name; the models are {', '.join(example.name for example in EXAMPLES)}"
         )
+    print(f"FSDP, filters: MiB per device of {FULL_MESH} at the full size, with Adam's state.")
     print(
-        f"FSDP, filters: MiB on each device of {FULL_MESH} at the full size, with the state of Adam."
-    )
-    print(
-        "differs: by how much at most from plain Equinox. compiled: how often, for each layout.\n"
+        "differs: the largest difference from plain Equinox. compiled: compilations per layout.\n"
     )
     print(COLUMNS.format(*HEAD), flush=True)
     wrong = []

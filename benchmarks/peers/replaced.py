@@ -1,11 +1,14 @@
-"""A module of a peer in which some functions are ours; functree itself uses the real one."""
+"""`replaced` copies a peer's module with some of functree's functions in it.
+
+functree itself uses the real module.
+"""
 
 from types import ModuleType
 from typing import Any
 
 
 def replaced(real: ModuleType, **ours: Any) -> Any:
-    """A module with the attributes of another one, but for ours."""
+    """Return a module with the attributes of `real`, except for the given ones."""
     made: Any = ModuleType(real.__name__)
     made.__getattr__ = lambda name: getattr(real, name)
     vars(made).update(ours)

@@ -1,5 +1,7 @@
-"""`eqx.filter_jit` by `ft.jit`, with the names and the habits of equinox: what the tests of equinox
-import."""
+"""This module has `eqx.filter_jit` built on `ft.jit`, which the tests of equinox import.
+
+It keeps equinox's names and conventions.
+"""
 
 import inspect
 from typing import Any
@@ -13,7 +15,7 @@ __all__ = ["eqx", "equinox", "filter_jit"]
 
 
 def _donated(fun: Any, donate: str) -> Any:
-    """The parameters that `donate="all"`, `"all-except-first"` and `"none"` mean."""
+    """Return the parameters for `donate="all"`, `"all-except-first"` and `"none"`."""
     if donate in ("all", "warn"):
         return ...
     if donate in ("all-except-first", "warn-except-first"):

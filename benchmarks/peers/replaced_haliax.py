@@ -1,5 +1,7 @@
-"""`haliax.named_jit` by `ft.jit`, with the names and the habits of haliax: what the tests of haliax
-import."""
+"""This module has `haliax.named_jit` built on `ft.jit`, which the tests of haliax import.
+
+It keeps haliax's names and conventions.
+"""
 
 import contextlib
 import functools
@@ -24,8 +26,10 @@ def named_jit(
     donate_kwargs: Any = None,
     **options: Any,
 ) -> Any:
-    """The function in haliax' own axis mapping, which lays its arguments and its result out by
-    constraints."""
+    """Compile a function under haliax's own axis mapping.
+
+    The mapping constrains the arguments and the result.
+    """
     if fun is None:
         return functools.partial(
             named_jit,
@@ -52,7 +56,7 @@ def named_jit(
     return ft.jit(body, donate=... if donate_args is True else donated, **options)
 
 
-# The deprecated `with mesh:` is `with jax.set_mesh(mesh):`, which haliax knows too.
+# `with jax.set_mesh(mesh):`, which haliax supports too, replaces the deprecated `with mesh:`.
 CURRENT: list[Any] = []
 
 

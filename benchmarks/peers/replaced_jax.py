@@ -1,5 +1,7 @@
-"""`jax.jit` and `pjit` by `ft.jit`, with the names and the habits of jax: what the tests of jax
-import."""
+"""This module has `jax.jit` and `pjit` built on `ft.jit`, which the tests of jax import.
+
+It keeps jax's names and conventions.
+"""
 
 import functools
 import inspect
@@ -16,7 +18,7 @@ import functree as ft
 __all__ = ["jax", "jit", "pjit"]
 
 NUMBERS = bool | int | float | complex
-# What the deprecated `with mesh:` has entered. It is given to `ft.jit` as `mesh=`.
+# The meshes that the deprecated `with mesh:` has entered. `ft.jit` gets the last one as `mesh=`.
 ENTERED: list[Any] = []
 
 
@@ -27,12 +29,12 @@ def _several(which: Any) -> tuple[Any, ...]:
 
 
 def _traced(tree: Any) -> Any:
-    """Python's numbers as arrays: they are traced by `jax.jit`, and static in `ft.jit`."""
+    """Turn Python numbers into arrays, because `jax.jit` traces them and `ft.jit` does not."""
     return real.tree.map(lambda x: jnp.asarray(x) if isinstance(x, NUMBERS) else x, tree)
 
 
 class Stage:
-    """What `trace`, `lower` and `compile` return, which may be called with Python's numbers."""
+    """A result of `trace`, `lower` or `compile` that accepts Python numbers in calls."""
 
     def __init__(self, stage: Any):
         self._stage = stage
@@ -48,7 +50,7 @@ class Stage:
 
 
 class Replaced:
-    """A function by `ft.jit`. Python's numbers are traced, as by `jax.jit`."""
+    """A function compiled by `ft.jit` that traces Python numbers, like `jax.jit`."""
 
     def __init__(self, fun: Callable[..., Any], options: dict[str, Any]):
         self._given, self._options = fun, options

@@ -1,11 +1,10 @@
-"""The same model and training step in functree and in four others, side by side: writes the tables
-of the documentation's page.
+"""This benchmark compares one model and training step in functree and four other libraries.
 
-    python benchmarks/peers/side_by_side              # into the folder of this file
-    python benchmarks/peers/side_by_side --rounds 20  # fewer rounds of the clock
+    python benchmarks/peers/side_by_side              # Writes the tables into this folder.
+    python benchmarks/peers/side_by_side --rounds 20  # Measures fewer rounds.
 
-The others are the extra `bench`. `test_side_by_side.py` holds the tables to what the programs do,
-apart from the times.
+The extra `bench` has the other libraries. `test_side_by_side.py` checks the tables against the
+programs, except for the times.
 """
 
 import argparse
@@ -16,7 +15,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parents[2]), str(HERE.parents[1])]
-os.environ["JAX_PLATFORMS"] = "cpu"  # both are read when jax starts
+os.environ["JAX_PLATFORMS"] = "cpu"  # JAX reads both variables once
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "")
     + " --xla_force_host_platform_device_count=8"
@@ -37,15 +36,15 @@ from tables import said_table  # noqa: E402
 
 
 def when_and_where() -> str:
-    """The versions, the machine and the date."""
+    """Return the versions, the machine and the date."""
     where = machine("jax", "equinox", "flax", "haliax", "optax")
     return f"On 8 simulated devices. {where}; {datetime.date.today():%Y-%m-%d}."
 
 
 def time_table(found: dict[str, float]) -> list[str]:
-    """The rows of the table of lines and times."""
+    """Return the rows of the table of lines and times."""
     rows = [
-        "| | lines | µs for a call | × `jax.jit` |",
+        "| | lines | µs per call | × `jax.jit` |",
         "|---|--:|--:|--:|",
     ]
     counted = {name: str(lines(name)) for name in LIBRARIES}
@@ -66,7 +65,7 @@ def main() -> None:
         description=__doc__, formatter_class=shown
     )
     parser.add_argument(
-        "--rounds", type=int, default=400, help="rounds of the clock"
+        "--rounds", type=int, default=400, help="rounds of measurement"
     )
     options = parser.parse_args()
     found = {

@@ -1,5 +1,7 @@
-"""Programs that do the same with different libraries ─► what they compute, what each says of five
-mistakes, and how long a call takes."""
+"""This module runs one program in five libraries.
+
+It returns their results, their messages about five mistakes, and the times of their calls.
+"""
 
 import functools
 import gc
@@ -32,19 +34,19 @@ MISTAKES = {
     "misspelled": "a misspelled name, `hiden`",
     "indivisible": "250 hidden units over 4 devices",
     "missing": "no rule for `hidden`",
-    "wrong_path": "a path that is in no model, `upp`",
-    "number": "a Python number that is another one in each of 3 calls",
+    "wrong_path": "a path that matches nothing, `upp`",
+    "number": "a new Python number in each of 3 calls",
 }
 CACHED = "Flax NNX, `nnx.cached_partial`"
 FLOOR = "`jax.jit` on a flat list"
-SIZES = {(64, 256), (256, 16)}  # of the two parameters
+SIZES = {(64, 256), (256, 16)}  # the shapes of the two parameters
 
 
 class Run(NamedTuple):
-    """What a program has computed.
+    """The results of a program.
 
     Attributes:
-        losses: of the first steps.
+        losses: the losses of the first steps.
         shards: the shape of each parameter on one device.
     """
 
@@ -61,7 +63,7 @@ def mesh() -> Mesh:
 
 @contextmanager
 def as_a_program() -> Iterator[Mesh]:
-    """JAX's own settings, and the mesh, as the programs find them."""
+    """Set JAX's default settings and the mesh, as in a user's program."""
     with (
         warnings.catch_warnings(),
         jax.numpy_dtype_promotion("standard"),
@@ -75,14 +77,13 @@ def as_a_program() -> Iterator[Mesh]:
 @functools.cache
 def program(library: str) -> ModuleType:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # those of the libraries themselves
+        # The libraries themselves raise warnings.
+        warnings.simplefilter("ignore")
         return importlib.import_module(f"with_{library}")
 
 
 def lines(library: str) -> int:
-    """The lines of a program as `ruff format` leaves it, without empty ones and comments."""
+    """Count a program's lines after `ruff format`, without empty lines and comments."""
     text = (HERE / f"with_{library}.py").read_text(encoding="utf-8")
     shown = re.search(r"(?s)\[start:program\](.*?)# --8<-- \[end", text)
     assert shown is not None
@@ -98,7 +99,7 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_the_same(state: Any) -> Any:
-    """The state with the same parameters, whatever the library has drawn."""
+    """Replace a state's parameters with values that all libraries share."""
 
     def of(leaf: Any) -> Any:
         if getattr(leaf, "shape", None) not in SIZES or not jnp.any(
@@ -114,7 +115,7 @@ def from_the_same(state: Any) -> Any:
 
 
 def trained(library: str, steps: int = 4) -> Run:
-    """What the program of a library computes."""
+    """Train with a library's program, and return its results."""
     module, losses = program(library), []
     with as_a_program() as devices:
         state = from_the_same(module.create(devices, jax.random.key(0)))
@@ -126,7 +127,7 @@ def trained(library: str, steps: int = 4) -> Run:
 
 
 def shards(tree: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
-    """The shape on one device of each matrix."""
+    """Return the shape of each matrix on one device."""
     arrays = [
         leaf
         for leaf in jax.tree.leaves(tree)
@@ -139,8 +140,10 @@ def shards(tree: Any) -> dict[tuple[int, ...], tuple[int, ...]]:
 
 
 def said(library: str, mistake: str) -> str:
-    """What a library says of a mistake: the class and the text of its error, a warning, or what it
-    does without a word."""
+    """Return a library's message about a mistake.
+
+    It is an error's class and text, or a warning. Without a message, it describes the behavior.
+    """
     if mistake == "number":
         return _of_a_number(program(library))
     with as_a_program() as devices:
@@ -149,10 +152,8 @@ def said(library: str, mistake: str) -> str:
         )
         try:
             result = call()
-        except (
-            ValueError,
-            AttributeError,
-        ) as error:  # of which functree's errors are subclasses
+        # functree's errors are subclasses of ValueError.
+        except (ValueError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
     return _in_silence(shards(result), mistake)
 
@@ -169,13 +170,13 @@ def _in_silence(
     found: dict[tuple[int, ...], tuple[int, ...]], mistake: str
 ) -> str:
     if mistake == "wrong_path":
-        return "nothing: all parameters are trained"
+        return "no message: all parameters are trained"
     whole = [shape for shape, shard in found.items() if shape == shard]
-    return f"nothing: {len(whole)} of {len(found)} matrices are whole on each device"
+    return f"no message: {len(whole)} of {len(found)} matrices replicated"
 
 
 def _of_a_number(module: ModuleType) -> str:
-    """How often a function is compiled for three Python numbers, and what is said of it."""
+    """Count the compilations for three Python numbers, and return the count and the warning."""
     with as_a_program(), warnings.catch_warnings(record=True) as caught:
         x = jnp.ones(2)
         warnings.simplefilter("always")
@@ -188,12 +189,12 @@ def _of_a_number(module: ModuleType) -> str:
         if "compiles" in str(one.message)
     ]
     often = f"{len(counted)} compilation{'s' if len(counted) > 1 else ''}"
-    return f"{often}; {words[0] if words else 'nothing is said'}"
+    return f"{often}; {words[0] if words else 'no message'}"
 
 
 @contextmanager
 def compilations() -> Iterator[list[float]]:
-    """The seconds of each program that is compiled inside."""
+    """Collect the compile time, in seconds, of each program compiled in this context."""
     found: list[float] = []
 
     def listen(event: str, seconds: float, **_: Any) -> None:
@@ -208,10 +209,10 @@ def compilations() -> Iterator[list[float]]:
 
 
 def times(rounds: int) -> dict[str, float]:
-    """Microseconds of a step until the call returns, the lower quartile of interleaved rounds.
+    """Return the microseconds until a step's call returns, as the lower quartile of all rounds.
 
-    Each program has its own state. All run in turn, in another order each round, so that a busy
-    machine slows all of them. The clock does not run while the devices finish.
+    Each program has its own state. All run in turn, in a new order each round, so that a busy
+    machine slows all of them. The clock stops before the devices finish.
     """
     with as_a_program() as devices:
         calls = {
@@ -239,7 +240,7 @@ def times(rounds: int) -> dict[str, float]:
 
 
 def _stepper(module: ModuleType, devices: Mesh) -> Callable[[], Any]:
-    """A call of the next step, which gives its loss."""
+    """Return a function that runs the next step and returns its loss."""
     state = module.create(devices, jax.random.key(0))
     placed = module.place(devices, *batch())
 
@@ -252,7 +253,7 @@ def _stepper(module: ModuleType, devices: Mesh) -> Callable[[], Any]:
 
 
 def _cached(devices: Mesh) -> Callable[[], Any]:
-    """The step of NNX with its arguments bound once, as its guide advises for loops."""
+    """Return NNX's step with its arguments bound once, as its guide recommends for loops."""
     module = program("nnx")
     state = module.create(devices, jax.random.key(0))
     bound = module.nnx.cached_partial(module.update, *state)
@@ -260,7 +261,7 @@ def _cached(devices: Mesh) -> Callable[[], Any]:
 
 
 def _floor(devices: Mesh) -> Callable[[], Any]:
-    """The same step by `jax.jit` alone, on a flat list of donated arrays."""
+    """Return the step compiled by `jax.jit` alone, on a flat list of donated arrays."""
     module = program("equinox")
     placed = module.place(devices, *batch())
     leaves, treedef = jax.tree.flatten(

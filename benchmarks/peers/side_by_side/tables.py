@@ -1,20 +1,20 @@
-"""What each library says of each mistake ─► the lines of the page's table."""
+"""`said_table` turns each library's messages about each mistake into tables."""
 
 import re
 
 from side_by_side import LIBRARIES, MISTAKES
 
-_LONGEST = 240  # characters of a message in a cell
+_LONGEST = 200  # characters of a message in a cell
 
 
 def said_table(found: dict[str, dict[str, str]]) -> list[str]:
-    """A heading for each mistake, and a row for each library."""
+    """Return a table for each mistake, with a row for each library."""
     rows: list[str] = []
     for mistake, what in MISTAKES.items():
         rows += [
             f"### {what[0].upper()}{what[1:]}",
             "",
-            "| | says |",
+            "| | message |",
             "|---|---|",
         ]
         rows += [
@@ -26,7 +26,7 @@ def said_table(found: dict[str, dict[str, str]]) -> list[str]:
 
 
 def cell(message: str) -> str:
-    """A message on one line, its end cut off, with what Markdown would read as its own escaped."""
+    """Return a message on one line, truncated, with Markdown's characters escaped."""
     line = (
         re.sub(r"\s+", " ", message)
         .replace("|", "\\|")
@@ -36,6 +36,6 @@ def cell(message: str) -> str:
     if len(line) <= _LONGEST:
         return line
     begin = line[:_LONGEST].rsplit(" ", 1)[0]
-    if begin.count("`") % 2:  # the end of this code is cut off
+    if begin.count("`") % 2:  # the cut is within inline code
         begin = begin[: begin.rindex("`")].rstrip()
     return f"{begin} …"

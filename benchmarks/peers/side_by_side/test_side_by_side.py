@@ -1,7 +1,6 @@
-"""The programs of the documentation's comparison: all compute the same, and the tables of the page
-say what they do.
+"""The programs of the documentation's comparison compute the same, and the tables match them.
 
-They need the extra `bench`, which `.ci/run` has.
+They need the extra `bench`, which `.ci/run` installs.
 """
 
 import re
@@ -15,7 +14,7 @@ from tables import said_table
 
 HERE = Path(__file__).parent
 
-# Of the libraries, when they are imported and when they run.
+# The libraries raise these warnings when they are imported and when they run.
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::UserWarning"
 )

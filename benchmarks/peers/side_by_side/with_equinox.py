@@ -1,5 +1,4 @@
-"""The model and the training step of the comparison, with Equinox and JAX
-by hand."""
+"""This program has the model and training step in plain Equinox and JAX."""
 
 # --8<-- [start:program]
 import equinox as eqx

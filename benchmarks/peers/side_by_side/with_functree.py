@@ -1,4 +1,4 @@
-"""The model and the training step of the comparison, with functree."""
+"""This program has the model and training step in functree."""
 
 # --8<-- [start:program]
 import equinox as eqx

@@ -1,4 +1,4 @@
-"""The model and the training step of the comparison, with haliax."""
+"""This program has the model and training step in haliax."""
 
 # --8<-- [start:program]
 import equinox as eqx

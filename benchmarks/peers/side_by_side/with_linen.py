@@ -1,4 +1,4 @@
-"""The model and the training step of the comparison, with Flax Linen."""
+"""This program has the model and training step in Flax Linen."""
 
 # --8<-- [start:program]
 import functools

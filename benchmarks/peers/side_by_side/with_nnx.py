@@ -1,4 +1,4 @@
-"""The model and the training step of the comparison, with Flax NNX."""
+"""This program has the model and training step in Flax NNX."""
 
 # --8<-- [start:program]
 import jax
@@ -72,7 +72,7 @@ def update(model, optimizer, x, labels):
 
 
 def step(state, x, labels):
-    return state, update(*state, x, labels)  # changed in place
+    return state, update(*state, x, labels)  # updated in place
 
 
 # --8<-- [end:program]
