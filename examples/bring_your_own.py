@@ -10,8 +10,8 @@ results. `ft.jit` takes modules as arguments.
 import os
 import sys
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, during
-# its import.
+# Simulate 8 devices on the CPU, so that this runs anywhere. Both variables must be set before JAX is
+# imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (

@@ -8,7 +8,7 @@ around it (`Partitioned`, `LogicallyPartitioned`). functree reads them from the 
 module's fields, so parameters are plain arrays.
 """
 
-# %% [1] Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
+# %% [1] Simulate 8 devices on the CPU. Both variables must be set before JAX is imported.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -214,7 +214,7 @@ show("[30] annotations are logical, not mesh-specific", logical_axes.w1)
 logical_plan = ft.plan(logical_abstract, rules, mesh)
 show("[31] the plan is mesh-specific", logical_plan["model.layers.0.w1"].spec)
 
-# %% [32] The shardings equal those in [13].
+# %% [32] These shardings equal the ones in [13].
 one, other = state_sharding.model.layers[0], logical_plan.shardings.model.layers[0]
 assert (one.w1, one.w2) == (other.w1, other.w2)
 

@@ -8,7 +8,7 @@ immutable, so functions take state and return the new state. Arrays are plain JA
 annotations name their axes.
 """
 
-# %% [1-7] Setup. Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
+# %% [1-7] Setup. Simulate 8 devices on the CPU. Set both variables before importing JAX.
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -67,7 +67,7 @@ counts[10] = int(count)
 counts[11] = int(count)
 show("[10, 11] the counter after each call", (counts[10], counts[11]))
 
-# %% [12, 13] Nothing needs unbinding and freezing. `make_state` has moved the values out, and only
+# %% [12, 13] Nothing needs unbinding or freezing. `make_state` has moved the values out, and only
 # slots remain in the model.
 show("[12] model_with_slots", model.layers[1])
 show("[13] frozen_vars", state)

@@ -10,7 +10,7 @@ and the mesh of its docstring.
 
 import os
 
-# Simulate 8 devices on the CPU. JAX reads both variables once, during its import.
+# Simulate 8 devices on the CPU. Both variables must be set before JAX is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (

@@ -15,8 +15,8 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-# Simulate 8 devices on the CPU, so that this runs anywhere. JAX reads both variables once, during
-# its import.
+# Simulate 8 devices on the CPU, so that this runs anywhere. Both variables must be set before JAX is
+# imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if "device_count" not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = (

@@ -154,7 +154,7 @@ def train(folder, steps, batch, every, **sizes):
     mesh, tx = ft.make_mesh(**sizes), optimizer(steps)
     data, valid = draw(1, 10_000), draw(2, 1_000)
     rows = batches(data, batch)
-    # With a different number of processes, `rows` has other rows.
+    # The saved position depends on the number of processes.
     run = {"steps": steps, "batch": batch}
     run["processes"] = jax.process_count()
 
@@ -198,7 +198,7 @@ def main():
     add("--folder", default="run", help="folder for checkpoints")
     add("--steps", type=int, default=200, help="steps of the whole run")
     add("--batch", type=int, default=64, help="rows per step")
-    add("--every", type=int, default=25, help="steps between saves")
+    add("--every", type=int, default=25, help="steps per log line and save")
     add("--data", type=int, default=devices, help="size of the mesh axis")
     add("--model", type=int, default=1, help="size of the mesh axis")
     options = parser.parse_args()

@@ -13,7 +13,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-# JAX reads both variables once, during its import.
+# Both variables must be set before JAX is imported.
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 if not re.search("device_count", os.environ.get("XLA_FLAGS", "")):
     os.environ["XLA_FLAGS"] = (

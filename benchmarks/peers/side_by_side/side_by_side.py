@@ -152,7 +152,7 @@ def said(library: str, mistake: str) -> str:
         )
         try:
             result = call()
-        # functree's errors are subclasses of ValueError.
+        # functree raises subclasses of ValueError here.
         except (ValueError, AttributeError) as error:
             return f"{type(error).__name__}: {error}"
     return _in_silence(shards(result), mistake)
