@@ -303,7 +303,7 @@ def report(*collectives: ft.Collective, **arguments: int) -> str:
 
 def test_a_report_of_the_plan_and_the_ledger() -> None:
     page = report(moved("w", bytes=4096, count=2), m=2048)
-    assert "Each device has 2 KiB" in page and "Moved between devices" in page
+    assert "2 KiB each" in page and "Moved between devices" in page
     assert f"{MOVES}8 KiB" in page and page.count("<!doctype html>") == 1
     # What is moved for several arrays counts for none.
     both = moved("w", paths=(ft.Path("w"), ft.Path("x")), arguments=("m", "m"))

@@ -351,4 +351,4 @@ def test_wrong_arguments(name: str) -> None:
 def test_a_layout_of_another_structure_is_a_problem_of_its_row() -> None:
     ranking = explored(layouts={"three": (DATA, DATA, DATA), "tensor": TENSOR})
     assert ranking[0].layout_name == "tensor"
-    assert "layouts has 3 layouts, and apply has 2 positional" in ranking[1].problems[0].why
+    assert "layouts has 3 layouts, but apply has 2 positional" in ranking[1].problems[0].why

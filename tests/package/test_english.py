@@ -14,13 +14,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
-FLOORS = (
-    *("cli", "compiled", "explorer", "io", "nn", "optimizers"),
-    *("processes", "report", "state", "testing"),
-)
-MODULES = [
-    module for floor in FLOORS for module in sorted((ROOT / "functree" / floor).rglob("*.py"))
-]
+FOLDERS = ("benchmarks", "examples", "functree", "mkdocs_hooks")
+MODULES = [module for folder in FOLDERS for module in sorted((ROOT / folder).rglob("*.py"))]
 # Words of sentences that have to be read twice, and what takes their place in most of them.
 REFUSED = re.compile(
     r"\bthat of\b|\bthose of\b"  # the noun again

@@ -317,7 +317,9 @@ def test_signatures_have_no_private_types(folder: Path) -> None:
         for found in SIGNATURE.findall(page)
     ]
     assert any(signature.startswith("jit(\n    fun: Callable[P, T]") for signature in signatures)
-    private = [s for s in signatures if re.search(r"(?<![\w.*])_[^_\W]|Annotated", STRING.sub("", s))]
+    private = [
+        s for s in signatures if re.search(r"(?<![\w.*])_[^_\W]|Annotated", STRING.sub("", s))
+    ]
     assert private == []
 
 

@@ -244,5 +244,5 @@ def test_axis_shards_of_what_is_no_axis() -> None:
             ft.axis_shards("hidden", "embed vocab")
         with raises('"vocab" cannot be laid out', "no rule"):
             ft.axis_shards("vocab")
-        with raises("not as 3"):
+        with raises("invalid axes 3"):
             ft.axis_shards(3)  # pyright: ignore[reportArgumentType]

@@ -44,7 +44,7 @@ def test_a_mismatch_is_told_in_our_words(wrap: Callable[[Any], Any]):
     for _ in range(2):  # also of a trace that has failed before
         with pytest.raises(
             ft.AxesError,
-            match=r'(?s)^up: 1 array.*w   f32\[5, 8\].*"embed" has size 5 here, and 6 in `x`',
+            match=r'(?s)^up: annotation mismatch in 1 array.*w   f32\[5, 8\].*"embed" has size 5 here, and 6 in `x`',
         ):
             wrap(typed(up))(X, jnp.ones((5, 8)))
 

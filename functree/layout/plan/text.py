@@ -66,9 +66,8 @@ class Group(NamedTuple):
             return ""
         first, reason = self.rows[0], self.rows[0].reason
         if first.follows is not None:
-            reason = reason.replace(
-                str(first.follows), common_path([row.follows for row in self.rows if row.follows])
-            )
+            common = common_path([row.follows for row in self.rows if row.follows])
+            reason = reason.replace(f"follows {first.follows}", f"follows {common}", 1)
         axes = str(first.axes) if any(first.axes) else ""
         return ": ".join(filter(None, (axes, reason)))
 
