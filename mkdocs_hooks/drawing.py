@@ -56,11 +56,11 @@ class Drawing:
             f'class="{kind}"/>'
         )
 
-    def block(self, x: float, y: float, width: float, height: float, colour: str) -> None:
+    def block(self, x: float, y: float, width: float, height: float, color: str) -> None:
         """Draw a rectangle of one color."""
         self.add(
             f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" '
-            f'fill="{colour}"/>'
+            f'fill="{color}"/>'
         )
 
     def arrow(self, points: Iterable[tuple[float, float]]) -> None:

@@ -24,7 +24,7 @@ from jaxtyping import Array, Float
 
 import functree as ft
 from functree.compiled.table import table_rows
-from functree.report.page import HIGH, WIDE, Pictures, device_colour
+from functree.report.page import HIGH, WIDE, Pictures, device_color
 from functree.report.table import bytes_text
 
 SIZES = {"data": 2, "model": 4}
@@ -147,7 +147,7 @@ def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
     for device in range(8):
         row, column = divmod(device, 4)
         left, top = x + column * side, y + row * side
-        drawing.block(left, top, side - 3, side - 3, device_colour(device, SIZES))
+        drawing.block(left, top, side - 3, side - 3, device_color(device, SIZES))
         drawing.text(left + side / 2 - 1.5, top + side / 2 + 4, str(device), "light", "middle")
 
 
@@ -308,7 +308,7 @@ def specs_picture() -> str:
     drawing.code(24, 36, "mesh = ft.make_mesh(data=2, model=4)")
     draw_mesh(drawing, 78, 78, 42)
     drawing.text(290, 92, "Each device has a number and a color.", "muted")
-    drawing.text(290, 114, "A shard has the colours of all devices", "muted")
+    drawing.text(290, 114, "A shard has the colors of all devices", "muted")
     drawing.text(290, 136, "that keep it.", "muted")
     specs = [
         ft.P(None, None),
@@ -338,25 +338,25 @@ def draw_row(drawing: Drawing, x: float, y: float, cells: list[tuple[str, str] |
         if cell is None:
             drawing.box(left, y, 29, 24)
             continue
-        colour, text = cell
-        drawing.block(left, y, 29, 24, colour)
+        color, text = cell
+        drawing.block(left, y, 29, 24, color)
         drawing.text(left + 14.5, y + 17, text, "light", "middle")
 
 
 def collectives_picture() -> str:
     """Draw the contents of four devices before and after each kind of collective."""
     drawing = Drawing("Four collectives: what each of four devices has before and after")
-    colours = [device_colour(device, FOUR) for device in range(4)]
+    colors = [device_color(device, FOUR) for device in range(4)]
     total = "var(--bar)"
 
     def all_of(i: int) -> list[tuple[str, str] | None]:
-        return [(colours[i], f"{i}{'abcd'[part]}") for part in range(4)]
+        return [(colors[i], f"{i}{'abcd'[part]}") for part in range(4)]
 
     def only(i: int, cell: tuple[str, str]) -> list[tuple[str, str] | None]:
         return [cell if part == i else None for part in range(4)]
 
     sums: list[tuple[str, str] | None] = [(total, f"Σ{part}") for part in "abcd"]
-    parts: list[tuple[str, str] | None] = [(colours[i], "abcd"[i]) for i in range(4)]
+    parts: list[tuple[str, str] | None] = [(colors[i], "abcd"[i]) for i in range(4)]
     kinds = [
         (
             "all-reduce",
@@ -367,7 +367,7 @@ def collectives_picture() -> str:
         (
             "all-gather",
             "Each device gets the shards of all devices.",
-            [only(i, (colours[i], "abcd"[i])) for i in range(4)],
+            [only(i, (colors[i], "abcd"[i])) for i in range(4)],
             [parts] * 4,
         ),
         (
@@ -380,7 +380,7 @@ def collectives_picture() -> str:
             "all-to-all",
             "Each device sends one part to each device.",
             [all_of(i) for i in range(4)],
-            [[(colours[j], f"{j}{'abcd'[i]}") for j in range(4)] for i in range(4)],
+            [[(colors[j], f"{j}{'abcd'[i]}") for j in range(4)] for i in range(4)],
         ),
     ]
     for k, (kind, about, before, after) in enumerate(kinds):
@@ -414,17 +414,17 @@ def parallelism_picture() -> str:
         drawing.text(left + 62, 70, "batch", "muted", "middle")
         drawing.text(left + 134, 70, "model", "muted", "middle")
         for i in range(4):
-            colour = device_colour(i, FOUR)
+            color = device_color(i, FOUR)
             top = 80 + 48 * i
             drawing.text(left + 16, top + 25, str(i), "muted", "middle")
             for x, sharded, across in ((30, batch_sharded, False), (102, model_sharded, True)):
                 drawing.box(left + x, top, 64, 40)
                 if not sharded:
-                    drawing.block(left + x, top, 64, 40, colour)
+                    drawing.block(left + x, top, 64, 40, color)
                 elif across:
-                    drawing.block(left + x + 16 * i, top, 16, 40, colour)
+                    drawing.block(left + x + 16 * i, top, 16, 40, color)
                 else:
-                    drawing.block(left + x, top + 10 * i, 64, 10, colour)
+                    drawing.block(left + x, top + 10 * i, 64, 10, color)
         for j, line in enumerate(moved):
             drawing.text(left + 92, 292 + 20 * j, line, "muted", "middle")
     return drawing.svg(358)

@@ -235,10 +235,10 @@ class _Window(NamedTuple):
 
     Attributes:
         size: the size of the kernel.
-        stride: the step of the kernel between neighbouring output elements.
+        stride: the step of the kernel between neighboring output elements.
         low: the zeros before the image; negative if the image is cropped.
-        image_dilation: the distance between neighbouring image elements, with zeros in between.
-        kernel_dilation: the distance between neighbouring kernel elements.
+        image_dilation: the distance between neighboring image elements, with zeros in between.
+        kernel_dilation: the distance between neighboring kernel elements.
     """
 
     size: int

@@ -122,7 +122,7 @@ def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
 
 
 def source_end(source: str) -> str:
-    """Return the end of a file's path, which suffices to recognise it."""
+    """Return the end of a file's path, which suffices to recognize it."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 

@@ -52,7 +52,7 @@ _HINTS = {
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
 }
-# These need the edges of neighbouring shards, so the collective is implied.
+# These need the edges of neighboring shards, so the collective is implied.
 _SHIFTS = (
     "concatenate", "conv", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window", "rev",
     "roll", "select_and", "slice",
@@ -113,7 +113,7 @@ class Verdicts:
         if primitive in _WRITTEN:
             return _OPAQUE
         if collective.kind == "collective-permute" and primitive.startswith(_SHIFTS):
-            return "neighbouring shards need each other's edges"
+            return "neighboring shards need each other's edges"
         is_fsdp = self._is_fsdp(parameters)
         if collective.moves == "itself" and is_fsdp:
             return "its weight is sharded over the batch's mesh axes"

@@ -60,9 +60,9 @@ def label_paths(
         states: the concrete or abstract training states in this part, by path.
         scope: the part's position in the tree.
     """
-    labelled = list(leaves)
+    labeled = list(leaves)
     if scope != Scope():
-        labelled = [_labelled(leaf, scope) for leaf in leaves]
+        labeled = [_labeled(leaf, scope) for leaf in leaves]
     inside: dict[Path, list[tuple[int, Leaf]]] = {}
     if states:
         for i, leaf in enumerate(leaves):
@@ -73,11 +73,11 @@ def label_paths(
         first = scope.start if scope.argument is None else scope.argument
         for i, leaf in _in_training_state(path, states[path], members):
             roots = [_root(leaf.path, k, len(path), scope) for k in range(first, len(path) + 1)]
-            labelled[i] = leaf._replace(roots=tuple(roots))
-    return labelled
+            labeled[i] = leaf._replace(roots=tuple(roots))
+    return labeled
 
 
-def _labelled(leaf: Leaf, scope: Scope) -> Leaf:
+def _labeled(leaf: Leaf, scope: Scope) -> Leaf:
     """Label a leaf outside all training states."""
     seen: Path | None = Path(leaf.path[scope.start :])
     if scope.shared and not seen:

@@ -1,6 +1,6 @@
 """`decide_parts` decides about all leaves of a tree, and collects the problems.
 
-Labelled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout decides about leaves
+Labeled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout decides about leaves
 that follow nothing. The others take the decisions of the leaves that they follow.
 """
 
@@ -50,7 +50,7 @@ class Decisions(NamedTuple):
     """The decisions about the leaves of a tree.
 
     Attributes:
-        leaves: the labelled leaves.
+        leaves: the labeled leaves.
         decisions: one for each leaf.
         problems: the problems of the tree and its layouts.
         unused: the axes that rules name and no leaf has.
@@ -301,7 +301,7 @@ UNKNOWN = (
 
 
 def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
-    """Yield each layout with its leaves, which are labelled here, and the decisions about them.
+    """Yield each layout with its leaves, which are labeled here, and the decisions about them.
 
     Labels are the paths that filters see, and the leaves that they follow.
     """
@@ -316,8 +316,8 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
         for path, state in leaves.training.items():
             if path[:depth] == part.path:
                 states[path] = state
-        labelled = label_paths(leaves.leaves[start:end], states, part.scope)
-        yield Group(part, labelled, bool(states), decide(part, labelled, view))
+        labeled = label_paths(leaves.leaves[start:end], states, part.scope)
+        yield Group(part, labeled, bool(states), decide(part, labeled, view))
         start = end
 
 

@@ -334,11 +334,11 @@ def _agreeing(
 
 def _beside(name: str, names: Sequence[str]) -> set[str]:
     """Return the names of the other dimensions in arrays that have a dimension of this name."""
-    neighbours: set[str] = set()
+    neighbors: set[str] = set()
     for text in names:
         if name in text.split():
-            neighbours |= set(text.split()) - {name}
-    return neighbours
+            neighbors |= set(text.split()) - {name}
+    return neighbors
 
 
 def on_shards(

@@ -91,7 +91,7 @@ def rope(
 
     The product of a query and a key then depends on the difference of their positions (Su et al.,
     "RoFormer", 2021). The dimensions are paired as in Hugging Face's Llama weights; Meta's weights
-    pair neighbouring dimensions. The result is computed in float32 or wider, and has the dtype of
+    pair neighboring dimensions. The result is computed in float32 or wider, and has the dtype of
     `x`.
 
     Args:
@@ -106,7 +106,7 @@ def rope(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     seq, _, head_dim = x.shape[-3:]
-    # bfloat16 has no odd integer above 256, so neighbouring positions would be equal.
+    # bfloat16 has no odd integer above 256, so neighboring positions would be equal.
     dtype = accumulator(x.dtype)
     if positions is None:
         positions = jnp.arange(seq, dtype=dtype)

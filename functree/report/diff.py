@@ -281,7 +281,7 @@ def _line_html(line: Folded, most: int) -> str:
     text += f'<div class="why">{html.escape(line.before)} → {html.escape(line.after)}</div>'
     if line.grown is None:
         return leaf_html(line.path, text, "")
-    # Increases and decreases differ in colour.
+    # Increases and decreases differ in color.
     sign, kind = ("+", "p3") if line.grown > 0 else ("−", "p2")
     size = abs(line.grown)
     bar = bar_html([Segment(line.what, size, kind)], most)

@@ -103,17 +103,17 @@ def code(text: str, kind: str = "") -> str:
     return f"<code{of_class}>{html.escape(text)}</code>"
 
 
-def colour(index: int) -> int:
-    """Return the colour number of the n-th mesh axis or part; the last one covers all others."""
+def color(index: int) -> int:
+    """Return the color number of the n-th mesh axis or part; the last one covers all others."""
     return min(index, 5)
 
 
 def mesh_axes_html(axes: Sequence[str] | None, sizes: Mapping[str, int]) -> str:
-    """Render the names of mesh axes, each in its colour."""
+    """Render the names of mesh axes, each in its color."""
     if axes is None:
         return "?"
-    colours = {name: colour(index) for index, name in enumerate(sizes)}
-    return " ".join(code(axis, f"a{colours.get(axis, colour(len(sizes)))}") for axis in axes)
+    colors = {name: color(index) for index, name in enumerate(sizes)}
+    return " ".join(code(axis, f"a{colors.get(axis, color(len(sizes)))}") for axis in axes)
 
 
 class Segment(NamedTuple):
@@ -122,7 +122,7 @@ class Segment(NamedTuple):
     Attributes:
         name: the name of the part.
         size: its bytes, or its size in the bar's unit.
-        kind: the CSS class that colours it.
+        kind: the CSS class that colors it.
         text: the text of the size, if it is not in bytes.
     """
 
@@ -145,7 +145,7 @@ def bar_html(segments: Iterable[Segment], most: int) -> str:
 
 
 def key_html(segments: Iterable[Segment]) -> str:
-    """Render the key to the colours of a bar, with the bytes of each part."""
+    """Render the key to the colors of a bar, with the bytes of each part."""
     content = ""
     for segment in segments:
         size = f'<span class="num muted">{bytes_text(segment.size)}</span>'
@@ -363,7 +363,7 @@ _AREA = 72.0, 44.0  # for two dimensions
 class Pictures:
     """Pictures of arrays on one mesh. Arrays that are sharded alike share a picture.
 
-    A block has the colour of its device, or diagonal stripes for all devices with a copy.
+    A block has the color of its device, or diagonal stripes for all devices with a copy.
 
     Args:
         sizes: the sizes of the mesh axes.
@@ -409,11 +409,11 @@ class Pictures:
         for devices, name in self._stripes.items():
             stops = ""
             for i, device in enumerate(devices):
-                # Two stops for each colour, so there is no transition.
+                # Two stops for each color, so there is no transition.
                 for end in (i, i + 1):
                     stops += (
                         f'<stop offset="{end / len(devices):.3g}" '
-                        f'stop-color="{device_colour(device, self._sizes)}"/>'
+                        f'stop-color="{device_color(device, self._sizes)}"/>'
                     )
             content += f'<linearGradient id="{name}" y2="1">{stops}</linearGradient>'
         for drawn, name in self._symbols.items():
@@ -438,7 +438,7 @@ class Pictures:
         if len(devices) > MOST:
             devices = devices[np.linspace(0, len(devices) - 1, MOST).round().astype(int)]
         if len(devices) == 1:
-            return device_colour(int(devices[0]), self._sizes)
+            return device_color(int(devices[0]), self._sizes)
         key = tuple(devices.tolist())
         name = self._stripes.setdefault(key, f"{self._prefix}s{len(self._stripes)}")
         return f"url(#{name})"
@@ -448,8 +448,8 @@ class Pictures:
         return f'<svg role="img"><use href="#{name}"/></svg>'
 
 
-def device_colour(device: int, sizes: Mapping[str, int]) -> str:
-    """Return the colour of a device.
+def device_color(device: int, sizes: Mapping[str, int]) -> str:
+    """Return the color of a device.
 
     The hue shows its position along all mesh axes but the first; the lightness, along the first.
     """

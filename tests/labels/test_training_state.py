@@ -29,7 +29,7 @@ def made() -> ft.TrainState[Any]:
     return ft.TrainState.create(model(), optax.adam(1.0), key=jax.random.key(0))
 
 
-def labelled(tree: Any) -> dict[str, Leaf]:
+def labeled(tree: Any) -> dict[str, Leaf]:
     leaves = read(tree)
     return {str(leaf.path): leaf for leaf in label_paths(leaves.leaves, leaves.training, Scope())}
 
@@ -51,7 +51,7 @@ def test_the_optimizer_is_asked_for_what_it_updates_alone() -> None:
 
     tx = optax.GradientTransformation(init, lambda updates, state, params=None: (updates, state))
     ts = ft.TrainState.create(model(), tx, wrt="w")
-    found = labelled(ts)
+    found = labeled(ts)
     assert asked and all(params.b is None for params in asked)
     assert "opt_state.sums.b" not in found
     assert found["opt_state.sums.w"].follows == FollowedLeaf(ft.Path(("model", "w")), (0,))
@@ -65,6 +65,6 @@ def test_an_optimizer_state_in_another_form() -> None:
     changed = eqx.tree_at(lambda ts: ts.opt_state, ts, other)
     for _ in range(2):  # the second time, both are remembered
         for one, state in ((ts, ["0.count", "0.mu.w", "0.nu.b"]), (changed, ["c", "a.w", "b.b"])):
-            found = [labelled(one)[f"opt_state.{path}"].follows for path in state]
+            found = [labeled(one)[f"opt_state.{path}"].follows for path in state]
             parameters = [follows and follows.path for follows in found]
             assert parameters == [None, ("model", "w"), ("model", "b")]

@@ -243,7 +243,7 @@ FAR = [
     ("seq", "sep"), ("abc", "bac"), ("abc", "abcd"), ("abc", "xabc"),  # three letters, or the shorter has
     ("hidden", "hidden"),  # the same
     ("hidden", "hiddnee"), ("hidden", "hdiedn"), ("hidden", "hxdxen"),  # two edits
-    ("abcd", "cbad"), ("abcd", "acdb"), ("abcdef", "badcef"),  # not neighbours; two swaps
+    ("abcd", "cbad"), ("abcd", "acdb"), ("abcdef", "badcef"),  # not neighbors; two swaps
     ("embed", "embedding"), ("batch", "branch"), ("heads", "kv_heads"), ("data", "date2"),
 ]  # fmt: skip
 

@@ -198,7 +198,7 @@ def test_the_text_of_a_picture_is_inside_of_it(
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_page_of_functree_has_the_colours_of_the_page_around_it(
+def test_a_page_of_functree_has_the_colors_of_the_page_around_it(
     browser: webdriver.Chrome, site: str, scheme: str
 ) -> None:
     media = [{"name": "prefers-color-scheme", "value": scheme}]
@@ -215,8 +215,8 @@ def test_a_page_of_functree_has_the_colours_of_the_page_around_it(
 
 # The contrast of a link in code with what is behind it, as WCAG defines it.
 CONTRAST = """
-const luminance = (colour) => {
-  const parts = colour.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
+const luminance = (color) => {
+  const parts = color.match(/[\\d.]+/g).slice(0, 3).map((part) => part / 255)
     .map((part) => part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
   return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2] + 0.05;
 };

@@ -172,8 +172,8 @@ const light = (text) => {
   return 0.2126 * r + 0.7152 * g + 0.0722 * b;
 };
 const behind = (one) => {
-  const colour = getComputedStyle(one).backgroundColor;
-  return /rgba\\(.*, 0\\)/.test(colour) && one.parentElement ? behind(one.parentElement) : colour;
+  const color = getComputedStyle(one).backgroundColor;
+  return /rgba\\(.*, 0\\)/.test(color) && one.parentElement ? behind(one.parentElement) : color;
 };
 return [...document.querySelectorAll(".functree *")]
   .filter((one) => [...one.childNodes].some((child) => child.nodeType === 3 && child.data.trim()))

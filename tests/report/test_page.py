@@ -22,7 +22,7 @@ from functree.report.page import (
     bar_html,
     cards_html,
     code,
-    device_colour,
+    device_color,
     key_html,
     list_html,
     mesh_axes_html,
@@ -66,7 +66,7 @@ def test_bars(sizes: list[int], most: int, widths: list[str]) -> None:
     assert re.findall(r"width:(\S+)%", bar) == widths
 
 
-def test_mesh_axes_have_colours_of_their_own() -> None:
+def test_mesh_axes_have_colors_of_their_own() -> None:
     assert mesh_axes_html(("data", "model"), AXES) == (
         '<code class="a0">data</code> <code class="a1">model</code>'
     )
@@ -179,7 +179,7 @@ Cuts = Sequence[tuple[str, ...]]
 
 
 def blocks(shape: Sequence[int], cuts: Cuts, sizes: dict[str, int] = SIZES) -> list[list[str]]:
-    """The colours of the devices of each block, from left to right and from top to bottom."""
+    """The colors of the devices of each block, from left to right and from top to bottom."""
     pictures = Pictures(sizes, "p")
     use = pictures.of(shape, cuts)
     drawn = pictures.definitions()
@@ -213,14 +213,14 @@ def test_blocks_are_on_the_devices_that_jax_has_them_on(case: str) -> None:
     found: dict[tuple[int, ...], list[str]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         start = tuple(one.start or 0 for one in index)
-        found.setdefault(start, []).append(device_colour(device.id, SIZES))
+        found.setdefault(start, []).append(device_color(device.id, SIZES))
     assert blocks(shape, cuts) == [found[start] for start in sorted(found)]
 
 
-def test_every_device_has_a_colour_of_its_own() -> None:
+def test_every_device_has_a_color_of_its_own() -> None:
     for sizes in (SIZES, {"x": 8}, {"a": 2, "b": 2, "c": 2}, {"one": 1, "x": 8}):
-        assert len({device_colour(i, sizes) for i in range(8)}) == 8
-    assert device_colour(0, {}) == device_colour(0, {"x": 1})
+        assert len({device_color(i, sizes) for i in range(8)}) == 8
+    assert device_color(0, {}) == device_color(0, {"x": 1})
 
 
 def test_a_large_mesh_is_drawn_in_part() -> None:

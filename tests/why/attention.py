@@ -1,4 +1,4 @@
-"""Attention by heads, by parts of the sequence, and with a sharded bias: labelled programs."""
+"""Attention by heads, by parts of the sequence, and with a sharded bias: labeled programs."""
 
 import equinox as eqx
 import jax

@@ -1,4 +1,4 @@
-"""Mixtures of experts, with dense dispatch and with sorted tokens: labelled programs."""
+"""Mixtures of experts, with dense dispatch and with sorted tokens: labeled programs."""
 
 import equinox as eqx
 import jax

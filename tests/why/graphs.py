@@ -1,4 +1,4 @@
-"""A graph network and nearest neighbours: programs that look things up."""
+"""A graph network and nearest neighbors: programs that look things up."""
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def graph_edges_apart(mesh: Mesh):
     labels=[Label("asked", line="top_k")],
     otherwise="compiler",
 )
-def neighbours_on_one_axis(mesh: Mesh):
+def neighbors_on_one_axis(mesh: Mesh):
     """Queries and database are sharded over the same axis, so each device needs the whole
     database for its queries; over `model` it could have kept a part."""
 

@@ -1,4 +1,4 @@
-"""Steps of optimizers over sharded parameters: labelled programs."""
+"""Steps of optimizers over sharded parameters: labeled programs."""
 
 import equinox as eqx
 import jax

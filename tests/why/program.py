@@ -69,7 +69,7 @@ RELAID = [
 
 @dataclass(frozen=True)
 class Program:
-    """A program whose collectives were labelled before it was run.
+    """A program whose collectives were labeled before it was run.
 
     Attributes:
         make: makes the function, its arguments and its layouts, for a mesh of eight devices.

@@ -1,4 +1,4 @@
-"""Losses over a sharded vocabulary, and over all pairs of a sharded batch: labelled programs."""
+"""Losses over a sharded vocabulary, and over all pairs of a sharded batch: labeled programs."""
 
 import equinox as eqx
 import jax

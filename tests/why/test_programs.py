@@ -1,4 +1,4 @@
-"""Programs that were labelled before they were run: whether their collectives are told rightly, and
+"""Programs that were labeled before they were run: whether their collectives are told rightly, and
 whether nothing is called avoidable that is not."""
 
 import pkgutil
@@ -21,7 +21,7 @@ DISAGREEMENTS = {
     "label-smoothing-with-swapped-names": (1, "the sum belongs to the wrong constraint"),
     "linen-flattened-width": (2, "gradients of biases are summed over the batch"),
     "lstm-fused-gates": (5, "the compiler splits products over an axis that nothing uses"),
-    "neighbours-on-one-axis": (1, "`top_k` needs other code, as its hint says"),
+    "neighbors-on-one-axis": (1, "`top_k` needs other code, as its hint says"),
     "time-major-constraint": (1, "a constraint asks for it, though its author did not mean it"),
 }
 # The programs whose cause is another operation, or has other origins, than the label says.
@@ -31,7 +31,7 @@ OTHER_CAUSES = {
     "sampler-with-the-layout-of-a-viewer", "unet-width-for-height",
 }  # fmt: skip
 # Those in which no row is what the label of the cause expects.
-NO_ROW = {"neighbours-on-one-axis"}
+NO_ROW = {"neighbors-on-one-axis"}
 
 if jax.__version_info__ >= (0, 12):
     _RENAMED = "the compiler names it by an operation beside it, or not at all"
@@ -63,20 +63,20 @@ def test_verdicts_and_causes(name: str):
     most, _ = DISAGREEMENTS.get(name, (0, ""))
     assert len(wrong) <= most, [(one.kind, one.mesh_axes, str(one.cause)) for one in wrong]
 
-    labelled = program.cause
+    labeled = program.cause
     rows = [
         one
         for one in ledger.collectives
-        if labelled.row.matches(one) and program.verdict(one) == labelled.row.verdict
+        if labeled.row.matches(one) and program.verdict(one) == labeled.row.verdict
     ]
     assert bool(rows) == (name not in NO_ROW)
     if not rows or name in OTHER_CAUSES:
         return
     cause = max(rows, key=lambda one: one.total).cause
     assert cause is not None
-    assert labelled.expression in cause.expression + text_of(cause.source)
+    assert labeled.expression in cause.expression + text_of(cause.source)
     told = [origin + text_of(origin) for origin in cause.origins]
-    for wanted in labelled.origins:
+    for wanted in labeled.origins:
         assert any(wanted in text for text in told), (wanted, told)
 
 

@@ -101,7 +101,7 @@ def load_tensors(
     """Load safetensors files into your own tree, with a table of names.
 
     The arrays are created sharded, and each process reads only the slices that its devices keep. If
-    a tensor joins neighbouring dimensions of an array, such as heads and head size, it is split
+    a tensor joins neighboring dimensions of an array, such as heads and head size, it is split
     like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
     problems, before anything is read.
 

@@ -43,15 +43,15 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         # The key has no axes, so parameters with different names share a trace.
         state, follows = remembered(tx, ("state", type_), trace)
         parameters = trained.parameters
-        labelled = [
+        labeled = [
             following(leaf, followed, parameters)
             for leaf, followed in zip(state.leaves, follows, strict=True)
         ]
         # Problems of names are dropped: a copy of the model in the state may have leaves whose
         # shapes differ from its annotations.
-        return Leaves(tuple(labelled), (), state.skeleton)
+        return Leaves(tuple(labeled), (), state.skeleton)
 
-    return remembered(tx, ("labelled", type_, axes), label)
+    return remembered(tx, ("labeled", type_, axes), label)
 
 
 def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:

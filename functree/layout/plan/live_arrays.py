@@ -46,7 +46,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
     A moment's parameter has the same path within the model, and the same shape.
     """
     parameters = rows_by_path(rows)
-    labelled: list[Row] = []
+    labeled: list[Row] = []
     for row in rows:
         below = row.path[len(state) :]
         if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
@@ -56,8 +56,8 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
                 if path in parameters and parameters[path].shape == row.shape:
                     row = row._replace(follows=path)
                     break
-        labelled.append(row)
-    return labelled
+        labeled.append(row)
+    return labeled
 
 
 def _mesh_text(mesh: AnyMesh) -> str:

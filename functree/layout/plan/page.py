@@ -16,7 +16,7 @@ from functree.report.page import (
     bar_html,
     cards_html,
     code,
-    device_colour,
+    device_color,
     key_html,
     mesh_axes_html,
     notes_html,
@@ -96,7 +96,7 @@ class PlanPage(NamedTuple):
             if size > 1:
                 position.append(f"{axis}={index}")
         name = html.escape(", ".join([f"device {device}", *reversed(position)]))
-        dot = f'<span class="dot" style="background:{device_colour(device, self.sizes)}"></span>'
+        dot = f'<span class="dot" style="background:{device_color(device, self.sizes)}"></span>'
         return f'<span class="device">{dot}{name}</span>'
 
     def arrays(self, at_most: int | None = None) -> str:

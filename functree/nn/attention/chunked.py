@@ -348,7 +348,7 @@ def _einsum(equation: str, a: Array, b: Array) -> Array:
 
 
 def grouped(query: Float[Array, "batch seq heads head_dim"], kv_heads: int) -> Queries:
-    """Group neighbouring query heads that use the same key and value head."""
+    """Group neighboring query heads that use the same key and value head."""
     batch, seq, heads, head_dim = query.shape
     return query.reshape(batch, seq, kv_heads, heads // kv_heads, head_dim).transpose(0, 2, 3, 1, 4)
 
