@@ -1,16 +1,16 @@
-"""This is a training script to copy: insert your model and your data.
+"""A complete training script: copy it, and change the model and data.
 
     python examples/train.py                      # 8 simulated devices
     python examples/train.py --data 2 --model 4   # another mesh
 
-You can stop it at any time. The same command resumes it.
+Stop it at any time: the same command resumes the run.
 """
 
 import argparse
 import os
 import sys
 
-# Simulate 8 devices if there is only a CPU. JAX reads this once.
+# 8 simulated devices if there is only a CPU. JAX reads this once.
 os.environ.setdefault(
     "XLA_FLAGS",
     "--xla_force_host_platform_device_count=8",
@@ -55,7 +55,7 @@ class Classifier(eqx.Module):
 RULES = ft.AxisRules({"batch": "data", "hidden": "model", ...: None})
 LAYOUT = RULES | ft.FSDP("data", min_size=2**12)
 
-# --- The data: random points in 16 classes of four clusters each.
+# --- The data: generated here, 16 classes with four clusters each.
 
 
 def draw(seed, count):
@@ -67,7 +67,7 @@ def draw(seed, count):
 
 
 def batches(data, size):
-    """Iterate forever over this process's rows, shuffled per epoch."""
+    """Iterate over the rows of this process, shuffled in each epoch."""
     rows = grain.MapDataset.range(len(data["x"])).seed(0).shuffle()
     rows = rows[jax.process_index() :: jax.process_count()].repeat()
     rows = rows.map(lambda i: {name: a[i] for name, a in data.items()})
@@ -79,7 +79,7 @@ def batches(data, size):
 
 
 def loss_fn(model, x, label, key=None):
-    """Return the mean loss, each row's loss, and which rows are right."""
+    """Return the mean loss, then the loss and hit or miss of each row."""
     arrays, rest = eqx.partition((model, x), eqx.is_inexact_array)
     arrays = jax.tree.map(lambda a: a.astype(jnp.bfloat16), arrays)
     model, x = eqx.combine(arrays, rest)
@@ -89,7 +89,7 @@ def loss_fn(model, x, label, key=None):
 
 
 def decayed(params):
-    """Mark weights of two or more dimensions, but no biases or norms."""
+    """Mark arrays of two or more dimensions, except biases and norms."""
     rest = ft.has_ndim(0) | ft.has_ndim(1) | ft.glob("**.*bias")
     rest |= ft.under(eqx.nn.LayerNorm | eqx.nn.RMSNorm)
     chosen = ft.select(params).where(~rest).set(True)
@@ -120,7 +120,7 @@ def measure(model, x, label, counts):
 
 
 def evaluate(model, data, size, mesh):
-    """Return loss and accuracy of all rows. It pads the last batch."""
+    """Return the loss and accuracy of all rows; pad the last batch."""
     quiet, total = eqx.nn.inference_mode(model), len(data["x"])
     sums = np.zeros(2)
     for start in range(0, total, size):
@@ -137,7 +137,7 @@ def evaluate(model, data, size, mesh):
 
 
 def begin(checkpoints, make, mesh, rows, run):
-    """Create or restore the state and the log, and reposition `rows`."""
+    """Return the training state and the log, and position the rows."""
     key, latest = jax.random.key(0), checkpoints.latest
     if latest is None:
         log = ["step,loss,valid_loss,accuracy"]
@@ -154,7 +154,7 @@ def train(folder, steps, batch, every, **sizes):
     mesh, tx = ft.make_mesh(**sizes), optimizer(steps)
     data, valid = draw(1, 10_000), draw(2, 1_000)
     rows = batches(data, batch)
-    # The saved position depends on the number of processes.
+    # The state of the rows depends on the number of processes.
     run = {"steps": steps, "batch": batch}
     run["processes"] = jax.process_count()
 
@@ -190,15 +190,15 @@ def train(folder, steps, batch, every, **sizes):
 
 def main():
     parser = argparse.ArgumentParser(
-        description="Train a classifier. Run it again to resume.",
+        description="Train a classifier, or resume its run.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         usage=argparse.SUPPRESS,  # prints a mistake as one line
     )
     add, devices = parser.add_argument, jax.device_count()
-    add("--folder", default="run", help="folder for checkpoints")
+    add("--folder", default="run", help="where checkpoints are saved")
     add("--steps", type=int, default=200, help="steps of the whole run")
     add("--batch", type=int, default=64, help="rows per step")
-    add("--every", type=int, default=25, help="steps per log line and save")
+    add("--every", type=int, default=25, help="steps between log lines and saves")
     add("--data", type=int, default=devices, help="size of the mesh axis")
     add("--model", type=int, default=1, help="size of the mesh axis")
     options = parser.parse_args()
