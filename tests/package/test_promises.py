@@ -26,7 +26,7 @@ def test_each_promise_has_its_sentence_and_its_test() -> None:
 FIGURES = [
     # on the page, with the figure in words where it has it so; and in the package
     ("docs/checkpoints.md", "does not answer for {} seconds", DEADLINE, 1),
-    ("docs/debugging.md", "of many, the first six are named", MAX_PATHS, 6),
+    ("docs/debugging.md", "names the first six", MAX_PATHS, 6),
     ("docs/jit.md", "closes over an array of more than {} MiB", BIG_CONSTANT, 2**20),
     (
         "docs/layouts.md",
