@@ -1,4 +1,4 @@
-"""Arrays are constrained to a spec on a mesh with mesh axes of any type."""
+"""`with_constraint` constrains an array to a spec on a mesh with mesh axes of any type."""
 
 import functools
 from typing import TypeVar
@@ -18,8 +18,8 @@ def with_constraint(
 ) -> _T:
     """Constrain an array to a spec, without the spec's Manual mesh axes.
 
-    A mesh may mix types of mesh axes, and JAX has one function for each type. On Explicit mesh
-    axes, the array is resharded.
+    A mesh may mix types of mesh axes, and JAX has a different function for each type. On Explicit
+    mesh axes, the array is resharded.
     """
     on_explicit, on_auto = _by_type(mesh, spec)
     if on_explicit is not None and on_auto is not None:
@@ -40,7 +40,7 @@ def _by_type(
 ) -> tuple[NamedSharding | None, NamedSharding | None]:
     """Split a spec into shardings on the Explicit and the Auto mesh axes.
 
-    A sharding is None if the mesh has no such mesh axes.
+    A sharding is None if the mesh has no mesh axes of its type.
     """
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     shardings: list[NamedSharding | None] = []

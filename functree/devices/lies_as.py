@@ -16,9 +16,9 @@ from jax.interpreters import ad, batching, mlir
 
 _GROUPS = itertools.count()
 
-# These are a shard_map, and a call of a function that may end in one. The partitioner fails if the
-# result of such an operation is in a group (JAX 0.10 and 0.12), so a barrier separates them. A
-# barrier after every gradient would prevent fusion.
+# The first is a shard_map, and the second is a call of a function that may end in one. The
+# partitioner fails if the result of such an operation is in a group (JAX 0.10 and 0.12), so a
+# barrier separates them. A barrier after every gradient would prevent fusion.
 _OPAQUE = frozenset({"sdy.manual_computation", "func.call"})
 
 
@@ -34,8 +34,8 @@ def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
     return _lies_as.bind(array, other)[0]
 
 
-# Both arrays are results. Otherwise, when this is a program of its own, the other array's sharding
-# would not reach the result.
+# Both arrays are results. Otherwise, if this operation is a program of its own, the other array's
+# sharding would not reach the result.
 _lies_as = Primitive("lies_as")
 _lies_as.multiple_results = True
 
@@ -55,7 +55,8 @@ def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequence[int]]:
-    # Both get the mapped dimension: an array without it would leave its sharding open.
+    # Both arrays get the mapped dimension, since an array without it would not determine how this
+    # dimension is sharded.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     array, other = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -69,7 +70,8 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return _lies_as.bind(*primals), tangents
 
 
-# Outside a trace it is a program of its own, whose result is sharded like the other array.
+# Outside a trace, the operation is a program of its own, whose result is sharded like the other
+# array.
 _lies_as.def_impl(jax.jit(_lies_as.bind))
 _lies_as.def_abstract_eval(_abstract)
 mlir.register_lowering(_lies_as, _lower, cacheable=False)

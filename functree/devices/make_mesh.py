@@ -58,7 +58,7 @@ def make_mesh(
     try:
         return jax.make_mesh(shape, names, axis_types=types, devices=chosen)
     except NotImplementedError:
-        # In no order does each mesh axis cover whole dimensions of the TPU slice's torus, so some
+        # JAX cannot assign whole dimensions of the TPU slice's torus to each mesh axis, so some
         # dimensions are split.
         grid = mesh_utils.create_device_mesh(shape, devices=chosen, allow_split_physical_axes=True)
         return Mesh(grid, names, axis_types=types)
@@ -75,13 +75,13 @@ def _check_sizes(sizes: Mapping[str, object]) -> None:
 def _first_devices(
     sizes: Mapping[str, int], devices: Sequence[Device] | None, target: str | None
 ) -> list[Device]:
-    """Return the first devices, as many as a mesh of these sizes needs."""
+    """Return the first devices, in the number that a mesh of these sizes needs."""
     needed = math.prod(sizes.values())
     requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if target is not None:
         named = Target.read(target)
-        # A mesh on part of a target is refused, since the smaller slice has a name of its own. This
-        # check comes before the compiler, which may hang on a large number that is a typo.
+        # A mesh on part of a target is refused, since the smaller slice has its own name. This
+        # check comes before the compiler, which may hang on a mistyped large number.
         if needed != named.size:
             raise ShardingError(
                 f"{requested} needs {count(needed, 'device')}, but target={shown(target)} has "

@@ -1,4 +1,4 @@
-"""A `MeshView` describes any `mesh=` argument: the sizes of its mesh axes, and perhaps the mesh."""
+"""A `MeshView` describes any `mesh=` argument: the sizes of its mesh axes, and the mesh, if any."""
 
 import functools
 import math
@@ -121,7 +121,7 @@ def platform() -> str:
         'cpu'
     """
     # The mesh decides first, since the program may be compiled for devices that you don't have. The
-    # abstract device is part of every trace's key, so no other platform reuses the trace.
+    # abstract device is part of every trace's key, so a trace is not reused on another platform.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
@@ -137,7 +137,7 @@ def agrees(view: MeshView, other: Mesh | AbstractMesh) -> bool:
 
 
 def compared_text(other: Mesh | AbstractMesh, view: MeshView) -> str:
-    """Write a mesh that does not agree with a view."""
+    """Format a mesh that does not agree with a view, for messages."""
     its = mesh_view(other)
     if its.sizes == view.sizes:
         return f"{its} with different devices"
@@ -205,7 +205,7 @@ def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
 
 
 def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
-    """Write why no program can run on a mesh, and the remedy; None if it can.
+    """Explain why no program can run on a mesh, with the remedy; None if programs can run on it.
 
     The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are
     compile-only.
@@ -254,8 +254,8 @@ def tracing() -> bool:
 
 def compiling() -> bool:
     """Return whether a function is being traced into a program. Eager transforms don't count."""
-    # An eager transform computes operations without traced operands at once. JAX has no public
-    # test. In a program, this adds one number that nothing uses.
+    # An eager transform computes operations without traced operands immediately. JAX has no public
+    # test. In a program, this one adds an unused number.
     return isinstance(jnp.zeros(()), Tracer)
 
 
@@ -268,8 +268,8 @@ def _legacy_mesh() -> bool:
 @functools.cache
 def _thread_resources() -> Any:
     """Return the object in which `with mesh:` sets the thread's mesh, or None if JAX removed it."""
-    # It is cached because reading the attribute warns. The object itself is thread-local, so the
-    # cache may be shared.
+    # The object is cached because reading the attribute warns. The object itself is thread-local,
+    # so threads may share the cache.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return getattr(pxla, "thread_resources", None)
@@ -283,7 +283,7 @@ _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 
 def backend_text(device: Device) -> str:
-    """Write the platform and the kind of a device.
+    """Format the platform and the kind of a device.
 
     >>> backend_text(jax.devices()[0])
     'cpu'

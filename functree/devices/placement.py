@@ -1,4 +1,4 @@
-"""Shardings of arrays are read, compared and printed, and deleted arrays are refused."""
+"""This module reads, compares and formats arrays' shardings, and refuses deleted arrays."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeGuard
@@ -66,14 +66,14 @@ def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | Abst
 
 
 def is_sharded_as(array: jax.Array, sharding: Sharding) -> bool:
-    """Return whether an array has a sharding, in its kind of memory."""
+    """Return whether an array has an equivalent sharding, in the same kind of memory."""
     # `==` is too strict: P("data") and P("data", None) shard a matrix equally.
     here = array.sharding
     return memory_of(here) == memory_of(sharding) and here.is_equivalent_to(sharding, array.ndim)
 
 
 def is_placed(value: Any, target: NamedSharding) -> bool:
-    """Return whether an array already has its sharding, on the same mesh."""
+    """Return whether an array already has its target sharding, on the same mesh."""
     # An array without a mesh may be uncommitted, so JAX could move it. An array on a different mesh
     # is not placed even if the devices are equal, because the names of mesh axes may differ.
     if not is_concrete(value) or not isinstance(value.sharding, NamedSharding):
@@ -97,7 +97,7 @@ def other_memory(sharding: Sharding) -> str | None:
 
 
 def sharding_text(sharding: Sharding | None) -> str:
-    """Write a sharding: `P('data') on (data=8)`."""
+    """Format a sharding: `P('data') on (data=8)`."""
     if sharding is None:
         return "unspecified"
     if not isinstance(sharding, NamedSharding):

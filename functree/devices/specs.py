@@ -1,4 +1,4 @@
-"""Specs are read, built and printed: a `PartitionSpec` ─► its mesh axes and its text."""
+"""This module reads, builds and formats specs: a `PartitionSpec` ─► its mesh axes and its text."""
 
 from collections.abc import Collection, Sequence
 
@@ -60,7 +60,7 @@ def typed_spec(array: AnyArray) -> PartitionSpec | None:
 
 
 def axes_text(axes: Sequence[str]) -> str:
-    """Write mesh axes for messages: `data`, `(data, model)`, or `None`."""
+    """Format mesh axes for messages: `data`, `(data, model)`, or `None`."""
     if not axes:
         return "None"
     if len(axes) == 1:
@@ -69,7 +69,7 @@ def axes_text(axes: Sequence[str]) -> str:
 
 
 def spec_text(spec: PartitionSpec) -> str:
-    """Write a spec as a user writes it: `P('data', None)`."""
+    """Format a spec as a user writes it: `P('data', None)`."""
     parts: list[str] = []
     for one in spec.partitions:
         if one is PartitionSpec.UNCONSTRAINED:
@@ -84,7 +84,7 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def invalid_entry(spec: PartitionSpec) -> str | None:
-    """Write why an entry is neither a name, a tuple of names nor `None`; None if all are valid."""
+    """Explain why a spec has an invalid entry; return None if all entries are valid."""
     # JAX does not check the values in a spec.
     for item in spec.partitions:
         if item is None or item is PartitionSpec.UNCONSTRAINED:

@@ -132,7 +132,7 @@ GPUS["b200"] = Gpu(
     link_bandwidth=50_000_000_000,  # [4, 6]
 )
 
-# These limits are equal for all these capabilities [5]. XLA divides by zero without
+# These limits are the same for all capabilities in `GPUS` [5]. XLA divides by zero without
 # `block_dim_limit`.
 _COMMON = """
   threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
@@ -147,8 +147,8 @@ _COMMON = """
 def target_config(gpu: Gpu) -> str:
     """Write XLA's `GpuTargetConfigProto` for a GPU as text.
 
-    `get_topology_desc(platform="cuda", target_config=...)` accepts it. It has only fields that JAX
-    0.10.2 supports, whose parser refuses all others.
+    `get_topology_desc(platform="cuda", target_config=...)` accepts it. The text has only fields
+    that the parser of JAX 0.10.2 accepts, since it refuses all others.
     """
     major, minor = gpu.capability
     extension = "NONE"
@@ -185,7 +185,7 @@ MOST_CHIPS = 1 << 17
 
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _KINDS = {"tpu": _TPUS, "cuda": tuple(GPUS)}
-# The number of JAX devices per chip, where it is not one.
+# The number of JAX devices per chip, for kinds with several.
 _DEVICES_OF_A_CHIP = {"tpu7x": 2}
 # The package with the compiler, and the extra of functree that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
@@ -307,7 +307,7 @@ def _tpus(target: Target) -> tuple[Device, ...]:
 
 @functools.cache
 def _tpu_logs() -> str:
-    """Create a folder for the TPU compiler's logs. The compiler reads its path once, on loading."""
+    """Create a folder for the TPU compiler's logs, whose path it reads only once, on loading."""
     folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_folders.append(Path(folder))
@@ -351,4 +351,4 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 log_folders: list[Path] = []
-"""Folders where a compiler of this process may write its log, instead of to standard error."""
+"""Folders in which a compiler in this process may write its log, instead of to standard error."""

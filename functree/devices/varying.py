@@ -69,11 +69,11 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
     """Wrap `fun` so that its arguments vary along no mesh axis of the enclosing shard_map.
 
     JAX cannot lower the derivative of a shard_map inside a shard_map with `check_vma=True`. The
-    residuals of the inner one would leave it with a spec of all mesh axes along which their types
-    vary. JAX refuses the outer mesh axes among them ("which is already bound by a parent").
-    It does not differentiate an inner shard_map with `check_vma=False` either, because its results
-    lose these mesh axes. This function therefore removes them from the types of all arguments, and
-    adds them to the types of all results.
+    inner shard_map would return its residuals with a spec of all mesh axes along which their types
+    vary. JAX refuses the outer mesh axes in this spec ("which is already bound by a parent"). JAX
+    does not differentiate an inner shard_map with `check_vma=False` either, because its results
+    lose these mesh axes. This function therefore removes the outer mesh axes from the types of all
+    arguments, and adds them to the types of all results.
 
     Only types change. This is correct if `fun` has no collective over these mesh axes: each device
     then computes its own values and gradients.
@@ -110,7 +110,7 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """Wrap `fun` to run as in a shard_map with `check_vma=False`, whatever the enclosing one has.
+    """Wrap `fun` to run as in a shard_map with `check_vma=False`, even if the enclosing one checks.
 
     Examples:
         >>> from functree.devices.varying import unchecked

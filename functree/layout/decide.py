@@ -67,7 +67,7 @@ class Group:
     """The leaves of one layout.
 
     Attributes:
-        part: the layout, and the subtree that it is for.
+        part: the layout and its subtree.
         leaves: the leaves.
         has_training_state: whether they include a training state.
         decisions: one for each leaf.
@@ -108,8 +108,8 @@ def decide_parts(
         leaves: the leaves.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        same: one number for each leaf, equal for leaves that are the same array. It is for abstract
-            leaves, whose identity does not show this.
+        same: one number for each leaf. Leaves that are the same array have the same number. It is
+            needed for abstract leaves, whose identity does not show this.
         allow_unspecified: whether an array may have no layout (`None`).
     """
     groups = list(grouped(leaves, parts, view))
@@ -121,7 +121,7 @@ def decide_parts(
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
     # Many leaves share one decision object, and have equal sizes in its sharded dimensions. If one
-    # of these leaves has no problem, the others have none.
+    # of these leaves has no problem, neither do the others.
     fine: set[int] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
     for leaf, decision, names in zip(known, decisions, by_group, strict=True):
@@ -141,10 +141,10 @@ def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]
     """Return the decisions about the leaves of one layout.
 
     The layout decides about leaves that follow nothing, and about leaves that it claims. The others
-    take these decisions.
+    take the decisions of the leaves that they follow.
     """
     layout = part.layout
-    # An argument that is one array has no other leaves.
+    # If an argument is one array, its only leaf is bare.
     if part.for_arrays is not None and all(map(is_bare, leaves)):
         layout = part.for_arrays
     # The decisions of most layouts do not depend on paths.
@@ -174,7 +174,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
     problems: dict[Problem, list[Part]] = {}
     for same in _by_layout(groups):
         leaves = [leaf for group in same for leaf in group.leaves]
-        # Arguments that share a layout share the object.
+        # Arguments that share a layout share the layout object.
         layouts = {id(layout): layout for group in same for layout in group.reached}.values()
         own = [own_problems(layout, leaves, view) for layout in layouts]
         for problem in chain(*own, _filter_problems(same)):
@@ -186,7 +186,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
 def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
     """Return the groups of each layout.
 
-    Arguments that share a layout are listed together, since a filter in it may be for any of them.
+    Arguments that share a layout are grouped, since a filter in it may be for any of them.
     """
     joined: dict[tuple[int, bool], list[Group]] = {}
     for i, group in enumerate(groups):
@@ -196,7 +196,7 @@ def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
 
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-    """Return the problems of filters that choose a layout for no leaf, regardless of the mesh."""
+    """Return the problems of the filters in some layouts, which do not depend on the mesh."""
     groups = grouped(leaves, parts, MeshView({}))
     return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
 
@@ -239,7 +239,7 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
 
 
 def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Decision]:
-    """Return the decisions about leaves that follow others.
+    """Return the decisions about leaves that follow other leaves.
 
     Args:
         leaves: the leaves.
@@ -272,12 +272,12 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     dimensions: list[Dimension] = []
     for dim in follows.dims:
         dimension = WHOLE if dim is None else parameter.dimensions[dim]
-        # With the parameter's source, a problem of both has the same text, and is reported once.
+        # A problem of both leaves is reported once, since the same source gives it the same text.
         # Unsharded dimensions have no source: checks treat a dimension with a source as sharded.
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
     reason, same = f"follows {name}", follows.path
-    # Unless the leaf has all dimensions in order, the reason lists the ones that it has.
+    # Unless the leaf has all dimensions in order, the reason lists the dimensions that it has.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", with dimension{'' if len(kept) == 1 else 's'} {', '.join(kept)}"
@@ -285,25 +285,25 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     return Decision(
         tuple(dimensions),
         memory_kind=parameter.memory_kind,
-        # A parameter without a layout leaves its statistics without one.
+        # If the parameter has no layout, its statistics have none either.
         specified=parameter.specified,
         follows=same,
     ).because(reason)
 
 
-INDEPENDENT = "does not depend on the parameters"
+INDEPENDENT = "does not depend on the parameters' shapes"
 UNKNOWN = (
     "depends on the shapes of the parameters in a way that cannot be determined, so it cannot get "
     "a parameter's spec",
-    "give such leaves a layout: `otherwise=P()` replicates them; in a TrainState, use a pattern: "
+    "pass `otherwise=P()` to replicate such leaves; in a TrainState, add a pattern for them: "
     "`StateSharding({'opt_state.**': P(), ...: layout})`",
 )
 
 
 def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
-    """Yield each layout with its leaves, which are labeled here, and the decisions about them.
+    """Label the leaves of each layout, and yield them with the decisions about them.
 
-    Labels are the paths that filters see, and the leaves that they follow.
+    A label holds the path that filters see, and the leaf that this leaf follows.
     """
     start = 0
     for part in parts:
@@ -311,7 +311,7 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
         depth, end = len(part.path), start
         while end < len(leaves.leaves) and leaves.leaves[end].path[:depth] == part.path:
             end += 1
-        # If each field of a training state has its own layout, no leaf follows another one.
+        # If each field of a training state has its own layout, no leaf follows another leaf.
         states: dict[Path, TrainingState] = {}
         for path, state in leaves.training.items():
             if path[:depth] == part.path:
@@ -323,7 +323,7 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
 
 def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
     """Add the path of the layout's subtree to a problem, if the layout has only one."""
-    # A problem with a path needs no second one, and the path of the whole tree is empty.
+    # A problem with a path needs no second path, and the path of the whole tree is empty.
     shared = len(parts) > 1 or parts[0].scope.shared
     if shared or problem.path is not None or not parts[0].path:
         return problem
@@ -352,7 +352,7 @@ def _conflicting(
         if here != its:
             differs = f"is laid out as {here} here and as {its} there"
             why = f"is the same array as `{other.path}`, but {differs}"
-            problems.append(leaf.problem(why, "give both paths one spec, or make two arrays"))
+            problems.append(leaf.problem(why, "give both paths the same spec, or make two arrays"))
     return problems
 
 

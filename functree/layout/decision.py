@@ -1,4 +1,4 @@
-"""A `Decision` says how layouts shard each dimension of a leaf, and why.
+"""A `Decision` records how layouts shard each dimension of a leaf, and why.
 
 A leaf ─► a `Decision`. This module also finds the problems of a leaf, and makes the error that
 lists a tree's problems.
@@ -27,15 +27,14 @@ from functree.labels.leaf import Leaf
 from functree.tree.paths import Path
 
 Fault = tuple[str, str]
-"""What is wrong with a leaf, and the remedy."""
+"""A mistake in a leaf, and its remedy."""
 
 
 class Reason(NamedTuple):
-    """The reason for a layout's decision, as a value. Printing makes its text.
+    """The reason for a layout's decision. Its `str` is the text for users.
 
     Attributes:
-        parts: the rules, specs or inner reasons that decided, in order. Their `str` is the text for
-            users.
+        parts: the rules, specs or inner reasons that decided, in order. The text joins their `str`.
         chosen_by: the filter that chose the layout, as a user writes it, or the option that chose
             it; empty if nothing did.
     """
@@ -54,7 +53,7 @@ class Reason(NamedTuple):
 
 
 class Source(NamedTuple):
-    """The reason why a dimension is sharded.
+    """The rule, layout or parameter that sharded a dimension.
 
     Attributes:
         what: a rule, `FSDP`, a spec, or the parameter that has the spec. Messages use its `str`.
@@ -72,7 +71,7 @@ class Source(NamedTuple):
 
 
 class Named(IntEnum):
-    """The state of a dimension's name, after some layouts."""
+    """The state of a dimension's name after some layouts have decided."""
 
     UNASKED = 0  # no rules have decided about the leaf
     MISSING = 1  # no rule mentions the name, which is an error
@@ -88,8 +87,8 @@ class Dimension(NamedTuple):
         mesh_axes: the mesh axes that shard it; `()` if it is unsharded.
         source: the source of its sharding; None if it is unsharded.
         named: the state of its name.
-        blocked: the fault if rules mention it but could not apply. A later layout that decides
-            about the dimension removes this fault.
+        blocked: the fault if rules mention the name but none could apply; otherwise None. A later
+            layout that decides about the dimension removes this fault.
     """
 
     mesh_axes: tuple[str, ...] = ()
@@ -98,7 +97,7 @@ class Dimension(NamedTuple):
     blocked: Fault | None = None
 
 
-# Most dimensions are like this, so they share one object.
+# Most dimensions are unsharded, so they share one object.
 WHOLE = Dimension()
 
 
@@ -174,7 +173,7 @@ def whole(leaf: Leaf) -> Decision:
 
 
 def undecided(leaf: Leaf) -> Decision:
-    """Return the first decision: the `PartitionSpec` in a leaf's annotation, or unsharded."""
+    """Return the initial decision: the `PartitionSpec` in a leaf's annotation, or unsharded."""
     start = whole(leaf)
     if leaf.spec is None:
         return start
@@ -288,7 +287,7 @@ def is_optimizer_state(cls: type) -> bool:
 
 
 def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: str) -> list[Problem]:
-    """Return the problems of a rule whose mesh axes the mesh lacks, even if no leaf needs it."""
+    """Return a problem for each mesh axis of a rule that the mesh lacks, even if it is unused."""
     problems: list[Problem] = []
     for axis in mesh_axes:
         if axis not in mesh.sizes:
@@ -298,7 +297,7 @@ def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: st
 
 
 def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
-    """Return the names that are no leaf's axis, each once."""
+    """Return the names that no leaf has as an axis, without repeats."""
     if not names:
         return []
     present = present_axes(leaves)
@@ -307,7 +306,7 @@ def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
 
 def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
     """Return the axes of leaves; `None` stands for dimensions without a name."""
-    # A large model has few different `Axes`, so collect these first.
+    # A large model has few different `Axes`, so these are collected first.
     different = {leaf.axes for leaf in leaves}
     return set[str | None]().union(*different)
 
@@ -315,7 +314,7 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 def near_misses(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
 ) -> list[Problem]:
-    """Return the problems of axes that only `...: None` covers, but an unused rule almost names.
+    """Return the problems of axes that only `...: None` covers but an unused rule almost names.
 
     If one name is a longer form of the other (`hidden`, `hidden_dim`), they may be different axes,
     so this is only a warning.
@@ -368,7 +367,7 @@ def leaf_problems(
 ) -> list[Problem]:
     """Return the problems of one leaf: the layouts' faults, and mismatches with the mesh.
 
-    `mentioned` are the axes that rules name.
+    `mentioned` has the axes that rules name.
     """
     faults = list(decision.faults)
     for dim, dimension in enumerate(decision.dimensions):
@@ -408,12 +407,12 @@ def _dimension_faults(
             near = did_you_mean(axis, mesh.sizes)
             why = f"{source} names `{axis}`, but the mesh {mesh} has no such axis{near}"
             faults.append((why, "name an axis of the mesh"))
-    # Report each mesh axis once that an earlier dimension uses, or that this one uses twice.
+    # Each mesh axis that an earlier dimension uses, or that this one repeats, is reported once.
     seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
     again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
     for axis in dict.fromkeys(again):
         why = f"{source} uses mesh axis `{axis}` twice, the second time for {leaf.dimension(dim)}"
-        faults.append((why, "use the mesh axis once: it can shard one dimension of an array"))
+        faults.append((why, "use the mesh axis once: it can shard only one dimension of an array"))
     # If a mesh axis does not exist, the number of shards is unknown.
     if missing:
         return faults
@@ -432,7 +431,7 @@ def _indivisible(
     if not source.is_rule:
         why = f"{text} has size {size}; {where}={parts} needs a multiple of {parts}"
         return why, f"pad {text} to {padded}, or write `None` there to leave it unsharded"
-    # `FSDP` shards only dimensions that it can divide, so a rule shards this one, by its name.
+    # `FSDP` shards only dimensions that it can divide, so a rule shards this dimension by its name.
     name = leaf.axes[dim]
     why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"
     pad, whole = f"pad {text} to {padded}", f'with `"{name}": None`'

@@ -30,16 +30,16 @@ from functree.tree.axes import is_axis_name
 class FSDP(Layout):
     """A layout that shards the largest unsharded dimension that the mesh axis divides.
 
-    Of equal dimensions, it shards the outermost. It never shards the axis of a stack of layers. A
-    leaf is unchanged if it has fewer than `min_size` elements, has no unsharded dimension, or is
-    already sharded over the mesh axis.
+    If several dimensions are equally large, it shards the outermost. It never shards the dimension
+    that stacks layers. A leaf is unchanged if it has fewer than `min_size` elements, has no
+    dimension that FSDP may shard, or is already sharded over the mesh axis.
 
     Args:
         axis: the mesh axis, or several mesh axes.
         min_size: the number of elements below which leaves are unchanged.
         axes: the axes that may be sharded; by default, all.
-        otherwise: the spec of a leaf that has no unsharded dimension that the mesh axis divides. By
-            default, such a leaf is an error.
+        otherwise: the spec of a leaf if the mesh axis divides none of the dimensions that may be
+            sharded. By default, such a leaf is an error.
 
     Raises:
         RuleError: if an argument is invalid.
@@ -106,7 +106,7 @@ class FSDP(Layout):
         start = so_far or undecided(leaf)
         if leaf.misfit is not None and not start.faults:
             # Layers stacked without `ft.Stacked` do not fit their annotations. Without this fault,
-            # the dimension of the layers could be sharded.
+            # the dimension that stacks them could be sharded.
             return start.wrong((leaf.misfit.why, leaf.misfit.remedy))
         start = self._mentioned(leaf, start)
         free = self._free(leaf, start)
@@ -117,7 +117,7 @@ class FSDP(Layout):
         fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, free, parts)
-        # Of equal sizes, the first dimension.
+        # If sizes are equal, this is the outermost dimension.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         dimension = start.dimensions[largest]
         split = dimension._replace(
@@ -127,7 +127,7 @@ class FSDP(Layout):
             # The dimension's axis is in `axes`, so sharding it resolves its blocked rules.
             split = split._replace(blocked=None)
         return start.with_dimension(largest, split).because(
-            f"FSDP: {leaf.dimension(largest)} is the largest unsharded dimension"
+            f"FSDP: {leaf.dimension(largest)} is the largest dimension it can shard"
         )
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
@@ -148,7 +148,7 @@ class FSDP(Layout):
         if not start.used().isdisjoint(self.mesh_axes):
             return f"already uses {axes_text(self.mesh_axes)}"
         if not free:
-            return "no unsharded dimension"
+            return "no dimension it can shard"
         return ""
 
     def _free(self, leaf: Leaf, start: Decision) -> list[int]:
@@ -163,14 +163,14 @@ class FSDP(Layout):
         return free
 
     def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
-        """Decide about a leaf without an unsharded dimension that the mesh axis divides."""
+        """Decide about a leaf if the mesh axis divides none of the dimensions in `free`."""
         if self.otherwise is not None:
-            reason = f"FSDP: no dimension is divisible, so otherwise={spec_text(self.otherwise)}"
-            # `otherwise` is about sizes: a name that no rule mentions is still a fault.
+            reason = f"FSDP: no dimension it can shard, so otherwise={spec_text(self.otherwise)}"
+            # `otherwise` applies to sizes only: a name that no rule mentions is still a fault.
             return apply_spec(leaf, self.otherwise, start, reason, settles=False)
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
-        why = f"FSDP({self.axis!r}): none of its unsharded dimensions ({sizes}) is {wanted}"
+        why = f"FSDP({self.axis!r}): none of the dimensions it may shard ({sizes}) is {wanted}"
         otherwise = "pass `otherwise=P()` to leave such leaves unchanged"
         return start.wrong((why, f"pad one of them, raise `min_size`, or {otherwise}"))
 
@@ -195,7 +195,7 @@ def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
     present = sorted(filter(None, present_axes(leaves)))
     for name in layout.axes:
         near = None if name in present else near_name(name, present)
-        # Without a similar name, it may be for another model with the same layout.
+        # Without a similar name, it may belong to a different model that uses this layout.
         if near is not None:
             why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
             yield Problem(None, None, repr(layout), why, "correct the name in `axes=`")

@@ -1,7 +1,7 @@
 """A `Layout` decides how leaves are sharded on a mesh.
 
-`as_layout` turns what a user can write for a layout into a `Layout`. `broadcast` pairs each layout
-of a prefix tree with the path of its subtree.
+`as_layout` turns any value that a user can write for a layout into a `Layout`. `broadcast` pairs
+each layout of a prefix tree with the path of its subtree.
 """
 
 from abc import abstractmethod
@@ -38,7 +38,7 @@ class Layout:
     """Base class of layouts, which are immutable, hashable and equal by value.
 
     `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. Do
-    not subclass it: to compute a layout, pass a function `(path, leaf) -> P` instead.
+    not subclass `Layout`. To compute a layout, pass a function `(path, leaf) -> P` instead.
 
     Examples:
         >>> rules = ft.AxisRules({"hidden": "model", "embed": None}) | ft.FSDP(
@@ -75,9 +75,9 @@ class Layout:
         return tuple([layout.asks(leaf) for layout in self.inner])
 
     def claims(self, leaf: Leaf) -> bool:
-        """Return whether the layout decides about a leaf that would follow another one.
+        """Return whether the layout decides about a leaf that would otherwise follow another leaf.
 
-        It does if it was written for this leaf, as the filter `opt_state.**` is.
+        It does if it was written for such leaves, like the filter `opt_state.**`.
         """
         return any(layout.claims(leaf) for layout in self.inner)
 
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The layout's own mesh, or None."""
+        """The mesh of a `NamedSharding` or a plan in the layout; None if it has none."""
         for layout in self.inner:
             if layout.own_mesh is not None:
                 return layout.own_mesh
@@ -175,7 +175,7 @@ class NoLayout(Layout):
 
 @dataclass(frozen=True, repr=False)
 class FunctionLayout(Layout):
-    """A callable `(path, leaf) -> P`."""
+    """A layout that a callable `(path, leaf) -> P` computes."""
 
     function: Callable[[Path, Any], Any]
 
@@ -212,9 +212,9 @@ LAYOUT_FUNCTION = (
 
 @dataclass(frozen=True, repr=False)
 class Composition(Layout):
-    """A sequence of layouts, made by `|`.
+    """A sequence of layouts that `|` joined.
 
-    Each layout may only shard dimensions that the earlier ones leave unsharded.
+    Each layout may shard only dimensions that the earlier layouts leave unsharded.
     """
 
     parts: tuple[Layout, ...]
@@ -223,7 +223,7 @@ class Composition(Layout):
     def of(first: Layout, then: Layout) -> "Composition":
         """Compose two layouts.
 
-        The parts of compositions are joined, so that parentheses do not matter.
+        Nested compositions are flattened, so parentheses do not matter.
         """
         if isinstance(first, NoLayout) or isinstance(then, NoLayout):
             raise RuleError(
@@ -281,7 +281,7 @@ def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
     return merged
 
 
-# From what a user writes
+# Reading what a user writes
 
 
 _ONE_DEVICE = (
@@ -292,10 +292,10 @@ _ONE_DEVICE = (
 def meant_rules(value: object) -> str:
     """Return a hint for an error about a value that is not a layout; empty if there is none.
 
-    The value may be meant as a table of rules, or may be JAX's own type for a sharding or device.
+    The user may have meant a table of rules, or passed JAX's own type for a sharding or device.
     """
     if isinstance(value, Format):
-        return "; the compiler chooses memory layouts: write only its `.sharding`"
+        return "; the compiler chooses memory layouts, so write only this Format's `.sharding`"
     if isinstance(value, Sharding | jax.Device):
         return _ONE_DEVICE
     if not isinstance(value, Mapping) or not value:
@@ -420,7 +420,7 @@ class OnHost(Modifier):
 
 
 def on_host(layout: LayoutLike) -> Layout:
-    """Move a layout to pinned host memory.
+    """Return a copy of a layout that places arrays in pinned host memory.
 
     Args:
         layout: any layout.
@@ -447,8 +447,8 @@ class Part(NamedTuple):
         path: the path of the layout's subtree.
         partial: whether the layout covers more than this tree, so that its filters may match
             nothing here.
-        scope: the beginning of the paths that filters see.
-        for_arrays: a different layout for an argument that is one array; None if it has none.
+        scope: the part of a call or tree whose paths filters see.
+        for_arrays: a different layout for an argument that is one array; None to use `layout`.
     """
 
     layout: Layout
@@ -459,7 +459,7 @@ class Part(NamedTuple):
 
 
 def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
-    """Return the own mesh of each layout in a prefix tree."""
+    """Return the mesh that each layout in a prefix tree contains, or None."""
     return [part.layout.own_mesh for part in parts]
 
 

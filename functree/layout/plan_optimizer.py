@@ -34,9 +34,9 @@ def plan_optimizer(
     """Plan an optimizer's state, using only the model's layout.
 
     A leaf with the shape of its parameter gets the parameter's spec. A factored leaf gets the
-    entries of the dimensions that it keeps. A leaf with further leading dimensions gets the
-    parameter's spec after unsharded entries. Leaves that do not depend on the parameters' shapes
-    are replicated.
+    entries of the dimensions that it keeps. A leaf with further leading dimensions gets unsharded
+    entries for these, then the parameter's spec. Leaves that do not depend on the parameters'
+    shapes are replicated.
 
     An optimizer that treats a stack differently from its layers causes a warning; see
     `ft.layerwise`.
@@ -68,7 +68,7 @@ def plan_optimizer(
         ...     optax.adam(1e-3), model, ft.P("data"), {"data": 2}
         ... )
         >>> plan["0.mu.w"].spec, plan["0.count"].reason
-        (P('data', None), 'does not depend on the parameters')
+        (P('data', None), "does not depend on the parameters' shapes")
     """
     planned, _ = plan_state(tx, model, layout, mesh, wrt, otherwise)
     return planned
@@ -101,7 +101,7 @@ def plan_state(
         lost = [
             i for i, followed in enumerate(follows) if followed is not None and not followed.known
         ]
-        # Leaves that follow nothing, so that the layout decides about them.
+        # Here these leaves follow nothing, so that the layout decides about them.
         undetermined = [state.leaves[i]._replace(follows=None) for i in lost]
         others = replace(state, leaves=tuple(undetermined))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)
@@ -143,4 +143,7 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 
 def nothing_to_train(name: str, wrt: FilterLike) -> FunctreeValueError:
     """Return the error for a filter that matches no array of a model."""
-    return FunctreeValueError(f"nothing to train: no array of {name} matches wrt={wrt!r}")
+    return FunctreeValueError(
+        f"nothing to train: no array of {name} matches wrt={wrt!r}: "
+        "pass a filter that matches its parameters"
+    )

@@ -52,8 +52,8 @@ class AxisRules(Layout):
     """A layout that maps axes to mesh axes with an ordered table of rules.
 
     It uses Flax Linen's algorithm: rules are tried in order, and a mesh axis shards at most one
-    dimension of an array. The first rule for an axis whose mesh axes are still free applies, so
-    later rules for the axis are its fallbacks. One table covers parameters and activations.
+    dimension of an array. For each axis, the first rule whose mesh axes are still free applies, so
+    later rules for the axis are fallbacks. One table covers parameters and activations.
 
     Args:
         rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have
@@ -65,7 +65,7 @@ class AxisRules(Layout):
 
     Raises:
         RuleError: if an axis or a value is invalid.
-        RuleError: if one rule has a mesh axis twice.
+        RuleError: if a rule names a mesh axis twice.
         RuleError: if a rule can never apply.
 
     Examples:
@@ -105,7 +105,7 @@ class AxisRules(Layout):
         return cls(zip(names, names, strict=True))
 
     def on(self, mesh: MeshLike) -> "AxisRules":
-        """Return the rules without those that name a mesh axis that the mesh lacks.
+        """Return a copy without the rules that name mesh axes that the mesh lacks.
 
         An axis that loses all its rules is left unsharded.
         """
@@ -165,8 +165,8 @@ class AxisRules(Layout):
             for dim, axis in enumerate(leaf.axes):
                 if axis != rule.name or dim in applied:
                     continue
-                # Another dimension uses the mesh axes. If they already shard this dimension, the
-                # rule may agree.
+                # Another dimension uses a mesh axis of the rule. Mesh axes that already shard this
+                # dimension do not block the rule, which may agree.
                 if not decision.used(but=dim).isdisjoint(rule.mesh_axes):
                     continue
                 applied[dim] = rule
@@ -235,7 +235,7 @@ class AxisRules(Layout):
 
 
 def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
-    """Return a table in which one rule replaces all rules for an axis, in the first one's place."""
+    """Return a table in which one rule replaces all rules for an axis, where the first was."""
     pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in table.pairs]
     if axis not in table.mentioned:
         pairs.insert(0, (axis, mesh_axis))
@@ -249,7 +249,7 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
     have, source = decision.dimensions[dim].mesh_axes, Source(rule, is_rule=True)
     if have and have != rule.mesh_axes:
         return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
-    # Even if the dimension already has these mesh axes, so that messages name the rule.
+    # This is done even if the dimension has these mesh axes, so that messages name the rule.
     split = decision.dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
     return decision.with_dimension(dim, split)
 
@@ -290,7 +290,7 @@ def _reason(
             parts.append(applied[dim])
         elif name is not None and closed:
             parts.append(f"{name}→None (...)")
-        # Only in the first layout's reason; later ones would repeat it.
+        # Only the first layout's reason has this text, since later reasons would repeat it.
         elif dim < len(leaf.unnamed) and leaf.unnamed[dim] and not start.reasons:
             parts.append(f"`{leaf.unnamed[dim]}` unsharded: no name")
     if not parts and not start.reasons:
@@ -420,7 +420,7 @@ def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iter
 
 
 _MISSING = (
-    "name an axis of the mesh, or drop such rules with `rules.on(mesh)`, before `| FSDP(...)`"
+    "name an axis of the mesh, or drop such rules with `rules.on(mesh)` before adding `| FSDP(...)`"
 )
 
 
@@ -432,7 +432,7 @@ def array_spec(
 ) -> PartitionSpec:
     """Return the spec that a layout gives to an activation.
 
-    A traced model constrains equal activations many times. The spec depends on axes and shape only,
+    A traced model constrains equal activations many times. The spec depends only on the arguments,
     so it is cached.
 
     Args:
@@ -442,7 +442,7 @@ def array_spec(
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Raises:
-        ShardingError: if the layout does not fit. `renamed` completes its problems.
+        ShardingError: if the layout does not fit. `renamed` completes the error's problems.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
     spec, problems = _decided(layout, axes, tuple(shape), sizes)
@@ -452,7 +452,7 @@ def array_spec(
 
 
 def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
-    """Replace attributes in an activation's problems: `array_spec` has only axes and shape."""
+    """Replace attributes in an activation's problems. `array_spec` gets only axes and shape."""
     # A problem without a path is about a rule.
     return [problem if problem.path is None else problem._replace(**known) for problem in problems]
 
@@ -484,7 +484,7 @@ def _decided(
 
 
 def _heard(layout: Layout) -> Iterator[Layout]:
-    """Yield the layouts in a layout that apply to activations: of a `StateSharding`, the last."""
+    """Yield a layout and its layouts for activations; in a `StateSharding`, only the last."""
     yield layout
     inner = layout.inner if isinstance(layout, Composition) else layout.inner[-1:]
     for part in inner:
@@ -532,7 +532,7 @@ def spec_of_axes(
 
 
 BATCH = "batch"
-"""The axis of the examples in the layers of `ft.nn`.
+"""The name of the batch axis in the layers of `ft.nn`.
 
 Only this name is checked. Under `jax.vmap`, the first axis of a constraint is not the batch, and
 may rightly be unsharded.
@@ -542,8 +542,8 @@ may rightly be unsharded.
 def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...]:
     """Return the mesh axes that do not shard an array because its batch has no rule.
 
-    `FSDP` shards the parameters over them, so the batch is nearly always sharded over them, too.
-    But no rule uses them, and only `...: None` covers the name `batch`.
+    `FSDP` shards the parameters over these mesh axes, so the batch is nearly always sharded over
+    them, too. However, no rule uses them, and only `...: None` covers the name `batch`.
 
     Args:
         layout: the layout.

@@ -48,6 +48,7 @@ from functree.layout.layout import (
 from functree.layout.rules import AxisRules
 from functree.tree.nodes import leaves_of
 from functree.tree.paths import Key, Path
+from functree.tree.prefix import where_text
 
 Unused = Literal["error", "warn", "ignore"]
 
@@ -56,10 +57,10 @@ Unused = Literal["error", "warn", "ignore"]
 class StateSharding(Layout):
     """A layout that maps filters to layouts. The first filter that matches a leaf decides.
 
-    Filters see one path of each leaf, from the root of the tree, of an entry of a prefix tree, or
-    of an argument. In an `ft.TrainState`, they see the path in the model. A glob may begin with an
-    argument's name, a field of an `ft.TrainState`, or a key above one; it then matches paths from
-    there.
+    Filters see one path of each leaf. It begins at the root of the tree, of a prefix tree's entry,
+    or of an argument. In an `ft.TrainState`, filters see the path in the model. A glob may begin
+    with an argument's name, a field of an `ft.TrainState`, or a key above a state. It then matches
+    paths from there.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
@@ -92,7 +93,7 @@ class StateSharding(Layout):
     _choose: FirstMatch = field(compare=False)
     # The filters that may name something above a leaf, each with its index.
     _naming: tuple[tuple[int, Filter], ...] = field(compare=False)
-    # Identifies this layout in decisions, like the layouts that `for_arrays` makes from it.
+    # Decisions identify this layout, and the layouts that `for_arrays` makes from it, by this key.
     _key: object = field(compare=False)
 
     def __init__(
@@ -130,15 +131,19 @@ class StateSharding(Layout):
 
     @classmethod
     def from_specs(cls, tree: Any) -> "StateSharding":
-        """Make the layout that gives each leaf the spec at its path in a tree of specs."""
+        """Make the layout that gives each leaf the spec at its path in a tree of specs.
+
+        Raises:
+            RuleError: if a leaf of the tree is not a spec.
+        """
         # `None` is not a leaf: in a tree of specs, it stands for values that are not arrays.
         leaves = leaves_of(tree, lambda x: x is not None and is_layout(x))
         pairs: list[tuple[FilterLike, LayoutLike]] = []
         for path, value in leaves:
             if not is_layout(value):
                 raise RuleError(
-                    f"{path}: {value!r} is not a PartitionSpec: write `P(...)`, or `P()` to "
-                    "replicate"
+                    f"from_specs: {value!r} at {where_text(path)} is not a PartitionSpec: write "
+                    "`P(...)`, or `P()` to replicate"
                 )
             # A single spec has an empty path, which is not a glob.
             pairs.append((path_glob(path) if path else ..., value))
@@ -167,10 +172,10 @@ class StateSharding(Layout):
         return choice, self._layouts[choice].asks(leaf)
 
     def claims(self, leaf: Leaf) -> bool:
-        """Return whether a filter tried for a leaf names something above it, such as `opt_state`.
+        """Return whether a filter tried for a leaf names a key above it, such as `opt_state`.
 
-        In `{~ft.glob("opt_state.**"): rules, ...: P()}`, the first filter names it, so the second
-        one decides.
+        In `{~ft.glob("opt_state.**"): rules, ...: P()}`, the first filter names `opt_state`, so the
+        layout claims its leaves, and the second filter decides.
         """
         choice = self._choose(leaf)
         if choice is None:
@@ -293,8 +298,8 @@ def _unused_parts(
 ) -> Iterator[Problem]:
     """Yield the problems of patterns that match no leaf, within a filter that combines several.
 
-    Otherwise a misspelled pattern would go unnoticed: its `~` matches everything, and in an `|` it
-    adds nothing.
+    Without this check, a misspelled pattern would go unnoticed: after `~` it matches everything,
+    and in an `|` it adds nothing.
     """
     item = layout._filters[index]
     for part in patterns(item):
@@ -310,10 +315,10 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
     what = f"filter {_written(layout.filters[index])}"
     item, earlier = layout._filters[index], FirstMatch(layout._filters[:index])
     matches = FirstMatch([item])
-    # The first leaf that it matches, which an earlier filter also matches.
+    # This is the first leaf that the filter matches. An earlier filter also matches it.
     hidden = next((leaf for leaf in leaves if matches(leaf) is not None), None)
     if hidden is None:
-        # Suggest no pattern for leaves that earlier filters match.
+        # A pattern for leaves that earlier filters match would not help.
         left = [leaf for leaf in leaves if earlier(leaf) is None]
         why = f"matches no leaf{meant(item, left)}"
         return Problem(None, None, what, why, UNUSED.format("filter"))
@@ -355,8 +360,8 @@ def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Prob
 def for_arrays(layout: Layout) -> Layout:
     """Return the part of a layout for all arguments that applies to an argument that is one array.
 
-    Patterns that name it apply, and otherwise `AxisRules` and the array's annotation. Specs and
-    `FSDP` are for parameters.
+    Patterns that name the argument apply. Otherwise, `AxisRules` and the array's annotation apply.
+    Specs and `FSDP` do not, since they are for parameters.
     """
     match layout:
         case StateSharding():
@@ -393,7 +398,7 @@ def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Lay
 
 
 def reached(layout: Layout, decisions: Collection[Decision]) -> Iterator[Layout]:
-    """Yield a layout and the layouts in it, except those that no filter chose in some decisions."""
+    """Yield a layout and the layouts in it, except those whose filter decided nothing."""
     yield layout
     inner: Sequence[Layout] = layout.inner
     if isinstance(layout, StateSharding):

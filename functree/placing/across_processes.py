@@ -50,7 +50,7 @@ def place_across(planner: Planner, local: bool) -> Any:
         local: whether each process has its own rows of each array. Otherwise each has all rows.
 
     Raises:
-        FunctreeError: if plans differ between processes, or values that several processes have.
+        FunctreeError: if plans, or values that several processes have, differ between processes.
     """
     rows = "if each process has its own rows, pass `local=True`; otherwise"
     if local:
@@ -71,7 +71,7 @@ def place_across(planner: Planner, local: bool) -> Any:
 
 def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
     """Return the leaves, their shardings, and the facts that processes compare."""
-    tree, planned = planner(check=not local)  # rows do not have the shapes to check
+    tree, planned = planner(check=not local)  # a process's rows lack the whole shapes
     leaves = tree.leaves
     _check_all_processes(planned)
     if local:
@@ -97,7 +97,7 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
             problems.append(leaf.problem(_ALL, "leave it out, since it is already placed"))
         elif is_key(leaf.value.dtype):
             problems.append(
-                leaf.problem(_KEYS, "make the keys in all processes, with `local=False`")
+                leaf.problem(_KEYS, "make the same keys in all processes, with `local=False`")
             )
     _raise_local(problems)
 
@@ -111,7 +111,7 @@ def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Pl
     problems = []
     for leaf, before, after in zip(leaves, shapes, _whole_shapes(leaves, planned), strict=True):
         if after.shape != before.shape:
-            why = f"its layout changes with its size, so its rows do not make {array_text(before)}"
+            why = f"its layout changes with its size, so its rows do not form {array_text(before)}"
             problems.append(leaf.problem(why, "lay it out with a spec: `ft.P(...)`"))
     _raise_local(problems)
 
@@ -136,7 +136,7 @@ def _check_all_processes(planned: Plan) -> None:
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place an array of which each process has all values. Processes do not communicate."""
+    """Place an array that each process has as a whole. Processes do not communicate."""
     if is_placed(value, sharding):
         return value
     if not _is_own(value):
@@ -152,7 +152,7 @@ def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place an array of which each process has its own rows."""
+    """Place an array from the rows that each process has."""
     whole = _whole_shape(value, sharding)
     return jax.make_array_from_process_local_data(sharding, _host(value), whole.shape)
 
@@ -163,7 +163,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _host(value: Any) -> np.ndarray:
-    """Copy an array of this process to the host, with a dtype of JAX, and random keys as words."""
+    """Copy an array of this process to the host, with a JAX dtype, and random keys as words."""
     if is_key(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)

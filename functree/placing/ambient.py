@@ -1,4 +1,4 @@
-"""`with ft.axis_rules(rules):` makes rules ambient: traced functions find them by themselves."""
+"""`with ft.axis_rules(rules):` makes rules ambient, so that traced functions can find them."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -31,7 +31,7 @@ class _RuleStack(threading.local):
 
     def __init__(self) -> None:
         self.rules: list[list[Layout | None]] = []
-        # Layouts with a warning since the outermost rules were entered.
+        # The layouts that caused a warning since the outermost rules were entered.
         self.warned: set[Layout] = set()
 
 
@@ -43,9 +43,9 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
 
     Args:
-        rules: a layout. All of it applies to gradients. Only its `AxisRules` apply to activations,
-            whose axes have names. In a composition, these are its `AxisRules`. In a
-            `StateSharding`, they are the `AxisRules` of its last `...`.
+        rules: a layout, or None for no rules. The whole layout applies to gradients, but only its
+            `AxisRules` apply to activations. In a `StateSharding`, these are the `AxisRules` of its
+            last `...`.
 
     Raises:
         RuleError: if `rules` is not a layout.
@@ -98,7 +98,7 @@ def ambient_rules() -> Layout | None:
     if rules is not _OF_THREAD.value and rules != _OF_THREAD.value and tracing():
         raise ShardingError(
             "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started "
-            "in one, so `jax.jit` would cache this trace under the wrong rules: "
+            "inside it, so `jax.jit` would cache this trace under the wrong rules: "
             "use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules
@@ -131,7 +131,7 @@ def spec(axes: str | Axes) -> PartitionSpec:
         axes: the names of the axes, as a string or `Axes`.
 
     Raises:
-        ShardingError: if there are no ambient rules, or they do not lay out these axes.
+        ShardingError: if there are no ambient `AxisRules`, or they do not lay out these axes.
 
     Examples:
         >>> with ft.axis_rules(
@@ -143,8 +143,8 @@ def spec(axes: str | Axes) -> PartitionSpec:
     rules = ambient_rules()
     if rules is None or rules.rules is None:
         raise ShardingError(
-            "there are no ambient rules: enter `with ft.axis_rules(rules):` with `AxisRules` "
-            "around the call that traces this"
+            "spec: there are no ambient `AxisRules`: enter `with ft.axis_rules(rules):` around the "
+            "call that traces this"
         )
     mesh = current_mesh()
     if mesh is None:

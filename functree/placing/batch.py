@@ -1,7 +1,7 @@
 """A `Batch` is the hashable form of a tree of bare arrays with its layout.
 
-A loop places a new batch in every step, and all batches have the same form. Planning each would
-take several times as long as placing it, so `ft.shard` caches shardings by form.
+A loop places a new batch in every step, and all batches have the same form. Planning each batch
+would take several times as long as placing it, so `ft.shard` caches shardings by form.
 """
 
 from typing import Any, NamedTuple
@@ -45,9 +45,9 @@ class Batch(NamedTuple):
     ) -> "tuple[list[Any], Batch | None]":
         """Return the arrays of a batch, and its form, or None if the tree must be planned.
 
-        Such a tree has a module, a leaf that is not a concrete array, or one array at two paths. A
-        layout that may depend on more than shapes and names, such as a function, has the same
-        effect.
+        A tree must be planned if it has a module, a leaf that is not a concrete array, or one array
+        at two paths. It must also be planned if its layout may depend on more than shapes and
+        names, as a function may.
         """
         if not _is_batch(tree):
             return [], None
@@ -70,7 +70,7 @@ class Batch(NamedTuple):
 
 
 def _is_batch(tree: Any) -> bool:
-    """Return whether a tree has only arrays with values, in plain containers."""
+    """Return whether a tree has only concrete arrays, in plain containers."""
     kind = type(tree)
     if kind is dict:
         return all(map(_is_batch, tree.values()))
@@ -91,7 +91,7 @@ def _is_plain_layout(layout: Any) -> bool:
 
 
 def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """Return the mesh axes of an activation's only dimension; None if no rule lays it out."""
+    """Return the mesh axes that shard a dimension with this name; None if no rule lays it out."""
     if rules.rules is None:
         return None
     try:

@@ -28,13 +28,13 @@ T = TypeVar("T")
 def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None) -> T:
     """Constrain the sharding of arrays inside jit.
 
-    On Auto mesh axes this is a constraint for the compiler, and on Explicit mesh axes a reshard.
-    Specs are used without their Manual mesh axes. Without a mesh this does nothing, so the same
-    model runs on one device.
+    On Auto mesh axes, this is a constraint for the compiler. On Explicit mesh axes, it reshards.
+    Manual mesh axes in specs are ignored. Without a mesh this does nothing, so the same model runs
+    on one device.
 
     Under `jax.vmap`, the compiler shards the mapped dimension, unless `spmd_axis_name=` gives its
-    mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis too. Give the axes of one
-    learner different rules.
+    mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis too, so use different rules
+    inside `jax.vmap`.
 
     Args:
         tree: an array, or a tree of arrays.
@@ -50,7 +50,7 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         FunctreeError: if an array is deleted.
 
     Warns:
-        FunctreeWarning: if `batch` has no rule but `...: None`, and `FSDP` in the same layout
+        FunctreeWarning: if `batch` has no rule except `...: None`, and `FSDP` in the same layout
             shards parameters over a mesh axis that no rule uses. A batch that is sharded over it
             would be gathered. The warning appears once for each layout in each trace.
 
@@ -97,8 +97,8 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     if not is_array(x):
         kind = type(x).__name__
         raise ShardingError(
-            f'"{axes}" names the dimensions of a bare array, but this is of type {kind}: '
-            "pass a layout"
+            f'constrain: "{axes}" names the dimensions of a bare array, but the value has type '
+            f"{kind}: pass a layout"
         )
     check_deleted("constrain", x)
     leaf = activation(axes, x)
@@ -128,7 +128,7 @@ def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
 def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
     """Build the error for arrays that cannot be constrained.
 
-    It has the line of the user's program, since an activation has no path.
+    The error names a line of the user's program, since an activation has no path.
     """
     _, frame = users_frame()
     line = "" if frame is None else f" at {Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
@@ -136,7 +136,7 @@ def _refused(problems: Sequence[Problem], view: MeshView) -> ShardingError:
 
 
 def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> str:
-    """Write the error for an array without rules for its axes."""
+    """Write the message for an array without rules for its axes."""
     text = (
         f"constrain: no rules lay out `{axes}` on mesh {mesh_view(mesh)}: enter "
         "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"

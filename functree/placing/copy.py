@@ -18,14 +18,14 @@ def copy(tree: T, *, untie: bool = False) -> T:
     """Copy the arrays of a tree on their devices, so that a step can donate the copy.
 
     Args:
-        tree: arrays in modules and containers. Values that are not arrays stay as they are, and so
-            do `jax.ShapeDtypeStruct`s.
+        tree: arrays in modules and containers. Other values stay as they are, and so do
+            `jax.ShapeDtypeStruct`s.
         untie: whether an array at several paths becomes a separate array at each path. A step can
             then donate the tree, and the values at these paths may diverge.
 
     Returns:
-        The same tree, with arrays of the same values and shardings that share no memory with the
-            original. An array at two paths stays one array, unless `untie` is true.
+        The tree with new arrays, which have the same values and shardings but share no memory with
+            the original. An array at two paths stays one array, unless `untie` is true.
 
     Raises:
         FunctreeError: if an array is deleted. The message has its path.

@@ -44,17 +44,17 @@ def shard(
             its devices hold. Otherwise each passes whole arrays, which are compared.
 
     Returns:
-        The same tree. An array that already has its sharding is returned as the same object. An
-            array at two paths stays one array.
+        The tree with placed arrays. An array that already has its sharding is returned as the same
+            object. An array at two paths stays one array.
 
     Raises:
         ShardingError: if the layout or the axes do not fit the tree.
         ShardingError: if an array is traced or abstract.
-        ShardingError: if the mesh has no devices, or no devices of some process.
+        ShardingError: if the mesh has no devices, or has none of some process.
         FunctreeError: if an array is deleted.
         FunctreeError: if arrays or layouts differ between processes.
         RuleError: if `layout` is not a layout.
-        RuleError: if `layout` or `axes` is not a prefix tree of the tree.
+        RuleError: if the structure of `layout` or `axes` is not a prefix of the tree's structure.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -92,7 +92,7 @@ _REMEMBERED = 256  # batches
 
 def _moved(arrays: Sequence[Any], targets: Sequence[NamedSharding]) -> list[Any]:
     """Move the arrays of a batch, which are different objects, to their shardings."""
-    # Most loops place one NumPy array in each step, and `device_put` is faster for an array than
+    # Many loops place one NumPy array in each step, and `device_put` is faster for an array than
     # for a list.
     if len(arrays) == 1 and type(arrays[0]) is np.ndarray:
         return [jax.device_put(arrays[0], targets[0])]

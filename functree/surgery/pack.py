@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Packed(PackedTree, Generic[T]):
-    """Tree that JAX flattens in one Python call, for any number of arrays. `ft.pack` builds it.
+    """A tree that JAX flattens in one Python call, for any number of arrays. `ft.pack` builds it.
 
     A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
     and return it. It is equal only to itself, because comparing arrays gives no single truth value.
     Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the
-    paths and axes of the tree that was packed. Results with the structure of
-    the tree are packed too.
+    paths and axes of the tree that was packed. Results with the structure of the tree are packed
+    too.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
@@ -73,8 +73,8 @@ register_pytree_with_keys(
 def pack(tree: T | Packed[T]) -> Packed[T]:
     """Pack a tree, for loops in which a call's overhead takes longer than its computation.
 
-    JAX flattens and unflattens modules in Python, in each call of a compiled function. Flattening
-    a packed tree takes constant time.
+    JAX flattens and unflattens modules in Python on each call of a compiled function. Flattening a
+    packed tree takes constant time.
 
     Args:
         tree: any tree. A `Packed` is returned as it is.

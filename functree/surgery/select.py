@@ -1,4 +1,4 @@
-"""`select` selects parts of a tree and returns the tree with these parts changed."""
+"""`select` selects parts of a tree: a tree ─► a `Selection`, which returns a changed tree."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Selection(Generic[T]):
     """Selected parts of a tree, none of which contains another. `ft.select` builds it.
 
-    A selection is immutable, and each change returns a new tree. A change of an empty selection is
-    an error. Iteration yields the parts, and `len` is their number.
+    A selection is immutable, and each change returns a new tree. Changing an empty selection is an
+    error. Iteration yields the parts, and `len` is their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))
@@ -69,8 +69,8 @@ class Selection(Generic[T]):
 
         Raises:
             FunctreeError: if nothing is at the path.
-            FunctreeError: if the function returns an object that is not a part, or two parts of
-                which one contains the other.
+            FunctreeError: if the function returns an object that is not a part, or two parts, one
+                of which contains the other.
             RuleError: if `where` is neither a path nor a function, or its text is not a path.
         """
         if isinstance(where, str | Path):
@@ -100,8 +100,7 @@ class Selection(Generic[T]):
         return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 
     def where(self, what: Any) -> "Selection[T]":
-        """Select the arrays that a filter matches, or the outermost parts for which a function is
-        true.
+        """Select the arrays that match a filter, or the outermost parts that satisfy a function.
 
         Args:
             what: any filter, such as `"**.bias"` or `ft.has_axis("embed")`; a class selects the
@@ -173,7 +172,7 @@ class Selection(Generic[T]):
     def paths(self) -> tuple[Path, ...]:
         """Return the paths of the parts, in the order of the tree.
 
-        After `at` with a function, the order is the order of the function's result.
+        After `at` with a function, they are in the order of the function's result.
         """
         return self._paths
 
@@ -300,7 +299,7 @@ class Selection(Generic[T]):
     def _chosen(
         self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
     ) -> "Selection[T]":
-        # Raises for a path that several parts share, because they could be confused.
+        # This raises for a path that several parts share, because they could be confused.
         nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked, found_by)
 
@@ -363,7 +362,7 @@ class Selection(Generic[T]):
         def changed(path: Path, node: Tree) -> Tree:
             return _with_elements(node, keys[path], by)
 
-        # The deepest first, because a removal changes the indices in longer paths.
+        # The deepest paths come first, because a removal changes the indices in longer paths.
         tree = self._tree
         for depth in sorted({len(path) for path in keys}, reverse=True):
             here = [path for path in keys if len(path) == depth]
@@ -419,7 +418,7 @@ class Selection(Generic[T]):
 
 
 _Fits = Callable[[Path, Tree], bool]
-"""A function from a path and its node to whether the node is selected."""
+"""A function that takes a path and its node, and returns whether the node is selected."""
 
 _FoundBy = tuple[_Fits, Sequence[Path]]
 """The function that selected the parts, and the paths below which it searched."""
@@ -495,7 +494,7 @@ def _with_elements(node: Tree, keys: Collection[Key], by: Callable[[Tree], Itera
 
 
 def _path_below(path: Path, node: Tree, below: Path) -> Path:
-    """Return the whole path of the node at `below` in a node at `path`.
+    """Return the full path of the node at `below` inside the node at `path`.
 
     Raises:
         FunctreeError: if there is no such node.
@@ -534,7 +533,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
 
     Raises:
         RuleError: if `where` is not a function.
-        FunctreeError: if it returns an object that is not a part, or two parts of which one
+        FunctreeError: if it returns an object that is not a part, or two parts, one of which
             contains the other.
     """
     if not callable(where) or isinstance(where, type):
@@ -550,7 +549,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
     for keys, part, _ in walk(copied):
         places.setdefault(id(part), Path(keys))
     result = where(copied)
-    # One part, or a tuple or list of parts that the function made.
+    # The result is one part, or a tuple or list of parts that the function made.
     several = (
         result
         if type(result) in (tuple, list) and id(result) not in places and result

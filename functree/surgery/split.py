@@ -46,8 +46,8 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
         RuleError: if `...` is not the last filter, or an argument is not a filter.
         FunctreeError: if no filter matches some arrays. The error lists them.
         FunctreeError: if some static values cannot be hashed. The error lists them.
-        FunctreeError: if a pattern or a class matches no array, even after `~`. A filter by a
-            property, such as `ft.has_axis`, may match none.
+        FunctreeError: if a filter with patterns or classes matches no array, or a pattern after `~`
+            excludes none. A filter by a property, such as `ft.has_axis`, may match none.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -97,7 +97,8 @@ def _check_named(filters: Sequence[Filter], leaves: Leaves) -> None:
     """
     unmatched: list[Filter] = []
     for item in filters:
-        # All patterns and classes of a filter that matches nothing; otherwise its negated patterns.
+        # If a filter matches nothing, all its patterns and classes are checked. Otherwise only its
+        # negated patterns are.
         nothing = not any(map(item, leaves.leaves))
         for part in naming(item) if nothing else negated_patterns(item):
             if not any(map(part, leaves.leaves)):
@@ -123,7 +124,7 @@ def merge(static: Skeleton, *parts: _T) -> _T:
         FunctreeError: if `static` is not a result of `split`.
         FunctreeError: if a part has a different structure.
         FunctreeError: if an array is in no part or in several. The error lists them by path.
-        FunctreeError: if a part has a leaf where the tree has no array. The error lists them.
+        FunctreeError: if a part has leaves where the tree has no array. The error lists them.
 
     Examples:
         >>> static, arrays = ft.split({"a": jnp.ones(2), "b": "text"})
@@ -145,7 +146,9 @@ def merge(static: Skeleton, *parts: _T) -> _T:
         why = f"is in {len(arrays)} parts" if arrays else "is in no part"
         problems.append(Problem(path, None, "", why, "pass each array in exactly one part"))
     if problems:
-        raise FunctreeValueError(f"{count(len(problems), 'leaf')} cannot be merged", problems)
+        raise FunctreeValueError(
+            f"merge: {count(len(problems), 'leaf')} cannot be merged", problems
+        )
     return static.fill(values)
 
 

@@ -147,8 +147,8 @@ def test_what_cannot_be_derived_is_an_error_that_names_otherwise(name: str):
             "so it cannot get a parameter's spec"
         )
         assert problem.remedy == (
-            "give such leaves a layout: `otherwise=P()` replicates them; in a TrainState, use a "
-            "pattern: `StateSharding({'opt_state.**': P(), ...: layout})`"
+            "pass `otherwise=P()` to replicate such leaves; in a TrainState, add a pattern for them: "
+            "`StateSharding({'opt_state.**': P(), ...: layout})`"
         )
     plan = ft.plan_optimizer(tx, DICT, DICT_LAYOUT, SIZES, otherwise=P())
     state = jax.tree.leaves_with_path(jax.eval_shape(tx.init, DICT))

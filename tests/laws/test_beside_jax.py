@@ -76,7 +76,7 @@ PMAP = "`jax.pmap` is such a shard_map: use `ft.shard_map` instead, or `jax.grad
 ONE = "for a single device, write `P()` with the mesh `ft.make_mesh(data=1, devices=[device])`"
 SINGLE = SingleDeviceSharding(DEVICE)
 FORMAT = Format(Layout((0,)), NamedSharding(MESH, P("data")))
-OF_FORMAT = "; the compiler chooses memory layouts: write only its `.sharding`"
+OF_FORMAT = "; the compiler chooses memory layouts, so write only this Format's `.sharding`"
 
 CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "pmap": (lambda: in_pmap(jnp.ones((8, 2))), (PMAP,)),

@@ -43,8 +43,8 @@ FOLLOWERS: dict[str, tuple[P, str]] = {
         "follows w, with dimensions unsharded, 0, 1, 2",
     ),
     "number.w": (P(), "one number for w"),
-    "count": (P(), "does not depend on the parameters"),
-    "numbers": (P(None), "does not depend on the parameters"),
+    "count": (P(), "does not depend on the parameters' shapes"),
+    "numbers": (P(None), "does not depend on the parameters' shapes"),
 }
 
 

@@ -49,11 +49,11 @@ def test_min_size_counts_elements() -> None:
 
 
 def test_the_reasons() -> None:
-    assert row(ALL, 4, 8).reason == "FSDP: dimension 1 is the largest unsharded dimension"
-    assert row(ALL).reason == "FSDP: no unsharded dimension"
+    assert row(ALL, 4, 8).reason == "FSDP: dimension 1 is the largest dimension it can shard"
+    assert row(ALL).reason == "FSDP: no dimension it can shard"
     used, taken = row(P("data") | ALL, 4, 8), row(P("model") | ALL, 4)
     assert used.reason == "P('data') as given; FSDP: already uses data"
-    assert taken.reason == "P('model') as given; FSDP: no unsharded dimension"
+    assert taken.reason == "P('model') as given; FSDP: no dimension it can shard"
     assert (used.spec, taken.spec) == (P("data", None), P("model"))
     several = row(P("data") | ft.FSDP(("model", "data"), min_size=0), 4, 8)
     assert several.reason.endswith("FSDP: already uses (model, data)")
@@ -62,7 +62,7 @@ def test_the_reasons() -> None:
 def test_otherwise() -> None:
     found = row(ft.FSDP("data", min_size=0, otherwise=P()), 3, 5)
     assert found.spec == P(None, None)
-    assert found.reason == "FSDP: no dimension is divisible, so otherwise=P()"
+    assert found.reason == "FSDP: no dimension it can shard, so otherwise=P()"
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 6, 5).spec == P("data", None)
     assert row(ft.FSDP("model", min_size=0, otherwise=P("data")), 8, 5).spec == P("model", None)
     assert row(ft.FSDP("data"), 3, 5).spec == P(None, None)  # too small to be asked for
@@ -77,7 +77,7 @@ def test_only_the_named_axes() -> None:
     assert spec(ft.FSDP("data", min_size=0, axes=("embed",)), 4, 8) == P("data", None)
     other = ft.FSDP("data", min_size=0, axes="seq")
     assert spec(other, 4, 8) == P(None, None)
-    assert row(other, 4, 8).reason == "FSDP: no unsharded dimension"
+    assert row(other, 4, 8).reason == "FSDP: no dimension it can shard"
 
 
 def test_the_axes_of_fsdp_are_mentioned() -> None:

@@ -40,10 +40,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         'w: "hidden" has size 6; rule hidden→model needs a multiple of model=4',
     ]),
     "sizes by FSDP": ({"w": x(3, 5)}, ALL, [
-        "w: FSDP('data'): none of its unsharded dimensions (dimension 0=3, dimension 1=5) is a multiple of data=2",
+        "w: FSDP('data'): none of the dimensions it may shard (dimension 0=3, dimension 1=5) is a multiple of data=2",
     ]),
     "what is left to FSDP": (module("embed hidden", 3, 8), P(None, "model") | ALL, [
-        "w: FSDP('data'): none of its unsharded dimensions (\"embed\"=3) is a multiple of data=2",
+        "w: FSDP('data'): none of the dimensions it may shard (\"embed\"=3) is a multiple of data=2",
     ]),
     "what FSDP does otherwise": ({"w": x(3, 5)}, ft.FSDP("data", min_size=0, otherwise=P("data")), [
         "w: dimension 0 has size 3; data=2 needs a multiple of 2",
@@ -162,7 +162,7 @@ REMEDIES = {
     "sizes by FSDP": "pad one of them, raise `min_size`, or pass `otherwise=P()` to leave such leaves unchanged",
     "a mesh axis of a spec": "name an axis of the mesh",
     "a mesh axis of FSDP": "name an axis of the mesh",
-    "a mesh axis twice": "use the mesh axis once: it can shard one dimension of an array",
+    "a mesh axis twice": "use the mesh axis once: it can shard only one dimension of an array",
     "rank": "write at most one entry for each dimension",
     "unconstrained": "write a mesh axis or `None`",
     "unreduced": "write a spec without `unreduced` and `reduced`",
@@ -185,8 +185,8 @@ REMEDIES = {
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
     "a hidden filter": "remove it, or move it before the earlier filters if it should decide about these leaves",
     "no layout": "write `P()` to replicate it",
-    "one array at two paths": "give both paths one spec, or make two arrays",
-    "a plan of another tree": "use a plan of the tree that this leaf is in",
+    "one array at two paths": "give both paths the same spec, or make two arrays",
+    "a plan of another tree": "use a plan of the tree that contains this leaf",
 }  # fmt: skip
 
 
@@ -226,7 +226,7 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         '  2.w   f32[8]   "hiden"\n'
         "      no rule names `hiden`; did you mean the rule for `hidden`?\n"
         "\n"
-        "Try: name an axis of the mesh, or drop such rules with `rules.on(mesh)`, before `| FSDP(...)`\n"
+        "Try: name an axis of the mesh, or drop such rules with `rules.on(mesh)` before adding `| FSDP(...)`\n"
         '     pad "hidden" to 8, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "hidden" unsharded with `"hidden": None`\n'
         '     pad "embed" to 4, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "embed" unsharded with `"embed": None`\n'
         '     add `("vocab", None)` after its rules to leave it unsharded, or a fallback to another mesh axis\n'

@@ -88,7 +88,7 @@ def test_the_filter_is_named_after_the_reasons_of_earlier_layouts() -> None:
     fsdp = ft.FSDP("data", min_size=0)
     inner = ft.StateSharding({"**.up": fsdp, ...: P()})
     plan = ft.plan(tree, rules | ft.StateSharding({"w.**": inner, ...: rules}), SIZES)
-    largest = 'FSDP: "embed" is the largest unsharded dimension'
+    largest = 'FSDP: "embed" is the largest dimension it can shard'
     assert plan["w.up"].reason == f"embed→None, hidden→model; 'w.**': '**.up': {largest}"
     assert plan["w.down"].reason == "hidden→model, embed→None; 'w.**': ...: P() as given"
     assert plan["v.up"].reason == "embed→None, hidden→model; ...: embed→None, hidden→model"
@@ -347,7 +347,7 @@ def test_from_specs_of_another_structure() -> None:
     )
     assert "filter 'c'\n      matches no leaf" in text
     assert "b   f32[2]\n      no filter matches it" in text
-    with pytest.raises(ft.RuleError, match="a: 3 is not a PartitionSpec"):
+    with pytest.raises(ft.RuleError, match="3 at `a` is not a PartitionSpec"):
         ft.StateSharding.from_specs({"a": 3})
 
 

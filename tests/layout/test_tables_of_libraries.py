@@ -208,7 +208,7 @@ SILENT: dict[str, tuple[Any, Any, Any, Callable[[], Any], Mapping[str, int], str
     "big_vision: sizes that the axis does not divide": (
         big_vision("odd", (2049, 1001), BIG_VISION, 4), (),
         nested({"odd": (2049, 1001)}), lambda: ft.FSDP("fsdp", min_size=2**20 + 1), {"fsdp": 4},
-        "none of its unsharded dimensions",
+        "none of the dimensions it may shard",
     ),
 }  # fmt: skip
 

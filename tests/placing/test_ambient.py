@@ -35,7 +35,7 @@ def test_spec_follows_the_innermost_rules():
 
 def test_rules_end_with_their_context():
     """After an error too. They can be switched off inside."""
-    told = r"no ambient rules: enter `with ft.axis_rules\(rules\):`"
+    told = r"no ambient `AxisRules`: enter `with ft.axis_rules\(rules\):`"
     with pytest.raises(KeyError), ft.axis_rules(RULES):
         raise KeyError
     with pytest.raises(ft.ShardingError, match=told):
@@ -80,7 +80,7 @@ def test_an_interrupt_leaves_no_rules_entered():
     while interrupted_at(lines + 1):
         lines += 1
         assert ambient_rules() is None
-        with pytest.raises(ft.ShardingError, match="no ambient rules"):
+        with pytest.raises(ft.ShardingError, match="no ambient `AxisRules`"):
             ft.spec("batch")
     assert lines > 15
 
@@ -120,7 +120,7 @@ def test_each_task_has_its_own_rules():
         {P("model", None)},
         {P("data", "model")},
     ]
-    with pytest.raises(ft.ShardingError, match="no ambient rules"):
+    with pytest.raises(ft.ShardingError, match="no ambient `AxisRules`"):
         ft.spec("batch")
     assert ambient_rules() is None and jax.jit(lambda x: (ambient_rules(), x)[1])(1) == 1
 
@@ -225,7 +225,7 @@ def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
         ft.jit(lambda x: ft.constrain(x * 2, "batch hidden", rules=layout))(x)
     with (
         ft.axis_rules(layout),
-        raises("there are no ambient rules", "with `AxisRules`", error=ft.ShardingError),
+        raises("spec: there are no ambient `AxisRules`", error=ft.ShardingError),
     ):
         ft.spec("batch hidden")
     # The layers are not refused: they constrain nothing, and their activations stay as the compiler

@@ -125,7 +125,7 @@ def test_a_failure_leaves_nothing_behind():
             f(X, True)
         np.testing.assert_allclose(f(X, False), X * 2)
     assert jax.sharding.get_mesh().empty and len(f.compilations) == 1
-    with pytest.raises(ft.ShardingError, match="there are no ambient rules"):
+    with pytest.raises(ft.ShardingError, match="there are no ambient `AxisRules`"):
         ft.spec("batch")
 
 

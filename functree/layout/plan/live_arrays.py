@@ -20,7 +20,7 @@ AnyMesh = Mesh | AbstractMesh
 def live_rows(
     leaves: Sequence[Leaf], states: Iterable[Path] = ()
 ) -> tuple[list[Row], AnyMesh | None]:
-    """Return a row with the current sharding of each array, and the mesh of the first that has one.
+    """Return a row with each array's current sharding, and the mesh of the first array on a mesh.
 
     Args:
         leaves: the arrays.
@@ -50,7 +50,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
     for row in rows:
         below = row.path[len(state) :]
         if row.path[: len(state)] == state and below[:1] == (OPTIMIZER,):
-            # The longest path first: the optimizer's own keys begin the path.
+            # The longest path is tried first, since the optimizer's own keys begin the path.
             for start in range(1, len(below) + 1):
                 path = Path((*state, MODEL, *below[start:]))
                 if path in parameters and parameters[path].shape == row.shape:
@@ -61,7 +61,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def _mesh_text(mesh: AnyMesh) -> str:
-    """Return the text of another mesh, with its devices: two meshes may have equal sizes."""
+    """Return the text of a different mesh, with its devices, since its sizes may be equal."""
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text

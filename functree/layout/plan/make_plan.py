@@ -108,7 +108,7 @@ def plan_leaves(
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
         check: whether problems raise an error.
-        same: the numbers that identify equal arrays, as in `decide_parts`.
+        same: the numbers that identify leaves that are the same array, as in `decide_parts`.
         allow_unspecified: whether an array may have no layout, as in `decide_parts`.
     """
     decisions = decide_parts(leaves, parts, view, same=same, allow_unspecified=allow_unspecified)
@@ -133,7 +133,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
     """
     known: dict[tuple[Any, ...], Row] = {}
     # Most leaves share one decision object, whose identity is faster to compare than its value. The
-    # key includes the shape, which may differ.
+    # key includes the shape and dtype, which may differ.
     by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):

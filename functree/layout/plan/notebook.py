@@ -51,7 +51,7 @@ def _is_of_arrays(tree: Tree) -> bool:
 
 def _active_treescope() -> Any | None:
     """Return the module treescope if IPython shows all objects with it."""
-    # Without an import of both, treescope is not active.
+    # Unless both are imported, treescope is not active.
     ipython, treescope = sys.modules.get("IPython"), sys.modules.get("treescope")
     if ipython is None or treescope is None:
         return None
@@ -89,7 +89,7 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
         )
 
     renderer = treescope.active_renderer.get()
-    # Without the handler that appends an object's `_repr_html_`, which is functree's here.
+    # The handler that appends an object's `_repr_html_` is dropped, since functree defines it here.
     added = treescope.handlers.append_repr_html_when_present
     hooks = [with_axes, *(hook for hook in renderer.wrapper_hooks if hook is not added)]
     renderer = dataclasses.replace(renderer, wrapper_hooks=hooks)
@@ -100,7 +100,7 @@ def treescope_html(treescope: Any, tree: Tree, shown: Plan) -> str:
 def short_text(tree: Tree) -> str | None:
     """Return a module's fields, one per line, with their content and bytes.
 
-    None if the tree contains no arrays, or contains specs.
+    Return None if the tree contains no arrays, or contains specs.
     """
     if not _is_of_arrays(tree):
         return None
@@ -118,7 +118,7 @@ def short_text(tree: Tree) -> str | None:
 def table_text(tree: Tree) -> str | None:
     """Return the plan of a tree's current sharding as text.
 
-    None if the tree contains no arrays, or contains specs.
+    Return None if the tree contains no arrays, or contains specs.
     """
     if not _is_of_arrays(tree):
         return None

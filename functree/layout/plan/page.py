@@ -28,9 +28,9 @@ from functree.report.table import bytes_text
 from functree.tree.paths import Path
 
 MOST_DEVICES = 16
-"""The number of devices that the key to the pictures' colors lists."""
+"""The largest number of devices that the key to the pictures' colors lists."""
 MOST_LINES = 200
-"""The largest number of lines in a notebook; a page has all."""
+"""The largest number of lines in a notebook. A page has all lines."""
 
 
 class PlanPage(NamedTuple):
@@ -53,7 +53,7 @@ class PlanPage(NamedTuple):
     def html(self, page: bool) -> str:
         """Render the page, or a fragment for a notebook.
 
-        A fragment of a plan with many arrays has only the largest.
+        If a plan has many arrays, a fragment shows only the largest.
         """
         head = cards_html(self.cards()) + notes_html(self.problems, self.notes)
         if not page:
@@ -67,14 +67,14 @@ class PlanPage(NamedTuple):
         return [
             Card(bytes_text(_each(self.rows)), "on each device"),
             Card(bytes_text(sum(row.bytes_global for row in self.rows)), "in all, each array once"),
-            Card(bytes_text(copies), "on each device are copies"),
+            Card(bytes_text(copies), "redundant on each device"),
             Card(f"{len(self.rows):,}", f"arrays on {MeshView(self.sizes).devices:,} devices"),
         ]
 
     def devices(self) -> str:
         """Render the bytes of one device, by part of the tree, and the key to the pictures' colors.
 
-        All devices of a plan have equally many bytes.
+        All devices of a plan hold the same number of bytes.
         """
         each, number = _each(self.rows), MeshView(self.sizes).devices
         parts = parts_of({row.path: row.bytes_per_device for row in self.rows})
@@ -153,7 +153,7 @@ _SMALL, _LARGE = 0.005, 0.6  # fractions of all bytes
 def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
     """Sum bytes by part of the tree, in order.
 
-    A part with most of the bytes is replaced by its content. Small parts are joined into one.
+    A part with most of the bytes is replaced by its contents. Small parts are joined into one.
     """
     whole = sum(sizes.values())
     parts: dict[Path, dict[Path, int]] = {Path(): dict(sizes)}

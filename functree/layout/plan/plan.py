@@ -18,6 +18,7 @@ from functree.errors import (
     ShardingError,
     count,
     did_you_mean,
+    path_text,
     problem_groups,
 )
 from functree.labels.leaf import Leaf
@@ -102,7 +103,7 @@ class Plan(Layout):
 
     @property
     def specs(self) -> Any:
-        """A tree of `PartitionSpec`s with the tree's structure, and None for other leaves.
+        """The `PartitionSpec`s in the structure of the planned tree, with None for other leaves.
 
         Raises:
             ShardingError: if the plan was read from JSON or a pickle, which have no tree.
@@ -111,10 +112,10 @@ class Plan(Layout):
 
     @property
     def shardings(self) -> Any:
-        """A tree of `NamedSharding`s, with memory kinds.
+        """The `NamedSharding`s, with memory kinds, in the structure of the planned tree.
 
         Raises:
-            ShardingError: if the plan was made for sizes and not for a mesh.
+            ShardingError: if the plan was made for sizes instead of a mesh.
             ShardingError: if the plan has problems, or an array has no spec.
             ShardingError: if the plan was read from JSON or a pickle, which have no tree.
         """
@@ -135,7 +136,7 @@ class Plan(Layout):
             what = f"this plan was made for the sizes {self.view}, without devices"
             raise ShardingError(f"{what}: plan with a `Mesh` to get shardings")
         if row.spec is None:
-            raise ShardingError(f"{row.path}: {row.reason}; it has no PartitionSpec")
+            raise ShardingError(f"{path_text(row.path)} has no PartitionSpec: {row.reason}")
         return NamedSharding(row.mesh or self.mesh, row.spec, memory_kind=row.memory_kind)
 
     @property
@@ -190,7 +191,7 @@ class Plan(Layout):
         return row is not None and row.spec is not None and row.mesh is None
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        """Decide about a leaf like the plan, for the array at the same path."""
+        """Give a leaf the plan's spec for the array at the same path."""
         before, row = so_far or whole(leaf), self._row(leaf)
         if row is None:
             return before.wrong(("the plan has no row for it", _OWN_TREE))
@@ -206,7 +207,7 @@ class Plan(Layout):
     def _row(self, leaf: Leaf) -> Row | None:
         """Return the row of the array at the same path.
 
-        It is the path in the plan's tree; for a plan of just the model, the path in the model.
+        The path begins at the root of the plan's tree, or of the model if the plan is only for it.
         """
         paths = [leaf.path, *[root.path for root in leaf.roots]]
         if leaf.follows is None and leaf.seen is not None:
@@ -274,14 +275,14 @@ class Plan(Layout):
     def to_json(self) -> str:
         """Return the plan as JSON: its rows, mesh sizes and problems.
 
-        JSON has neither the devices nor the tree.
+        The JSON contains neither the devices nor the tree.
         """
         parts = PlanParts(self.rows, self.sizes, self.problems, self.unused, self.unused_names)
         return json_of("plan", parts)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
-        """Read a plan from JSON. It can be used as a layout, printed and compared.
+        """Read a plan from JSON, to use it as a layout, print it or compare it.
 
         It equals the original plan if that plan was made for sizes. A plan for a mesh with devices
         differs, since JSON has no devices.
@@ -353,7 +354,7 @@ class PlanParts(NamedTuple):
 _SORT = Takes(
     '`"bytes"`', lambda value: isinstance(value, str), lambda value: value == "bytes"
 ).or_none()
-_OWN_TREE = "use a plan of the tree that this leaf is in"
+_OWN_TREE = "use a plan of the tree that contains this leaf"
 
 
 def _whole(path: Path, row: Row) -> tuple[str, str]:

@@ -33,8 +33,8 @@ class Row(NamedTuple):
         memory_kind: `"pinned_host"` for host memory; None for the default.
         mesh: the array's mesh if it differs from the plan's, and None otherwise. Only a plan that
             shows how arrays are sharded now has such rows.
-        follows: the path of the parameter whose dimensions and spec it has, as an optimizer's
-            moments do; None otherwise.
+        follows: the path of the parameter that it follows, with the same dimensions and spec, as an
+            optimizer's moments do; None otherwise.
 
     Examples:
         >>> row = ft.plan(
@@ -87,7 +87,7 @@ def saved_by_sharding(row: Row) -> int:
 def array_of(row: Row) -> str:
     """Return a row's array, with the mesh axes that divide each size: `f32[32000/model, 512]`.
 
-    Of several mesh axes, the outermost comes first: `64/data/model`.
+    If several mesh axes divide a size, the outermost comes first: `64/data/model`.
     """
     return sizes_of(row, str) + beside_array(row)
 

@@ -110,7 +110,7 @@ def table_groups(rows: Sequence[Row]) -> list[Group]:
 def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
     """Return the beginning of an array's path, before the path of the parameter that it follows.
 
-    For `opt_state.0.mu.w`, it is `opt_state.0.mu`. None unless both are sharded alike.
+    For `opt_state.0.mu.w`, it is `opt_state.0.mu`. Return None unless both are sharded alike.
     """
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
@@ -197,7 +197,7 @@ AxisSizes = Mapping[str, Mapping[int, tuple[Path, ...]]]
 """The sizes of each axis, with the paths of the arrays that have each size."""
 
 
-# In `eqx.nn`, these axes have a different size in each layer.
+# In `eqx.nn`, these axes may have a different size in each layer.
 _OF_ONE_LAYER = {
     axis for names in equinox_names.values() for _, axes in names if isinstance(axes, Axes)
     for axis in axes
@@ -225,8 +225,8 @@ def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
 def several_sizes(rows: Iterable[Row]) -> list[str]:
     """Return a line for each axis with several sizes in one module, below a headline.
 
-    A line is `hidden: 32 in up, 8 in down`. The names of an annotation may be transposed. If mesh
-    axes divide both sizes, nothing else shows this.
+    A line is `hidden: 32 in up, 8 in down`. The names in an annotation may be transposed. If mesh
+    axes divide both sizes, nothing else reveals this.
     """
     modules: dict[Path, list[Row]] = {}
     for row in rows:
@@ -240,8 +240,8 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
                 told.add((Path(module[:-1]), name))
                 texts_of.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
-    # Then in the order of the rows, without repetition: layers, and moments of parameters, have
-    # equal sizes.
+    # Lines have the order of the rows, without repetition, since layers and the moments of
+    # parameters have equal sizes.
     lines: dict[str, str] = {}
     for module in modules:
         for key, text in texts_of.get(module, {}).items():
@@ -253,7 +253,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
 
 
 def _modules(path: Path) -> Sequence[Path]:
-    """Return the module of an array, and the module that has this one in a field.
+    """Return the module of an array, and the module that contains this module in a field.
 
     Elements of a list are not compared, since successive layers may have different sizes.
     """
