@@ -51,7 +51,7 @@ def test_arrays_on_several_shardings(mesh: Mesh) -> None:
     assert plan.mesh == mesh and plan.problems == () and plan.total_bytes == 9 * 128
     assert plan.specs["sharded"] == P("data", None) and plan.specs["single"] is None
     assert "committed to the device cpu:3" in str(plan)
-    with pytest.raises(ft.ShardingError, match="abstract: abstract, with no sharding; it has no P"):
+    with pytest.raises(ft.ShardingError, match="abstract has no PartitionSpec: abstract, with no"):
         _ = plan.shardings
 
 
