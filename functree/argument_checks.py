@@ -111,7 +111,7 @@ _ARRAYS = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 def is_integers(value: object) -> bool:
-    """Return whether a value is an integer array. It may be traced or abstract."""
+    """Return whether a value is an integer array, which may be traced or abstract."""
     return isinstance(value, _ARRAYS) and bool(jnp.issubdtype(value.dtype, jnp.integer))
 
 
@@ -161,12 +161,12 @@ def _is_possible_path(value: Any) -> bool:
 FILE = Takes("the path of a file", _is_path, _is_possible_path)
 FOLDER = FILE._replace(text="the path of a folder")
 
-# `Path` turns `gs://` into `gs:/`, so this matches its result too.
+# `Path` turns `gs://` into `gs:/`, so the pattern matches both.
 _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 
 
 def _is_local(value: Any) -> bool:
-    """Return whether a path is not a URL, which would create a local folder with its name."""
+    """Return whether a path is valid and not a URL, which would create a local folder."""
     return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
 
 
@@ -215,7 +215,7 @@ FloatingDtype = Annotated[DTypeLike, FLOATING]
 
 
 def shown(value: object) -> str:
-    """Write a value for a message: shortened, and an array as its dtype and shape."""
+    """Format a value for a message: an array as its dtype and shape, other values shortened."""
     if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return f"{value.dtype}{list(value.shape)}"
     return value.__name__ if isinstance(value, type) else reprlib.repr(value)
@@ -246,10 +246,10 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
     Args:
         headline: the first line of the error: the function's name, and what failed.
         *others: further problems of values whose types are right.
-        **given: the value of each parameter, and the values that it accepts.
+        **given: for each parameter, its value and the values that it accepts.
 
     Raises:
-        FunctreeTypeError: if a value has a wrong type. It lists all wrong values.
+        FunctreeTypeError: if a value has a wrong type. The error lists all wrong values.
         FunctreeValueError: if all types are right and some values are wrong.
     """
     if found := [*problems(**given), *others]:
@@ -282,7 +282,8 @@ def kinds_of(annotated: Callable[..., Any]) -> dict[str, Takes]:
 def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Build a decorator that checks a function's arguments with the `Takes` in its annotations.
 
-    The function raises the errors of `check`, with this headline. Defaults are not checked.
+    The decorated function raises the errors of `check`, with this headline. Default values are not
+    checked.
 
     Examples:
         >>> from functree.argument_checks import Size, checked
@@ -315,7 +316,7 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def parameter_error(
     headline: str, found: Iterable[Problem] = (), *, right_type: bool
 ) -> FunctreeError:
-    """Build the error for wrong values: a `FunctreeTypeError` unless their types are right."""
+    """Build a `FunctreeValueError` for values of the right types, or a `FunctreeTypeError`."""
     kind = FunctreeValueError if right_type else FunctreeTypeError
     return kind(headline, found)
 

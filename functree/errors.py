@@ -37,15 +37,15 @@ USERS_ERRORS = (
     *(ArithmeticError, AssertionError, AttributeError, BufferError, LookupError),
     *(NameError, RuntimeError, StopIteration, TypeError, ValueError),
 )
-"""Exceptions that user code, such as a function or a method `__eq__`, may raise when it fails.
+"""Exceptions that user code, such as a function or an `__eq__` method, may raise when it fails.
 
-Others propagate: `KeyboardInterrupt`, `MemoryError`, and exceptions that users derive from
-`Exception`.
+Other exceptions propagate: `KeyboardInterrupt`, `MemoryError`, and classes that users derive
+directly from `Exception`.
 """
 
 
 def error_text(error: BaseException) -> str:
-    """Return the class and the first line of an error, for a message about it."""
+    """Format an error as its class and its first line, for a message."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
@@ -53,12 +53,12 @@ def error_text(error: BaseException) -> str:
 class FunctreeError(Exception):
     """Base class of all errors that functree raises.
 
-    Its attribute `problems` has one record for each mistake.
+    Its attribute `problems` holds one record for each mistake.
 
     Args:
         headline: the first line of the text.
-        problems: the records, which the text lists below the headline. Without records,
-            `.problems` gets one with the headline.
+        problems: the records, which the text lists below the headline. If there are none,
+            `.problems` holds a single record made from the headline.
 
     Examples:
         >>> ft.plan(
@@ -76,7 +76,7 @@ class FunctreeError(Exception):
 
 
 class FunctreeWarning(UserWarning):
-    """Category of all functree warnings, about code that runs but costs more than it seems to.
+    """Category of all functree warnings, about code that runs, but probably not as intended.
 
     `warnings.simplefilter("error", ft.FunctreeWarning)` turns them into errors.
 
@@ -87,7 +87,7 @@ class FunctreeWarning(UserWarning):
 
 
 def listed(texts: Sequence[str], most: int = 4) -> str:
-    """List the first few texts and the number of the others: `a, b and 3 more`."""
+    """Join the first few texts, and count the rest: `a, b and 3 more`."""
     rest = len(texts) - most
     return ", ".join(texts[:most]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -121,7 +121,7 @@ class FunctreeValueError(FunctreeError, ValueError):
 
 
 class AxesError(FunctreeError, ValueError):
-    """Error for an annotation that does not fit its leaf, or that cannot be read.
+    """Error for axis names that cannot be parsed, or an annotation that does not fit its leaf.
 
     Examples:
         >>> ft.Axes("not an identifier")
@@ -132,9 +132,9 @@ class AxesError(FunctreeError, ValueError):
 
 
 class RuleError(FunctreeError, ValueError):
-    """Error for a layout, filter or path that is invalid for every tree.
+    """Error for an invalid layout, filter or path, or one that does not match its tree.
 
-    It is raised when the object is created.
+    Most mistakes raise it when the object is created.
 
     Examples:
         >>> ft.AxisRules({"hidden": ("model", "model")})
@@ -146,7 +146,9 @@ class RuleError(FunctreeError, ValueError):
 
 
 class ShardingError(FunctreeError, ValueError):
-    """Error for a tree that cannot be laid out as requested. It lists every leaf with a problem.
+    """Error for a tree that cannot be laid out as requested, or for an unsuitable mesh.
+
+    It lists every leaf with a problem.
 
     Examples:
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
@@ -158,7 +160,9 @@ class ShardingError(FunctreeError, ValueError):
 
 
 class StateError(FunctreeError):
-    """Error for a piece of state that is unknown, or has the wrong model, shape or dtype.
+    """Error for a piece of state that is unknown, or has the wrong shape or dtype.
+
+    Its usual cause is a state of another model.
 
     Examples:
         >>> issubclass(ft.StateError, ft.FunctreeError)
@@ -200,7 +204,7 @@ class ProblemGroup(NamedTuple):
     """Leaves with the same problems.
 
     Attributes:
-        paths: the texts of their paths; empty for a problem without a leaf.
+        paths: the text of each leaf's path; an empty string for a problem without a leaf.
         what: the description that they share.
         whys: the mistakes.
     """
@@ -211,7 +215,7 @@ class ProblemGroup(NamedTuple):
 
     @property
     def named(self) -> str:
-        """The first few paths and the number of the others; empty if there is no leaf."""
+        """The first few paths and a count of the rest; empty if there is no leaf."""
         return listed(list(dict.fromkeys(filter(None, self.paths))), MAX_PATHS)
 
     @property
@@ -222,8 +226,8 @@ class ProblemGroup(NamedTuple):
 
 def problem_groups(problems: Iterable[Problem]) -> list[ProblemGroup]:
     """Group the leaves that have the same problems."""
-    # The inner dicts are ordered sets: two layouts may report the same problem for one leaf, and it
-    # is listed once.
+    # The inner dicts are ordered sets: if two layouts report the same problem for one leaf, it is
+    # listed once.
     leaves: dict[tuple[str, str], dict[str, None]] = {}
     for p in problems:
         leaves.setdefault((path_text(p.path), p.what), {})[p.why] = None
@@ -254,8 +258,8 @@ def path_text(path: tuple[object, ...] | None) -> str:
     """Return the text of a path; empty for a problem that does not concern a single leaf."""
     if path is None:
         return ""
-    # If the tree is a single array, its path and the text of its path are empty.
-    return str(path) or "(the array)"
+    # The path of a tree's root is empty, and so is its text.
+    return str(path) or "(the root)"
 
 
 def count(number: int, noun: str) -> str:
@@ -265,9 +269,9 @@ def count(number: int, noun: str) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """Find the known name of which a name is probably a typo.
+    """Find the known name that a misspelled name was probably meant to be.
 
-    The names differ by one edit or one swap of neighboring letters, and have four letters or more.
+    The names differ by one edit or one swap of neighboring letters, and have at least four letters.
     If one of the two names begins with the other (`head`, `heads`), they count as different names,
     not as a typo.
 
@@ -284,7 +288,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 def longer_form(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that is a longer or shorter form of a name.
 
-    One of the two begins with the other or is its plural, and both have four letters or more.
+    One of the two begins with the other or is its plural, and both have at least four letters.
 
     >>> (
     ...     longer_form("head", ["embed", "heads"]),
@@ -331,9 +335,9 @@ def nearest(name: object, known: Iterable[object], most: int, *, cutoff: float =
     """List the known names that resemble a name, the nearest first.
 
     Args:
-        name: the name.
-        known: the known names.
-        most: the largest number of names in the result.
-        cutoff: the least similarity, where 1 means equal.
+        name: the name to compare.
+        known: the names to choose from.
+        most: the maximum number of names in the result.
+        cutoff: the minimum similarity, from 0 to 1, where 1 means equal.
     """
     return difflib.get_close_matches(str(name), [str(k) for k in known], n=most, cutoff=cutoff)

@@ -25,13 +25,13 @@ _V = TypeVar("_V")
 
 
 class Change(NamedTuple):
-    """A difference.
+    """A property that differs between two plans or two ledgers.
 
     Attributes:
-        path: the path of the leaf; empty if it is not about one leaf.
+        path: the path of the leaf; empty if the change does not concern a single leaf.
         what: the property: `spec`, `bytes on each device`, `all-gather over data`.
         before: its value in the first plan or ledger; None if it is missing there.
-        after: its value in the second.
+        after: its value in the second; None if it is missing there.
     """
 
     path: Path
@@ -110,11 +110,11 @@ class Diff:
                 yield f"{what}: {before} → {after}{_percent(before, after)}"
 
     def folded(self) -> Iterator["Folded"]:
-        """Yield a line for equal changes, across layers and across the parameters of one module.
+        """Yield a line for each group of equal changes, across layers and a module's parameters.
 
         Bytes share a unit, for comparison at a glance, unless they are far smaller.
         """
-        # The unit of the largest change. A size may be far larger than all changes.
+        # The unit of the largest change, since a size may be far larger than all changes.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in _alike(self.rows):
             path, _, before, after = rows[0]
@@ -141,7 +141,7 @@ class Folded(NamedTuple):
     """The text of changes that differ only in their paths.
 
     Attributes:
-        path: their path; empty if they are not about one leaf.
+        path: their path; empty if they do not concern single leaves.
         what: the property.
         before: its value before.
         after: its value after.
@@ -253,7 +253,7 @@ def _percent(before: int, after: int) -> str:
 
 
 def _text(value: object, unit: int | None) -> str:
-    """Return the text of a value. Bytes use the given unit, or their own."""
+    """Format a value. Bytes use the given unit, or the unit that fits them."""
     if value is None:
         return "nothing"
     if isinstance(value, Bytes) and unit is not None:
@@ -304,7 +304,7 @@ def changes(
         properties: returns the properties to compare, by name, for a key and its value.
         whole: returns a name and a value for an entry that only one mapping has.
     """
-    # The order of the first mapping, then entries of only the second.
+    # Entries come in the order of the first mapping, then those that only the second has.
     for key in dict.fromkeys([*before, *after]):
         if key not in after:
             what, text = whole(key, before[key])

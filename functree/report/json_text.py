@@ -21,10 +21,10 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 
 FORMAT = 1
-"""The version of the format. It increases when older versions of functree cannot read it."""
+"""Version of the format. It increases if older versions of functree cannot read the new format."""
 
 MOST_LEVELS = 100
-"""The most levels of nested lists and objects.
+"""Maximum number of levels of nested lists and objects.
 
 Reading, writing and printing JSON recurses. This is far below Python's recursion limit, and far
 more than any plan or ledger needs.
@@ -35,9 +35,8 @@ def parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: if the text is not JSON.
-        ValueError: if it is nested more than `MOST_LEVELS` levels deep.
-        ValueError: if an object repeats a name, since readers differ in which value they take.
+        ValueError: if the text is not JSON, if it is nested more than `MOST_LEVELS` levels deep, or
+            if an object repeats a name, since readers differ in which value they use.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -73,7 +72,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def value_text(value: Any) -> str:
-    """Return a JSON value for a message, truncated after a line or two."""
+    """Format a JSON value for a message, truncated to 200 characters."""
     text = json.dumps(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}…"
 
@@ -126,9 +125,8 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
         cls: a named tuple or a dataclass. The types of its fields define the expected JSON.
 
     Raises:
-        FunctreeError: if the text is not JSON.
-        FunctreeError: if it is of a different kind, or has a newer format.
-        FunctreeError: if a value is missing, or has the wrong type.
+        FunctreeError: if the text is not JSON, if it is of a different kind or has a newer format,
+            or if a value is missing or has the wrong type.
     """
     if not isinstance(text, str | bytes):
         raise FunctreeTypeError(f"from_json: expected the JSON text of a {kind}, not {text!r}")
@@ -161,7 +159,7 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
 
 
 class _MisfitError(Exception):
-    """A value of the JSON that is missing or has the wrong type."""
+    """Error for a value of the JSON that is missing or has the wrong type."""
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:
@@ -255,7 +253,7 @@ def _defaults(cls: Any) -> dict[str, Any] | None:
 
 
 def _dtype(text: str) -> Any:
-    """Return the dtype with this text. The dtypes of random keys are included: `key<fry>`."""
+    """Parse the text of a dtype, including the dtypes of random keys: `key<fry>`."""
     if text.startswith("key<"):
         implementation = key_implementation(text)
         if implementation is None:

@@ -60,14 +60,14 @@ _TOOLS = (
 
 
 class Card(NamedTuple):
-    """A figure at the head of a report."""
+    """A number with a label, at the head of a report."""
 
     value: str
     label: str
 
 
 def cards_html(cards: Iterable[Card]) -> str:
-    """Render the figures at the head."""
+    """Render the cards at the head of a report."""
     content = ""
     for card in cards:
         value, label = html.escape(card.value), html.escape(card.label)
@@ -98,13 +98,13 @@ def _with_code(text: str) -> str:
 
 
 def code(text: str, kind: str = "") -> str:
-    """Render a text as code, with a class of the style."""
+    """Render a text as code, with a CSS class."""
     of_class = f' class="{kind}"' if kind else ""
     return f"<code{of_class}>{html.escape(text)}</code>"
 
 
 def color(index: int) -> int:
-    """Return the color number of the n-th mesh axis or part; the last one covers all others."""
+    """Return the color number of the n-th mesh axis or part. All later ones share a color."""
     return min(index, 5)
 
 
@@ -133,7 +133,7 @@ class Segment(NamedTuple):
 
 
 def bar_html(segments: Iterable[Segment], most: int) -> str:
-    """Render a bar; one of `most` bytes has the full length."""
+    """Render a bar. A bar of `most` bytes has the full length."""
     content = ""
     for segment in segments:
         if segment.size:
@@ -145,7 +145,7 @@ def bar_html(segments: Iterable[Segment], most: int) -> str:
 
 
 def key_html(segments: Iterable[Segment]) -> str:
-    """Render the key to the colors of a bar, with the bytes of each part."""
+    """Render the legend of a bar, with the color and the bytes of each part."""
     content = ""
     for segment in segments:
         size = f'<span class="num muted">{bytes_text(segment.size)}</span>'
@@ -159,7 +159,7 @@ def list_html(title: str, sizes: Mapping[str, int]) -> str:
 
     Args:
         title: the title of the list.
-        sizes: the bytes of each entry; its key is HTML.
+        sizes: the bytes of each entry, by the HTML of its name.
     """
     most = max(sizes.values(), default=0)
     items = ""
@@ -180,7 +180,10 @@ def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 OPEN_LINES = 48
-"""The most lines that an opened tree shows at first. Levels open completely or not at all."""
+"""Maximum number of lines that an opened tree shows at first, unless its first level has more.
+
+Levels open completely or not at all.
+"""
 
 
 class TreeLeaf(NamedTuple):
@@ -190,7 +193,7 @@ class TreeLeaf(NamedTuple):
         parts: the texts of the keys of its path.
         size: its bytes, as a bar.
         content: the HTML of its text.
-        number: the number of things that it stands for.
+        number: the number of items that it stands for, such as arrays.
         picture: the HTML of a picture on its left; may be empty.
         copies: the bytes among `size` that other devices also hold.
     """
@@ -230,7 +233,7 @@ class _Look(NamedTuple):
     Attributes:
         whole: the bytes of the whole tree.
         most: the bytes of a leaf's longest bar.
-        noun: what a leaf stands for.
+        noun: the noun for an item that a leaf stands for: `array`.
         levels: the number of open levels.
     """
 
@@ -253,7 +256,7 @@ def tree_html(
     Args:
         leaves: the leaves.
         title: the name of the root.
-        noun: what a leaf stands for.
+        noun: the noun for an item that a leaf stands for: `array`.
         named: whether the last key of a leaf's path names it. Otherwise the path belongs to a
             subtree, which may have several leaves.
         opened: whether some levels are open.
@@ -297,7 +300,7 @@ def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
 
 
 def _levels(root: _Node) -> int:
-    """Count the levels that can be open without too many lines."""
+    """Count the levels that can be open without showing too many lines."""
     shown, levels, level = 0, 0, [root]
     while level:
         shown += sum(len(node.inside) for node in level)
@@ -330,7 +333,7 @@ def _leaf_html(leaf: TreeLeaf, depth: int, look: _Look) -> str:
     path = ".".join(leaf.parts)
     name = ".".join(leaf.parts[depth:])
     if not leaf.parts:
-        name = "(the array)"
+        name = "(the root)"
     title = code(name, "name") if name else ""
     alone = Segment(path, leaf.size - leaf.copies)
     copied = Segment(f"{path}, copies", leaf.copies, "p0 copied")
@@ -355,7 +358,7 @@ def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
 
 
 MOST = 8
-"""The most blocks drawn along a dimension, and the most devices drawn in a block."""
+"""Maximum number of blocks drawn along a dimension, and of devices drawn in a block."""
 WIDE, HIGH = 76, 48
 _AREA = 72.0, 44.0  # for two dimensions
 
@@ -451,7 +454,8 @@ class Pictures:
 def device_color(device: int, sizes: Mapping[str, int]) -> str:
     """Return the color of a device.
 
-    The hue shows its position along all mesh axes but the first; the lightness, along the first.
+    The lightness shows its position along the first mesh axis, and the hue its position along the
+    other axes.
     """
     first, *others = [size for size in sizes.values() if size > 1] or [1]
     inner = math.prod(others)
@@ -465,7 +469,7 @@ def device_color(device: int, sizes: Mapping[str, int]) -> str:
 def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[int], list[int]]:
     """Choose the dimensions for the picture's rows and columns: sharded ones, then the largest.
 
-    Sharded dimensions beyond two are drawn along the columns, too.
+    If more than two dimensions are sharded, all but the first are drawn along the columns.
     """
     chosen = [dim for dim in range(len(shape)) if cuts[dim]]
     others = [dim for dim in range(len(shape)) if not cuts[dim] and shape[dim] > 1]
@@ -505,5 +509,5 @@ def _title(blocks: int, cuts: Sequence[tuple[str, ...]], sizes: Mapping[str, int
     copies = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     if not copies:
         return f"{blocks} blocks, one on each device"
-    what = "whole" if blocks == 1 else f"{blocks} blocks"
-    return f"{what}, on {_parts(copies, sizes)} devices each: copies over {', '.join(copies)}"
+    what = "whole, on each of" if blocks == 1 else f"{blocks} blocks, each on"
+    return f"{what} {_parts(copies, sizes)} devices: copies over {', '.join(copies)}"

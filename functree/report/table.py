@@ -1,7 +1,7 @@
 """Tables are built here from cells of text, as lines of fixed width.
 
-rich's tables take 0.3 ms for each row, which is ten seconds for a large model. The texts of paths
-and bytes in tables are here, too.
+rich's tables take 0.3 ms for each row, which is ten seconds for a large model. This module also
+formats the paths and the bytes in tables.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -110,15 +110,15 @@ def grouped(values: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T
 
 
 def pattern_of(path: Path) -> tuple[object, ...]:
-    """Replace the indices in a path. Integer keys of dicts count as indices."""
+    """Replace the indices in a path with `*`. Integer keys of dicts count as indices."""
     return tuple("*" if isinstance(key, int) else key for key in path)
 
 
 def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
-    """Return what paths of one length have in common, except one key, counted from the end.
+    """Return what paths of equal length have in common apart from one key, counted from the end.
 
     The result is equal for `attn.query` and `attn.key`. It is None if there is no such key, or if
-    the key is an index. `common_path` joins the indices of layers where that is exact.
+    the key is an index: `common_path` joins the indices of layers where that is exact.
     """
     if len(paths[0]) < from_end:
         return None
@@ -129,8 +129,8 @@ def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
 
 
 def common_path(paths: Sequence[Path]) -> str:
-    """Return `blocks.{0-10,12}.w` for `blocks.0.w` to `blocks.10.w` and `blocks.12.w`."""
-    return ".".join(common_parts(paths)) or "(the array)"
+    """Abbreviate several paths as one text, such as `blocks.{0-10,12}.w`."""
+    return ".".join(common_parts(paths)) or "(the root)"
 
 
 def common_parts(paths: Sequence[Path]) -> list[str]:
@@ -169,7 +169,7 @@ UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 class Bytes(int):
-    """A number of bytes, to tell it apart from other numbers."""
+    """Number of bytes, as a type of its own to distinguish it from other numbers."""
 
     def __str__(self) -> str:
         return bytes_text(self)
@@ -185,7 +185,7 @@ def common_unit(sizes: Iterable[int]) -> int:
 
 
 def text_in_unit(size: int, unit: int) -> str:
-    """Return the text of a number of bytes in a unit, with at least three digits: `0.00391 MiB`.
+    """Format a number of bytes in a unit, with three significant digits or more: `0.00391 MiB`.
 
     >>> (
     ...     text_in_unit(4096, 2),
@@ -202,7 +202,7 @@ def text_in_unit(size: int, unit: int) -> str:
 
 
 def bytes_text(size: int) -> str:
-    """Return the text of a number of bytes: `1.5 MiB`, or `2 MiB` if it is exact.
+    """Format a number of bytes: `1.5 MiB`, or `2 MiB` if that is exact.
 
     >>> bytes_text(1023), bytes_text(1536), bytes_text(2**21)
     ('1023 B', '1.5 KiB', '2 MiB')

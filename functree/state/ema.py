@@ -39,7 +39,7 @@ def with_ema(
         decay: the weight of the old average in each step.
 
     Raises:
-        FunctreeError: if `decay` is not in [0, 1).
+        FunctreeError: if `tx` is not an optimizer, or `decay` is not in [0, 1).
 
     Examples:
         >>> import optax
@@ -67,7 +67,7 @@ def with_ema(
             )
         updates, after = inner.update(updates, state.inner, params, **extra)
 
-        # Optax' caller computes the new parameters only after this function returns.
+        # The caller computes the new parameters only after this function returns.
         def averaged(old: jax.Array, parameter: jax.Array, change: jax.Array) -> jax.Array:
             return decay * old + (1 - decay) * updated(change, parameter).astype(old.dtype)
 
@@ -90,8 +90,7 @@ def averaged(ts: TrainState[M]) -> M:
         ts: a training state whose optimizer contains `ft.with_ema`.
 
     Raises:
-        FunctreeError: if the optimizer keeps no average, or several.
-        FunctreeError: if the average was deleted.
+        FunctreeError: if the optimizer keeps no average or several, or if the average was deleted.
     """
     check("averaged: invalid arguments", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside another transformation.
@@ -111,8 +110,8 @@ def averaged(ts: TrainState[M]) -> M:
             return value
         return average.astype(value.dtype)
 
-    # An average in the parameter's dtype is returned uncast, so `astype` would not notice that it
-    # was deleted.
+    # An average in the parameter's dtype is returned without a cast, so `astype` would not notice
+    # that it was deleted.
     check_deleted("averaged", averages[0])
     return jax.tree.map(parameter, averages[0], ts.model, is_leaf=_is_empty)
 

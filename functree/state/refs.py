@@ -35,9 +35,8 @@ class StateRef(eqx.Module, HoldsState):
         axes: the names of the value's dimensions.
 
     Raises:
-        StateError: if `init` is neither an array nor a number.
-        StateError: if `init` does not fit into JAX's dtype for it.
-        StateError: if the number of axes differs from the number of dimensions.
+        StateError: if `init` is neither an array nor a number, does not fit into JAX's dtype for
+            it, or has a different number of dimensions than `axes`.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -81,12 +80,12 @@ class StateRef(eqx.Module, HoldsState):
                 f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
                 f"but the value has shape {tuple(self.init.shape)}: name each dimension"
             )
-        # In a stack, `init` gets a leading dimension, while these keep describing one layer.
+        # In a stack, `init` gets a leading dimension, while these still describe one layer.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype
         self.path, self.token = None, _Token()
 
     def __axis_names__(self) -> Names:
-        """Name the dimensions of `init`, which the class has no annotation for."""
+        """Name the dimensions of `init`, for which the class has no annotation."""
         if not self.axes:
             return Names(())
         return names(init=self.axes)
@@ -134,7 +133,7 @@ def holds(dtype: DTypeLike, value: Any) -> bool:
 def strong(value: Any) -> Any:
     """Return the array with a strong type.
 
-    A step returns strong types, so a weak type in its input would compile it twice.
+    A step returns strong types, so a weak type in its input would make it compile twice.
     """
     if not jax.typeof(value).weak_type:
         return value

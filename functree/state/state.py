@@ -33,8 +33,8 @@ class State(StateMapping):
     checkpoints, a value has the path of its ref in the model.
 
     Raises:
-        StateError: if it is indexed with a ref that has no path yet, or belongs to another model.
-        StateError: if it is indexed with a ref whose shape or dtype differs from the value's.
+        StateError: if it is indexed with a ref that has no path yet, belongs to another model, or
+            has a different shape or dtype than the value.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
@@ -52,7 +52,7 @@ class State(StateMapping):
         self._values: dict[Path, AnyArray] = dict(values)
 
     def __getitem__(self, key: StateRef | Keys | str) -> Any:
-        """Return the value of a ref, or at a path or its string."""
+        """Return the value for a ref, a path, or the text of a path."""
         if isinstance(key, str | tuple):
             path = Path(key)
             if path not in self._values:
@@ -87,9 +87,8 @@ class State(StateMapping):
                 hold.
 
         Raises:
-            StateError: if the state does not have the ref.
-            StateError: if the value's shape or dtype differs from the ref's.
-            StateError: if the number does not fit into the dtype.
+            StateError: if the state does not have the ref, if the value's shape or dtype differs
+                from the ref's, or if the number does not fit into the dtype.
         """
         path = self._known(ref)
         new = value
@@ -113,9 +112,9 @@ class State(StateMapping):
         return State(self._entries, {**self._values, path: new})
 
     def update(self, values: Mapping[Any, AnyArray]) -> "State":
-        """Return a copy of the state with new values at some paths, of any shape.
+        """Return a copy of the state with new values, of any shape, at some paths.
 
-        Functions that run the layers of a stack use it.
+        Functions that run the layers of a stack use this method.
         """
         changed = dict(self._values)
         for key, value in values.items():
@@ -146,7 +145,7 @@ class State(StateMapping):
         if ref.path is None:
             raise StateError(
                 "this StateRef has no path yet: call `model, state = ft.make_state(model)` "
-                "and use its refs"
+                "and use the refs of the returned model"
             )
         if ref.path not in self._values:
             raise StateError(
@@ -180,7 +179,7 @@ STATE = Takes(
     "an `ft.State`, from `model, state = ft.make_state(model)`",
     lambda value: isinstance(value, State),
 )
-"""Check of the argument `state` of layers with state."""
+"""Check for the argument `state` of layers with state."""
 
 _OTHER = "pass the state that `ft.make_state` returned with this model"
 
@@ -226,13 +225,13 @@ def make_state(model: T) -> tuple[T, State]:
 
     Returns:
         `(model, state)`: the model with paths in its refs, and the values. A ref that occurs twice
-            has the path of its first occurrence. An array that occurs twice is copied, so that both
-            trees can be donated. Equal models have equal structures, so they share a trace.
+            has the path of its first occurrence, or of an occurrence outside a stack. An array that
+            occurs twice is copied, so that both trees can be donated. Equal models have equal
+            structures, so they share a trace.
 
     Raises:
-        StateError: if a ref already has a path. Pass the `State` that was made with it.
-        StateError: if a ref is in a packed tree.
-        StateError: if the model has an `eqx.nn.StateIndex`.
+        StateError: if a ref already has a path or is in a packed tree, if two refs have the same
+            path, or if the model has an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -282,7 +281,9 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
             )
         leaf = by_path[path / "init"]
         if leaf.path in twice:
-            raise StateError("make_state: two pieces of state have one path", [twice[leaf.path]])
+            raise StateError(
+                "make_state: two pieces of state have the same path", [twice[leaf.path]]
+            )
         first = pieces.setdefault(node.token, leaf)
         # If a ref is both inside and outside a stack, all layers share one piece at the outer path.
         if leaf.stacked < first.stacked:

@@ -76,7 +76,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     wrt: Filter = eqx.field(static=True)
 
     def __repr__(self) -> str:
-        # The short text of a plan's state of specs is empty, so it is shown in full.
+        # A training state of specs, as a plan returns it, has no short text and is shown in full.
         return short_text(self) or super().__repr__()
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -101,12 +101,12 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         Under `ft.init`, each of its arrays is created sharded.
 
         Args:
-            model: the model, which may be traced or abstract. Its declared state is made, unless it
-                is given. If the model is abstract, the step and the optimizer's state are too.
+            model: the model, which may be traced or abstract. Its declared state is made, unless
+                `state` is given. An abstract model gets an abstract step and optimizer state.
                 Weakly typed arrays become strongly typed, as in the results of a step.
             tx: any optax optimizer.
-            layout: the model's layout, with which the whole training state is placed. It needs
-                concrete arrays.
+            layout: the model's layout, with which the whole training state is placed. The arrays
+                must be concrete.
             mesh: a mesh, or None for the current mesh.
             state: the model's state, if it is already made: an `ft.State`, or an `eqx.nn.State`,
                 which has no axis names and is therefore replicated.
@@ -114,12 +114,11 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             wrt: a filter. Parameters that it does not match are frozen.
 
         Raises:
-            FunctreeError: if `tx` is not an optimizer.
-            FunctreeError: if no parameter matches `wrt`.
-            RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
-            RuleError: if `layout` is not a layout.
-            StateError: if `ft.make_state` cannot make the model's state.
-            StateError: if the model has an `eqx.nn.StateIndex`, and `state` is not given.
+            FunctreeError: if `tx` is not an optimizer, or no parameter matches `wrt`.
+            RuleError: if `wrt` is not a filter, if a pattern in it matches no leaf, or if `layout`
+                is not a layout.
+            StateError: if `state` is not given and `ft.make_state` cannot make the model's state,
+                for example because the model has an `eqx.nn.StateIndex`.
             ShardingError: if the layout does not fit.
 
         Examples:
@@ -202,11 +201,10 @@ def apply_gradients(
         grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Values for frozen
             parameters are ignored, and may be None.
         state: the model's state after the step, if it has one.
-        **extra: further arguments of the optimizer's `update`, such as `value=`.
+        **extra: further arguments for the optimizer's `update`, such as `value=`.
 
     Raises:
-        FunctreeError: if a parameter has no gradient.
-        FunctreeError: if a gradient's shape differs from its parameter's.
+        FunctreeError: if a parameter has no gradient, or a gradient of a different shape.
         StateError: if `state` belongs to another model.
 
     Examples:
@@ -265,7 +263,8 @@ def _updates(
     try:
         return update(gradients, moments, params, **extra)
     except (TypeError, ValueError) as error:
-        # Checking for moments of another model would trace `init` in each update.
+        # Only a failed update gets the note: to detect moments of another model first, each update
+        # would have to trace `init`.
         error.add_note(_OF_ANOTHER_MODEL)
         raise
 
@@ -311,7 +310,7 @@ _PIECES = 6
 
 
 def _strong(tree: T) -> T:
-    """Replace weak types in a tree, with which a step would compile twice.
+    """Replace weak types in a tree, since they would make a step compile twice.
 
     `eqx.nn.PReLU` and L-BFGS have weakly typed arrays.
     """

@@ -1,6 +1,6 @@
-"""Assertions about layouts, collectives, compilations and sharded results, for users' tests.
+"""These assertions check layouts, collectives, compilations and sharded results in users' tests.
 
-`first_nonfinite` finds the first operation that makes a NaN.
+`first_nonfinite` finds the first operation that makes a NaN or an infinity.
 """
 
 from functree.testing.budgets import assert_collectives, assert_layout, assert_peak_memory

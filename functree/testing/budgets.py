@@ -22,7 +22,7 @@ Kind = str | tuple[str, str | tuple[str, ...]]
 """Kind of collective, such as `"all-reduce"`, or with mesh axes: `("all-reduce", "model")`."""
 
 SHOWN = 10
-"""Largest number of lines that a message lists."""
+"""Maximum number of collectives or arguments that a message lists."""
 
 UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 """Name of the environment variable that makes `assert_layout` write golden files."""
@@ -32,20 +32,20 @@ UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 
 
 def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
-    """Assert that a plan equals a text file, which people can review in a pull request.
+    """Assert that a plan matches a golden text file, which you can review in a pull request.
 
     The file has a line for each leaf, with its path, array, axes, spec and bytes per device.
     Identical layers of a list share a line. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write
     the file.
 
     Args:
-        plan: the plan.
-        file: the path of the text file.
+        plan: the plan to check.
+        file: the path of the golden file.
 
     Raises:
-        AssertionError: if the plan differs. The message has the lines that differ.
-        AssertionError: if there is no such file.
-        FunctreeError: if `plan` is not a plan.
+        AssertionError: if the file does not exist, or the plan differs from it. The message lists
+            the lines that differ.
+        FunctreeError: if `plan` is not a plan, or `file` is not a local path.
 
     Examples:
         >>> plan = ft.plan(
@@ -65,13 +65,13 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         )
     check("assert_layout: invalid arguments", file=(file, LOCAL_FILE))
     path, text = Path(file), golden_text(plan)
-    # "0" means no too, so that a test can compare its file in a run that writes the others.
+    # "0" also means no, so that a test can compare its file in a run that writes other files.
     if os.environ.get(UPDATE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return
-    # A missing file is an error. If it were written, a file that was never committed would always
-    # pass in CI.
+    # A missing file is an error. If it were written, a test whose file was never committed would
+    # always pass in CI.
     if not path.exists():
         raise AssertionError(f"there is no file {path}: write it with {UPDATE}=1, and review it")
     before = path.read_text(encoding="utf-8")
@@ -92,7 +92,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
 
 
 def golden_text(plan: Plan) -> str:
-    """Format a golden file, without columns, so that a changed leaf changes one line."""
+    """Format a plan for a golden file, without columns, so a changed leaf changes one line."""
     total = bytes_text(plan.bytes_per_device)
     lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
     for group in groups_of(plan.rows):
@@ -116,18 +116,18 @@ def assert_collectives(
     allow: Collection[Kind] | None = None,
     at_most: int | Mapping[Kind, int] | None = None,
 ) -> None:
-    """Assert that a program has only the expected collectives.
+    """Assert that a program has only allowed collectives, and moves at most the allowed bytes.
 
     Args:
         ledger: a ledger, or a compiled function.
         allow: the allowed collectives: kinds, or pairs of a kind and mesh axes. None allows all.
-        at_most: the largest number of bytes that it may move to each device, in total or by kind.
-            All runs of a loop's body count.
+        at_most: the maximum number of bytes that the program may move to each device, in total or
+            for each kind. Every iteration of a loop counts.
 
     Raises:
-        AssertionError: if the program has other collectives, or moves more. The message lists them
-            with their parameters and bytes.
-        AssertionError: if the ledger could not read a part of the program.
+        AssertionError: if the program has other collectives, if it moves more bytes, or if the
+            ledger could not read a part of it. The message lists the collectives with their
+            parameters and bytes.
         FunctreeError: if an argument is invalid.
 
     Examples:
@@ -149,13 +149,13 @@ def assert_collectives(
           all-reduce over model, 2 KiB: w, x
     """
     found = _ledger_of(ledger)
-    # A part that could not be read may be any collective, and a loop of unknown length may move any
-    # number of bytes. Ignoring them would make the assertion meaningless.
+    # A part that could not be read may contain any collective, and a loop of unknown length may
+    # move any number of bytes. Ignoring them would make the assertion meaningless.
     if found.not_understood and (allow is not None or at_most is not None):
         raise AssertionError(
             "\n  ".join(["the program cannot be compared with a budget:", *found.not_understood])
         )
-    # Both arguments are checked first, so that another failure does not hide a misspelt kind.
+    # Both arguments are checked first, so that another failure does not hide a misspelled kind.
     allowed, budgets = _allowed(allow, found), _budgets(at_most, found)
     others = [one for one in found.collectives if not any(kind.covers(one) for kind in allowed)]
     if others:
@@ -171,16 +171,17 @@ def assert_collectives(
 
 
 def assert_peak_memory(compiled: object, bytes: int) -> None:
-    """Assert that the peak memory of a program on one device is within a budget.
+    """Assert that a program's peak memory on one device is within a budget.
 
     Args:
         compiled: a compiled function, or its ledger.
         bytes: the budget in bytes.
 
     Raises:
-        AssertionError: if the program needs more. The message has the memory by part, and the
-            largest arguments.
-        FunctreeError: if `compiled` is neither a compiled function nor a ledger.
+        AssertionError: if the program needs more. The message lists the memory of temporaries,
+            outputs and the largest arguments.
+        FunctreeError: if `compiled` is neither a compiled function nor a ledger, or `bytes` is not
+            an integer of at least 0.
     """
     check("assert_peak_memory: invalid arguments", bytes=(bytes, EXTENT))
     memory = _ledger_of(compiled).memory
@@ -191,7 +192,7 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
         f"{bytes_text(bytes)}",
         f"  temporaries {bytes_text(memory.temporaries)}, outputs {bytes_text(memory.outputs)}",
     ]
-    # Arguments by path, since a layout can make them smaller.
+    # Arguments are listed by path, since a layout can make them smaller.
     largest = sorted(memory.arguments.items(), key=lambda item: item[1], reverse=True)
     for path, size in largest[:SHOWN]:
         lines.append(f"  {path} {bytes_text(size)}")
@@ -204,7 +205,7 @@ def _ledger_of(value: object) -> Ledger:
     make = getattr(value, "ledger", None)
     if make is None:
         raise FunctreeTypeError(
-            f"pass a ledger, or a compiled function of `ft.jit`, not {shown(value)}"
+            f"pass a ledger, or a function compiled by `ft.jit`, not {shown(value)}"
         )
     return make()
 
@@ -233,9 +234,9 @@ class _Kind(NamedTuple):
 
 
 def _kind(written: object, ledger: Ledger) -> _Kind:
-    """Parse a user's kind.
+    """Parse the kind of collective that a user wrote.
 
-    A kind that cannot occur in the program is refused, since its budget would always hold.
+    A kind that cannot occur in the program is refused, since a budget for it would always hold.
 
     Raises:
         FunctreeError: if there is no such kind, or the program has no such mesh axis.
@@ -245,7 +246,7 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         name, axes = written
     if name not in KINDS:
         raise FunctreeValueError(
-            f"{shown(written)} is not a kind of collective: {', '.join(KINDS)}"
+            f"{shown(written)} is not a kind of collective: use {', '.join(KINDS)}"
             f"{did_you_mean(name, KINDS)}"
         )
     if axes is None:
@@ -254,7 +255,7 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         axes = (axes,)
     if not isinstance(axes, tuple | list) or not all(isinstance(one, str) for one in axes):
         raise FunctreeTypeError(
-            f"{shown(written)}: mesh axes are names, such as ('all-reduce', 'model')"
+            f"{shown(written)}: write mesh axes as strings, such as ('all-reduce', 'model')"
         )
     for axis in axes:
         if axis not in ledger.sizes:
@@ -286,7 +287,7 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
-            f"at_most={shown(at_most)}: pass a number of bytes, or one for each kind in a dict",
+            f"at_most={shown(at_most)}: pass a number of bytes, or a dict with one for each kind",
             right_type=all(map(EXTENT.is_type, budgets.values())),
         )
     return budgets

@@ -15,7 +15,7 @@ from functree.tree.arrays import is_key
 
 _Array = Shaped[Array, "..."]
 Tiles = tuple[int, ...]
-"""Number of parts into which each dimension of an array is cut."""
+"""Number of tiles along each dimension of an array."""
 
 # Sums of very large numbers, as in masks, must not overflow.
 SCALE = 2.0**-24
@@ -27,7 +27,7 @@ _LARGE = 4096
 
 
 def has_checksum(kind: object) -> bool:
-    """Return whether values of a type are arrays with numbers.
+    """Return whether values of a type are arrays of numbers.
 
     Tokens, references and tangents of integers are not.
     """
@@ -35,12 +35,12 @@ def has_checksum(kind: object) -> bool:
 
 
 def is_inexact(dtype: np.dtype) -> bool:
-    """Return whether the sums of a dtype depend on their order."""
+    """Return whether a dtype is inexact, so that its sums depend on their order."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
 def numbers(x: Any) -> Any:
-    """Return an array, or the words of random keys."""
+    """Return an array itself, or the raw data of random keys."""
     return jax.random.key_data(x) if is_key(x.dtype) else x
 
 
@@ -56,7 +56,7 @@ def wide(values: np.ndarray) -> np.ndarray:
 
 
 def rounding(dtype: np.dtype) -> float:
-    """Return the relative error of a dtype, or zero if it is exact."""
+    """Return the relative rounding error of a dtype, or zero if it is exact."""
     return float(jnp.finfo(dtype).eps) if is_inexact(dtype) else 0.0
 
 
@@ -70,12 +70,13 @@ def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> 
 
     Args:
         x: the array.
-        tiles: the numbers of parts per dimension. Each part gets a checksum of its own.
-        with_size: whether the sums of the absolute values are returned too. They follow the
+        tiles: the number of tiles along each dimension, each with its own checksum; None for one
+            checksum of the whole array.
+        with_size: whether to also return the sums of the absolute values. They follow the
             checksums along a new leading dimension.
 
     Returns:
-        An array with the shape `tiles`, or a number without `tiles`.
+        An array of shape `tiles`, or a scalar if `tiles` is None.
     """
     if is_key(x.dtype):
         x = jax.random.key_data(x)
@@ -102,15 +103,16 @@ def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> 
 
 
 def _sum(terms: _Array, dims: tuple[int, ...]) -> _Array:
-    """Sum in the dtype of the terms. `jnp.sum` uses 64 bits for integers if they are enabled."""
+    """Sum in the dtype of the terms. `jnp.sum` may use 64 bits for integers."""
     return lax.reduce(terms, terms.dtype.type(0), lax.add, dims)
 
 
 def _weights(shape: tuple[int, ...], dtype: np.dtype) -> _Array:
     """Compute a weight for each position, in the dtype of the sum.
 
-    It is the product of a weight per index. Independent weights would double the compile time. A
-    sum of weights would not notice permuted rows that each sum to zero, as normalized rows do.
+    Each weight is the product of one weight per dimension. Independent weights would double the
+    compile time. A sum of weights would not notice permuted rows that each sum to zero, as
+    normalized rows do.
     """
     kind, flat = _sum_dtype(dtype), (1,) * len(shape)
     weights = jnp.full(flat, SCALE if is_inexact(dtype) else 1, kind)
@@ -133,7 +135,7 @@ def _along(module: Any, size: int, dim: int, dtype: np.dtype) -> Any:
     index = module.arange(1, size + 1, dtype=np.uint32)
     hashed = index * np.uint32(_MULTIPLIERS[dim % len(_MULTIPLIERS)])
     if not is_inexact(dtype):
-        # Odd weights, so that no difference vanishes modulo a power of two.
+        # The weights are odd, so that no difference vanishes modulo a power of two.
         return hashed | np.uint32(1)
     real = _sum_dtype(dtype)
     return (hashed >> np.uint32(8)).astype(real) * real.type(2.0**-24) + real.type(0.5)

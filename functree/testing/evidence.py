@@ -1,4 +1,4 @@
-"""Two programs, on one device and on a mesh, record their values to be compared."""
+"""Programs on one device and on a mesh record their values, so that they can be compared."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -30,10 +30,12 @@ _MARGIN = 8
 
 
 class Watched:
-    """Two programs of one function, compiled to compute checksums of values that leave their line.
+    """Two programs of one function, compiled to compute checksums of their values.
+
+    They cover the values that leave their source line (see `crossing`).
 
     Args:
-        pairs: their operations.
+        pairs: the operations that the programs have in common.
         one: the program on one device.
         many: the program on the mesh.
     """
@@ -56,12 +58,12 @@ class Watched:
 
 @dataclass(frozen=True)
 class Checksums:
-    """Checksums of the values that leave their line.
+    """Checksums of the values that leave their source line.
 
     Attributes:
         tiles: the tiles of each value that can be compared.
         left: the checksums on one device, with the sums of absolute values.
-        draws: the same for perturbed arguments.
+        draws: the checksums on one device for perturbed arguments, each draw with another seed.
         right: the checksums on the mesh.
     """
 
@@ -79,7 +81,7 @@ class Checksums:
         parts = scope.right.of(self.right, j, result)
         if left is None or parts is None:
             return None
-        # Without the dimensions of a shard_map's mesh, which have size 1.
+        # The dimensions of a shard_map's mesh, which have size 1 on one device, are removed.
         whole, size = left.reshape(left.shape[len(scope.axes) :])
         noise = np.zeros(whole.shape)
         for draw in self.draws:
@@ -108,7 +110,7 @@ class Values:
         self._draws = _draws(on_one, one)
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """Return the tiles of a step's result on the mesh, their checksums, or None."""
+        """Return a step's result on the mesh by tile, or its checksums, or None."""
         i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
         parts = scope.right.of(self._many, j, result)
@@ -123,7 +125,7 @@ class Values:
         return Compared(whole, np.asarray(tolerance), wide(parts))
 
     def _tiled(self, scope: Scope, site: Site, record: np.ndarray) -> np.ndarray:
-        """Cut a value into tiles. The first indices are the tile's, the rest are within it."""
+        """Cut a value into tiles. The first indices select a tile, the rest an element in it."""
         record = wide(scope.left.viewed(record))
         record = record.reshape(record.shape[len(scope.axes) :])
         tiles = self._coarse.tiles[site]
@@ -140,7 +142,7 @@ class Values:
 def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
     """Return the tiles into which a shard_map's devices cut each value that can be compared.
 
-    They are None for values outside shard_maps. The sites are on the left.
+    They are None for values outside shard_maps. The sites belong to the program on one device.
     """
     found: dict[Site, Tiles | None] = {}
     for left, one, other, manual in pairs.sites():
@@ -157,7 +159,7 @@ def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
 
 
 def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
-    """Return the number of parts along each dimension, or None if the shapes do not fit."""
+    """Return the number of tiles along each dimension, or None if the shapes do not fit."""
     if len(whole) != len(part):
         return None
     tiles: list[int] = []
@@ -172,7 +174,7 @@ def _tiles(whole: Sequence[int], part: Sequence[int]) -> Tiles | None:
 
 
 def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
-    """Yield the values that leave their line, with their types.
+    """Yield the sites and types of the values that leave their source line, or their body.
 
     Other values may be infinite or differ without harm, as in `jnp.where(x > 0, 1 / x, 0)`.
     """
@@ -185,7 +187,7 @@ def crossing(body: Body, at: Site = ()) -> Iterator[tuple[Site, ShapedArray]]:
 
 
 def values_of(sites: Collection[Site]) -> Watch:
-    """Build a watch that records whole values."""
+    """Build a watch that records complete values instead of checksums."""
     return Watch(frozenset(sites), lambda site, x: numbers(x))
 
 
@@ -195,12 +197,12 @@ def fetched(records: Mapping[Site, jax.Array]) -> dict[Site, np.ndarray]:
 
 
 def _draws(run: Sampler, program: Program) -> list[Records]:
-    """Return the records for perturbed arguments."""
+    """Return the records for perturbed arguments, once for each of two seeds."""
     return [fetched(run(program.perturbed(seed))) for seed in (0, 1)]
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the distances of numbers, which are zero where one is not finite."""
+    """Return the distances between numbers, which are zero where either is not finite."""
     if not np.issubdtype(one.dtype, np.inexact):
         return (one != other).astype(np.float64)
     with np.errstate(invalid="ignore"):
@@ -208,7 +210,7 @@ def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
 
 
 def _rounding_of_sum(kind: Any, tiles: int) -> float:
-    """Return by how much a checksum may differ, relative to the sum of absolute terms.
+    """Return how much rounding may change a checksum, relative to the sum of absolute terms.
 
     Each element may be rounded differently, mostly with random signs, and the order of the sum may
     differ.

@@ -40,28 +40,29 @@ def assert_same_as_unsharded(
 ) -> None:
     """Assert that a function returns the same results with sharded arguments as on one device.
 
-    On failure, the message has the paths of the results that differ, and the first operation whose
-    values differ. It shows the operation's line, the arguments that it uses, the iteration, the
-    devices, the sharding of its result, and the largest difference.
+    On failure, the message names the results that differ, and the first operation whose values
+    differ. It shows the operation's line, the arguments that it uses, the iteration, the devices,
+    the sharding of its result, and the largest difference.
 
     The reference run uses one device, without a mesh and without rules. If the function contains a
     shard_map, it uses a mesh with axes of size 1 instead.
 
     Args:
-        fn: the function. A function of `ft.jit` or `ft.shard_map` runs unchanged. Any other is
-            jitted, with `layouts` as ambient rules if it is a single layout. A shard_map in it must
-            not have `mesh=`.
-        args: its arguments. They are copied, so they may be donated.
+        fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
+            function is jitted, with `layouts` as ambient rules if it is a single layout. A
+            shard_map in it must not have `mesh=`.
+        args: its arguments. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.
         rtol: the relative tolerance.
         atol: the absolute tolerance.
 
     Raises:
-        AssertionError: if results differ in value or structure.
-        AssertionError: if copies of a result on several devices differ.
-        AssertionError: if the layouts shard nothing, so there is nothing to compare.
-        ShardingError: if a layout does not fit, or the mesh has no devices.
+        AssertionError: if results differ in value or structure, if copies of a result on several
+            devices differ, or if the layouts shard nothing, so there is nothing to compare.
+        ShardingError: if a layout does not fit, if `mesh` is not a `Mesh` with devices, or if a
+            shard_map has its own mesh.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -87,7 +88,7 @@ def assert_same_as_unsharded(
         )
     if not isinstance(args, tuple | list):
         raise FunctreeTypeError(
-            "assert_same_as_unsharded takes the arguments as a tuple: `(model, batch)`"
+            "assert_same_as_unsharded: pass the arguments as a tuple, such as `(model, batch)`"
         )
     check_deleted("assert_same_as_unsharded", args)
     missing = without_devices(mesh)
@@ -110,9 +111,9 @@ def _explanation(first: Operation | None) -> str:
     if first is not None:
         return f"the first operation whose values differ is {first}"
     return (
-        "no operation differs by more than rounding: either `rtol` and `atol` are too strict for "
-        "sums in another order, or the compiler, XLA, makes the difference only while no values "
-        "are recorded"
+        "no operation differs by more than rounding: increase `rtol` and `atol` if sums in a "
+        "different order explain the difference; otherwise, the XLA compiler causes it, but only "
+        "while no values are recorded"
     )
 
 
@@ -120,15 +121,15 @@ def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Itera
     """Yield a line for each array that differs."""
     before, after = read(expected), read(found)
     if before.skeleton.treedef != after.skeleton.treedef:
-        yield f"  structure {before.skeleton.treedef}, but sharded {after.skeleton.treedef}"
+        yield f"  structure: {before.skeleton.treedef}, but {after.skeleton.treedef} if sharded"
         return
     for one, other in zip(before.leaves, after.leaves, strict=True):
         a, b = _host_values(one.value), _host_values(other.value)
         where = str(one.path) or "the result"
         if a.shape != b.shape or one.value.dtype != other.value.dtype:
             before_text, after_text = shown(one.value), shown(other.value)
-            yield f"  {where}: {before_text}, but sharded {after_text}"
-        # NaNs at the same positions are equal. Whether a function should return them is not asked.
+            yield f"  {where}: is {before_text}, but {after_text} if sharded"
+        # NaNs at the same positions count as equal, even if the function should not return them.
         elif not np.allclose(b, a, rtol=rtol, atol=atol, equal_nan=True):
             most, size = np.nanmax(np.abs(b - a)), np.nanmax(np.abs(a))
             yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
@@ -147,7 +148,7 @@ def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
                 where = str(leaf.path) or "the result"
                 with np.errstate(invalid="ignore"):
                     most = np.max(abs(values - first))
-                yield f"  {where}: its copies on several devices differ, by up to {most:.3g}"
+                yield f"  {where}: its copies on several devices differ by up to {most:.3g}"
                 break
 
 
@@ -158,15 +159,15 @@ def _host_values(array: AnyArray) -> np.ndarray:
 
 # The first operation
 
-# Whole values of a line are compared up to this many numbers.
+# The values on a line are compared completely only if they have at most this many numbers.
 _MOST_NUMBERS = 2**24
 
 
 def first_difference(one: Program, many: Program) -> Operation | None:
     """Find the first operation whose values differ on a mesh.
 
-    Each program runs with checksums of the values that leave their line. If a checksum differs, the
-    values of its line are compared.
+    Each program runs with checksums of the values that leave their source line. If a checksum
+    differs, all values on its line are compared.
 
     Args:
         one: the function on one device.
@@ -182,7 +183,7 @@ def first_difference(one: Program, many: Program) -> Operation | None:
 
 
 def _looked_at(finding: Finding, checksums: Checksums, one: Program, many: Program) -> Operation:
-    """Describe the operation of a finding, with the values of its line."""
+    """Describe the operation of a finding, using the values on its line."""
     if finding.only:
         return _only_one_has(finding, many)
     array = compared = None
@@ -261,7 +262,7 @@ def _difference_text(difference: float, compared: Compared) -> str:
 
 
 def _largest(compared: Compared, scope: Scope) -> tuple[float, np.ndarray]:
-    """Return the largest difference, and the devices that have one."""
+    """Return the largest difference, and which devices differ by more than the tolerance."""
     candidates: list[tuple[float, np.ndarray]] = []
     dims = tuple(range(len(scope.axes), compared.parts.ndim))
     tiles = compared.whole.shape[: compared.whole.ndim - len(dims)]

@@ -27,21 +27,22 @@ _FINITE, _INFINITE, _NAN = 0, 1, 2
 def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     """Find the first operation of a function that makes a NaN or infinity from finite values.
 
-    The function runs as one program, which checks each value that leaves its source line. It sees
-    into loops, conditionals, shard_maps and gradients. The first bad value on the line is returned.
+    The function runs as one program, which checks each value that leaves its source line, even in
+    loops, conditionals, shard_maps and gradients. A second run checks all values on the line of the
+    first bad value.
 
     Infinities that are constants of the program, such as a mask's, are ignored. A NaN that is made
     from infinities is found. A constant NaN, such as `x.var()` of no elements, is found where it
     leaves its line.
 
     Args:
-        fn: the function. A function of `ft.jit` runs unchanged, but donates nothing. Any other is
-            jitted.
+        fn: the function. A function from `ft.jit` runs unchanged, but donates nothing. Any other
+            function is jitted.
         *args: its arguments. Sharded arguments stay sharded.
 
     Returns:
         The operation, with its line, the arguments that it uses, the iteration and the devices.
-            None if all values are finite, or become bad only through bad arguments.
+            None if all values are finite, or are bad only because of bad arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -200,12 +201,12 @@ class _Reading:
 
 
 def _badness_by_inputs(step: Step, result: int, worst: int) -> int:
-    """Return how bad an unrecorded value may be."""
+    """Return the badness that an unrecorded value may have."""
     return worst if _is_inexact(step.types[result]) else _FINITE
 
 
 def _looked_at(finding: _Finding, badness: Records, program: Program) -> Operation:
-    """Describe the operation of a finding, with the values of its line."""
+    """Describe the operation of a finding, using the values on its line."""
     steps, at = finding.body.steps, finding.place.at
     sites: list[Site] = []
     for index, step in enumerate(steps):
@@ -239,7 +240,7 @@ def _operation(finding: _Finding, program: Program, arrays: Mapping[Site, jax.Ar
 
 
 def _share(finding: _Finding, array: jax.Array | None) -> str:
-    """Format how many elements of a value are as bad as the worst."""
+    """Format the number of elements that are as bad as the worst element."""
     if array is None:
         return ""
     bad = finding.place.viewed(_badness(np.asarray(array))) == finding.badness.max()

@@ -1,4 +1,4 @@
-"""`run` evaluates a traced body, and returns records of its values too."""
+"""`run` evaluates a traced body, and also returns records of its values."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -37,10 +37,10 @@ class Watch(NamedTuple):
 
 
 RAN = -1
-"""Index of the record, in place of a result, that counts the runs of a body."""
+"""Last index in the site of the record that counts a body's runs, instead of a result's index."""
 
 KEPT_ITERATIONS = 128
-"""Number of iterations of a `while` with separate records. All later ones share one."""
+"""Number of a `while`'s iterations with separate records. All later ones share one record."""
 
 
 def slots(step: Step, ran: int) -> Sequence[int]:

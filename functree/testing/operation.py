@@ -22,7 +22,8 @@ class Operation:
 
     Attributes:
         name: the name of JAX's primitive, such as `dot_general`.
-        source: its file and line, such as `model.py:12`; empty if it is on no line of the user's.
+        source: its file and line, such as `model.py:12`; empty if it is on no
+            line of the user's code.
         line: the text of this line.
         paths: the paths of the argument arrays among its inputs, even if they were transformed
             first. Activations have none.
@@ -32,7 +33,7 @@ class Operation:
         difference: the largest difference from the result on one device; None if it is unknown, or
             not the problem.
         what: the problem, in words.
-        where: the iteration of each loop and the devices, in words; empty if there are none.
+        where: the iterations, branches and devices, in words; empty if there are none.
 
     Examples:
         >>> print(
@@ -60,7 +61,7 @@ class Operation:
         if self.line:
             text += f", in `{self.line}`"
         if self.paths:
-            text += f", of {' and '.join(f'`{path}`' for path in self.paths)}"
+            text += f", applied to {' and '.join(f'`{path}`' for path in self.paths)}"
         text += f": {self.what}"
         if self.where:
             text += f", {self.where}"
@@ -117,7 +118,7 @@ def described(
 
 
 def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """Format the devices with a bad result. The list is empty if all have one."""
+    """Format the devices with a bad result. The list is empty if all devices have one."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []
@@ -139,7 +140,10 @@ def _layout_text(array: jax.Array | None, place: Place) -> str:
 def _paths_taken(
     step: Step, body: Body, around: Sequence[Around], paths: Sequence[Path | None]
 ) -> tuple[Path, ...]:
-    """Find the arguments of a program that an operation uses, through the steps around it."""
+    """Find the paths of the program's arguments that an operation uses.
+
+    They are followed through the steps around it.
+    """
     inputs = paths
     for one in around:
         labels = _labels(one.body, inputs)
@@ -152,10 +156,10 @@ def _paths_taken(
 
 
 def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
-    """Map each value of a single argument to the argument's path, and values of several to None.
+    """Map each value made from one argument to the argument's path, and other values to None.
 
-    A value of one argument, such as a normalized weight, counts as that argument. A value of two is
-    an activation, which has no name.
+    A value made from one argument, such as a normalized weight, counts as that argument. A value
+    made from several is an activation, which has no path.
     """
     labels: dict[Number, Path | None] = dict(zip(body.inputs, inputs, strict=True))
     for step in body.steps:

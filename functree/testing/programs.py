@@ -33,8 +33,8 @@ from functree.tree.skeleton.skeleton import Skeleton
 Sampler = Callable[[Sequence[AnyArray]], Mapping[Site, jax.Array]]
 """Function that runs a program on arrays, and returns its records."""
 
-# A recording program runs once or twice, so optimizing it does not pay. These options exist on CPUs
-# only.
+# A recording program runs only a few times, so optimizing it does not pay off. These options exist
+# only on CPUs.
 _QUICK: Mapping[str, dict[str, str | bool]] = {
     "cpu": {"xla_backend_optimization_level": "0", "xla_llvm_disable_expensive_passes": True}
 }
@@ -42,12 +42,12 @@ _QUICK: Mapping[str, dict[str, str | bool]] = {
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Function, traced for some arguments.
+    """Function traced for some arguments.
 
     Attributes:
         body: its operations.
         arrays: the arrays of the arguments.
-        paths: the path of each.
+        paths: the path of each array.
         mesh: the mesh to enter around a call; None if there is none.
     """
 
@@ -58,14 +58,14 @@ class Program:
 
     @classmethod
     def of(cls, function: Function[..., Any], args: Sequence[Any]) -> "Program":
-        """Trace a function, without its donation."""
+        """Trace a function, ignoring its donation."""
         traced = function.trace(*args)
         return cls(
             body_of(traced.jax.jaxpr), traced.arrays(tuple(args), {}), traced.paths, traced.entered
         )
 
     def watched(self, watch: Watch) -> Sampler:
-        """Compile the function so that it returns only the records of its values."""
+        """Compile the function so that it returns only the records of watched values."""
         sites: list[Site] = []
 
         def recording(*arrays: jax.Array) -> list[Record]:
@@ -149,12 +149,11 @@ class Both:
     def of(
         cls, fn: Callable[..., Any], args: Sequence[Any], layouts: LayoutTree, mesh: Mesh
     ) -> "Both":
-        """Prepare a function for layouts of its arguments.
+        """Prepare a function to run unsharded, and sharded with layouts of its arguments.
 
         Raises:
             AssertionError: if the layouts shard nothing.
-            ShardingError: if a layout does not fit.
-            ShardingError: if a shard_map has its own mesh.
+            ShardingError: if a layout does not fit, or a shard_map has its own mesh.
         """
         # A single layout applies to all arguments, and therefore to activations.
         rules = layouts if isinstance(layouts, Layout) else None
@@ -165,8 +164,8 @@ class Both:
         # always pass.
         if all(row.spec is None or row.copies == mesh.size for row in plan.rows):
             raise AssertionError(
-                f"the layouts shard no argument over the mesh {plan.view}, so nothing would be "
-                "compared"
+                f"the layouts shard no argument over the mesh {plan.view}, so there is nothing to "
+                "compare: pass layouts that shard at least one argument"
             )
         if _has_shard_map(sharded.trace(*on_mesh()).jax.jaxpr):
             # A shard_map needs a mesh, so the one device becomes a mesh.
@@ -175,7 +174,7 @@ class Both:
             _, on_device = _sharded(plain, args, layouts, single)
             return cls(sharded.on_mesh(single), on_device, sharded, on_mesh)
         on_device = _copies(tuple(args), repeat(jax.devices()[0]))
-        # Without rules and mesh, since a wrong constraint would otherwise be in both programs.
+        # No rules and no mesh, since a wrong constraint would otherwise be in both programs.
         return cls(jit(plain), on_device, sharded, on_mesh)
 
     def programs(self) -> tuple[Program, Program]:
@@ -187,12 +186,12 @@ class Both:
 
 
 def _has_shard_map(program: AnyJaxpr) -> bool:
-    """Return whether a function has a shard_map, apart from functree's layers.
+    """Return whether a function has a shard_map outside functree's layers.
 
     Layers work without their shard_map if there is no mesh.
 
     Raises:
-        ShardingError: if a shard_map has a mesh from the user's code, and not from the context.
+        ShardingError: if the user's code gives a shard_map a mesh, instead of the context.
     """
     found = False
     for eqn in all_equations(program):
@@ -203,8 +202,8 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
         # functree's `shard_map` always gives JAX a mesh.
         if isinstance(eqn.params["mesh"], Mesh) and not _is_by_functree(eqn):
             raise ShardingError(
-                "assert_same_as_unsharded runs the function on a mesh of one device too, but the "
-                f"shard_map at {source} has its own mesh: leave out `mesh=`, so that it uses the "
+                "assert_same_as_unsharded also runs the function on a mesh of one device, but the "
+                f"shard_map at {source} has its own mesh: remove `mesh=`, so that it uses the "
                 "ambient mesh"
             )
     return found
@@ -237,7 +236,7 @@ def _sharded(
 
 
 def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
-    """Build a function that copies a tree to targets. None keeps an array on the host."""
+    """Build a function that copies a tree to devices or shardings; None stays on the host."""
     skeleton, arrays = Skeleton.apart(tree)
 
     def copies() -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Assertions check that a step or a block of code is not compiled again, and say why it is."""
+"""Assertions check that a step or a block of code is not compiled again, or report the reason."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,8 +27,8 @@ from functree.tree.nodes import children
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
-# The event of a compilation by XLA. A hit of the compilation cache has it too, which takes time as
-# well.
+# JAX's event for a compilation by XLA. JAX records it for a hit in the compilation cache too, which
+# also takes time.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -79,7 +79,7 @@ def assert_no_recompile() -> Iterator[None]:
     lines = [f"  {name}: {compilation}" for name, compilation in explained]
     for name in heard:
         if name not in known:
-            lines.append(f"  {name}: compiled by JAX, not by a function of functree")
+            lines.append(f"  {name}: compiled by JAX directly, not through functree")
     if lines:
         raise AssertionError("\n".join([count(len(lines), "compilation"), *lines]))
 
@@ -87,17 +87,17 @@ def assert_no_recompile() -> Iterator[None]:
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     """Assert that a step returns a state like its input, so that the next step compiles nothing.
 
-    The state is every argument with donated arrays, or otherwise the first argument. It is compared
-    with the part of the result that has its paths. Structure, static values, shapes, dtypes, weak
-    types and shardings must be equal. The step is compiled, but not run.
+    The state is every argument with donated arrays, or the first argument if none has any. It is
+    compared with the part of the result that has the same paths. Structure, static values, shapes,
+    dtypes, weak types and shardings must be equal. The step is compiled, but not run.
 
     Args:
-        step: the step, which may be a function of `ft.jit`.
-        args: its arguments, which may be abstract.
+        step: the step. It is wrapped in `ft.jit`, unless it already is.
+        args: its arguments as a tuple or a list; they may be abstract.
 
     Raises:
-        AssertionError: if the state differs. The message has the paths.
-        FunctreeError: if `step` is not a function.
+        AssertionError: if the state differs. The message lists the paths that differ.
+        FunctreeError: if `step` is not a function, or `args` is neither a tuple nor a list.
 
     Examples:
         >>> def step(state, x):
@@ -117,15 +117,15 @@ def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     check("assert_closed: invalid arguments", step=(step, FUNCTION))
     if not isinstance(args, tuple | list):
         raise FunctreeTypeError(
-            "assert_closed takes the arguments as a tuple: `assert_closed(step, (state, batch))`"
+            "assert_closed: pass the arguments as a tuple: `assert_closed(step, (state, batch))`"
         )
     function = step if isinstance(step, Function) else jit(step)
     # The step must be compiled: without `out_shardings=`, the compiler chooses the result's
     # shardings.
     traced = function.trace(*args)
     compiled = traced.lower().compile()
-    # Every node accepts abstract arrays. Classes that check their fields refuse bare types and
-    # shardings.
+    # Abstract arrays are compared, since every node accepts them. Classes that check their fields
+    # refuse bare types and shardings.
     given, by_name = compiled.abstract_arguments
     signature, _ = Signature.of(function.__wrapped__)
     names = [*signature.positional[: len(given)], *by_name]

@@ -13,11 +13,11 @@ from jax.sharding import PartitionSpec
 from functree.devices.specs import axes_text, entry, spec_text
 
 Assignment = tuple[tuple[str, ...], ...]
-"""Mesh axes that cut each dimension of an array."""
+"""Mesh axes that shard each dimension of an array."""
 
 
 class Compared(NamedTuple):
-    """Data of a value that is compared.
+    """Value on one device and on the mesh, with the tolerance of their comparison.
 
     Attributes:
         whole: a number or an array for each tile on one device, by the indices of the tile.
@@ -46,7 +46,7 @@ class Relation:
 
     Attributes:
         kind: the kind of relation.
-        assignment: the mesh axes that cut the value; empty if they are unknown.
+        assignment: the mesh axes that shard each dimension; empty if they are unknown.
         over: the mesh axes over which a sum or mean is still missing.
     """
 
@@ -153,7 +153,7 @@ def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int
 def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
     """Return whether numbers are equal within a tolerance.
 
-    Two numbers that are not finite agree.
+    Any two numbers that are not finite agree.
     """
     if not np.issubdtype(expected.dtype, np.inexact):
         return bool(np.all((expected == found) | (tolerance > 0)))

@@ -39,8 +39,9 @@ class Place:
     Attributes:
         at: its site.
         axes: the sizes of the mesh axes that are Manual here.
-        view: for each loop around it, the outermost first, the dimension of records for its
-            iterations and the index in it. Dimensions of earlier loops are already removed.
+        view: for each loop around it, the outermost first, a pair: the dimension of records for its
+            iterations, and the index in this dimension. Dimensions of outer loops are already
+            removed.
         around: the steps around it, the outermost first.
     """
 
@@ -60,7 +61,7 @@ class Place:
         return None if record is None else self.viewed(record)
 
     def viewed(self, record: np.ndarray) -> np.ndarray:
-        """Select these iterations from a record."""
+        """Select this place's iterations from a record."""
         for dim, index in self.view:
             record = np.take(record, index, dim)
         return record
@@ -87,7 +88,7 @@ class Pairs:
     """Steps that two bodies have in common.
 
     The bodies come from one function, traced on one device and on a mesh, so most steps are the
-    same. A function that asks for the mesh may compute differently.
+    same. A function that reads the mesh may compute differently.
 
     Attributes:
         left: the body on one device.
@@ -101,7 +102,7 @@ class Pairs:
 
     @classmethod
     def of(cls, left: Body, right: Body) -> "Pairs":
-        """Pair two bodies, without steps that only place arrays."""
+        """Pair the steps of two bodies, except steps that only place arrays."""
         first, second = _keys(left), _keys(right)
         one, other = list(first), list(second)
         common = _common(list(first.values()), list(second.values()))
@@ -154,8 +155,8 @@ def _keys(body: Body) -> dict[int, Hashable]:
 
 
 def _common(one: Sequence[Hashable], other: Sequence[Hashable]) -> list[tuple[int, int]]:
-    """Return the positions of a longest common subsequence."""
-    # Most bodies are equal, and common ends need no search.
+    """Return the positions of a long common subsequence, which need not be the longest."""
+    # Most bodies are equal, and a common beginning or end needs no search.
     most = min(len(one), len(other))
     start = next((i for i in range(most) if one[i] != other[i]), most)
     rest = most - start

@@ -16,7 +16,7 @@ from functree.testing.steps import Number, Step
 _SUMS = frozenset({"psum", "psum2", "psum_invariant"})
 
 _BY_COMPILER = (
-    "both programs have this operation with the same inputs, so the compiler, XLA, makes the "
+    "both programs have this operation with the same inputs, so the XLA compiler causes the "
     "difference"
 )
 
@@ -32,8 +32,8 @@ class Finding:
         relation: the relation between the parts on devices and the value on one device.
         note: the reason, in words; empty if it is unknown.
         only: `"mesh"` or `"device"` if only one of the programs has the operation.
-        before: in this case, the index on the mesh of the last common step.
-        other: in this case, the index of the first step that only the other program has.
+        before: if `only` is set, the index on the mesh of the last common step before it.
+        other: if `only` is `"mesh"`, the index of the first step that only the other program has.
     """
 
     scope: Scope
@@ -57,12 +57,12 @@ class Search:
     """Search for the first difference.
 
     Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside,
-    values may differ legitimately: terms of a sum, a device's index, or its own maximum. There, the
-    search goes back from a wrong result to a step with correct inputs.
+    values may differ legitimately: terms of a sum, a device's index, or its local maximum. There,
+    the search goes back from a wrong result to a step with correct inputs.
 
     Args:
-        sums: the records.
-        values: whole values of some steps.
+        sums: the checksums of both programs.
+        values: complete values of some steps, which are compared instead of their checksums.
     """
 
     def __init__(self, sums: Checksums, values: Values | None = None):
@@ -93,7 +93,7 @@ class Search:
         return UNKNOWN if made is None else self._relation(scope, *made)
 
     def _wrong_output(self, scope: Scope, one: Number, other: Number) -> Finding | None:
-        """Return the finding for an output whose steps are not paired."""
+        """Return the finding for a wrong output whose steps are not paired, or None."""
         maker, its = scope.pairs.left.makers.get(one), scope.pairs.right.makers.get(other)
         if maker is None or its is None:
             return None
@@ -127,7 +127,7 @@ class Search:
         return Finding(scope, index, result, relation, self._note(scope, i, index, relation))
 
     def _origin(self, scope: Scope, value: Number) -> tuple[int, int, set[int]]:
-        """Find the first step with correct inputs on which a value depends, with its result.
+        """Find the first step with correct inputs that a value depends on, and the step's result.
 
         Also return the unpaired steps on the way to it.
         """
@@ -160,7 +160,7 @@ class Search:
         while left:
             value, taker = left.pop()
             summed = taker.name in _SUMS
-            # A value that depends on no input depends on the device's index, and must differ.
+            # A value that depends on no input may depend on the device's index, and then differs.
             if (value, summed) in seen or value not in body.makers or value not in body.dependent:
                 continue
             seen.add((value, summed))
@@ -171,13 +171,13 @@ class Search:
                 if i is None and not scope.step(index).places:
                     unpaired.add(index)
                 left.extend((one, scope.step(index)) for one in scope.step(index).ins)
-            # A sum over devices takes terms, so terms do not make it wrong.
+            # The inputs of a sum over devices may be terms, which do not make it wrong.
             elif known.kind is not Kind.SAME and not (known.missing and summed):
                 causes.add(value)
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """Return the first step that only the left program has, and on which a step depends."""
+        """Return the first step that a step depends on and only the left program has, or None."""
         if i is None:
             return None
         body, found = scope.pairs.left, list[int]()
@@ -200,7 +200,7 @@ class Search:
     def _structural(
         self, scope: Scope, index: int, result: int, unpaired: set[int], only_left: int | None
     ) -> Finding:
-        """Return the finding where the programs have different operations."""
+        """Return the finding for a place where the programs have different operations."""
         if index not in scope.pairs.left_of:
             unpaired = {*unpaired, index}
         if not unpaired and only_left is not None:
@@ -248,13 +248,13 @@ class Search:
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
         if relation.kind is Kind.SAME and cut.isdisjoint(axes):
-            return f"it sums over {axes_text(axes)}, but its input is already the same there"
+            return f"it sums over {axes_text(axes)}, along which its input is already equal"
         if relation.missing:
             terms = f"terms of a {relation.missing} over {axes_text(relation.over)}"
             return f"it sums over {axes_text(axes)}, but its inputs are {terms}"
         return ""
 
-    # Into what a step runs
+    # Inside a step's bodies
 
     def _inside(self, scope: Scope, i: int, j: int, result: int) -> Finding | None:
         """Return the finding in the bodies of a step, or None if the step itself is at fault."""

@@ -1,4 +1,4 @@
-"""A `Body` lists the operations of a traced function, with inlined calls."""
+"""A `Body` lists the operations of a traced function, with calls inlined."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +25,7 @@ T = TypeVar("T")
 Number = int
 """Number of a value in a body."""
 
-# Equations that only run another program. Recomputed values are treated as if they were kept, which
-# does not change them.
+# Equations that only run another program. Recomputed values count as saved, since they are equal.
 _CALLS = frozenset(
     "jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr".split()
@@ -46,7 +45,7 @@ _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
 class Source(NamedTuple):
-    """Line of the user's source."""
+    """Line of the user's source code."""
 
     file: str
     line: int
@@ -69,8 +68,8 @@ class Step:
         source: the innermost line of the user's model around it; None if there is none.
         draws: whether it draws random numbers, or makes keys for them.
         bodies: the body of a loop or shard_map, or the branches of a conditional.
-        operands: how many inputs its bodies do not get, are constants of a loop's body, and are
-            carried by a loop. All other inputs follow.
+        operands: three numbers of inputs, in this order: inputs that its bodies do not get,
+            constants of a loop's body, and values that a loop carries. All other inputs follow.
         acts: whether it has side effects, such as writing to a `jax.Ref`.
         run: the operation as a function from arrays to arrays.
     """
@@ -98,10 +97,10 @@ class Step:
         return self.name in _PLACING
 
     def body_operands(self, ins: Sequence[T]) -> tuple[list[T], list[T], list[T]]:
-        """Divide a sequence with one element per input for the step's body.
+        """Divide a sequence that has one element for each of the step's inputs.
 
-        The three lists are for the constants of the body, the values that a loop carries, and the
-        rest.
+        The three lists are for the constants of a loop's body, the values that a loop carries, and
+        the other inputs of the bodies.
         """
         skipped, constants, carried = self.operands
         given = list(ins)[skipped:]
@@ -138,7 +137,7 @@ class Body:
     def crossing(self) -> frozenset[Number]:
         """Values that leave their source line, or the body.
 
-        They are half of all values, and enough to find the line on which something goes wrong.
+        They are about half of all values, and enough to find the line where something goes wrong.
         """
         found = set(self.outputs)
         for step in self.steps:
@@ -267,8 +266,8 @@ def _step(
 def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
     """Build the function of a single equation, from arrays to arrays.
 
-    As a program with one equation, it runs in the context of its trace, such as the mesh of its
-    types.
+    The equation becomes a program of its own, which runs in the context of its trace, such as the
+    mesh of its types.
     """
     variables: list[Var] = []
     for atom in eqn.invars:
@@ -283,7 +282,10 @@ def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
 
 
 def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
-    """Return the steps that outputs need. A traced gradient has many others."""
+    """Return the steps that outputs need, and steps with side effects.
+
+    A traced gradient has many other steps.
+    """
     needed, kept = set(outputs), list[Step]()
     for step in reversed(steps):
         if step.acts or not needed.isdisjoint(step.outs):

@@ -1,4 +1,4 @@
-"""A glob over the keys of a path becomes a regular expression, and a path the text it matches."""
+"""A glob becomes a regular expression, and a path becomes the text that it is matched against."""
 
 import re
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ _ESCAPES = str.maketrans({character: f"\x1d{by}" for by, character in _ESCAPED.i
 
 
 def match_text(path: Path) -> str:
-    """Return the text of a path that globs are matched against."""
+    """Format a path as the text that globs are matched against."""
     text = ""
     for key in path:
         # This runs for each leaf and filter. Most keys are identifiers, which need no escaping.
@@ -65,7 +65,7 @@ def capturing_pattern(pattern: str) -> re.Pattern[str]:
 def captured(found: re.Match[str]) -> list[str]:
     """Return the text that each wildcard matched.
 
-    For `**`, it is any number of keys, separated by dots.
+    The text of `**` is any number of keys, separated by dots.
     """
     texts: list[str] = []
     for group in found.groups():
@@ -95,8 +95,8 @@ def _regex(pattern: str, groups: bool) -> str:
     expression = ""
     before = None
     for part in tokens(pattern):
-        # `**.**` means the same as `**`. Its expression twice in a row would take quadratic time
-        # to fail.
+        # `**.**` means the same as `**`. With the expression twice in a row, a failing match would
+        # take quadratic time.
         if part != "**" or before != "**":
             expression += _part_regex(part, pattern, groups)
         before = part

@@ -76,7 +76,7 @@ def own_matrices(node: Tree) -> Matrices | None:
 
 
 class Stack:
-    """Module that holds several equal layers as one.
+    """Module that holds several layers of one structure as a single layer.
 
     Every array below it has leading dimensions for the layers.
     """

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 AnyJaxpr: TypeAlias = ClosedJaxpr | Jaxpr
-"""A traced program. In later versions of JAX the two are one class."""
+"""A traced program. In later versions of JAX, the two classes are one."""
 
 
 def inner_programs(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
@@ -145,7 +145,7 @@ def is_random(equation: Any) -> bool:
 
 
 def called_program(equation: Any) -> AnyJaxpr | None:
-    """Return the program that an operation runs once, on its own inputs and outputs.
+    """Return the program that an operation runs once, with the operation's inputs and outputs.
 
     It is a function under `jit` or `checkpoint`, or a function with a custom derivative rule. The
     result is None for all other operations.

@@ -40,7 +40,7 @@ def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
     Each node above them is flattened once.
 
     Raises:
-        FunctreeError: if several nodes have one of the paths.
+        FunctreeError: if several nodes share one of the paths.
     """
     opened: dict[Keys, tuple[dict[Key, Tree], set[Key]]] = {}
     found: list[Tree] = []
@@ -69,7 +69,10 @@ def _by_key(node: Tree) -> tuple[dict[Key, Tree], set[Key]]:
 
 def _several(path: Path, parent: Tree) -> FunctreeValueError:
     """Make the error for a path that several nodes share."""
-    why = f"is the path of several parts: {type(parent).__name__} gives two of its children one key"
+    why = (
+        f"is the path of several parts: {type(parent).__name__} gives two of its children the "
+        "same key"
+    )
     remedy = "give each child a key of its own in the class's `tree_flatten_with_keys`"
     problem = Problem(path, None, "", why, remedy)
     return FunctreeValueError("several parts have the same path", [problem])
@@ -154,7 +157,7 @@ def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT)
     """Replace the nodes of a tree with the results of a function of path and node.
 
     Where the function returns `BELOW`, a node is rebuilt from its children, which are replaced in
-    the same way. A leaf or `None` is kept.
+    the same way, and a leaf or `None` is kept.
     """
     changed = change(path, tree)
     if changed is not BELOW:

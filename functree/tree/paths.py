@@ -1,4 +1,4 @@
-"""A `Path` holds the plain keys from a tree's root to a leaf, and parses from its own text."""
+"""A `Path` holds the plain keys from a tree's root to a leaf, and can be parsed from its text."""
 
 import ast
 import json
@@ -19,7 +19,7 @@ Keys = tuple[Key, ...]
 """The plain keys of a path.
 
 A walk visits far more nodes than it yields, so it makes a `Path` only for paths that are kept.
-Python's garbage collector tracks each `Path`, but no tuples of strings.
+Python's garbage collector tracks each `Path`, but not plain tuples of strings.
 """
 
 
@@ -91,9 +91,9 @@ class Path(tuple[Any, ...]):
 
 
 def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
-    """Return the shortest prefix of a path, which may be the path itself, among some paths.
+    """Return the shortest prefix of a path that is among some paths, or None.
 
-    The result is None if no prefix is among them.
+    The prefix may be the path itself.
     """
     for depth in range(len(path) + 1):
         if path[:depth] in paths:
@@ -135,7 +135,7 @@ def tokens(text: str) -> Iterator[str]:
     """Yield the keys in the text of a path or a glob, each as written.
 
     Raises:
-        RuleError: if the text cannot be parsed from some character on.
+        RuleError: if the text cannot be parsed.
     """
     at = 0
     # `<=`, because a key must follow each dot, even at the end of the text.
@@ -176,7 +176,7 @@ def _plain(token: str, text: str) -> Key:
         return token
     remedy = f"quote it (`{json.dumps(token)}`)"
     if "*" in token:
-        remedy = "to match paths by a pattern, use a filter, as in `ft.select(tree).where(...)`"
+        remedy = "to match paths with a pattern, use a filter, as in `ft.select(tree).where(...)`"
     elif "{" in token:
         remedy = "braces abbreviate several paths in a plan: write one of these paths"
     raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; {remedy}")

@@ -49,7 +49,7 @@ def aligned(
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
             f"at {where}: the {of.noun} are a {_kind(prefix)}, but the tree is a {_kind(tree)}: "
-            f"use the structure of the tree, down to each {of.one}{hint}"
+            f"use the structure of the tree, with a {of.one} for each leaf or subtree{hint}"
         )
     have, want = [key for key, _ in values], [key for key, _ in nodes]
     if have != want:

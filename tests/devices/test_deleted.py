@@ -125,7 +125,7 @@ EXPORTED = ft.export(ft.jit(lambda x: x + 1), jnp.ones(4))
 # What reads the values of a layer: the name in its error, the path of the bias there, and the call.
 DOORS: dict[str, tuple[str, str, Callable[[Dense], Any]]] = {
     "shard": ("shard", "bias", lambda m: ft.shard(m, RULES, MESH)),
-    "shard an array": ("shard", "(the array)", lambda m: ft.shard(m.bias, P("model"), MESH)),
+    "shard an array": ("shard", "(the root)", lambda m: ft.shard(m.bias, P("model"), MESH)),
     "shard a batch": ("shard", "b", lambda m: ft.shard({"b": m.bias}, RULES, MESH, axes="hidden")),
     "constrain": ("constrain", "bias", lambda m: ft.constrain(m, ft.StateSharding({...: P()}))),
     "copy": ("copy", "bias", ft.copy),

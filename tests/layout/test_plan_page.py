@@ -173,7 +173,7 @@ PARTS: dict[str, tuple[dict[str, int], list[tuple[str, int]]]] = {
         {"a": 1, "b": 900, "c": 1, "d": 900},
         [("b", 900), ("d", 900), ("smaller ones", 2)],
     ),
-    "one array": ({"": 4}, [("(the array)", 4)]),
+    "one array": ({"": 4}, [("(the root)", 4)]),
 }
 
 

@@ -151,7 +151,7 @@ FOLDS: dict[str, tuple[Any, list[tuple[str, int]]]] = {
     "two indices": ([[x(4)] * 2] * 3, [("{0-2}.{0-1}", 6)]),
     "no full grid": ([[x(4)] * 2, [x(4)]], [("0.0", 1), ("0.1", 1), ("1.0", 1)]),
     "text that looks like one": ({"0": x(4), "1": x(4)}, [('"0"', 1), ('"1"', 1)]),
-    "a bare array": (x(4), [("(the array)", 1)]),
+    "a bare array": (x(4), [("(the root)", 1)]),
 }
 
 

@@ -195,7 +195,7 @@ def test_the_same_remedy_is_said_once() -> None:
 
 
 def test_a_bare_array_and_no_leaf_at_all() -> None:
-    assert "  (the array)   f32[2]\n" in str(ft.ShardingError("no", [problem("")]))
+    assert "  (the root)   f32[2]\n" in str(ft.ShardingError("no", [problem("")]))
     assert "\n  rule a→b\n      is wrong" in str(
         ft.ShardingError("no", [problem(None, what="rule a→b")])
     )

@@ -473,7 +473,7 @@ def other_mesh() -> Any:
 
 
 @differing(
-    "(the array): f32[8, 16] ",
+    "(the root): f32[8, 16] ",
     "Try: if each process has its own rows, pass `local=True`; otherwise run the same program",
 )
 def other_batch() -> Any:

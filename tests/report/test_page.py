@@ -149,7 +149,7 @@ def test_trees(case: str) -> None:
 
 
 def test_the_bare_array() -> None:
-    assert "(the array)" in tree_html([TreeLeaf((), 4, "")], "all", "leaf")
+    assert "(the root)" in tree_html([TreeLeaf((), 4, "")], "all", "leaf")
 
 
 def test_a_large_tree_is_open_as_far_as_it_fits() -> None:
@@ -235,8 +235,8 @@ def test_the_title_tells_copies() -> None:
     for cuts in ([(), ()], [("model",), ()], [("data",), ("model",)]):
         pictures.of((8, 8), cuts)
     assert re.findall("<title>(.*?)</title>", pictures.definitions()) == [
-        "whole, on 8 devices each: copies over data, model",
-        "4 blocks, on 2 devices each: copies over data",
+        "whole, on each of 8 devices: copies over data, model",
+        "4 blocks, each on 2 devices: copies over data",
         "8 blocks, one on each device",
     ]
 

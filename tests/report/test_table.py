@@ -38,7 +38,7 @@ COMMON: dict[str, tuple[list[ft.Path], str]] = {
     "one index of two": (paths("b.0.7.w", "b.1.7.w"), "b.{0-1}.7.w"),
     "quoted keys": ([ft.Path(("a.b", 0)), ft.Path(("a.b", 1))], '"a.b".{0-1}'),
     "names and indices": (paths("b.0.q", "b.1.q", "b.0.k", "b.1.k"), "b.{0-1}.{q,k}"),
-    "no keys": ([ft.Path()], "(the array)"),
+    "no keys": ([ft.Path()], "(the root)"),
 }
 
 

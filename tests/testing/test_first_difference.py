@@ -151,11 +151,11 @@ def message(fn: Any, args: Any, layouts: Any) -> list[str]:
 
 def test_a_missing_sum_is_told() -> None:
     *results, first = message(by_hand, (X, W), (P("data", "model"), P("model")))
-    assert len(results) == 2 and "its copies on several devices differ, by up to" in results[1]
+    assert len(results) == 2 and "its copies on several devices differ by up to" in results[1]
     found = line("a product by hand")
     assert first.startswith(
         f"the first operation whose values differ is `dot_general` at {found}, in `y = x @ w  # a product by hand`, "
-        "of `x` and `w`: its values differ by up to "
+        "applied to `x` and `w`: its values differ by up to "
     )
     assert first.endswith(
         ": its sum over model is missing; its result is f32[4, 8], on each device, as P('data', None), with the "
@@ -173,7 +173,7 @@ def test_the_iteration_and_the_layout_are_told() -> None:
 
 def test_the_device_is_told() -> None:
     *_, first = message(on_one, (X,), (P("data"),))
-    assert f"`select_n` at {line('NaN on one')}" in first and "of `x`" in first
+    assert f"`select_n` at {line('NaN on one')}" in first and "applied to `x`" in first
     assert (
         "its values are finite in one program and not in the other: it depends on the index of the device, "
         "on 2 of 8 devices, the first of which is (data=0, model=3)"
@@ -190,7 +190,7 @@ def test_an_operation_of_one_program_is_told() -> None:
     _, first = message(other, (X,), (P("data"),))
     assert first.startswith(
         f"the first operation whose values differ is `cumsum` at {line('the first of one')}, in "
-        "`y = jnp.cumsum(y, 0)  # the first of one`, of `x`: only the program on the mesh has it, and the last "
+        "`y = jnp.cumsum(y, 0)  # the first of one`, applied to `x`: only the program on the mesh has it, and the last "
         f"common operation before it is `sin` at {line('the last of both')}, in `y = jnp.sin(x)  # the last of both`"
     )
 
@@ -220,7 +220,7 @@ def test_the_compiler_is_told() -> None:
     finding = Search(Checksums(sums.tiles, sums.left, [], wrong)).first(Scope(pairs))
     assert finding is not None and finding.step.name == "mul"
     assert finding.note == (
-        "both programs have this operation with the same inputs, so the compiler, XLA, makes the difference"
+        "both programs have this operation with the same inputs, so the XLA compiler causes the difference"
     )
 
 
@@ -263,7 +263,7 @@ def test_copies_of_a_result_are_compared() -> None:
 
         return jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
 
-    assert "  the result: its copies on several devices differ, by up to 1" in message(
+    assert "  the result: its copies on several devices differ by up to 1" in message(
         fn, (jnp.full((8, 8), 0.25),), (P("data"),)
     )
 
@@ -394,7 +394,9 @@ def test_a_model_that_is_sharded() -> None:
     assert list(map(str, found.paths)) == ["x", "model.up"]
     assert (found.shape, found.layout) == ((8, 16), "sharded P('data', 'model')")
     assert isinstance(found, Operation) and found.difference is None
-    assert str(found).startswith(f"`dot_general` at {found.source}, in `{found.line}`, of `x` and ")
+    assert str(found).startswith(
+        f"`dot_general` at {found.source}, in `{found.line}`, applied to `x` and "
+    )
 
 
 # Relations and checksums

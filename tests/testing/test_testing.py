@@ -98,10 +98,10 @@ def test_budgets_for_collectives() -> None:
     )
     with raises("allow='all-reduce': pass a set of kinds, such as `{'all-reduce'}`"):
         assert_collectives(ledger, allow="all-reduce")  # pyright: ignore[reportArgumentType]
-    with raises("mesh axes are names, such as ('all-reduce', 'model')"):
+    with raises("write mesh axes as strings, such as ('all-reduce', 'model')"):
         assert_collectives(ledger, allow=(("all-gather", 3),))  # pyright: ignore[reportArgumentType]
     with raises(
-        "'all_gather' is not a kind of collective: all-reduce, ", "did you mean `all-gather`?"
+        "'all_gather' is not a kind of collective: use all-reduce, ", "did you mean `all-gather`?"
     ):
         assert_collectives(ledger, at_most={"all_gather": 0})
 
@@ -167,7 +167,7 @@ def test_no_recompilation() -> None:
         other(w)
     assert (
         str(caught.value)
-        == "1 compilation\n  jit(<lambda>): compiled by JAX, not by a function of functree"
+        == "1 compilation\n  jit(<lambda>): compiled by JAX directly, not through functree"
     )
     with assert_no_recompile():  # the same program, which another wrapper has compiled
         ft.jit(step.__wrapped__)(w, x)
@@ -323,7 +323,7 @@ def test_nothing_to_compare() -> None:
     assert "the layouts shard no argument over the mesh (data=2, model=4)" in str(caught.value)
     with raises("cannot be laid out", error=ft.ShardingError):
         assert_same_as_unsharded(lambda x: x, (jnp.ones(7),), ft.P("data"), MESH)
-    with raises("takes the arguments as a tuple"):
+    with raises("pass the arguments as a tuple"):
         assert_same_as_unsharded(lambda x: x, {1: 2}, ft.P("data"), MESH)  # pyright: ignore[reportArgumentType]
 
 

@@ -170,7 +170,7 @@ def parts_of(sizes: Mapping[Path, int]) -> list[Segment]:
         for path, part in parts.items():
             opened |= inside if path == largest else {path: part}
         parts = opened
-    totals = {str(path) or "(the array)": sum(part.values()) for path, part in parts.items()}
+    totals = {str(path) or "(the root)": sum(part.values()) for path, part in parts.items()}
     return _segments(totals, whole) if sizes else []
 
 

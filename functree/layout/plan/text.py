@@ -49,7 +49,7 @@ class Group(NamedTuple):
     @property
     def title(self) -> str:
         """The path, and the number of rows if there are several."""
-        path = ".".join(self.parts) or "(the array)"
+        path = ".".join(self.parts) or "(the root)"
         return f"{path} ×{len(self.rows)}" if len(self.rows) > 1 else path
 
     @property

@@ -72,7 +72,7 @@ class ArrayKind(Kind):
     """Kind of arrays."""
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
-        # The code does not check for an array: the caller checks all arrays at once, faster.
+        # The code does not check for an array: the caller checks all arrays at once, for speed.
         code.array(at)
 
     def build(self, code: "BuildCode", sample: Tree) -> str:
@@ -211,7 +211,7 @@ class StateKind(RegisteredKind):
 
 
 class EquinoxStateKind(RegisteredKind):
-    """Kind of Equinox' own states.
+    """Kind of Equinox's own states.
 
     Each value has the path of its `StateIndex` in the model.
     """
@@ -287,7 +287,7 @@ class ModuleKind(Kind):
         return [((name,), contents[name]) for name in _fields(type(node), True) if name in contents]
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
-        # A complete module is read from its `__dict__`, which is faster than Equinox' flattening.
+        # A complete module is read from its `__dict__`, which is faster than Equinox's flattening.
         if not _complete(sample):
             REGISTERED.take(code, sample, at)
             return
@@ -322,7 +322,7 @@ class ModuleKind(Kind):
         return module
 
 
-# Returns the `__dict__` of a module. It bypasses Equinox' `__getattribute__`, which binds methods
+# Returns the `__dict__` of a module. It bypasses Equinox's `__getattribute__`, which binds methods
 # and is slow.
 _contents: Callable[[eqx.Module], dict[str, Tree]] = eqx.Module.__dict__["__dict__"].__get__
 
@@ -493,8 +493,8 @@ Refusal = tuple[Hashable, ...]
 """Result of `take` for a tree of a different structure: the number of the check that refused the
 tree, and the value that the check found.
 
-All functions check the nodes of a tree in the same order. If a function expects the found value,
-only one of its later checks can refuse the tree.
+All functions check the nodes of a tree in the same order. A function of another form that expects
+the found value can therefore refuse the tree only in a later check.
 """
 
 # A subtree of a sample and its form, by the subtree's id. The subtree is kept, so that no other

@@ -1,4 +1,4 @@
-"""A `Skeleton` is a tree without its arrays, which knows their paths."""
+"""A `Skeleton` is a tree without its arrays, and holds their paths."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
@@ -175,8 +175,8 @@ class Skeleton:
         # Equinox compares some objects in its treedefs by identity, and pickle copies them. The
         # treedef would therefore unpickle, and then fail in use.
         raise FunctreeTypeError(
-            "static data from `ft.split` or `ft.pack` cannot be pickled, because JAX's treedefs of "
-            "Equinox modules cannot: pickle the tree itself"
+            "static data from `ft.split` or `ft.pack` cannot be pickled, because treedefs of "
+            "Equinox modules do not survive pickling: pickle the tree itself"
         )
 
     def __eq__(self, other: object) -> bool:
