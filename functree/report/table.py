@@ -185,7 +185,7 @@ def common_unit(sizes: Iterable[int]) -> int:
 
 
 def text_in_unit(size: int, unit: int) -> str:
-    """Format a number of bytes in a unit, with three significant digits or more: `0.00391 MiB`.
+    """Format a number of bytes in a unit, to at least three significant digits: `0.00391 MiB`.
 
     >>> (
     ...     text_in_unit(4096, 2),
