@@ -21,10 +21,10 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, eq=False)
 class Labels:
-    """The keys of a parameter's arrays. The parameter's name and a key form the array's path.
+    """The keys of an argument's arrays. A parameter's name and a key together form an array's path.
 
-    Equal keys share one object. JAX compares a new function with earlier functions of as many
-    arguments, and then compares these objects by identity.
+    Equal keys share one object, since labels compare by identity. JAX compares them when it
+    compares a new function with earlier functions that have the same number of arguments.
     """
 
     keys: tuple[str, ...]
@@ -34,9 +34,9 @@ _labels = functools.lru_cache(maxsize=1024)(Labels)
 
 
 class Arrays:
-    """The arrays of a parameter and their paths, as a node that JAX flattens in one Python call.
+    """The arrays of an argument and their keys, as a node that JAX flattens in one Python call.
 
-    In trees that JAX builds from these nodes, other values replace the arrays, such as shardings.
+    In trees that JAX builds from these nodes, other values, such as shardings, replace the arrays.
     """
 
     __slots__ = ("labels", "values")
@@ -50,7 +50,7 @@ register_pytree_with_keys(
     Arrays,
     lambda node: (tuple(zip(node.labels.keys, node.values, strict=True)), node.labels),
     lambda labels, values: Arrays(tuple(values), labels),
-    # JAX flattens with this function where it needs no paths, as in each call.
+    # JAX flattens with this function when it needs no paths, as in each call.
     lambda node: (tuple(node.values), node.labels),
 )
 
@@ -70,8 +70,8 @@ def donated_indices(paths: Sequence[Path], donated: Collection[str]) -> tuple[in
 class Arguments:
     """The arrays of a call, grouped into the arguments of a compiled function.
 
-    Each parameter of the user's function is one argument. A parameter is several arguments if
-    only some of its arrays are donated.
+    Each parameter of the user's function becomes one argument, or several if only some of its
+    arrays are donated.
 
     Args:
         paths: the paths of the arrays in JAX's order, so a parameter's arrays are adjacent.
@@ -81,7 +81,7 @@ class Arguments:
         names: the names of the arguments.
         donated_arguments: the indices of the donated arguments.
         donated: the indices of the donated arrays.
-        kept: the indices of the other arrays.
+        kept: the indices of the arrays that are not donated.
     """
 
     def __init__(self, paths: Sequence[Path], donated: tuple[int, ...]):
@@ -114,7 +114,7 @@ class Arguments:
 
 
 class Body:
-    """The function that JAX traces. It takes `Arrays` for each parameter and returns an `Output`.
+    """The function that JAX traces. It takes one `Arrays` per argument and returns an `Output`.
 
     JAX caches traces by the identity of the function. Programs that differ only in the shardings of
     arrays share one body, so the user's function is traced once for all of them. A body holds no
@@ -123,7 +123,7 @@ class Body:
     Args:
         compute: a function from the arrays of a call to the output.
         arguments: the grouping of the arrays into arguments.
-        traces: the user's function, whose file and line JAX shows, and its name for messages.
+        traces: the traces of the user's function, which refer to the function and hold its name.
         context: the context in which the user's function runs; None if it needs none.
     """
 
@@ -140,7 +140,7 @@ class Body:
         self.arguments: Arguments = arguments
         self.__name__: str = self.name.rpartition(".")[2]
         self.__qualname__: str = self.__name__
-        # JAX takes the names of arguments from here, in errors and in the compiled text.
+        # JAX reads argument names from this signature, for errors and for the compiled text.
         parameters = [
             inspect.Parameter(name, inspect.Parameter.POSITIONAL_ONLY) for name in arguments.names
         ]

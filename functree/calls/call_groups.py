@@ -1,7 +1,7 @@
-"""This module flattens a call and finds its group, the calls with the same structure and statics.
+"""`CallGroups` flattens a call and finds its group, which is the calls with the same skeleton.
 
-call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups of one function and
-its options.
+call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups for one function
+with one set of options.
 """
 
 import weakref
@@ -27,19 +27,19 @@ from functree.tree.skeleton.static_value import StaticValue
 
 
 class CallGroup:
-    """The calls that share one skeleton, and their traces and programs.
+    """The calls that share one skeleton, with their traces and programs.
 
     Attributes:
         skeleton: the skeleton of the calls.
         paths: the path of each array.
-        others: the group that a refused call may belong to, for each refusal of `take`.
+        others: for each refusal by `take`, the group that the refused call may belong to.
         heads: the index of the first array of each parameter.
         several_devices: whether any call of the group had arrays on several devices.
         bodies: the traced functions, keyed by everything that a trace depends on.
         programs: the compiled programs, keyed by everything that a compilation depends on.
         last: the key and the program of the last call.
-        shardings: the shardings of the last call's arrays, and the set of them.
-        placements: the shardings of uncommitted arguments, keyed by everything that decides them.
+        shardings: the shardings of the last call's arrays, as a tuple and as a set.
+        placements: the shardings of uncommitted arguments, keyed by all that determines them.
     """
 
     def __init__(self, skeleton: Skeleton):
@@ -48,7 +48,7 @@ class CallGroup:
         self.others: dict[Refusal, CallGroup] = {}
         self.heads: tuple[int, ...] = _heads(self.paths)
         self.several_devices: bool = False
-        # Wrappers fill these dictionaries, each with entries of its own type.
+        # Each kind of wrapper fills these dictionaries with entries of its own type.
         self.bodies: dict[Hashable, Any] = {}
         self.programs: dict[Hashable, Any] = {}
         self.last: tuple[Hashable, Any] | None = None
@@ -59,8 +59,8 @@ class CallGroup:
     def take(self, call: Tree) -> list[Tree] | Refusal:
         """Return a call's arrays in JAX's order, or a refusal if the call is not in this group.
 
-        The returned leaves are not checked to be arrays. The first use generates a much faster
-        function, which replaces this one.
+        This method does not check that the returned leaves are arrays. Its first use generates a
+        much faster function, which replaces it.
         """
         skeleton, arrays = Skeleton.apart(call)
         if skeleton != self.skeleton:
@@ -89,8 +89,8 @@ class FlatCall(NamedTuple):
     Attributes:
         call: the call, a named tuple of the arguments.
         group: the group of the call.
-        arrays: the arrays of the call, in JAX's order. An array that was placed differs from the
-            array in `call`.
+        arrays: the arrays of the call, in JAX's order. An array that functree placed differs from
+            its counterpart in `call`.
         concrete: whether all arrays are `jax.Array`s with values. Otherwise some are traced,
             abstract or NumPy arrays.
     """
@@ -101,7 +101,7 @@ class FlatCall(NamedTuple):
     concrete: bool
 
     def kinds(self) -> tuple[Hashable, ...]:
-        """Return the types, shardings and commitment of the arrays, which decide the layouts."""
+        """Return the arrays' types, shardings and commitment, which determine the layouts."""
         if not self.concrete:
             return tuple(map(_kind, self.arrays))
         shardings = tuple(map(_SHARDING, self.arrays))
@@ -118,9 +118,9 @@ class FlatCall(NamedTuple):
     def placement(self) -> Hashable:
         """Return the meshes and devices of the arrays, as far as they are cheap to read.
 
-        On one device, reading all arrays would cost a few percent of a call. There, only the first
-        array of each parameter is read. The types of the arrays decide everything else that a
-        program on one device depends on.
+        On one device, reading the shardings of all arrays would take a few percent of a call's
+        time, so only the first array of each parameter is read. A program on one device otherwise
+        depends only on the types of the arrays.
         """
         if not self.concrete:
             meshes = tuple(map(mesh_of, self.arrays))
@@ -143,13 +143,13 @@ class FlatCall(NamedTuple):
         return distinct, self._committed(distinct)
 
     def abstract(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Return the arrays without values, with their shardings where these are known."""
+        """Return the arrays as abstract arrays, with their shardings where these are known."""
         # A NumPy array has no sharding, and a traced array's sharding is unknown.
         return tuple([abstract(jax.typeof(x), getattr(x, "sharding", None)) for x in self.arrays])
 
     def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
         """Return whether each array is committed; empty if all arrays are on a mesh."""
-        # An array with a `NamedSharding` is always committed, and reading `committed` of every
+        # An array with a `NamedSharding` is always committed, and reading `committed` for every
         # array takes time.
         if _NAMED.issuperset(map(type, shardings)):
             return ()
@@ -161,7 +161,7 @@ _NAMED = frozenset({NamedSharding})
 
 
 def _kind(array: AnyArray) -> tuple[Hashable, ...]:
-    """Return an array's entry in `kinds`. The array may be traced, abstract or from NumPy."""
+    """Return an array's entry in `kinds`, for a traced, abstract, concrete or NumPy array."""
     if isinstance(array, jax.ShapeDtypeStruct):
         return array.shape, array.dtype, array.weak_type, array.sharding
     if is_concrete(array):
@@ -180,7 +180,7 @@ class CallGroups:
         self._first: CallGroup | None = None
         self._last: CallGroup | None = None
         self._known: dict[Skeleton, CallGroup] = {}
-        # The classes of JAX's concrete arrays. They are private, so calls collect them.
+        # The classes of JAX's concrete arrays. They are private, so they are collected from calls.
         self._concrete: frozenset[type] = frozenset()
 
     def find(self, call: Tree) -> FlatCall:
@@ -188,12 +188,12 @@ class CallGroups:
 
         Raises:
             FunctreeError: if leaves are neither arrays nor hashable (the error lists their paths),
-                or if the call is not a tree.
+                or if JAX cannot flatten the call.
         """
         ends: list[tuple[CallGroup, Refusal]] = []
         try:
-            # Most calls belong to the last call's group, or to a group that followed it before.
-            # The first group leads to each group that was called twice.
+            # Most calls belong to the last call's group, or to a group that has followed it before.
+            # Refusals lead from the first group to each group that was called twice.
             found = self._follow(self._last, call, ends)
             if found is None and self._first is not self._last:
                 found = self._follow(self._first, call, ends)
@@ -215,7 +215,8 @@ class CallGroups:
         """Find a call's group by following refusals from one group to the next.
 
         Returns:
-            None if no group follows; the last group is then added to `ends`, with its refusal.
+            The flat call, or None if no known group takes the call. In that case, the last group
+            is added to `ends` with its refusal.
         """
         # At most one step per group. The number is fixed at the start, because another thread may
         # add a group meanwhile.
@@ -251,7 +252,7 @@ class CallGroups:
         return self._with_kinds(call, group, arrays)
 
     def _with_kinds(self, call: Tree, group: CallGroup, arrays: Sequence[AnyArray]) -> FlatCall:
-        """Return a flat call whose arrays have new classes or are not all concrete."""
+        """Return a flat call, and remember the classes of its arrays if all are concrete."""
         kinds = {type(x) for x in arrays}
         unlike = (Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
         concrete = not any(issubclass(kind, unlike) for kind in kinds)
@@ -264,7 +265,7 @@ class CallGroups:
 
 
 class Traces:
-    """The traces and programs of a function. Wrappers of it with equal options share them.
+    """The traces and programs that wrappers of one function with equal options share.
 
     Attributes:
         signature: the signature of the function.
@@ -284,13 +285,13 @@ def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
         weak = weakref.ref(fun)
     except TypeError:  # some functions that are written in C
         return lambda: fun
-    # It never returns None when called, since a wrapper holds its function.
+    # The reference never returns None, since each wrapper keeps its function alive.
     reference: Any = weak
     return reference
 
 
-# Keyed by the identity of a function, because equal callables may differ (`F(1)` and `F(True)`),
-# and then by options. The values do not hold the function.
+# Keyed by a function's identity and then by options. Identity matters because equal callables may
+# behave differently (`F(1)` and `F(True)`). The values do not keep the function alive.
 _SHARED: dict[int, dict[Hashable, Traces]] = {}
 
 
@@ -309,7 +310,7 @@ def _shared(fun: AnyFunction) -> dict[Hashable, Traces]:
 
 
 def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
-    """Return the traces of a function with some options; equal options return the same object.
+    """Return the traces of a function for some options. Equal options give the same object.
 
     Args:
         partial: the function and the arguments bound to it.
@@ -317,7 +318,7 @@ def traces_of(partial: Partial, signature: Signature, *options: Tree) -> Traces:
         options: a tree of hashable values, which may contain prefix trees of layouts. Traces are
             not shared if an option is unhashable.
     """
-    # The options are compared as a skeleton. There, 1 and True differ, and trees of layouts are
+    # The options are compared as a skeleton, in which 1 and True differ. Trees of layouts are
     # compared by structure and leaves.
     try:
         skeleton, _ = Skeleton.apart(options)

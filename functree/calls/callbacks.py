@@ -18,8 +18,8 @@ _CALLBACKS = frozenset({"debug_callback", "debug_print", "io_callback", "pure_ca
 def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding | None]) -> None:
     """Refuse host callbacks before a program is lowered for GPUs that this machine lacks.
 
-    JAX registers a callback with the GPU's backend, which a compiler alone lacks. TPUs need no
-    backend for this.
+    JAX registers a callback with the GPU backend, which exists only on a machine with a GPU. For
+    TPUs, lowering a callback needs no backend.
 
     Args:
         name: the name of the function.
@@ -27,15 +27,15 @@ def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding |
         shardings: the shardings of its arguments, where they are known.
 
     Raises:
-        ShardingError: if the program prints or calls back. JAX lowers callbacks for GPUs only on a
-            machine with a GPU.
+        ShardingError: if an argument is on absent GPUs and the program has host callbacks, such as
+            `jax.debug.print`.
     """
     if not any(map(_is_on_absent_gpus, shardings)):
         return
     if any(equation.primitive.name in _CALLBACKS for equation in all_equations(program)):
         raise ShardingError(
-            f"{name} prints or calls back to the host, which JAX lowers for GPUs only on a machine "
-            "with a GPU: to compile for `target=`, remove `jax.debug.print`, `jax.debug.callback`, "
+            f"{name} has host callbacks, which JAX lowers for GPUs only on a machine with a GPU: "
+            "to compile for `target=`, remove `jax.debug.print`, `jax.debug.callback`, "
             "`jax.pure_callback` and `io_callback`"
         )
 

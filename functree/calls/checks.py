@@ -1,4 +1,4 @@
-"""These checks raise errors or warn about a call before JAX gets it.
+"""These functions check a call before it runs.
 
 call, program ─► an error, a warning, or nothing.
 """
@@ -35,14 +35,14 @@ BIG_CONSTANT = 2**20  # bytes; closing over a larger array gives a warning
 
 
 def check_call(program: Program, flat: FlatCall) -> None:
-    """Raise an error for abstract or deleted arguments, and for a donated array passed twice."""
+    """Refuse abstract or deleted arguments, a donated array passed twice, and absent devices."""
     arrays, arguments = flat.arrays, program.body.arguments
     if program.missing is not None or not flat.concrete:
         _refuse_abstract(program, arrays)
-    # A function in C where possible, since this runs in each call on several devices.
+    # Use a function written in C if possible, since this runs in each call on several devices.
     is_gone = _IS_DELETED if flat.concrete else is_deleted
-    # JAX 0.10 ends the process if a deleted array on several devices is used. Running a step again
-    # on the old state is an easy mistake.
+    # JAX 0.10 aborts the process if a deleted array on several devices is used. Running a step
+    # again on the old state is an easy mistake.
     if any(map(is_gone, arrays)):
         raise refuse_deleted(program.name, program.group.paths, arrays)
     # Buffers are not compared: on several devices, reading them takes longer than the call itself.
@@ -70,8 +70,8 @@ def check_mesh(
 ) -> None:
     """Check that the arguments are on the function's mesh.
 
-    A function without a mesh takes the mesh of the first argument that is on one. A traced array
-    on Auto axes is not checked: it is not placed yet, and the mesh of its type has no effect.
+    A function without a mesh uses the mesh of the first argument that has one. A traced array on
+    Auto axes is not checked, since it is not placed yet and the mesh in its type has no effect.
 
     Raises:
         ShardingError: if arguments are on different meshes or devices; the message lists their
@@ -97,7 +97,7 @@ def check_mesh(
 
 
 def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray]) -> None:
-    """Check that arguments without a mesh are all on the same devices."""
+    """Check that committed arguments are on the same devices, if no argument is on a mesh."""
     # JAX makes the same check, but its message has no paths.
     first: tuple[Path, jax.Array] | None = None
     problems: list[Problem] = []
@@ -158,7 +158,7 @@ def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
     if array_mesh is None:
         return None
     explicit, explicit_here = (AxisType.Explicit in m.axis_types for m in (array_mesh, mesh))
-    # A traced array on Auto axes is not placed yet, and the mesh of its type has no effect.
+    # A traced array on Auto axes is not placed yet, and the mesh in its type has no effect.
     if isinstance(array, Tracer) and not explicit and not explicit_here:
         return None
     why = f"is on the mesh {mesh_view(array_mesh)}"
@@ -183,10 +183,10 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
     """
     for constant in traced.jaxpr.consts:
         size = getattr(constant, "nbytes", 0)
-        # An outer function's traced array is passed to the program, and is not a constant.
+        # A traced array from an outer function is passed to the program, so it is not a constant.
         if isinstance(constant, Tracer) or size <= BIG_CONSTANT:
             continue
-        # JAX does not record the origin of a constant, so search these variables by identity.
+        # JAX does not record a constant's origin, so search the function's variables by identity.
         variables = {**used_globals(fun), **closed_over(fun)}
         path = next((path for path, value in held(variables) if value is constant), None)
         description = f"{constant.dtype}{list(constant.shape)}"
@@ -200,16 +200,16 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
 
 # Donation
 #
-# If an array on several devices is donated twice, JAX 0.10 ends the process. Later versions raise
+# If an array on several devices is donated twice, JAX 0.10 aborts the process. Later versions raise
 # an XLA error without paths.
 
 
 def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
-    """Return whether a donated array is passed a second time, donated or not.
+    """Return whether a donated array is passed a second time, whether donated there or not.
 
-    This is fast enough for each call.
+    This check is fast enough to run in each call.
     """
-    # Most calls pass no array twice, which is faster to see.
+    # Most calls pass no array twice, which is faster to check.
     if len(set(map(id, arrays))) == len(arrays):
         return False
     donated = {id(arrays[i]) for i in arguments.donated}
@@ -225,7 +225,7 @@ def check_donated(
     arguments: Arguments,
     by_buffer: bool,
 ) -> None:
-    """Check that no donated array is passed a second time, donated or not.
+    """Check that no donated array is passed a second time, whether donated there or not.
 
     Args:
         name: the name of the function.
@@ -245,7 +245,8 @@ def check_donated(
         raise refuse_deleted(name, paths, arrays)
     owners: dict[Hashable, int] = {}  # the index of the first array with an identity
     problems: list[Problem] = []
-    # Donated arrays first: a kept array is a problem only if a donated array has the same buffer.
+    # Donated arrays come first, since a kept array is a problem only if a donated array shares its
+    # identity.
     for i in (*arguments.donated, *arguments.kept):
         for identity in _identities(arrays[i], by_buffer):
             owner = owners.setdefault(identity, i)
@@ -277,8 +278,8 @@ def _identities(array: AnyArray, by_buffer: bool) -> Sequence[Hashable]:
     shards = [shard for shard in array.addressable_shards if shard.data.size]
     buffers = [(shard.device, shard.data.unsafe_buffer_pointer()) for shard in shards]
     # On a CPU, `jax.device_put` of an aligned NumPy array copies nothing. JAX never overwrites this
-    # foreign memory, so two arrays may share it. Shards of one array that share memory reveal it,
-    # since JAX's own memory belongs to one device.
+    # foreign memory, so two arrays may share it. Shards of one array that share memory reveal
+    # this case, since JAX's own memory belongs to one device.
     if len({pointer for _, pointer in buffers}) < len(buffers):
         return []
     return buffers

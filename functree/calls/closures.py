@@ -30,7 +30,7 @@ def closed_over(fun: Any) -> dict[str, Any]:
 def used_globals(fun: Any) -> dict[str, Any]:
     """Return the global variables that a function and its inner functions use, by name.
 
-    A global that only shares its name with an attribute in the code may be among them.
+    The result may include a global that only shares its name with an attribute in the code.
     """
     if not isinstance(fun, FunctionType):
         return {}
@@ -46,14 +46,14 @@ def used_globals(fun: Any) -> dict[str, Any]:
 
 
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
-    """Yield the leaves of some variables with their paths, the outermost first.
+    """Yield the leaves of some variables with their paths, outermost first.
 
-    It enters the variables and defaults of functions among them. It does not use
+    If a leaf is a function, its variables and defaults follow. This does not use
     `functree.tree.nodes.walk`, since a program may close over values that are not JAX trees.
     Examples are a dict with keys of several types and a list that contains itself.
     """
     waiting = deque[tuple[Path, Any]](_named(values))
-    # By identity. Keeping the objects alive prevents the reuse of their ids.
+    # Keyed by identity. Keeping the objects alive prevents the reuse of their ids.
     seen: dict[int, Any] = {}
     while waiting:
         path, node = waiting.popleft()
@@ -65,7 +65,7 @@ def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
             waiting.extend((path / key, child) for key, child in below)
             continue
         yield path, node
-        # These paths begin with the variable, since the function may have no name.
+        # These paths begin with the function's variables, since the function may have no name.
         if callable(node):
             waiting.extend(_named(kept_by(node)))
 
@@ -83,7 +83,7 @@ def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
         return enumerate(node)
     try:
         return children(node)
-    except (TypeError, ValueError):  # such as an `eqx.nn.State` that was updated already
+    except (TypeError, ValueError):  # such as an `eqx.nn.State` that was already updated
         return None
 
 

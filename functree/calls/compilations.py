@@ -1,4 +1,4 @@
-"""`Log` records the compilations of one function, with their differences and paths.
+"""`Log` records the compilations of one function, and the reason for each.
 
 two compilations of one function ─► the differences between them.
 """
@@ -30,8 +30,8 @@ class Difference(NamedTuple):
     Attributes:
         path: the path of the leaf, which begins with a parameter's name; empty if the difference is
             not in a leaf.
-        kind: `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`, `rules`,
-            `mesh`, `compiler options`, `settings`.
+        kind: one of `static`, `shape`, `dtype`, `weak type`, `sharding`, `devices`, `structure`,
+            `rules`, `mesh`, `compiler options` and `settings`.
         before: the value in the earlier compilation.
         now: the value in this compilation.
     """
@@ -57,7 +57,7 @@ class Difference(NamedTuple):
         return text
 
     def text(self, value: object) -> str:
-        """Return the text of one of the two values; the text of a function is its name."""
+        """Return the text of `before` or `now`. A function's text is its name."""
         if self.kind == "static":
             return getattr(value, "__qualname__", getattr(value, "__name__", None)) or repr(value)
         if isinstance(value, Mesh | AbstractMesh):
@@ -99,7 +99,7 @@ class Compilation(NamedTuple):
 def _why(differences: Sequence[Difference]) -> str:
     """Render differences as text, with one entry for all paths that share a change."""
     paths: dict[str, list[str]] = {}
-    # Shardings come last: a state's arrays often move together as the result of another change.
+    # Shardings come last, since a state's arrays often move together as a result of another change.
     for each in sorted(differences, key=lambda each: each.kind in ("sharding", "devices")):
         paths.setdefault(each.change, []).extend([str(each.path)] if each.path else [])
     texts: list[str] = []
@@ -177,7 +177,7 @@ def _device_names(mesh: Mesh) -> tuple[str, ...]:
 
 
 def differences(before: Situation, now: Situation) -> tuple[Difference, ...]:
-    """Compare two situations, leaf by leaf."""
+    """Return the differences between two situations, leaf by leaf."""
     changes: list[Difference] = []
     for path in dict.fromkeys((*before.leaves, *now.leaves)):
         old, new = before.leaves.get(path), now.leaves.get(path)
@@ -212,7 +212,7 @@ def _leaf_differences(path: Path, before: Properties, now: Properties) -> list[D
 
 
 def _static_differences(path: Path, before: Any, now: Any) -> list[Difference]:
-    """Compare two static values; for two configs of one class, return the fields that differ."""
+    """Compare two static values, or their fields if both are instances of one dataclass."""
     fields: list[Difference] = []
     is_config = dataclasses.is_dataclass(before) and not isinstance(before, type)
     if is_config and type(before) is type(now):
@@ -259,7 +259,7 @@ class Log:
     def add(self, now: Situation, shared: bool = False) -> None:
         """Add a compilation and compare it with the most similar recent one.
 
-        It warns if a Python number is repeatedly the reason.
+        This warns if a Python number repeatedly causes compilations.
         """
         nearest: tuple[Difference, ...] = ()
         if self._earlier:
@@ -285,7 +285,7 @@ class Log:
     def _count_number(self, changed: Difference) -> None:
         """Count a compilation caused by a Python number, and warn at the second.
 
-        A single compilation may be intended.
+        A single recompilation may be intended.
         """
         # Not isinstance: True is an int, and a bool only switches between two programs.
         if type(changed.now) not in (int, float, complex):

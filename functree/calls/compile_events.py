@@ -1,9 +1,9 @@
 """`compile_events` counts the programs that JAX lowers and compiles in the current thread.
 
 The counts show whether a call lowered or compiled anything. Counting traces would not suffice,
-since a compilation may reuse an earlier trace. Both events are counted. A program from the
-persistent cache is lowered but not compiled. For different devices, JAX compiles the lowered text
-that it kept, without lowering it again.
+since a compilation may reuse an earlier trace. Both events are counted, since each may occur
+without the other. For different devices, for example, JAX compiles the lowered text that it kept,
+without lowering it again.
 """
 
 import threading
@@ -17,7 +17,7 @@ class CompileEvents(threading.local):
 
     Attributes:
         count: the number of lowerings and compilations.
-        names: the names of the last programs, in order; None for a program without a name.
+        names: the names of the most recent programs, in order; None for a program without a name.
         compiled: the number of compilations, including hits in the persistent cache.
         cached: the number of hits in the persistent cache.
     """
@@ -31,7 +31,7 @@ class CompileEvents(threading.local):
 
     @property
     def by_compiler(self) -> int:
-        """The number of programs that the compiler compiled, without cache hits."""
+        """The number of programs that the compiler compiled, excluding cache hits."""
         return self.compiled - self.cached
 
     def have(self, name: str, before: int) -> bool:
@@ -54,7 +54,7 @@ _EVENTS = ("/jax/core/compile/jaxpr_to_mlir_module_duration", _COMPILED)
 
 
 def _heard(event: str, duration_secs: float, **kwargs: str | int) -> None:
-    """Count an event. JAX calls this in the thread that lowered or compiled, when it is done."""
+    """Count an event. JAX calls this in the thread that has just lowered or compiled."""
     if event not in _EVENTS:
         return
     compile_events.count += 1

@@ -21,10 +21,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 MakeContext = Callable[[], AbstractContextManager[None]]
-"""A hashable function that makes a context, such as an ambient mesh and rules."""
+"""A hashable function that creates a context manager, for example for an ambient mesh and rules."""
 
 _RULES = frozenset({"fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"})
-"""The parameters of an equation that hold user functions, called when JAX differentiates."""
+"""The equation parameters that hold user functions, which JAX calls when it differentiates."""
 
 
 def has_derivatives(value: object) -> bool:
@@ -94,7 +94,8 @@ def _entered(
 ) -> object:
     """Run a rule in a context.
 
-    For higher derivatives, the rule may return a function with its own rules.
+    For higher derivatives, a function in the rule's result may have its own rules, which then run
+    in the context too.
     """
     with context():
         result = rule(*args, **kwargs)

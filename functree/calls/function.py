@@ -35,9 +35,9 @@ class Function(Generic[_P, _T]):
     """A function of modules that is compiled for each group of its calls.
 
     Attributes:
-        compilations: a record for each program that it used or that `.lower(...).compile()` made,
-            with the differences from the most similar earlier program. A program that another
-            wrapper of the function compiled is marked as shared.
+        compilations: one record for each program that its calls used or that
+            `.lower(...).compile()` compiled, with the differences from the most similar earlier
+            program. A program that another wrapper of the function compiled is marked as shared.
     """
 
     compilations: list[Compilation]
@@ -46,7 +46,7 @@ class Function(Generic[_P, _T]):
     __name__: str
     __qualname__: str
     __wrapped__: Callable[_P, _T]
-    # Only set on methods.
+    # Set only on bound methods.
     __func__: Any
     __self__: Any
 
@@ -62,7 +62,7 @@ class Function(Generic[_P, _T]):
         self.__name__ = self.__qualname__ = traces.signature.name
         functools.update_wrapper(self, fun, updated=wrapper_updates(fun))
         self._partial, self._traces = partial, traces
-        # A named tuple; each public function has its own class. Copies are made from it.
+        # A named tuple, with its own class for each public function. Copies are made from it.
         self._options: Any = options
         self._static: frozenset[str] = getattr(options, "static", frozenset())
         self._is_bound = bool(partial.args or partial.kwargs)
@@ -74,7 +74,7 @@ class Function(Generic[_P, _T]):
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         # A call of a compiled function may take only 300 µs, and each nested Python call adds 1 to
-        # 2 µs. Everything that most calls do not need therefore runs under a condition.
+        # 2 µs. Work that most calls do not need is therefore conditional.
         program, flat = self._prepare(args, kwargs)
         arrays = flat.arrays
         if program.careful or flat.group.several_devices or not flat.concrete:
@@ -88,8 +88,8 @@ class Function(Generic[_P, _T]):
                 with around(program.entered):
                     result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
-            # On a single device, checking for deleted arguments would take time in each call, so
-            # JAX's error reveals them. Other errors may leave donated arguments deleted, too.
+            # On a single device, a check for deleted arguments would slow down each call, so JAX's
+            # error reveals them. After other errors, donated arguments may be deleted too.
             if str(error).startswith("Array has been deleted") and any(map(is_deleted, arrays)):
                 raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)
@@ -127,7 +127,7 @@ class Function(Generic[_P, _T]):
         self._used.clear()
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        """Return the same function on a different mesh, even if this one has a mesh."""
+        """Return this function with a different mesh, which replaces its own mesh if it has one."""
         return type(self).of(self.__wrapped__, self._options._replace(mesh=mesh))
 
     @overload
@@ -154,7 +154,7 @@ class Function(Generic[_P, _T]):
         method.__wrapped__ = MethodType(self.__wrapped__, instance)
         return method
 
-    # It is copied and pickled as a function and options, without its traces and programs.
+    # A `Function` is copied and pickled as a function and options, without its traces and programs.
 
     def __copy__(self) -> Self:
         return self
@@ -162,7 +162,7 @@ class Function(Generic[_P, _T]):
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         if hasattr(self, "__self__"):
             return self.__func__.__get__(copy.deepcopy(self.__self__, memo))
-        # The copy of a Python function is the function itself, so the wrapper is its own copy too.
+        # A copy of a Python function is the function itself, so the wrapper is its own copy too.
         fun = copy.deepcopy(self.__wrapped__, memo)
         return self if fun is self.__wrapped__ else type(self).of(fun, self._options)
 
@@ -173,7 +173,7 @@ class Function(Generic[_P, _T]):
 
     @classmethod
     def of(cls, fun: Callable[_P, _T], options: Any) -> Self:
-        """Wrap a function with some options."""
+        """Wrap a function with these options."""
         return cls.made(fun, *Signature.of(fun), options)
 
     @classmethod
@@ -192,7 +192,7 @@ class Function(Generic[_P, _T]):
         """Read the options that calls need into attributes."""
 
     def _rules(self) -> Layout | None:
-        """Return the ambient rules that the body of a call made now sees."""
+        """Return the ambient rules for the body of a call that is made now."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
     @abstractmethod
@@ -205,7 +205,7 @@ class Function(Generic[_P, _T]):
 
     @abstractmethod
     def _program(self, flat: FlatCall) -> Program:
-        """Make a program, including all checks and decisions that are made only once."""
+        """Make a program, with all checks and decisions that are needed only once."""
 
     # From a call to its program
 
@@ -220,7 +220,7 @@ class Function(Generic[_P, _T]):
         """Return the program for a call and the flattened call; make the program if necessary."""
         flat = self._groups.find(self._bind(args, kwargs))
         if without_jit():
-            # The program runs without a trace, and is not kept.
+            # The program runs without a trace, and is not cached.
             return self._program(flat), flat
         rules = self._rules()
         if self._places:
@@ -237,7 +237,8 @@ class Function(Generic[_P, _T]):
                 program = self._program(flat)
                 if not program.is_kept:
                     return program, flat
-                # The key has more elements once a call of the group had arrays on several devices.
+                # The key has more elements once a call of the group has had arrays on several
+                # devices.
                 key = self._key(flat, rules)
                 group.programs[key] = program
                 self._used.add(program)
@@ -246,8 +247,8 @@ class Function(Generic[_P, _T]):
 
     def _note(self, program: Program, arrays: Sequence[AnyArray], compiled: bool) -> None:
         """Record that a call compiled its program, or used it for the first time."""
-        # In another function's trace, the program is a part of that function's program. Under
-        # `jax.disable_jit()` there is no program.
+        # In another function's trace, the program becomes part of that function's program. Under
+        # `jax.disable_jit()`, there is no program.
         if tracing() or without_jit() or any(isinstance(x, Tracer) for x in arrays):
             return
         program.group.see_devices(arrays)

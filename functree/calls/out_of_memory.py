@@ -22,10 +22,10 @@ LARGEST = 5
 
 SMALLER = (
     "shard the largest arguments over more mesh axes or devices, donate arguments that are not "
-    "needed afterwards (`donate=`), recompute in the backward pass (`remat=`), or use smaller "
-    "micro-batches (`ft.accumulate`)"
+    "needed afterwards (`donate=`), recompute activations in the backward pass (`remat=`), or use "
+    "smaller micro-batches (`ft.accumulate`)"
 )
-"""The remedy that makes a program smaller."""
+"""The remedy for a program that does not fit."""
 
 FindArguments = Callable[[], Mapping[Path, jax.ShapeDtypeStruct]]
 """A function that returns a program's arguments. It is called only if the program does not fit."""
@@ -47,7 +47,7 @@ def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Itera
 
 
 def _figures(message: str) -> str:
-    """Read the figures in a compiler's error; return its first line if its wording is new."""
+    """Read the figures in a compiler's error; return its first line if its wording is unknown."""
     known = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
     if known is None:
         return message.removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]
@@ -57,7 +57,7 @@ def _figures(message: str) -> str:
 
 
 def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: FindArguments) -> None:
-    """Check that a program fits in the memory of a GPU, since the GPU compiler does not.
+    """Check that a program fits in the memory of a GPU, which the GPU compiler does not check.
 
     Raises:
         FunctreeError: if the program does not fit.

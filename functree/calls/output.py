@@ -19,13 +19,13 @@ from functree.tree.skeleton.static_value import PLAIN, runs_once
 
 
 class Output:
-    """The flattened result of a function, as one node for JAX.
+    """The flattened result of a function, as one pytree node.
 
     Attributes:
-        values: the arrays of the result, or one other value for each array, such as its sharding.
+        values: the arrays of the result, or another value for each array, such as its sharding.
         skeleton: the result without its arrays.
-        which: the index among the values of each array of the skeleton; None if the two correspond
-            one to one.
+        which: for each array of the skeleton, the index of its value; None if values and arrays
+            correspond one to one.
     """
 
     __slots__ = ("skeleton", "values", "which")
@@ -47,13 +47,13 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: if a static value of the result must not be used after the trace, or if
-                an array of the result is abstract. Such static values are traced arrays, functions
-                that close over one, and lazy values such as generators.
+            FunctreeError: if JAX cannot flatten the result or hold its arrays, if an array is
+                abstract, or if a static value must not be used after the trace. Such values are
+                traced arrays, functions that close over one, and lazy values such as generators.
         """
         try:
             skeleton, values = Skeleton.apart(tree)
-            # The tree is at hand, so the skeleton need not build a sample.
+            # The skeleton learns from this tree, so that it need not build a sample.
             skeleton.learn(tree)
         except RecursionError:
             raise too_deep(tree) from None
@@ -82,7 +82,7 @@ class Output:
         return cls(values, skeleton)
 
     def distinct(self) -> "Output":
-        """Return the same output, with one value for an array at several paths of the result."""
+        """Return an equivalent output that holds an array with several paths only once."""
         # Compared by identity: in a trace, an array at two paths is one tracer.
         first: dict[int, int] = {}
         which = tuple(first.setdefault(id(value), len(first)) for value in self.values)
@@ -99,20 +99,20 @@ class Output:
         return self.like(self.values)
 
     def like(self, values: Sequence[Tree]) -> Tree:
-        """Return a tree with the structure of the result and different values."""
+        """Return a tree with the structure of the result and these values."""
         return self.skeleton.fill(self._spread(values))
 
     def paths(self) -> list[Path]:
         """Return the path of each value; the first path for a value with several paths."""
         paths = [Path()] * len(self.values)
         which = self.which or range(len(self.values))
-        # Written from the last to the first, so that the first path remains.
+        # Assigned from last to first, so that the first path remains.
         for i, path in reversed(list(zip(which, self.skeleton.paths, strict=True))):
             paths[i] = path
         return paths
 
     def _spread(self, values: Sequence[Tree]) -> Sequence[Tree]:
-        """Return a value for each array of the skeleton, from the values of the output."""
+        """Return one value for each array of the skeleton, in the skeleton's order."""
         if self.which is None:
             return values
         return [values[i] for i in self.which]
@@ -155,8 +155,8 @@ def _outliving(value: object) -> tuple[str, str, str] | None:
         for path, variable in held(kept_by(value)):
             if isinstance(variable, Tracer):
                 remedy = (
-                    "make it an array of the result, or create the object outside the trace and "
-                    "`ft.shard` it"
+                    "return the array as a leaf of the result, or create the object outside the "
+                    "trace and `ft.shard` it"
                 )
                 return "", f"closes over a traced array, `{path}`", remedy
     # For example, the body of a generator would run with the traced arrays that it holds.

@@ -20,14 +20,14 @@ class ParameterLayouts:
 
     Args:
         option: the name of the option, for errors.
-        written: one layout per positional parameter, a dict by parameter name, or one layout for
-            all parameters.
+        written: one layout per positional parameter, a dict of layouts by parameter name, or one
+            layout for all parameters.
         signature: the signature of the function.
         otherwise: the layout of parameters that a dict does not name.
 
     Raises:
-        RuleError: if there is not one entry per positional parameter, a name is unknown, or a value
-            is not a layout.
+        RuleError: if a sequence does not have one entry per positional parameter, if a name is
+            unknown, or if `written` has none of these forms.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ParameterLayouts:
         else:
             raise RuleError(
                 f"{option}: {written!r} is not a layout, a sequence with one layout per positional "
-                f"parameter, or a dict by parameter name{meant_rules(written)}"
+                f"parameter, or a dict of layouts by parameter name{meant_rules(written)}"
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
@@ -91,7 +91,7 @@ class ParameterLayouts:
         return self.signature.call(*given.values())
 
     def read(self, call: Any) -> tuple[Leaves, list[Part]]:
-        """Read the leaves of a call, and its layouts with the paths that filters see."""
+        """Read the leaves of a call, and its layouts with the scope of each layout's filters."""
         leaves, parts = read_for(call, self.prefix(call))
         scoped: list[Part] = []
         for part in parts:

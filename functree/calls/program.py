@@ -24,13 +24,13 @@ from functree.layout.layout import Layout
 from functree.tree.arrays import AnyArray, Tree, abstract
 
 ArrayFunction = Callable[..., Output]
-"""A body, or a function around a body. It takes `Arrays` for each parameter."""
+"""A body, or a function around a body. It takes one `Arrays` per argument."""
 
 Shardings = Sequence[NamedSharding | None]
 """A sharding for each array; None for an array that may have any sharding."""
 
 
-# Compared by identity: wrappers remember the programs that they used.
+# Compared by identity, since wrappers remember the programs that they used.
 @dataclass(frozen=True, eq=False)
 class Program:
     """A function that JAX compiles for the calls of one group.
@@ -41,10 +41,10 @@ class Program:
         jitted: `jax.jit` of the body; under `jax.disable_jit()`, the body itself.
         mesh: the mesh of the body; None for the mesh of the arguments.
         rules: the ambient rules of the body.
-        entered: the mesh to enter around a call, unless it is the current mesh.
+        entered: the mesh to set around a call, unless it is the current mesh.
         out_shardings: the sharding of each array of the result; None if there are none.
         donates: whether parameters of the user's function are donated, even if none of their arrays
-            can be.
+            can be donated.
         has_checks: whether the program has Equinox checks, for which a call waits. The checks of a
             program inside another program belong to the outer program.
         is_kept: whether later calls may use the program. False if it closes over a traced array,
@@ -76,7 +76,7 @@ class Program:
     def careful(self) -> bool:
         """Whether every call is checked before it runs.
 
-        It is if the program donates, or if the mesh cannot run programs.
+        This is necessary if the program donates, or if the mesh cannot run programs.
         """
         return self.donates or self.missing is not None
 
@@ -96,7 +96,7 @@ class Program:
     def of_arrays(self) -> Wrapped:
         """Return the program as a `jax.jit` function from arrays to a tuple of arrays.
 
-        Its callers need none of functree's trees.
+        Its callers do not need functree's pytree classes.
         """
 
         def of_arrays(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -120,7 +120,7 @@ def make_program(
     lay_outputs: Callable[[Output], Shardings | None] | None = None,
     donates: bool = False,
 ) -> tuple[Program, Traced | None]:
-    """Trace a body for a call and lay out its result.
+    """Make the program of a call: trace the body and lay out its result.
 
     Args:
         group: the group of the call.
@@ -128,8 +128,8 @@ def make_program(
         arrays: the arrays of the call.
         mesh: the mesh, as in `Program`.
         rules: the ambient rules, as in `Program`.
-        entered: the mesh to enter around a call, as in `Program`.
-        options: the options of `jax.jit`, without shardings and donation.
+        entered: the mesh to set around a call, as in `Program`.
+        options: options for `jax.jit`, except for shardings and donation.
         lay_outputs: a function from the traced result to a sharding for each of its arrays, or to
             None. None if the result is never laid out.
         donates: whether parameters are donated, as in `Program`.
@@ -139,7 +139,7 @@ def make_program(
     """
     arguments, given = body.arguments, dict(options or {})
     # Nothing is donated in a trace. The arrays inside the tracers of an eager `vmap` or `grad`
-    # cannot be checked, and JAX 0.10 ends the process if one of them is already deleted. In an
+    # cannot be checked, and JAX 0.10 aborts the process if one of them is already deleted. In an
     # outer jit's trace, donation has no effect.
     in_trace = tracing()
     if arguments.donated and not in_trace:
@@ -174,7 +174,8 @@ def make_program(
         last = _constraining(last, out_shardings)
         del given["out_shardings"]
     # JAX has cached the trace of the body, so the user's function is not traced again. The rest of
-    # JAX's work for a second `jax.jit` still takes half as long as a trace, so avoid it.
+    # JAX's work for a second `jax.jit` still takes half as long as a trace, so it is made only if
+    # necessary.
     if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)
@@ -217,10 +218,10 @@ def _constraining(fun: ArrayFunction, shardings: Shardings) -> ArrayFunction:
 
 
 def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> Sequence[AnyArray]:
-    """Return the arrays of a call in the form in which its function can trace them.
+    """Return the arrays of a call in a form that can be traced on a mesh.
 
     If the mesh is a compilation target without devices, arrays with values become abstract. Their
-    memory is on different devices, with memories of different kinds.
+    values are on other devices, which may have different memory kinds.
     """
     if not isinstance(mesh, Mesh) or without_devices(mesh) is None:
         return arrays
@@ -240,7 +241,7 @@ def without_jit() -> bool:
 
 
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[object]:
-    """Return a context that sets a mesh.
+    """Return a context manager that sets a mesh.
 
     It does nothing if the mesh is already current, or during a trace. Call this only in a `with`
     statement, since `jax.set_mesh` sets the mesh when it is called, not when it is entered.

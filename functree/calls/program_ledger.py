@@ -54,15 +54,15 @@ def ledger_of(
         mesh: the mesh that the function was compiled for; None for the mesh of its shardings.
         warnings: the compiler's warnings; None if they are unknown.
         layouts: a function that makes the layouts of the lowered program.
-        of_program: whether the function was surely compiled for `mesh`. Otherwise, the mesh of its
-            shardings comes first.
+        of_program: whether the function is known to be compiled for `mesh`. Otherwise, the mesh of
+            its shardings takes precedence.
 
     Raises:
-        FunctreeError: if the compiler returns no text of the program, or if the number of devices
-            differs from the mesh.
+        FunctreeError: if the compiler returns no program text, or if the mesh and the program have
+            different numbers of devices.
     """
     # For a large program, XLA's memory analysis takes as long as reading the text. It runs in a
-    # thread, since XLA lets other threads run meanwhile.
+    # thread, since other threads can run during the analysis.
     with ThreadPoolExecutor(1) as pool:
         memory = pool.submit(compiled.memory_analysis)
         text = compiled.as_text()
@@ -110,13 +110,13 @@ def _used(compiled: Compiled, parameters: Sequence[Path]) -> tuple[list[Path], l
 def _mesh_of(
     shardings: Sequence[Sharding], given: Mesh | AbstractMesh | None, devices: int
 ) -> Mesh | AbstractMesh | None:
-    """Find the mesh of a program for a number of devices from its shardings.
+    """Find the mesh of a program from its shardings and its number of devices.
 
-    It is the largest mesh, since some arrays may be on a mesh of only some devices. The given mesh
-    decides if no sharding has a mesh, or if several of the largest size have different axes.
+    This is the largest mesh, since some arrays may be on a mesh of only some devices. The given
+    mesh is used if no sharding has a mesh, or if several largest meshes have different axes.
 
     Raises:
-        FunctreeError: if the chosen mesh has a different number of devices while a mesh is given.
+        FunctreeError: if a mesh is given, and the chosen mesh has a different number of devices.
     """
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     mesh = max(meshes, key=lambda each: each.size, default=given)
@@ -126,13 +126,13 @@ def _mesh_of(
     if given is not None and mesh is not None and mesh.size != devices:
         raise FunctreeValueError(
             f"ledger: the program was compiled for {count(devices, 'device')}, but `mesh=` "
-            f"has {mesh.size}: give its arguments shardings on the mesh"
+            f"has {mesh.size}: give the arguments shardings on this mesh"
         )
     return mesh
 
 
 def _global_shapes(shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> list[Shape]:
-    """Compute global shapes from the shapes on each device."""
+    """Compute global shapes from the shapes on one device."""
     whole: list[Shape] = []
     for sharding, shape in zip(shardings, shapes, strict=True):
         # A dimension with one element per device divides evenly under any sharding. JAX itself

@@ -1,8 +1,9 @@
-"""`run_checked` raises Equinox' own error if an Equinox check in a program fails.
+"""`run_checked` raises Equinox's own error if an Equinox check in a program fails.
 
-A check is `eqx.error_if`, for example. Equinox raises its error from a callback in the program. JAX
-wraps it in an error of two kilobytes, and raises this where the result is used, which may be in a
-different function. With `eqx.filter_jit`, the call raises Equinox' error.
+One such check is `eqx.error_if`. Equinox raises its error from a callback in the program. JAX wraps
+it in an error with two kilobytes of text, and raises that error where the result is used, which may
+be in a different function. `run_checked` raises Equinox's error in the call, as `eqx.filter_jit`
+does.
 """
 
 import logging
@@ -18,7 +19,7 @@ from functree.tree.jaxprs import AnyJaxpr, all_equations
 # The texts around the message in JAX's error. Equinox has no public names for them.
 _BEGINNING, _END = "_EquinoxRuntimeError: ", "\n\n\n-----"
 
-# JAX logs the traceback of a failed callback here, with Equinox' advice to use `eqx.filter_jit`.
+# JAX logs the traceback of a failed callback here, with Equinox's advice to use `eqx.filter_jit`.
 _LOG = logging.getLogger("jax._src.callback")
 
 
@@ -47,8 +48,8 @@ def run_checked(run: Callable[..., Output], arguments: Sequence[Tree], name: str
     _LOG.addFilter(_is_no_failure)
     try:
         output = run(*arguments)
-        # Wait for the first device first, since it runs the callback. If it fails, the other
-        # simulated devices of a CPU wait for it until XLA ends the process.
+        # Wait for the first device first, since it runs the callback. If the callback fails, the
+        # other simulated CPU devices wait for the first until XLA aborts the process.
         local = [value for value in output.values if value.addressable_shards]
         jax.block_until_ready([value.addressable_data(0) for value in local])
         jax.block_until_ready(local)
@@ -61,7 +62,7 @@ def run_checked(run: Callable[..., Output], arguments: Sequence[Tree], name: str
 
 
 def raise_failed(error: RuntimeError | ValueError, name: str) -> None:
-    """Raise Equinox' error if JAX's error is about a failed check.
+    """Raise Equinox's error if JAX's error is about a failed check.
 
     JAX raises a ValueError if the program ends before the call returns.
     """

@@ -120,7 +120,8 @@ class Signature:
     """
 
     def __init__(self, fun: AnyFunction, bound: tuple[int, Collection[str]] = (0, ())):
-        # A method has its class in the name, `Model.step`. A nested function has only its own name.
+        # The name of a method includes its class (`Model.step`). The name of a nested function does
+        # not include the outer function.
         self.name: str = getattr(fun, "__qualname__", type(fun).__name__).rpartition("<locals>.")[2]
         signature = inspected(fun)
         if _passes_on(fun):
@@ -142,8 +143,8 @@ class Signature:
                 self.positional += (parameter.name,)
         self._simple: bool = all(p.kind in _BY_POSITION for p in parameters)
         self._defaults: Args = tuple(p.default for p in parameters)
-        # Forward references in annotations are looked up in this module. Functions made by code
-        # without a `__name__`, as in `exec`, have no module.
+        # Forward references in annotations are looked up in the function's module. A function has
+        # no module if `exec` defined it in a namespace without `__name__`.
         self._module: str = getattr(fun, "__module__", None) or __name__
         self._returned: object = _resolved(fun, signature.return_annotation)
         self.call: type[Record] = _record(
@@ -161,7 +162,8 @@ class Signature:
         """The names of all parameters, in the order of the signature."""
         return self.call._fields
 
-    # Cached: only layouts of results need it, and a new class takes as long as a signature.
+    # Made only on demand: only layouts of results need this class, and making it takes as long as
+    # reading a signature.
     @cached_property
     def result(self) -> type[Record]:
         """The class of its results, with one field."""
@@ -177,8 +179,8 @@ class Signature:
         Raises:
             FunctreeError: if the arguments do not fit the signature.
         """
-        # `inspect` is slow, so the usual call, with only positional arguments and parameters, is
-        # bound without it.
+        # `inspect` is slow, so a call without keyword arguments is bound without it if all
+        # parameters are positional.
         if self._simple and not kwargs:
             missing = self._defaults[len(args) :]
             if len(args) + len(missing) == len(self._defaults) and not any(
@@ -213,7 +215,7 @@ class Signature:
     def run(
         self, fun: AnyFunction, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> Tree:
-        """Run a function with this signature for a call.
+        """Run a function that has this signature with the values of a call.
 
         Args:
             fun: the function.
@@ -226,7 +228,7 @@ class Signature:
     def arguments(
         self, call: Sequence[Tree], given: Collection[str] | None = None
     ) -> tuple[Args, dict[str, Tree]]:
-        """Return a call as `(args, kwargs)`; with `given`, only the values of these parameters."""
+        """Return a call as `(args, kwargs)`, with only the parameters in `given` if it is set."""
         if self._simple and given is None and not any(value is NOT_GIVEN for value in call):
             return tuple(call), {}
         values = OrderedDict[str, Tree]()
@@ -239,9 +241,9 @@ class Signature:
     def by_keyword(
         self, args: Args, kwargs: Kwargs, names: Collection[str]
     ) -> tuple[Args, dict[str, Tree]]:
-        """Return arguments with some names passed by keyword.
+        """Return `(args, kwargs)` with the named arguments passed by keyword.
 
-        All arguments after the first of these names are passed by keyword, too.
+        All positional arguments after the first named one are then passed by keyword, too.
         """
         parameters = list(self._signature.parameters.values())
         start = len(args)
@@ -249,7 +251,7 @@ class Signature:
             if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and parameter.name in names:
                 start = i
                 break
-        # Positional-only parameters come before all others, so the arguments from here have names.
+        # Positional-only parameters come before all others, so these arguments can be named.
         moved = {p.name: value for p, value in zip(parameters[start:], args[start:], strict=False)}
         return args[:start], {**moved, **kwargs}
 
@@ -271,7 +273,7 @@ def _with_defaults_left(signature: inspect.Signature) -> inspect.Signature:
 def wrapper_updates(fun: object) -> tuple[str, ...]:
     """Return the `updated=` argument of `functools.update_wrapper` for a callable.
 
-    A wrapper gets the attributes that a user gave to a function. The `__dict__` of a different
+    A wrapper gets the attributes that a user set on a function. The `__dict__` of any other
     callable, such as a module, holds its fields, which a wrapper must not get.
     """
     if isinstance(fun, FunctionType | MethodType):
@@ -284,7 +286,7 @@ def inspected(fun: AnyFunction) -> inspect.Signature:
 
     A decorator that passes on all arguments, as `(*args, **kwargs)`, has the signature of the
     function that it wraps. A decorator with its own parameters has its own signature, although
-    `functools.wraps` refers to the wrapped function's signature.
+    `functools.wraps` points to the wrapped function.
 
     Raises:
         FunctreeError: if the callable is written in C and has no signature.
@@ -365,7 +367,7 @@ def _resolved(fun: AnyFunction, annotation: object) -> Any:
     if not isinstance(annotation, str):
         return annotation
     inner = inspect.unwrap(fun)
-    # The scope includes closed-over variables, such as a class that a test defines.
+    # The scope includes closed-over variables, such as a class that an outer function defines.
     try:
         return eval(annotation, getattr(inner, "__globals__", {}), closed_over(inner))
     except UNREADABLE:

@@ -1,4 +1,4 @@
-"""`Traced`, `Lowered` and `Compiled` are the stages of a call with trees of modules."""
+"""`Traced`, `Lowered` and `Compiled` are the stages of compiling a call with trees of modules."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -36,7 +36,7 @@ class StagedCall(NamedTuple):
     Attributes:
         program: the program of the call.
         signature: the signature of the function.
-        bind: a function from the arguments of a call to that call as a tree.
+        bind: a function that returns a call as a tree, from the call's arguments.
         by_keyword: the names of the arguments that are passed by keyword.
         arrays: the call's abstract arrays, with their shardings where these are known.
         log: the compilations of the function.
@@ -57,7 +57,7 @@ class StagedCall(NamedTuple):
     def arguments(self, values: Sequence[object]) -> tuple[Args, dict[str, Tree]]:
         """Return `(args, kwargs)` with one value per array, and None for static values."""
         args, kwargs = self.signature.arguments(self.program.group.skeleton.spread(values))
-        # After an argument that is passed by keyword, defaults have no position either.
+        # After an argument that is passed by keyword, defaults must be passed by keyword, too.
         return self.signature.by_keyword(args, kwargs, self.by_keyword)
 
     def situation(self) -> Situation:
@@ -164,25 +164,25 @@ class Traced(Stage[jax.stages.Traced]):
             )
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
-            # JAX puts an uncommitted array on a single device. An exported function does not depend
-            # on that.
+            # JAX puts an uncommitted array on a single device. An exported function must not depend
+            # on that device.
             if not isinstance(array.sharding, NamedSharding):
                 arrays[i] = array.update(sharding=None)
         return self._program.of_arrays(), arrays
 
     @property
     def entered(self) -> Mesh | None:
-        """The mesh to enter around a call, unless it is the current mesh."""
+        """The mesh to set around a call, unless it is the current mesh."""
         return self._program.entered
 
     def lower(
         self, *, lowering_platforms: tuple[str, ...] | None = None, **refused: object
     ) -> "Lowered":
-        """Lower the function for this platform, or for different ones such as `("tpu",)`.
+        """Lower the function for this platform, or for other platforms such as `("tpu",)`.
 
         Raises:
-            FunctreeError: if `lowering_platforms` is not a tuple of names, or if a different option
-                is given, as `jax.export` does.
+            FunctreeError: if `lowering_platforms` is not a tuple of names, if any other option is
+                given, or if the function has host callbacks for GPUs that this machine lacks.
         """
         name = self._program.name
         # Only JAX's own functions, such as `jax.export.export`, pass options with an underscore.
@@ -198,10 +198,10 @@ class Traced(Stage[jax.stages.Traced]):
                 f"{did_you_mean(option, ['lowering_platforms'])}"
             )
         check(
-            f"{self._program.name}: invalid options of `lower()`",
+            f"{self._program.name}: invalid options for `lower()`",
             lowering_platforms=(lowering_platforms, TEXTS.or_none()),
         )
-        # Lower on the mesh of the calls: otherwise a call would lower and compile again.
+        # Lower on the mesh that calls use. Otherwise, a call would lower and compile again.
         program = self._program
         shardings = (array.sharding for array in self._call.arrays)
         check_callbacks(program.name, self.jax.jaxpr, shardings)
@@ -242,17 +242,17 @@ class Lowered(Stage[jax.stages.Lowered]):
                 order of that mesh.
 
         Raises:
-            FunctreeError: if an argument has the wrong type, if the program does not fit in the
+            FunctreeError: if an option has the wrong type, if the program does not fit in the
                 memory of a target, or if the function closes over a `jax.Ref`.
         """
-        # JAX cannot describe the compiled program: its result has the refs among the arrays.
+        # JAX cannot describe the compiled program, whose results include the refs.
         if self._closes_over_refs:
             raise FunctreeError(
                 f"{self._program.name} closes over a `jax.Ref`, so `lower().compile()` cannot "
-                "compile it: call the function itself, or pass and return the value"
+                "compile it: call the function itself, or pass and return the ref's value"
             )
         check(
-            f"{self._program.name}: invalid options of `compile()`",
+            f"{self._program.name}: invalid options for `compile()`",
             compiler_options=(compiler_options, MAPPING.or_none()),
             device_assignment=(device_assignment, DEVICES.or_none()),
         )
@@ -260,7 +260,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         before = compile_events.count
         with heard_compiling() as heard, around(self._program.entered), self._refusing_too_large():
             compiled = self.jax.compile(options, device_assignment=device_assignment)
-        # Otherwise, JAX had already compiled the program, for a call or here.
+        # Otherwise, JAX had already compiled the program, for a call or in an earlier `compile()`.
         if compile_events.have(self._program.body.__name__, before):
             pairs = tuple(sorted((options or {}).items()))
             self._call.log.add(self._call.situation()._replace(options=pairs))
@@ -271,7 +271,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         return Compiled(compiled, self._call, self.jax.out_info, heard.warnings, self.layouts)
 
     def _refusing_too_large(self) -> AbstractContextManager[None]:
-        """Return a context where a program too large for a target raises an error with paths."""
+        """Return a context in which a program too large for a target raises an error with paths."""
         target = self._target()
         if target is None:
             return nullcontext()
@@ -319,7 +319,7 @@ class Lowered(Stage[jax.stages.Lowered]):
 class Compiled(Stage[jax.stages.Compiled]):
     """A function compiled for one call, like `jax.stages.Compiled` but for functions of modules.
 
-    It can be called.
+    Call it with arguments like those it was compiled for.
 
     Examples:
         >>> scale = ft.jit(lambda m, x: m["w"] * x)
@@ -363,8 +363,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         arrays = program.group.take(call)
         if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
             raise self._other(call)
-        # By class, because this runs in every call. It comes first, because a tracer has no
-        # commitment.
+        # Checked by class, because this runs in every call. This check comes first, because
+        # reading a tracer's `committed` raises an error.
         kinds = set(map(type, arrays))
         if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
             raise self._without_value(arrays)
@@ -405,7 +405,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         shardings = self._call.values(self.jax.input_shardings)
         paths = self._program.group.paths
         for path, x, kind, sharding in zip(paths, arrays, types, shardings, strict=True):
-            # One difference for each array: the first usually explains the others.
+            # Only the first difference of each array, since it usually explains the others.
             if tuple(x.shape) != tuple(kind.shape):
                 changes.append(Difference(path, "shape", tuple(kind.shape), tuple(x.shape)))
             elif x.dtype != kind.dtype:
@@ -430,8 +430,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         group = CallGroup(skeleton.learn(call))
         before = self._call.situation()
         now = Situation.of(group, arrays, before.mesh, before.rules)
-        # Shardings are left out: the compiler chose the program's shardings, and the traced call's
-        # shardings are not a requirement.
+        # Shardings are not compared: the compiler chose the program's shardings, and the traced
+        # call's shardings are not a requirement.
         kinds = ("static", "structure", "shape", "dtype")
         changes = [change for change in differences(before, now) if change.kind in kinds]
         return _refuse(self._program, changes, dict(zip(group.paths, arrays, strict=True)))
@@ -441,7 +441,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         """`(args, kwargs)` of `jax.ShapeDtypeStruct`s that the program takes, with shardings."""
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
-        # Weak types are kept: a step that returns a Python number where it took an array is
+        # Weak types are kept, since a step that returns a Python number where it took an array is
         # recompiled.
         return self._call.arguments(list(map(abstract, types, shardings)))
 
@@ -466,7 +466,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         return self.jax.output_shardings.tree
 
     def as_text(self) -> str | None:
-        """Return the compiled program as text; its parameters are named by path, as `model.up`."""
+        """Return the compiled program as text, in which paths name parameters: `model.up`."""
         return self.jax.as_text()
 
     def cost_analysis(self) -> Any | None:
@@ -478,12 +478,12 @@ class Compiled(Stage[jax.stages.Compiled]):
         return self.jax.memory_analysis()
 
     def ledger(self) -> Ledger:
-        """Return the ledger of what the program moves between devices and keeps in memory.
+        """Return a ledger of the bytes that the program moves between devices and keeps in memory.
 
         The ledger attributes the moved bytes to parameters.
 
         Raises:
-            FunctreeError: if the compiler returns no text of the program.
+            FunctreeError: if the compiler returns no program text.
         """
         program = self._program
         paths, outputs = program.group.paths, self._output.paths()
@@ -499,7 +499,7 @@ class Compiled(Stage[jax.stages.Compiled]):
 
 
 def _is_taken(array: jax.Array, sharding: Sharding | None) -> bool:
-    """Return whether JAX accepts an array, as it is or by moving it because it is uncommitted."""
+    """Return whether JAX accepts an array, which JAX moves only if it is uncommitted."""
     return sharding is None or not array.committed or is_sharded_as(array, sharding)
 
 

@@ -1,4 +1,4 @@
-"""This module wraps the static arguments of a call, and refuses values that cannot be static."""
+"""These functions wrap the static arguments of a call, and refuse values that cannot be static."""
 
 from collections.abc import Sequence
 from enum import Enum
@@ -50,7 +50,7 @@ class StaticArgument(StaticValue):
 
 
 def with_static(call: Record, names: frozenset[str]) -> Record:
-    """Return a call where some arguments are static leaves.
+    """Return a call in which the named arguments are static leaves.
 
     The name `more.mode` stands for the argument `mode` in `**more`.
     """
@@ -58,7 +58,7 @@ def with_static(call: Record, names: frozenset[str]) -> Record:
     for name, value in zip(call._fields, call, strict=True):
         if name in names:
             values.append(StaticArgument(value))
-        elif type(value) is dict:  # possibly `**more`, whose single arguments may be static
+        elif type(value) is dict:  # possibly `**more`, in which each argument may be static
             static = {k: StaticArgument(x) for k, x in value.items() if f"{name}.{k}" in names}
             values.append({**value, **static})
         else:
@@ -165,8 +165,8 @@ def check_identity(signature: Signature, call: Record) -> None:
 def check_wrapped(door: str, fun: object) -> None:
     """Refuse a function that contains an object compared by identity.
 
-    The function may be the object itself, or a wrapper, such as a result of `jax.vmap`, of the
-    object or of its bound method.
+    The function may be the object itself, or a wrapper of the object or of its bound method, such
+    as a result of `jax.vmap`.
 
     Raises:
         FunctreeError: if the function contains an object compared by identity.

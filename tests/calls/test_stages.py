@@ -250,7 +250,7 @@ def test_options_of_stages_that_there_are_not(method: str):
     traced = ft.jit(lambda x: 2 * x).trace(jnp.ones(2))
     stage: Any = traced if method == "lower" else traced.lower()
     with raises(
-        f"<lambda>: invalid options of `{method.strip()}()`", f"{next(iter(options))}=", message
+        f"<lambda>: invalid options for `{method.strip()}()`", f"{next(iter(options))}=", message
     ):
         getattr(stage, method.strip())(**options)
 

@@ -307,7 +307,7 @@ def test_prints_are_no_collectives_and_loops_count_down() -> None:
     placed = x.update(sharding=jax.NamedSharding(gpus, ft.P("data")))
     for fun in (ft.jit(printed, in_shardings=ft.P("data"), mesh=gpus), jax.jit(printed)):
         with raises(
-            "printed prints or calls back to the host, which JAX lowers for GPUs only on a machine with a GPU",
+            "printed has host callbacks, which JAX lowers for GPUs only on a machine with a GPU",
             "to compile for `target=`, remove `jax.debug.print`",
             error=ft.ShardingError,
         ):

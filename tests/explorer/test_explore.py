@@ -185,7 +185,7 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
         "the program needs 56 KiB of memory, but each device has 39.1 KiB; its arguments take 36 KiB on "
         "each device"
     )
-    assert "recompute in the backward pass (`remat=`)" in problem.remedy
+    assert "recompute activations in the backward pass (`remat=`)" in problem.remedy
 
 
 def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(

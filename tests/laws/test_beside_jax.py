@@ -90,7 +90,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "a ref that is closed over": (
         with_ref,
-        ("closes over a `jax.Ref`", "call the function itself, or pass and return the value"),
+        ("closes over a `jax.Ref`", "call the function itself, or pass and return the ref's value"),
     ),
     "hijax": (
         lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),

@@ -260,7 +260,7 @@ class Holder(eqx.Module):
 def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
     keep, name = KEPT[case]
     remedy = (
-        "make it an array of the result, or create the object outside the trace and `ft.shard` it"
+        "return the array as a leaf of the result, or create the object outside the trace and `ft.shard` it"
     )
     for wrap in (lambda make: ft.init(make, P(), MESH), ft.abstract, ft.jit):
         with raises("result.layers.1.act.fn", f"closes over a traced array, `{name}`", remedy):

@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no layout": (
         3,
         "in_shardings: 3 is not a layout, a sequence with one layout per positional parameter, or a "
-        "dict by parameter name",
+        "dict of layouts by parameter name",
     ),
 }
 
