@@ -21,7 +21,7 @@ from functree.tree.paths import Keys, Path, tokens
 
 
 class Filter:
-    """Predicate over leaves.
+    """Base class of filters, which are predicates over leaves.
 
     Filters are hashable and compare by value. Combine them with `&`, `|` and `~`.
 
@@ -57,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True, repr=False)
 class Conjunction(Filter):
-    """Filter for leaves that all parts match; `&` makes it."""
+    """Filter that matches a leaf if all its parts do. `&` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -71,7 +71,7 @@ class Conjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Disjunction(Filter):
-    """Filter for leaves that at least one part matches; `|` makes it."""
+    """Filter that matches a leaf if at least one of its parts does. `|` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -84,7 +84,7 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Filter for leaves that its only part does not match; `~` makes it."""
+    """Filter that matches a leaf if its only part does not. `~` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -123,12 +123,12 @@ def _joined(kind: "type[Conjunction] | type[Disjunction]", *operands: Any) -> Fi
 
 @dataclass(frozen=True, repr=False)
 class Glob(Filter):
-    """Filter that matches the parts of a path with a glob; `ft.glob` makes it."""
+    """Filter that matches the path of a leaf with a glob. `ft.glob` creates it."""
 
     pattern: str
 
     def __post_init__(self) -> None:
-        # Raise for an invalid glob here, before any tree is read.
+        # An invalid glob raises an error here, before any tree is read.
         glob_pattern(self.pattern)
 
     def __call__(self, leaf: Leaf, /) -> bool:
@@ -156,7 +156,7 @@ def first_key(pattern: str) -> Path:
 def pattern_path(leaf: Leaf, first: Path) -> Path | None:
     """Return the path of a leaf that a pattern must match.
 
-    For a pattern that begins with a name above the leaf, the path begins with this name.
+    If the pattern begins with a name above the leaf, so does the path.
     """
     return leaf.named(first) or leaf.seen
 
@@ -197,8 +197,7 @@ def glob(pattern: str) -> Filter:
             quotes are literal.
 
     Raises:
-        RuleError: if `pattern` is not a string.
-        RuleError: if a part cannot be parsed.
+        RuleError: if `pattern` is not a string, or if a part cannot be parsed.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -217,7 +216,7 @@ def glob(pattern: str) -> Filter:
 class Regex(Filter):
     """Filter for leaves whose path matches a regular expression.
 
-    `ft.regex` makes it. A compiled expression also becomes such a filter.
+    `ft.regex` creates it. A compiled expression also becomes such a filter.
 
     Attributes:
         pattern: the expression.
@@ -235,7 +234,7 @@ class Regex(Filter):
         return match(self.text(leaf.seen)) is not None
 
     def text(self, path: Path) -> str:
-        """Return the text of a path that the expression is matched with."""
+        """Return the text of a path that the expression is matched against."""
         if self.separator is None:
             return str(path)
         # Other libraries do not quote keys, so a quoted key would never match their patterns.
@@ -253,16 +252,17 @@ def regex(pattern: str, separator: str = ".") -> Filter:
     """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
     The tables of EasyLM, EasyDeL and similar libraries contain such expressions, for paths with
-    `separator="/"`. Expressions from big_vision match the whole path: write `^(?:...)$`. A compiled
-    expression (`re.compile`) is also a filter, and must match the whole path.
+    `separator="/"`. Expressions from big_vision must match the whole path, so write `^(?:...)$`
+    around them. A compiled expression (`re.compile`) is also a filter, and must match the whole
+    path.
 
     Args:
         pattern: the regular expression.
         separator: the text that joins the keys of a path.
 
     Raises:
-        RuleError: if an argument is not a string.
-        RuleError: if `pattern` is not a valid regular expression.
+        RuleError: if an argument is not a string, or if `pattern` is not a valid regular
+            expression.
 
     Examples:
         >>> layout = ft.StateSharding(
@@ -288,7 +288,7 @@ def regex(pattern: str, separator: str = ".") -> Filter:
 
 @dataclass(frozen=True, repr=False)
 class ClassFilter(Filter):
-    """Filter for leaves below an instance of some classes; `ft.under` makes it."""
+    """Filter for leaves below an instance of one of its classes. `ft.under` creates it."""
 
     classes: tuple[type, ...]
 
@@ -318,7 +318,7 @@ def under(cls: "type | types.UnionType") -> Filter:
     if not all(isinstance(c, type) for c in classes):
         hint = bare_class(classes)
         raise RuleError(
-            f"a filter by class must be a class, or several joined by `|`, not {cls!r}{hint}"
+            f"a class filter must be a class, or several joined by `|`, not {cls!r}{hint}"
         )
     return ClassFilter(classes)
 
@@ -337,7 +337,7 @@ def bare_class(classes: Iterable[Any]) -> str:
 
 @dataclass(frozen=True, repr=False)
 class FunctionFilter(Filter):
-    """Filter for leaves for which a function `(path, leaf) -> bool` returns True."""
+    """Filter that calls a function `(path, leaf) -> bool`."""
 
     function: Callable[[Path, Any], Any]
 
@@ -384,7 +384,7 @@ def naming(item: Filter) -> Iterator[Filter]:
 
 
 def atoms(item: Filter) -> Iterator[Filter]:
-    """Yield the filters in a filter that do not combine others."""
+    """Yield the innermost parts of a filter, which do not combine other filters."""
     if not item.parts:
         yield item
     for part in item.parts:
@@ -408,7 +408,7 @@ def first_name(pattern: Filter) -> Path:
 
 
 def names(item: Filter, leaf: Leaf) -> bool:
-    """Return whether a pattern in a filter matches a leaf from a name above it.
+    """Return whether a pattern in a filter begins with a name above a leaf and matches the leaf.
 
     Such a name is an argument, a field of a training state, or a key above a training state.
     """
@@ -421,13 +421,13 @@ def names(item: Filter, leaf: Leaf) -> bool:
 
 
 class FirstMatch:
-    """Function that returns the index of the first filter that matches a leaf, or None.
+    """Callable that returns the index of the first filter that matches a leaf, or None.
 
-    Only `...` and patterns that name it match a leaf without a path.
+    Only `...` and patterns that begin with a name above it match a leaf without a path.
     """
 
     def __init__(self, filters: Sequence[Filter]):
-        # Globs without wildcards go into a dict, since a tree of specs has one for each leaf.
+        # Globs without wildcards go into a dict, since a tree of specs has one such glob per leaf.
         self._literals: dict[str, int] = {}
         # All other filters. A glob comes with its regular expression, the text that a match must
         # end with, and its first key.
@@ -446,7 +446,7 @@ class FirstMatch:
     def __call__(self, leaf: Leaf) -> int | None:
         seen = None if leaf.seen is None else match_text(leaf.seen)
         least = None if seen is None else self._literals.get(seen)
-        # The path from each name above the leaf. Most leaves have no such names.
+        # The path that begins with each name above the leaf. Most leaves have no such names.
         named: dict[Keys, str] = {}
         if leaf.roots:
             for root in leaf.roots:
@@ -486,7 +486,7 @@ FilterLike = (
 
 
 def as_filter(written: Any) -> Filter:
-    """Turn what a user wrote into a filter. Raise RuleError if it is not a filter."""
+    """Convert a value that a user wrote to a filter. Raise RuleError if it cannot be one."""
     match written:
         case Filter():
             return written
@@ -504,7 +504,7 @@ def as_filter(written: Any) -> Filter:
     # `typing.Union[A, B]` and `Box[int]` are not instances of the classes above.
     if typing.get_origin(written) is not None:
         return under(written)
-    # Layouts contain filters and are keys of caches, so a function must be hashable.
+    # Layouts contain filters and are cache keys, so a function must be hashable.
     if callable(written) and isinstance(written, Hashable):
         check_callback(written, "a filter")
         return FunctionFilter(written)
@@ -518,8 +518,8 @@ def as_filter(written: Any) -> Filter:
 def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
     """Return `; did you mean ...?` with a similar pattern or path that matches one of the leaves.
 
-    It is empty if nothing is similar. For a filter by class, the text names a class with the same
-    name. For other filters that are not patterns, it is empty.
+    For a class filter, the text instead names a class of the tree with the same name. The text is
+    empty if nothing is similar, or if the filter is neither a pattern nor a class.
     """
     paths: dict[Path, None] = {}
     for leaf in leaves:
@@ -540,7 +540,7 @@ def meant(item: Filter, leaves: Iterable[Leaf]) -> str:
 
 
 def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
-    """Return the end of a message about a class if the tree has another class with its name."""
+    """Return the end of a message if the tree has a different class with the same name."""
     within = {cls for leaf in leaves for cls in leaf.within}
     for cls in item.classes:
         for other in within:
@@ -549,8 +549,8 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
                 return f"; the tree has the class `{other.__module__}.{other.__qualname__}`"
             return (
-                f"; the tree has an earlier class `{cls.__name__}`: rebuild the tree with the "
-                "class as it is defined now, or write a pattern for its paths"
+                f"; the tree has an earlier definition of `{cls.__name__}`: rebuild the tree with "
+                "the class as it is defined now, or write a pattern for its paths"
             )
     return ""
 

@@ -12,17 +12,17 @@ from functree.tree.paths import Key, Path
 
 
 def unheld_problem(path: Path, value: Any) -> Problem:
-    """Return the problem of a NumPy array that JAX cannot hold."""
+    """Return the problem for a NumPy array that JAX cannot hold."""
     why, remedy = unheld(value) or ("", "")
     return Problem(path, tuple(value.shape), f"{value.dtype}{list(value.shape)}", why, remedy)
 
 
 class FollowedLeaf(NamedTuple):
-    """Leaf whose decision another leaf takes, as a moment is sharded like its parameter.
+    """The leaf that a follower takes its decision from, as a moment follows its parameter.
 
     Attributes:
-        path: the path of the followed leaf. None if the follower depends on no parameter, such as
-            an optimizer's step count; it is then replicated.
+        path: the path of the followed leaf. None if the follower depends on no parameter, as an
+            optimizer's step count does. The follower is then replicated.
         dims: for each dimension of the follower, the index of the matching dimension of the
             followed leaf; None for a dimension that only the follower has.
         known: False if the follower depends on parameter shapes in a way that cannot be determined.
@@ -41,10 +41,10 @@ class FollowedLeaf(NamedTuple):
 
 
 class Root(NamedTuple):
-    """Name above a leaf with which a pattern may begin.
+    """A name above a leaf that a pattern may begin with.
 
     Attributes:
-        what: a text for the name in messages: an argument, a field of a training state, or a key.
+        what: the description of the name in messages, such as "the argument `x`".
         path: the path of the leaf, beginning with this name.
     """
 
@@ -53,7 +53,7 @@ class Root(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """Array of a tree, with its labels for filters and layouts.
+    """An array of a tree, with its labels for filters and layouts.
 
     Attributes:
         path: the path from the root of the tree.
@@ -67,8 +67,8 @@ class Leaf(NamedTuple):
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters match. For a layout's filters, it begins at the root of the tree
             that the layout is for; in a training state, at the root of the model. None if there is
-            no such path: only `...` and patterns that name the leaf match it.
-        roots: the names above the leaf with which patterns may begin.
+            no such path: then only `...` and patterns that begin with one of `roots` match.
+        roots: the names above the leaf that patterns may begin with.
         stacked: the number of leading dimensions that belong to stacks of layers.
         buffer: whether it is marked as not trained.
         follows: the leaf whose decision it takes; None if layouts decide about it.
@@ -92,7 +92,7 @@ class Leaf(NamedTuple):
     unread: tuple[str, str] | None = None
 
     def named(self, name: tuple[Key, ...]) -> Path | None:
-        """Return the path of the leaf that begins with a name above it.
+        """Return the path of the leaf, beginning with a name above it.
 
         Args:
             name: the name, as a path of one key.
@@ -107,7 +107,7 @@ class Leaf(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """All properties of a leaf that a layout may use, except for paths."""
+        """All properties of the leaf that a layout may use, except for paths."""
         return (
             self.axes,
             self.value.shape,
@@ -143,7 +143,7 @@ class Leaf(NamedTuple):
         return f'"{name}"' if name else f"dimension {dim}"
 
     def problem(self, why: str, remedy: str) -> Problem:
-        """Make a `Problem` of this leaf."""
+        """Make a `Problem` about this leaf."""
         return Problem(self.path, tuple(self.shape), self.text, why, remedy)
 
 
@@ -176,10 +176,10 @@ def is_in_module(leaf: Leaf) -> bool:
 
 
 def is_bare(leaf: Leaf) -> bool:
-    """Return whether a leaf is itself an argument of a call, under a layout for all arguments."""
+    """Return whether a leaf is itself an argument of a call, with a layout for all arguments."""
     return leaf.seen is None and leaf.follows is None
 
 
 def array_problem(path: Path, value: Any, why: str, remedy: str) -> Problem:
-    """Make a `Problem` of an array without a `Leaf`."""
+    """Make a `Problem` about an array for which there is no `Leaf`."""
     return Problem(path, tuple(value.shape), array_text(value), why, remedy)

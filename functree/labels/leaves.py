@@ -3,8 +3,8 @@
 A tree and its annotations ─► `Leaves`: one `Leaf` for each array, and the tree's skeleton.
 
 The walk passes annotations from a node to its children. Code that needs only the nodes of a tree
-uses `tree/nodes.py`. A packed tree is read like the tree that was packed, but its skeleton is a
-packed tree.
+uses `tree/nodes.py`. A packed tree is read like the tree that was packed, but its skeleton is still
+packed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -72,11 +72,11 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 @dataclass(frozen=True)
 class Leaves:
-    """Arrays of a tree, in JAX's order.
+    """The arrays of a tree, in JAX's order.
 
     Attributes:
         leaves: one `Leaf` for each array.
-        problems: one problem for each given name whose leaf does not exist.
+        problems: one problem for each pattern in `ft.names` that matches no leaf.
         skeleton: the tree without its arrays.
         unused: the classes in `names` that name no leaf of the tree.
         training: the outermost training states in the tree, by path.
@@ -107,8 +107,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
 
     Raises:
-        FunctreeError: if the tree contains itself, or a dict whose keys cannot be sorted.
-        FunctreeTypeError: if JAX cannot hold a NumPy array of numbers. The error lists all of them.
+        FunctreeError: if the tree contains itself, if the keys of a dict cannot be sorted, or if
+            JAX cannot hold a NumPy array of numbers. The error lists all such arrays.
     """
     walk = _Walk({**OWN_STATE, **(names or {})})
     try:
@@ -117,8 +117,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         raise too_deep(tree) from None
     if walk.unheld:
         raise FunctreeTypeError(f"JAX cannot hold {count(len(walk.unheld), 'leaf')}", walk.unheld)
-    # These names of a field were used by arrays outside any module. Names that a module used were
-    # checked at that module. Names that nothing used belong to a field without arrays.
+    # A field's names are checked here if arrays outside any module used them. Names that a module
+    # used were checked at that module. Names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
         if given.by_leaf and not given.by_module:
             walk.problems += unmatched(node, path, (given,))
@@ -153,12 +153,10 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
         A tree of `Axes` with the structure of `tree`. Leaves that are not arrays become None.
 
     Raises:
-        AxesError: if the rank of a leaf does not fit its annotation. The error lists all leaves
-            with a problem, by path.
-        AxesError: if the rank fits several alternatives with different names.
-        AxesError: if an annotation cannot be resolved.
-        AxesError: if names are given to a field that does not exist.
-        AxesError: if `names` is not a mapping from classes to `ft.names(...)`.
+        AxesError: if an annotation cannot be resolved, does not fit its leaf, or has several
+            alternatives that fit it. The same error is raised if names are given to a leaf that
+            does not exist, or if `names` is not a mapping from classes to `ft.names(...)`. The
+            error lists all leaves with a problem, by path.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -191,7 +189,7 @@ def too_deep(tree: Tree) -> FunctreeError:
 
 
 class Context(NamedTuple):
-    """Facts about all leaves below a node.
+    """Facts that hold for all leaves below a node.
 
     Attributes:
         within: the classes of the nodes above, outermost first.
@@ -232,7 +230,7 @@ def _in_module(
 
 
 class _Walk:
-    """One walk over a tree. It looks up properties of a class once for each class."""
+    """One walk over a tree. It looks up the properties of each class only once."""
 
     def __init__(self, names: Mapping[type, Names]):
         self.names = names
@@ -287,8 +285,8 @@ class _Walk:
 
     def _kind(self, node: Tree) -> Kind:
         kind = kind_of(node)
-        # Only if the class determines the kind: a NumPy array of objects is static, while one of
-        # floats is an array.
+        # Cached only if the class determines the kind. NumPy arrays of floats are arrays, but NumPy
+        # arrays of objects are static.
         if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
             self.kinds[type(node)] = kind
         return kind
@@ -298,7 +296,7 @@ class _Walk:
     ) -> tuple[Hint, Context]:
         """Resolve the annotation of a node, and add its facts about all leaves below."""
         if hint.references:
-            # Once for each walk. The next walk tries again, since a name may be defined later.
+            # Tried once per walk. The next walk tries again, since a name may be defined later.
             tried = self.tried.get(hint)
             if tried is None:
                 tried = self.tried[hint] = hint.tried()
@@ -357,7 +355,7 @@ class _Walk:
             else:
                 below = hint.child(None)
                 if fields:
-                    # Registered without keys: use the annotation of the attribute that holds it.
+                    # Registered without keys: use the annotation of the child's attribute.
                     attributes = attributes or hints_by_identity(node, fields)
                     below = attributes.get(id(child), below)
                     if below is NOTHING:
@@ -373,9 +371,9 @@ class _Walk:
             self.problems += unmatched(node, path, opened)
 
     def _state(self, node: StateMapping, path: Keys, context: Context) -> None:
-        """Visit state. Each child has an entry with its path in the model, its axes and stacks."""
+        """Visit state. Each child has an entry: its path in the model, its axes and its stacks."""
         within = (*context.within, type(node))
-        # JAX flattens a state into one child for each entry. `split` replaces some of them with
+        # JAX flattens a state into one child for each entry. `split` replaces some children with
         # None.
         children = tree_leaves(node, is_leaf=lambda x: x is None)
         for entry, child in zip(node.entries(), children, strict=True):
@@ -411,7 +409,7 @@ def _sorted_keys(node: Mapping[Any, Any], path: Keys) -> Iterable[Any]:
 
 
 def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
-    """Name leaves as if their parts of the tree were annotated.
+    """Name leaves as if some parts of the tree were annotated.
 
     Args:
         leaves: the leaves of a tree.
@@ -429,7 +427,7 @@ def name_by_hints(leaves: Leaves, hints: Mapping[Path, Hint]) -> Leaves:
 
 
 def _named(leaf: Leaf, hint: Hint, below: Path) -> Leaf:
-    """Name a leaf as the annotation of a part of the tree does, at a path below this part."""
+    """Name a leaf using the annotation of a part of the tree, at a path below that part."""
     axes = leaf_axes({}, leaf.value, leaf.path, hint.at(below), given_by(hint, below), ())
     if not axes.annotated:
         return leaf
@@ -441,7 +439,7 @@ AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 
 
 def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
-    """Give these axes to the leaves of a tree.
+    """Name the axes of bare arrays, as `axes=` of `ft.shard` does.
 
     Args:
         leaves: the leaves of the tree.
@@ -450,9 +448,8 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
 
     Raises:
         RuleError: if the structure of the axes does not match the tree.
-        ShardingError: if axes are given to a leaf that is not an array.
-        ShardingError: if an array has a different number of dimensions, or different axes in its
-            annotation. The error lists these arrays by path.
+        ShardingError: if axes are given to a value that is not an array, or if they differ from an
+            array's annotation or its number of dimensions. The error lists these arrays by path.
     """
     given: dict[Keys, Axes] = {}
     for written, path, subtree in aligned(axes, tree, _AXES):
@@ -472,7 +469,7 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
             continue
         new = given[place]
         if leaf.annotated and leaf.axes != new:
-            why = f'is annotated "{leaf.axes}", but `axes` names it "{new}"'
+            why = f'is annotated "{leaf.axes}", but `axes=` gives it "{new}"'
             problems.append(
                 leaf.problem(why, "write `None` for it in `axes=` to keep its annotation")
             )

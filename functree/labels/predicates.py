@@ -38,17 +38,17 @@ class Predicate(Filter):
 
 
 def has_axis(name: str) -> Filter:
-    """Select leaves that have this axis.
+    """Select leaves with an axis of this name.
 
     Raises:
-        RuleError: if the argument is not an axis name.
+        RuleError: if `name` is not an axis name.
 
     Examples:
         >>> ft.has_axis("embed")
         has_axis('embed')
     """
     if not is_axis_name(name):
-        raise RuleError(f"has_axis({name!r}): the axis must be one identifier, other than `_`")
+        raise RuleError(f"has_axis({name!r}): the axis must be an identifier other than `_`")
     return Predicate(f"has_axis({name!r})", _has_axis, (name,))
 
 
@@ -56,7 +56,7 @@ def has_ndim(ndim: int) -> Filter:
     """Select leaves with this number of dimensions.
 
     Raises:
-        RuleError: if the argument is not a non-negative integer.
+        RuleError: if `ndim` is not a non-negative integer.
 
     Examples:
         >>> ft.has_ndim(2)
@@ -73,7 +73,7 @@ def has_dtype(dtype: Any) -> Filter:
     """Select leaves with this dtype, or with a kind of dtype such as `jnp.floating`.
 
     Raises:
-        RuleError: if the argument is neither a dtype nor a kind of dtype.
+        RuleError: if `dtype` is neither a dtype nor a kind of dtype.
 
     Examples:
         >>> ft.has_dtype(jnp.floating)
@@ -84,7 +84,7 @@ def has_dtype(dtype: Any) -> Filter:
 
 
 def _dtype(written: Any) -> Any:
-    """Return the NumPy class of a dtype, or of a kind of dtype (`jnp.floating`)."""
+    """Return the NumPy class of a dtype, or of a kind of dtype such as `jnp.floating`."""
     # `"float32"`, `jnp.float32` and `np.dtype("float32")` have the same class, so their filters are
     # equal.
     if isinstance(written, type) and issubclass(written, np.generic):
@@ -104,7 +104,7 @@ def larger_than(elements: int) -> Filter:
     """Select leaves with more than this number of elements.
 
     Raises:
-        RuleError: if the argument is not a finite, non-negative number.
+        RuleError: if `elements` is not a finite, non-negative number.
 
     Examples:
         >>> ft.larger_than(2**20)
@@ -147,7 +147,7 @@ def _buffer(leaf: Leaf) -> bool:
 
 
 is_trainable: Filter = Predicate("is_trainable", _trainable)
-"""Filter for arrays of floating-point or complex numbers that are neither an `ft.Buffer` nor state.
+"""Filter for floating-point and complex arrays that are neither an `ft.Buffer` nor state.
 
 Examples:
     >>> ~ft.is_trainable
@@ -167,7 +167,7 @@ Examples:
 
 
 is_state: Filter = Predicate("is_state", _state)
-"""Filter for arrays in an `ft.State`, and the initial values of `ft.StateRef`s.
+"""Filter for arrays in an `ft.State` and for the initial values of `ft.StateRef`s.
 
 Examples:
     >>> model = {"count": ft.StateRef(0), "w": jnp.ones(2)}

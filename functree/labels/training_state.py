@@ -1,4 +1,4 @@
-"""`label_paths` gives each leaf the path that filters match, and what it follows.
+"""`label_paths` gives each leaf the path that filters match, and the leaf that it follows.
 
 The leaves of a tree ─► the same leaves, with these labels.
 """
@@ -31,7 +31,7 @@ def names_field(pattern: Filter) -> bool:
 
 
 class Scope(NamedTuple):
-    """Part of a tree to which one layout applies.
+    """The part of a tree to which one layout applies.
 
     Attributes:
         start: the number of keys above the part.
@@ -53,7 +53,7 @@ class Scope(NamedTuple):
 def label_paths(
     leaves: Sequence[Leaf], states: Mapping[Path, TrainingState], scope: Scope
 ) -> Sequence[Leaf]:
-    """Label leaves with the paths that a layout's filters match, and with what they follow.
+    """Label leaves with the paths that a layout's filters match, and the leaves that they follow.
 
     Args:
         leaves: the leaves of the part of the tree that the layout is for.
@@ -102,7 +102,7 @@ def _in_training_state(
 ) -> Iterator[tuple[int, Leaf]]:
     """Label the leaves of one training state, given and returned with their indices.
 
-    They get paths in the model, and what they follow.
+    Each leaf gets its path in the model, and the leaf that it follows.
     """
     # The optimizer's code uses paths in the model for parameters, and paths in the optimizer's
     # state for its leaves.

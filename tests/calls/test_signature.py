@@ -263,7 +263,7 @@ DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
         "y",
         "`batch*embed` is 6, but the size",
     ),
-    ([FLOATS, FLOATS], [(2, 3), (2,)], "y", "has 1 dimension; `Float"),
+    ([FLOATS, FLOATS], [(2, 3), (2,)], "y", "has 1 dimension, but `Float"),
     (
         [FLOATS, Int[Array, "batch"]],
         [(2, 3), (2,)],

@@ -187,7 +187,7 @@ NONSENSE: dict[str, tuple[Callable[[], Any], str]] = {
     "an unhashable callable": (lambda: as_filter(Unhashable()), "a hashable callable"),
     "an alias of a class": (lambda: as_filter(list[int]), "not list[int]; write `list`, since instances"),
     "a union with one": (lambda: ft.under(Boxed[int] | MLP), "write `Boxed`, since instances do not carry type arguments"),
-    "no axis": (lambda: ft.has_axis("a b"), "has_axis('a b'): the axis must be one identifier, other than `_`"),
+    "no axis": (lambda: ft.has_axis("a b"), "has_axis('a b'): the axis must be an identifier other than `_`"),
     "no number": (lambda: ft.has_ndim("2"), "has_ndim('2'): the number of dimensions must be a non-negative integer"),  # pyright: ignore
     "no dtype": (lambda: ft.has_dtype("nonsense"), "has_dtype('nonsense'): the argument must be a dtype, or a kind of dtype"),
     "a size that is a truth": (lambda: ft.larger_than(True), "larger_than(True): the number of elements must be a finite, non-negative number"),

@@ -314,7 +314,7 @@ def test_a_name_that_leads_nowhere(case: str) -> None:
 
 
 def test_a_message_has_the_annotation_as_it_is_written() -> None:
-    with pytest.raises(AxesError, match=r"has 1 dimension; `Weight` has 2"):
+    with pytest.raises(AxesError, match=r"has 1 dimension, but `Weight` has 2"):
         told("Weight", x(2))
 
 

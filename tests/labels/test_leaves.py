@@ -308,20 +308,20 @@ TIE = "give the alternatives different ranks or dtypes, or name the axes with `A
 
 # Annotation, value ─► the path, what is wrong there, and the remedy.
 ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
-    "rank": (AB, x(2), "w", 'has 1 dimension; `Float[Array, "a b"]` has 2', CHANGE),
+    "rank": (AB, x(2), "w", 'has 1 dimension, but `Float[Array, "a b"]` has 2', CHANGE),
     "rank of a union": (
         AB | Float[Array, "c"] | None, x(), "w",
-        'has 0 dimensions; `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2', CHANGE,
+        'has 0 dimensions, but `Float[Array, "a b"] | Float[Array, "c"]` has 1 or 2', CHANGE,
     ),
-    "more dimensions": (AB, x(4, 2, 3), "w", 'has 3 dimensions; `Float[Array, "a b"]` has 2', MORE),
+    "more dimensions": (AB, x(4, 2, 3), "w", 'has 3 dimensions, but `Float[Array, "a b"]` has 2', MORE),
     "in a stack": (
         Stacky, Stacky(Named(x(5, 2, 2), x(5, 3))), "w.layer.w",
-        f'has 3 dimensions; `Float[Array, "a"]` has 1 {OF_STACK}', MORE,
+        f'has 3 dimensions, but `Float[Array, "a"]` has 1 {OF_STACK}', MORE,
     ),
     # More than the annotation has, but the dimensions of the stacks come first.
     "too few in two stacks": (
         Stacky, Stacky(Stacky(Block(x(5, 6, 2), None))), "w.layer.layer.w",
-        'has 3 dimensions; `Float[Array, "embed hidden"]` has 2 after the axes `layers layers` of its stack', CHANGE,
+        'has 3 dimensions, but `Float[Array, "embed hidden"]` has 2 after the axes `layers layers` of its stack', CHANGE,
     ),
     "a tie": (
         AB | Float[Array, "c d"], x(2, 3), "w",
@@ -335,7 +335,7 @@ ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
         Annotated[Array, ft.names(weight="a")], x(2), "w",
         "`ft.names` gives axes to `weight`, but ShapeDtypeStruct has no such leaf", "write `Annotated[Array, ft.Axes(...)]`",
     ),
-    "names of another rank": (Annotated[eqx.nn.Linear, ft.names(weight="out")], linear(), "w.weight", 'has 2 dimensions; `"out"` has 1', MORE),
+    "names of another rank": (Annotated[eqx.nn.Linear, ft.names(weight="out")], linear(), "w.weight", 'has 2 dimensions, but `"out"` has 1', MORE),
 }  # fmt: skip
 
 

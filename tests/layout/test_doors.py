@@ -544,7 +544,7 @@ def test_a_class_of_another_cell() -> None:
     tree, again = {"net": cell()(jnp.ones(8))}, cell()
     told = (
         "filter Again",
-        "the tree has an earlier class `Again`",
+        "the tree has an earlier definition of `Again`",
         "rebuild the tree with the class as it is defined now, or write",
     )
     with raises(*told, error=ft.ShardingError):

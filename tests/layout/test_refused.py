@@ -101,10 +101,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "position.weight: has no axis names, and rules shard axes by name",
     ]),
     "a misfit": (module("embed hidden", 3, 8, 16), RULES, [
-        'w: has 3 dimensions; `Float[Array, "embed hidden"]` has 2',
+        'w: has 3 dimensions, but `Float[Array, "embed hidden"]` has 2',
     ]),
     "a misfit, by FSDP": (module("embed hidden", 3, 8, 16), ALL, [
-        'w: has 3 dimensions; `Float[Array, "embed hidden"]` has 2',
+        'w: has 3 dimensions, but `Float[Array, "embed hidden"]` has 2',
     ]),
     "names for another field": ([eqx.nn.Linear(4, 8, use_bias=False, key=jax.random.key(0))], ft.AxisRules({...: None}, names={eqx.nn.Linear: ft.names(wieght="out in")}), [
         "0: `ft.names` gives axes to `wieght`, but Linear has no such leaf; did you mean `weight`?",

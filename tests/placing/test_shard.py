@@ -182,7 +182,7 @@ WRONG_AXES: dict[str, tuple[Any, Any, dict[str, str]]] = {
     ),
     "annotated otherwise": (
         [BARE], [BareMLP("batch hidden", "hidden embed")],  # pyright: ignore
-        {"0.up": 'is annotated "embed hidden", but `axes` names it "batch hidden"'},
+        {"0.up": 'is annotated "embed hidden", but `axes=` gives it "batch hidden"'},
     ),
     "a name": (TOKENS, "batch hiden", {"": "no rule names `hiden`; did you mean the rule for `hidden`?"}),
     "a size": (TOKENS[:3], "batch _", {"": '"batch" has size 3; rule batch→data needs a multiple of data=2'}),

@@ -22,7 +22,7 @@ from functree.tree.paths import Keys, Path, tokens
 
 
 class Giver(IntEnum):
-    """Source of names. If several sources name a leaf, the first in this order decides."""
+    """The source of names. If several sources name a leaf, the first in this order decides."""
 
     FIELD = 0
     LAYOUT = 1
@@ -95,9 +95,9 @@ def given_at(
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
     """Return the axes that are given to a leaf, or None.
 
-    A field's names take precedence over a layout's names, and these over a module's names. The
-    outermost class in a layout's `names=` takes precedence, since its names fit the role of a layer
-    in it. For fields and modules, the innermost names take precedence.
+    A field's names take precedence over a layout's names, which take precedence over a module's
+    names. Among the classes in a layout's `names=`, the outermost wins, since its names describe
+    the role of a layer in it. Among fields, and among modules, the innermost names win.
     """
     for given in sorted(several, key=_precedence):
         text = match_text(Path(path[given.depth :]))
@@ -131,7 +131,7 @@ def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
 
 
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
-    """Return the problems of patterns that are given at a node and match none of its leaves.
+    """Return a problem for each pattern that is given at a node but matches none of its leaves.
 
     None counts as a leaf here.
     """
@@ -140,8 +140,9 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
         suspects += [pattern for pattern, _ in given.names if pattern not in given.used]
     if not suspects:
         return []
-    # An unused pattern may still match a leaf that other names have named. Or its path may lead to
-    # several arrays, as in the state of some optimizers. These are laid out like the parameter.
+    # An unused pattern may still match a leaf whose axes come from other names. Or it may match a
+    # node with several arrays, as in the state of some optimizers. These arrays are laid out like
+    # the parameter.
     leaves = dict(_leaves_below(node))
     texts: set[str] = set()
     empty: set[str] = set()
@@ -168,7 +169,7 @@ def _leaves_below(node: Tree) -> Iterator[tuple[Path, Tree]]:
 
 
 def _is_empty(node: Tree) -> bool:
-    """Return whether a node has no leaves: None, or optax's node for what it does not update."""
+    """Return whether a node has no leaves, such as None or an `optax.MaskedNode`."""
     return not tree_leaves(node)
 
 
@@ -186,7 +187,7 @@ def _leads_through(pattern: str, empty: Collection[str]) -> bool:
 
 
 def _unmatched(node: Tree, path: Path, pattern: str, leaves: Collection[Path]) -> Problem:
-    """Return the problem of a pattern that matches no leaf below a node."""
+    """Return the problem for a pattern that matches no leaf below a node."""
     cls = type(node).__name__
     hint = meant_glob(pattern, leaves)
     why = f"`ft.names` gives axes to `{pattern}`, but {cls} has no such leaf{hint}"
@@ -216,16 +217,16 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
         ),
         eqx.nn.PReLU: names(negative_slope="..."),
         eqx.nn.WeightNorm: names(g="..."),
-        # The initial values of Equinox' state, in a model made without `eqx.nn.make_with_state`.
+        # The initial values of Equinox's state, in a model made without `eqx.nn.make_with_state`.
         eqx.nn.StateIndex: names({"init.**": "..."}),
         eqx.nn.State: names({"**": "..."}),
     }
 )
 """Names for the leaves of all layers in `eqx.nn`, to be passed as `names=` to rules.
 
-The names are parameters of the constructors, such as `out_features` and `in_features`. A dimension
-without such a parameter is unnamed. `LayerNorm` and `RMSNorm` have their own annotations, with the
-axis `shape`.
+The names are parameters of the layers' constructors, such as `out_features` and `in_features`. A
+dimension without such a parameter is unnamed. `LayerNorm` and `RMSNorm` have their own annotations,
+with the axis `shape`.
 
 `eqx.nn.State` holds the state that layers declare with `eqx.nn.StateIndex`. Its entry applies even
 without `names=`. It leaves all dimensions unnamed, so rules replicate the state.
@@ -241,4 +242,4 @@ Examples:
 """
 
 OWN_STATE: Mapping[type, Names] = MappingProxyType({eqx.nn.State: equinox_names[eqx.nn.State]})
-"""Names for Equinox' state, whose leaves cannot be annotated."""
+"""Names for Equinox's state, whose leaves cannot be annotated."""

@@ -1,4 +1,4 @@
-"""`field_hints` reads the axes that a class's annotations allow.
+"""`field_hints` reads the axes in a class's annotations.
 
 A class ─► the `Hint` of each of its fields: the axes of an array in the field, or of arrays below
 it.
@@ -28,7 +28,7 @@ from functree.tree.paths import Path
 
 
 class Dim(NamedTuple):
-    """Token of a jaxtyping dimension string.
+    """A token of a jaxtyping dimension string.
 
     Attributes:
         name: the name of the axis, or None.
@@ -45,12 +45,12 @@ class Dim(NamedTuple):
 
     @property
     def variadic(self) -> bool:
-        """Whether it stands for any number of dimensions: `*b`, `...`."""
+        """Whether the token stands for any number of dimensions: `*b`, `...`."""
         return "*" in self.modifiers or self.body == "..."
 
     @property
     def broadcast(self) -> bool:
-        """Whether the size may be 1, for a dimension that is then never sharded: `#b`."""
+        """Whether the size may be 1: `#b`. With size 1, the dimension is never sharded."""
         return "#" in self.modifiers
 
     @property
@@ -60,12 +60,12 @@ class Dim(NamedTuple):
 
     @property
     def by_leaf(self) -> bool:
-        """Whether its size may differ between the leaves of a tree: `?b`."""
+        """Whether the size may differ between the leaves of a tree: `?b`."""
         return "?" in self.modifiers
 
 
 class ArrayForm(NamedTuple):
-    """Alternative of an array's annotation: its dimensions, dtypes and optional `PartitionSpec`."""
+    """One alternative of an array's annotation: dimensions, dtype and optional `PartitionSpec`."""
 
     dims: tuple[Dim, ...]
     dtype: Any = None  # jaxtyping's class (`Float`), or None for any dtype
@@ -74,14 +74,14 @@ class ArrayForm(NamedTuple):
 
     @property
     def plain(self) -> Axes | None:
-        """The axes, if they are the same for all arrays that fit."""
+        """The axes, if they are the same for all arrays that fit; otherwise None."""
         for dim in self.dims:
             if dim.variadic or dim.broadcast:
                 return None
         return Axes(*[dim.name for dim in self.dims])
 
     def fits(self, ndim: int) -> bool:
-        """Return whether an array with this rank fits."""
+        """Return whether an array of this rank fits."""
         if ndim == len(self.dims):
             return True
         # A variadic token stands for any number of dimensions, including zero.
@@ -124,7 +124,7 @@ def form_of_axes(axes: Axes | OpenAxes) -> ArrayForm:
     if isinstance(axes, OpenAxes):
         before, after = form_of_axes(axes.before).dims, form_of_axes(axes.after).dims
         return ArrayForm((*before, dim("..."), *after))
-    # Names are not parsed: an axis may be called `_pad`, which would be an anonymous token.
+    # Names are not parsed: an axis may be called `_pad`, which would parse as an anonymous token.
     return ArrayForm(tuple(Dim(name, name or "_", body=name or "") for name in axes))
 
 
@@ -162,9 +162,9 @@ def dtype_fits(hint_dtype: Any, dtype: Any) -> bool:
     return hint_dtype is None or isinstance(jax.ShapeDtypeStruct((), dtype), hint_dtype[Any, "..."])
 
 
-# A quoted annotation is an expression, which may raise any error. After one of these, the
-# annotation cannot be resolved, and the path of its leaf is reported. Other errors propagate, since
-# they are not about the annotation.
+# A quoted annotation is an expression, which may raise any error. These errors mean that the
+# annotation cannot be resolved, and are reported with the path of its leaf. Other errors propagate,
+# since they are not about the annotation.
 UNREADABLE = (
     *(NameError, AttributeError, LookupError, SyntaxError, TypeError, ValueError),
     *(ArithmeticError, ImportError, RecursionError, FunctreeError),
@@ -176,7 +176,7 @@ Values = Mapping[TypeVar, "Hint"]  # the values of type variables
 
 @dataclass(frozen=True, eq=False)
 class Namespace:
-    """Namespace in which the names of an annotation are looked up.
+    """The namespace in which the names of an annotation are looked up.
 
     Attributes:
         module: the module that contains the annotation.
@@ -202,7 +202,7 @@ class Namespace:
 
 
 class Reference(NamedTuple):
-    """Quoted name or type alias in an annotation, which is resolved when a leaf needs it.
+    """A quoted name or type alias in an annotation, which is resolved when a leaf needs it.
 
     Attributes:
         what: the quoted text, or the alias (`type X = ...`) with its arguments.
@@ -215,7 +215,7 @@ class Reference(NamedTuple):
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """Return the hint that replaces it. Raise NameError and others, as Python does."""
+        """Return the hint that replaces it. Raise Python's error if it cannot be evaluated."""
         try:
             hint = self._found()
         except NameError:
@@ -244,10 +244,10 @@ _MAX_STEPS = 32
 
 @dataclass(frozen=True, eq=False)
 class Hint:
-    """Parsed form of an annotation: everything that it specifies about arrays.
+    """The parsed form of an annotation: everything that it specifies about arrays.
 
-    The hint of a union has the parts of all its alternatives. Hints are compared by identity, which
-    is fast, since they are keys in the walk over a tree.
+    The hint of a union combines the parts of all alternatives. Hints are compared by identity,
+    which is fast: the walk over a tree uses them as keys.
 
     Attributes:
         text: the annotation, for messages.
@@ -294,7 +294,7 @@ class Hint:
         return replace(merge((element, self.below)), below=self.below)
 
     def forms_for(self, ndim: int) -> list[ArrayForm]:
-        """Return the alternatives for an array with this rank in the field itself."""
+        """Return the alternatives for an array of this rank in the field itself."""
         return [form for form in self.forms if form.fits(ndim)]
 
     def at(self, path: Path) -> "Hint":
@@ -314,7 +314,7 @@ class Hint:
 
     @property
     def is_about_arrays(self) -> bool:
-        """Whether its resolved parts annotate arrays, in the field or below."""
+        """Whether the resolved parts annotate arrays, in the field or below it."""
         parts = (self.forms, self.element, self.elements, self.below, self.generics)
         return any(parts)
 
@@ -325,7 +325,7 @@ class Hint:
 
     @cached_property
     def settled(self) -> "Hint":
-        """The resolved hint. Accessing it may raise NameError and others."""
+        """The resolved hint. Access raises Python's error if a name cannot be resolved."""
         # `cached_property` does not cache a failure, and a name may be defined later.
         return self._settle(strict=True)
 
@@ -408,8 +408,8 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         # A variable without a value may be anything that its constraints or bound allow.
         bounds = hint.__constraints__ or (hint.__bound__,)
         return merge(parse(bound, Namespace(hint.__module__)) for bound in bounds)
-    # By name, since the class is new in Python 3.12, and typing_extensions has its own for older
-    # versions.
+    # Compared by name, since the class is new in Python 3.12, and typing_extensions has its own
+    # class for older versions.
     if type(origin or hint).__name__ == "TypeAliasType":
         return _reference(str(hint), hint, namespace)
     if origin is typing.Annotated:
@@ -461,8 +461,8 @@ def _parametrized(hint: Any, origin: Any, args: tuple[Any, ...], namespace: Name
 
 def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
     """Add the metadata of an `Annotated` to a hint: axes, names, a spec, or a buffer mark."""
-    # Specs come last, in whatever order they are written, since `ft.Axes` replaces the forms that a
-    # spec goes into.
+    # Specs come last, regardless of the written order, since `ft.Axes` replaces the forms to which
+    # a spec is added.
     for mark in sorted(marks, key=lambda mark: isinstance(mark, PartitionSpec)):
         if isinstance(mark, Names):
             hint = replace(hint, names=mark)
@@ -479,7 +479,7 @@ def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
 def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
     """Add a spec to a hint, for all arrays that it annotates.
 
-    If it annotates none, the spec is for all arrays below.
+    If it annotates no arrays, the spec is for all arrays below.
     """
     if not (hint.is_about_arrays or hint.references):
         # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
@@ -505,11 +505,11 @@ _FIELDS: WeakKeyDictionary[type, Mapping[str, Hint]] = WeakKeyDictionary()
 
 
 def field_hints(cls: type, hint: Hint = NOTHING) -> Mapping[str, Hint]:
-    """Return the hints of a class's fields, by name, for fields that have one.
+    """Return the hint of each annotated field of a class, by name.
 
     Args:
-        cls: a class. Without values for its type parameters, it is read once. An unresolved name is
-            looked up again when a leaf needs it.
+        cls: a class. It is read only once if `hint` gives no values to its type parameters. An
+            unresolved name is looked up again when a leaf needs it.
         hint: the annotation of an instance. It may give values to the type parameters of the class
             or of a base class: `Box[X]`.
     """
@@ -583,7 +583,7 @@ def _handed_up(cls: type, given: Given) -> Values:
 
     A value is given for the class, or for a base to which the class passes the parameter:
     `class Sub(Box[U])`. A parameter inside another type has no value, as in
-    `class Listed(Box[list[U]])`. Fields with its type count as unannotated.
+    `class Listed(Box[list[U]])`. Fields annotated with it count as unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):
@@ -597,7 +597,7 @@ def _handed_up(cls: type, given: Given) -> Values:
 def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values]) -> None:
     """Add the values of the type parameters of a class and of all its bases.
 
-    A class gives values to a base's parameters in `class B(A[Float[Array, "p q"]])`.
+    A class may give values to a base's parameters, as in `class B(A[Float[Array, "p q"]])`.
     """
     found[cls] = {**found.get(cls, {}), **own}
     namespace = _namespace(cls, own)

@@ -24,7 +24,7 @@ from functree.tree.paths import Path
 
 
 class LeafAxes(NamedTuple):
-    """Axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
+    """The axes of one array: the attributes of `Leaf` from `axes` to `misfit`."""
 
     axes: Axes
     annotated: bool = False
@@ -91,7 +91,7 @@ def _read(
         return LeafAxes(_unknown(value, stack), bool(stack) and len(value.shape) == len(stack))
     for form in hint.forms:
         if form.wrong:
-            remedy = "write only axis names there, and choose mesh axes with rules"
+            remedy = "write only axis names in the annotation, and choose mesh axes with rules"
             return _misfit(value, path, stack, f"{form.wrong}: `{hint.text}`", remedy)
     fitting = hint.forms_for(len(value.shape) - len(stack))
     if not fitting:
@@ -117,7 +117,7 @@ def _given(
 def _chosen(
     value: AnyArray, path: Path, hint: Hint, fitting: Sequence[ArrayForm], stack: tuple[str, ...]
 ) -> LeafAxes:
-    """Choose among the alternatives with the right rank; if these differ, by their dtypes."""
+    """Choose among the alternatives with the right rank, using their dtypes if they differ."""
     options = _different(fitting, value, stack)
     if len(options) > 1:
         # Only now, since a single alternative names the axes of an array of any dtype, such as the
@@ -192,7 +192,7 @@ def _wrong_rank(
     after = ""
     if stack:
         after = f" after the axes `{' '.join(stack)}` of its stack"
-    why = f"has {count(have, 'dimension')}; `{hint}` has {' or '.join(map(str, ranks))}{after}"
+    why = f"has {count(have, 'dimension')}, but `{hint}` has {' or '.join(map(str, ranks))}{after}"
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
         remedy = (

@@ -2,12 +2,12 @@
 
 An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its state.
 
-The types in the state are not used, since they differ for each optimizer. A leaf's path shows which
-parameter it belongs to. A leaf with the shape of its parameter has all its dimensions. For other
-leaves, `tx.init` is traced a second time, with all sizes of the parameters changed to distinct
-ones. The leaves' new sizes then show which dimensions of the parameter they have.
+The classes of the state's nodes are not used, since they differ for each optimizer. A leaf's path
+shows which parameter it belongs to. A leaf with the shape of its parameter has all its dimensions.
+For other leaves, `tx.init` is traced a second time, with all sizes of the parameters changed to
+distinct ones. The leaves' new sizes then show which dimensions of the parameter they have.
 
-A trace takes long, and most parameters of a large model are alike. If the optimizer allows it, the
+Tracing is slow, and most parameters of a large model are alike. If the optimizer allows it, the
 second trace therefore covers only one parameter of each kind.
 """
 
@@ -30,14 +30,14 @@ Shape = tuple[int, ...]
 
 
 class Optimizer(Protocol):
-    """Optimizer: optax's `GradientTransformation`, or any object with its `init`."""
+    """An optimizer: optax's `GradientTransformation`, or any object with a similar `init`."""
 
     @property
     def init(self) -> Callable[..., Any]: ...
 
 
 class TrainedModel(NamedTuple):
-    """Parameters that an optimizer updates.
+    """The parameters that an optimizer updates.
 
     Attributes:
         skeleton: the skeleton of the model.
@@ -83,8 +83,8 @@ Owners = Mapping[Path, Sequence[Path]]
 
 
 # The number of different steps by which sizes are changed. Parameters that paths may not
-# distinguish get different steps. Large steps are more likely to change a decision of the
-# optimizer.
+# distinguish get different steps. There are few, since large steps are more likely to change a
+# decision of the optimizer.
 STEPS = 8
 
 
@@ -111,7 +111,8 @@ def find_followed(
     attempts = [(dict(zip(unclear, unclear, strict=True)), list(parameters))]
     alike = _alike(unclear, state, owners, parameters)
     some = list({owner: None for path in alike.values() for owner in owners[path]})
-    # An optimizer that needs all parameters raises if it gets only some, or has different leaves.
+    # If an optimizer needs all parameters but gets only some, it raises an error, or its state has
+    # different leaves.
     if 2 * len(some) <= len(parameters):
         attempts.insert(0, (alike, some))
     for like, chosen in attempts:
@@ -156,7 +157,7 @@ def _alike(
 
     Two leaves are of one kind if they have the same keys around their parameters' paths, and if
     their types and their parameters' types are equal. A leaf that may belong to several parameters,
-    or to none, is a kind by itself.
+    or to none, forms its own kind.
     """
     first: dict[Hashable, Path] = {}
     alike: dict[Path, Path] = {}
@@ -193,7 +194,7 @@ def _by_sizes(
     chosen: Sequence[Path],
     paths: Collection[Path],
 ) -> dict[Path, FollowedLeaf]:
-    """Find what some leaves follow, from their sizes for changed sizes of the parameters.
+    """Find what some leaves follow, by changing the sizes of the parameters.
 
     The result omits leaves whose rank changes.
 
@@ -380,8 +381,8 @@ def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path,
 
     Only paths are compared. The state contains trees of parameters, so the path of a leaf is a
     prefix (`0.mu`) and the path of a parameter (`w`). Further keys may follow if a parameter has
-    several leaves (`0.mu.w.1`). The end of the prefix is unknown. But it is a prefix only if every
-    leaf after it is at the path of a parameter.
+    several leaves (`0.mu.w.1`). The length of the prefix is unknown. A beginning of a path is a
+    prefix only if every leaf after it is at the path of a parameter.
 
     If several prefixes are possible, the prefix with the most parameters after it comes first. The
     shorter one wins a tie. So `0.mu.w` belongs to `w`, not to a parameter `mu`, and `0.mu.a.w`

@@ -1,7 +1,7 @@
 """`mapped_init` and `mapped_update` map an optimizer's functions over the layers of stacks.
 
-In a stack of layers, a leaf has leading dimensions. The optimizer's functions get leaves with the
-shapes of one layer, in a tree with the same nodes and paths.
+In a stack of layers, leaves have additional leading dimensions. The optimizer's functions get
+leaves with the shapes of one layer, in a tree with the same nodes and paths.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,7 +39,7 @@ def for_layers() -> Iterator[None]:
 
 
 def stack_sizes(leaf: Leaf) -> Shape:
-    """Return the sizes of the stacks that contain a leaf, outermost first; none for one layer."""
+    """Return the sizes of a leaf's stacks, outermost first. There are none in `for_layers`."""
     return () if _LAYERS.get() else tuple(leaf.shape[: leaf.stacked])
 
 
@@ -145,7 +145,7 @@ def _mapped(
     """
     skeleton, arrays = Skeleton.apart(tree)
     # `jax.vmap` needs the mapped dimension of each output beforehand. Outputs with equal stacks are
-    # therefore in one list.
+    # therefore returned in one list.
     kinds = list(dict.fromkeys([(), *stacks]))
     results: list[tuple[Skeleton, list[Shape]]] = []
 
@@ -173,7 +173,7 @@ def _mapped(
 
 
 def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
-    """Return the dimension to map; dimension 0, since stacks around it are already mapped."""
+    """Return the dimension to map, or None. It is 0, since outer stacks are already mapped."""
     return 0 if level in enumerate(stack) else None
 
 

@@ -1,7 +1,7 @@
 """`optimizer_state` traces an optimizer's state and labels its leaves.
 
-An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters. Equal
-shapes are traced once.
+An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters.
+Parameters with equal shapes are traced only once.
 """
 
 import weakref
@@ -40,14 +40,14 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         return state, find_followed(tx, trained, state.leaves)
 
     def label() -> Leaves:
-        # The key has no axes, so parameters with different names share a trace.
+        # The key has no axes, so parameters with different axes share a trace.
         state, follows = remembered(tx, ("state", type_), trace)
         parameters = trained.parameters
         labeled = [
             following(leaf, followed, parameters)
             for leaf, followed in zip(state.leaves, follows, strict=True)
         ]
-        # Problems of names are dropped: a copy of the model in the state may have leaves whose
+        # Problems with names are dropped: a copy of the model in the state may have leaves whose
         # shapes differ from its annotations.
         return Leaves(tuple(labeled), (), state.skeleton)
 
@@ -94,7 +94,7 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
 
 
 def trained_type(trained: TrainedModel) -> Hashable:
-    """Return all that a trace of `tx.init` depends on: the parameters' types and JAX's settings."""
+    """Return all that a trace of `tx.init` depends on: the parameters' types and JAX settings."""
     settings = (
         _CONFIG.jax_enable_x64,
         _CONFIG.jax_default_prng_impl,
@@ -121,15 +121,15 @@ T = TypeVar("T")
 
 
 def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool = False) -> T:
-    """Return the cached result about an optimizer for a key, or compute and cache it.
+    """Return an optimizer's cached result for a key, or compute and cache it.
 
     Args:
         tx: the optimizer.
         key: the key.
         find: the function that computes the result.
         of_update: whether the result also depends on `update`. Optimizers without state share their
-            `init`. If `update` is a method, the object is the cache's key. It may be changed in
-            place, but only warnings and checks use these results.
+            `init`. If `update` is a method, the optimizer itself is the cache's key. It may be
+            changed in place, but only warnings and checks use these results.
     """
     owner = getattr(tx, "init", None)
     is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object

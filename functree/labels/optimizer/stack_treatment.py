@@ -1,7 +1,7 @@
 """`warn_of_stacks` warns if an optimizer treats stacks differently from their layers.
 
 It traces two updates: one of the stacks, and one that is mapped over their layers. If both programs
-compute the same for a leaf, the optimizer treats the leaf as separate layers.
+compute a leaf in the same way, the optimizer treats the leaf as separate layers.
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -147,7 +147,7 @@ Owned = tuple[Path, Path | None]
 
 
 class TracedUpdate(NamedTuple):
-    """Traced `update` of an optimizer.
+    """The traced `update` of an optimizer.
 
     Attributes:
         program: the program.
@@ -201,7 +201,7 @@ def traced_update(
 def _owned(trees: Sequence[Tree], parameters: set[Path]) -> list[Owned]:
     """Return the path and the parameter of each array in some trees.
 
-    The first tree has updates, the second a state.
+    The first tree holds updates or gradients, and the second holds a state.
     """
     owners = owners_of(list(arrays_by_path(trees[STATE])), parameters)
     owned: list[Owned] = []
