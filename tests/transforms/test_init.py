@@ -259,9 +259,7 @@ class Holder(eqx.Module):
 @pytest.mark.parametrize("case", KEPT)
 def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
     keep, name = KEPT[case]
-    remedy = (
-        "return the array as a leaf of the result, or create the object outside the trace and `ft.shard` it"
-    )
+    remedy = "return the array as a leaf of the result, or create the object outside the trace and `ft.shard` it"
     for wrap in (lambda make: ft.init(make, P(), MESH), ft.abstract, ft.jit):
         with raises("result.layers.1.act.fn", f"closes over a traced array, `{name}`", remedy):
             wrap(lambda key: Holder(keep, key))(jax.random.key(0))
