@@ -1,7 +1,7 @@
 """A ledger consists of `Collective`s and a `Memory`.
 
-A `Collective` is an array that a program moves between devices. `Memory` is what the program needs
-on one device.
+A `Collective` is an array that a program moves between devices. A `Memory` holds the bytes that the
+program needs on one device.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,16 +20,16 @@ class Cause(NamedTuple):
     """The reason for a collective: an operation whose operands and result are sharded differently.
 
     Attributes:
-        op: the operation, in StableHLO's words.
+        op: the name of the operation in StableHLO.
         source: its source line, as in `Collective.source`.
-        expression: the code at that place.
-        before: each operand with its sharding and what decided it, such as
+        expression: the code at that line.
+        before: each operand with its sharding and what decided the sharding, such as
             `f32[8/data, 32/model] (model by w)`.
-        after: the result with its sharding and what decided it.
-        origins: where these shardings come from, without repeats: paths of arguments and results,
-            and lines of constraints.
-        reason: the request that leads to the collective; empty if there is none.
-        hint: code that would avoid the collective; empty if none is known.
+        after: the result, in the same form.
+        origins: where these shardings come from, without duplicates: paths of arguments and
+            results, and source lines of constraints.
+        reason: why the collective counts as asked for; empty if it does not.
+        hint: advice for avoiding the collective; empty if there is none.
     """
 
     op: str
@@ -42,11 +42,11 @@ class Cause(NamedTuple):
     hint: str = ""
 
     def __str__(self) -> str:
-        told = self.reason or "nobody asked for it"
+        told = self.reason or "not asked for"
         if not self.after:
             return told
         taken = f" takes {', '.join(self.before)} and" if self.before else ""
-        return f"{told}: `{self.expression or self.op}`{taken} makes {self.after}"
+        return f"{told}: `{self.expression or self.op}`{taken} returns {self.after}"
 
 
 @dataclass(frozen=True)
@@ -56,30 +56,31 @@ class Collective:
     Arrays that the compiler combined into one collective have the same `op`.
 
     Attributes:
-        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`,
+        kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`, or
             `collective-permute`.
         mesh_axes: the mesh axes that vary within a group of devices or, for a permute, between
             source and target. None if the groups could not be parsed, or the mesh is unknown.
         group_size: the number of devices in a group; None if it is unknown.
-        bytes: the size of its result on one device, for one run.
-        count: the number of runs, including all loops around it. A branch counts as if it were
-            taken. None if the length of a loop is unknown.
-        paths: the parameters that it serves. Each path starts inside its argument. Empty if there
-            are none.
+        bytes: the bytes of its result on one device, per run.
+        count: the number of runs, with all enclosing loops multiplied out. A branch counts as if it
+            were taken. None if the length of an enclosing loop is unknown.
+        paths: the paths of the parameters that it serves, each relative to its argument. Empty if
+            there are none.
         arguments: the argument that each of these parameters belongs to, in the same order.
-        phase: `forward`, `backward`, `recompute`, `update`; None if it is unknown.
-        source: the innermost line of a model, `file:line`; None if it is unknown. Your own code is
-            part of a model, and so are the layers of functree, Equinox and any other installed
-            package. JAX, optax, and the transforms of functree and Equinox are not.
-        op: the name of the instruction in the program's text.
+        phase: `forward`, `backward`, `recompute`, or `update`; None if it is unknown.
+        source: the innermost line of model code, as `file:line`. If there is none, it is the
+            innermost line; None if no line is known. Model code is your own code, the layers of
+            functree and Equinox, and other installed packages. JAX, optax, and the transforms of
+            functree and Equinox do not count.
+        op: the name of its instruction in the program's text.
         moves: what is moved for each of these parameters. `itself` is the parameter, or a value
             computed from it alone. `gradient` is its gradient. `activation` is an activation that
             the parameter is multiplied by or helps to compute, or the gradient of such an
-            activation. `update` is a part of its update. None if there is no parameter.
+            activation. `update` is a part of its update. None if it serves no parameter.
         called_from: the innermost line of your own code, if `source` is in an installed package or
-            in functree. None otherwise, or if it is unknown: JAX keeps the ten innermost frames
-            (`jax_traceback_in_locations_limit`).
-        verdict: `asked` if the layout implies it or you wrote it; `compiler` if the compiler chose
+            in functree. None otherwise, or if it is unknown: JAX keeps only the ten innermost
+            frames (`jax_traceback_in_locations_limit`).
+        verdict: `asked` if the layout requires it or you wrote it; `compiler` if the compiler chose
             it; None if this is unknown.
         cause: the operation that it comes from; None if it is unknown.
     """
@@ -103,30 +104,30 @@ class Collective:
         if len(self.paths) != len(self.arguments):
             raise FunctreeValueError(
                 f"{self.op!r} has {len(self.paths)} `paths` and {len(self.arguments)} `arguments`: "
-                "a collective has one argument for each path"
+                "give one argument for each path"
             )
         if self.moves not in (None, *MOVES):
             raise FunctreeValueError(
-                f"{self.op!r} has `moves` {shown(self.moves)}: use {', '.join(MOVES)} or None"
+                f"`moves` of {self.op!r} is {shown(self.moves)}: use {', '.join(MOVES)} or None"
             )
 
     @property
     def path(self) -> Path | None:
-        """The parameter that it serves; None if there are none or several."""
+        """The path of the parameter that it serves; None if it serves none or several."""
         if len(self.paths) != 1:
             return None
         return self.paths[0]
 
     @property
     def total(self) -> int:
-        """The bytes of all runs, or of one run if their number is unknown."""
+        """The bytes of all runs together, or of one run if the number of runs is unknown."""
         if self.count is None:
             return self.bytes
         return self.bytes * self.count
 
 
 class BytesByPath(Mapping[Path, int]):
-    """A mapping from paths to bytes. A key may be a `Path` or its text.
+    """A mapping from paths to bytes. A key may be a `Path` or a string.
 
     Args:
         sizes: the bytes of each path.
@@ -136,7 +137,7 @@ class BytesByPath(Mapping[Path, int]):
         self._sizes: dict[Path, int] = dict(sizes)
 
     def __getitem__(self, path: Any) -> int:
-        key = Path(path)  # parses a text such as `model.blocks.0.w`
+        key = Path(path)  # parses a string such as `model.blocks.0.w`
         if key not in self._sizes:
             raise KeyError(f"no argument at `{key}`{did_you_mean(key, self._sizes)}")
         return self._sizes[key]
@@ -156,16 +157,16 @@ class Memory:
     """The memory that a compiled program needs on one device, in bytes.
 
     Attributes:
-        arguments: the bytes of each array of the arguments, by its path. The path begins with the
-            name of the argument. Arrays that the program does not use are left out.
+        arguments: the bytes of each argument array, by path. Each path begins with the name of its
+            argument. Arrays that the program does not use are left out.
         outputs: the bytes of the result.
         aliases: the bytes of the result that reuse the memory of donated arguments.
         temporaries: the bytes of intermediate values.
-        peak: the most bytes in use at one time in the main memory, as the compiler reports it. On
-            CPUs, the compiler leaves out temporaries, so this is the sum. On TPUs, it adds the fast
-            on-chip memory and host memory, so this is at most the sum without them. The peak may be
-            less than `arguments` or `temporaries`. It counts buffers in use at one time; the others
-            count allocations, including host memory.
+        peak: the most bytes in use at one time in main memory, as the compiler reports it. The CPU
+            compiler's figure leaves out temporaries, so on CPUs this is the sum of all allocations.
+            The TPU compiler's figure includes fast on-chip memory and host memory. On TPUs, this is
+            therefore at most the sum of the allocations in main memory. The peak may be less than
+            `arguments` or `temporaries`, since these count all allocations, including host memory.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

@@ -1,4 +1,4 @@
-"""`DataFlow` follows a value of a compiled program back to the values that it was computed from.
+"""`DataFlow` follows a value in a compiled program back to the values that it was computed from.
 
 It walks through tuples, fusions, calls and loops. `runs` counts how often each computation runs.
 """
@@ -23,7 +23,7 @@ MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad",
     "reduce-precision", "reverse", "slice", "slice-done", "slice-start", "transpose",
 }  # fmt: skip
-# The range of operands that hold the value. The others are indices, padding values and conditions.
+# The range of operands that hold the value. Other operands are indices, padding or conditions.
 _PASSED = {
     "dynamic-slice": (0, 1),
     "dynamic-update-slice": (0, 2),
@@ -46,7 +46,7 @@ PASSES_ON = COPIES | _ONCE | {
 }  # fmt: skip
 """The opcodes whose result is a value that another instruction computed."""
 
-# Predicates of walks must see reshapes: a scalar may have become an array.
+# Predicates must see reshapes: a scalar may have become an array.
 _HANDS_ON = PASSES_ON - RESHAPES
 # Predicates see the excluded opcodes, too: a slice need not be a part of a joined array, and the
 # start of an asynchronous operation is not a result.
@@ -59,14 +59,14 @@ KINDS = (
 """The kinds of collectives."""
 
 COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-start")}
-"""The kind of each opcode of a collective."""
+"""The kind of collective that each opcode starts or runs."""
 
 
 def is_in_pieces(one: Instruction) -> bool:
-    """Return whether an instruction is an all-to-all of one array in one piece per device.
+    """Return whether an instruction is an all-to-all whose operands are one piece per device.
 
-    Each piece of the result comes from a different device, and from an operand that depends on the
-    receiving device.
+    Each piece of the result comes from a different device. The receiving device determines which of
+    the sender's operands it is.
     """
     return one.opcode == "all-to-all" and one.attribute("dimensions") is None
 
@@ -74,7 +74,7 @@ def is_in_pieces(one: Instruction) -> bool:
 def is_combined(one: Instruction) -> bool:
     """Return whether the compiler combined several collectives into this instruction.
 
-    Its name mentions all of them, so the values that it moves are more informative.
+    Its name mentions all of them, so it is less informative than the values that are moved.
     """
     return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
 
@@ -85,7 +85,7 @@ class HloValue(NamedTuple):
     Attributes:
         instruction: the instruction.
         part: the indices of the part in nested tuples, outermost first; empty for the full result.
-            For an asynchronous collective, they index its result.
+            For the start of an asynchronous collective, they index the collective's result.
     """
 
     instruction: Instruction
@@ -109,7 +109,7 @@ class DataFlow:
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
-        """The instructions that call a computation, by its name."""
+        """The instructions that call each computation, by its name."""
         callers: defaultdict[str, list[Instruction]] = defaultdict(list)
         for opcode in CALLS:
             for instruction in self.hlo.by_opcode.get(opcode, ()):
@@ -159,11 +159,11 @@ class DataFlow:
     def origins(
         self, value: HloValue, passes: Callable[[Instruction], bool]
     ) -> frozenset[HloValue]:
-        """Return the values that a value was computed from, through loops and branches, too.
+        """Return the values that a value was computed from, including through loops and branches.
 
         Args:
             value: the value.
-            passes: whether the walk continues from an instruction to its operands.
+            passes: returns whether the walk continues from an instruction to its operands.
         """
         return self.history([value], passes)[0]
 
@@ -205,10 +205,10 @@ class DataFlow:
         *,
         conditions: bool = False,
     ) -> dict[HloValue, int]:
-        """Return, for each value in the histories of some values, which of these depend on it.
+        """Find which of the given values depend on each value in their histories.
 
-        The answer is an integer with one bit for each of `values`. All outputs of a program may
-        depend on one number, such as a global norm. A separate walk for each output would take
+        Each answer is an integer with one bit for each of `values`. All outputs of a program may
+        depend on one number, such as a global norm, so separate walks for each output would take
         quadratic time.
 
         Args:
@@ -237,7 +237,7 @@ class DataFlow:
     def _made_of(
         self, value: HloValue, passes: Callable[[Instruction], bool], conditions: bool
     ) -> list[HloValue]:
-        """Return the values that a value was made of in one step; none where its history ends."""
+        """Return a value's direct inputs; empty where its history ends."""
         instruction = value.instruction
         if instruction.opcode not in _FROM_ELSEWHERE and not passes(instruction):
             return []
@@ -246,10 +246,7 @@ class DataFlow:
         return self.inputs(value)
 
     def inputs(self, value: HloValue) -> list[HloValue]:
-        """Return the values that a value was made of in one step.
-
-        The indices and conditions that selected it are left out.
-        """
+        """Return a value's direct inputs, without the indices and conditions that selected it."""
         known = self._known_inputs.get(value)
         if known is None:
             before = list(map(self._handed_on, self._before(value)))
@@ -264,7 +261,7 @@ class DataFlow:
             known = self._known_operands[one] = []
             for name in one.operands:
                 value = HloValue(instructions[name])
-                # `_handed_on` checks this, too, but a call would double the time of most operands.
+                # `_handed_on` checks this, too, but a call would double the time for most operands.
                 if value.instruction.opcode in _HANDS_ON:
                     value = self._handed_on(value)
                 known.append(value)
@@ -273,13 +270,13 @@ class DataFlow:
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
         """Return the values that a compiler joined to move them at once, with their element counts.
 
-        They are in one flat array. The list is empty for a collective that moves its operands
-        unchanged.
+        Joined values form one flat array. The list is empty for a collective that moves its
+        operands unchanged.
         """
         if len(collective.operands) != 1:
             return []
         joined = self.source(self._value(collective.operands[0])).instruction
-        # An array with more dimensions is a concatenation in the user's program.
+        # A concatenation with more dimensions comes from the user's program.
         if joined.opcode != "concatenate" or len(joined.arrays[0].shape) != 1:
             return []
         parts: list[tuple[HloValue, int]] = []
@@ -288,7 +285,7 @@ class DataFlow:
         return parts
 
     def _part_of_joined(self, instruction: Instruction) -> HloValue | None:
-        """Return the array that a slice takes out of the joined result of a collective.
+        """Return the array that a slice takes from a collective's joined result.
 
         Return None for all other slices.
         """
@@ -321,7 +318,7 @@ class DataFlow:
         return operands[first:last]
 
     def _handed_on(self, value: HloValue) -> HloValue:
-        """Return a value before tuples, fusions and copies.
+        """Trace a value back through tuples, fusions and copies, but not through reshapes.
 
         Walks skip these, since nothing is computed there.
         """
@@ -346,7 +343,7 @@ class DataFlow:
                 values += self._given(caller, value)
             return values
         if instruction.opcode == "while":
-            # In its first iteration, and in the later ones.
+            # The first iteration starts from the operand, and later ones from the body's result.
             following = self.hlo.roots[instruction.called("body")]
             return [self._value(instruction.operands[0], part), HloValue(following, part)]
         if instruction.opcode == "conditional":
@@ -354,7 +351,7 @@ class DataFlow:
         return []
 
     def _given(self, caller: Instruction, parameter: HloValue) -> list[HloValue]:
-        """Return the values that a caller passes to a part of a parameter of its computation."""
+        """Return the values that a caller passes as a parameter, or as a part of one."""
         instruction, part = parameter
         match caller.opcode:
             case "while":
@@ -366,14 +363,14 @@ class DataFlow:
                     if name == instruction.computation:
                         values.append(self._value(caller.operands[i], part))
                 return values
-            case "custom-call":  # the text does not say how it uses the parameters
+            case "custom-call":  # the text does not show how it uses the parameters
                 return []
         return [self._value(caller.operands[int(instruction.argument)], part)]
 
     def _inside(self, value: HloValue) -> HloValue | None:
-        """Return the value that the same computation, or a fusion, passes on as this one.
+        """Return the single value that is passed on as this value.
 
-        Return None if this one is computed.
+        Return None if this value is computed, or if it may come from several values, as in a loop.
         """
         instruction, part = value
         match instruction.opcode:  # the most frequent first: walks call this for each value
@@ -413,7 +410,7 @@ class DataFlow:
 
 
 def _spread(reached: dict[HloValue, int], before: Mapping[HloValue, Sequence[HloValue]]) -> bool:
-    """Give the bits of each value to its inputs. Return whether that must be repeated.
+    """Add each value's bits to its inputs. Return whether another pass is needed.
 
     An iteration of a loop depends on the previous one, so one pass may not be enough.
     """
@@ -448,7 +445,7 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 
 
 def runs(flow: DataFlow) -> Mapping[str, int | None]:
-    """Count how often each computation runs, by name; None if a loop around it has unknown length.
+    """Count how often each computation runs, by name; None if an enclosing loop has unknown length.
 
     Each branch of a conditional counts as if it were taken.
     """
@@ -475,12 +472,12 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
 
 
 def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
-    """Count the iterations of a `while`; None if they depend on data or cannot be read.
+    """Count the iterations of a `while`; None if their number depends on data or cannot be read.
 
-    The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so it
-    is read from the loop: the condition must compare a counter with a constant, and the body must
-    add a constant to the counter. XLA brings loops into this form. The constant is the second
-    operand, and a subtraction is the addition of a negative number.
+    The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so
+    the number is derived from the loop: the condition must compare a counter with a constant, and
+    the body must add a constant to the counter. XLA rewrites loops in this form, with the constant
+    as the second operand and a subtraction as the addition of a negative number.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:
@@ -510,11 +507,11 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
 
 
 def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
-    """Count how often a counter passes a comparison with its end.
+    """Count the iterations for which a counter's comparison with its end holds.
 
-    Return None if the loop never stops, or uses a different comparison.
+    Return None if the loop never stops, or if the comparison is EQ or NE.
     """
-    if direction in ("GT", "GE"):  # counting down is counting up with opposite signs
+    if direction in ("GT", "GE"):  # counting down is counting up with the signs reversed
         start, end, step = -start, -end, -step
     elif direction not in ("LT", "LE"):
         return None
@@ -529,7 +526,7 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:
-    """Return the value of an integer constant; None if it is anything else."""
+    """Return the number that a value is, if it is an integer constant; None otherwise."""
     instruction = flow.source(value).instruction
     if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.argument):
         return None

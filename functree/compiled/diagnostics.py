@@ -1,8 +1,8 @@
 """`listening` collects the compiler's warnings from standard error.
 
 XLA reports an involuntary rematerialization or a slow compilation only as a line on file descriptor
-2. While something compiles, that descriptor is therefore a pipe, and a thread forwards its contents
-at once. There is one pipe per process, even if several threads compile: two pipes would each
+2. During a compilation, that descriptor is therefore a pipe, and a thread immediately forwards its
+contents. There is one pipe per process, even if several threads compile: two pipes would each
 restore the other's descriptor. The TPU compiler writes to files instead.
 """
 
@@ -21,9 +21,9 @@ class CompilerOutput:
     """The text written to standard error while a context was active.
 
     Attributes:
-        warnings: the compiler's warnings. None while the context is active, if the process has no
-            standard error to redirect, or if `TF_CPP_MIN_LOG_LEVEL` silences warnings. If several
-            threads compile at once, each gets all warnings.
+        warnings: the compiler's warnings. None while the context is active, if standard error
+            cannot be redirected, or if `TF_CPP_MIN_LOG_LEVEL` silences warnings. If several threads
+            compile at once, each gets all warnings.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def listening() -> Iterator[CompilerOutput]:
         if reader is not None:
             _STANDARD_ERROR.leave(output, reader)
         if reader is not None and not _SILENCED:
-            # Only the text written meanwhile: the compiler appends to one log file per process.
+            # Read only the new text: the compiler appends to one log file per process.
             for file in _log_files():
                 output.chunks.append(file.read_bytes()[sizes.get(file, 0) :])
             text = b"".join(output.chunks).decode(errors="replace")
@@ -51,7 +51,7 @@ def listening() -> Iterator[CompilerOutput]:
 
 
 def _log_files() -> list[Path]:
-    """Find the warning logs of this process."""
+    """Find this process's warning logs."""
     files: list[Path] = []
     for folder in log_folders:
         files += folder.glob(f"*.log.WARNING.*.{os.getpid()}")
@@ -66,7 +66,7 @@ class _StandardError:
         self._reader: _Reader | None = None
 
     def enter(self, output: CompilerOutput) -> "_Reader | None":
-        """Begin to listen; None if that is impossible."""
+        """Add a listener and return the reader; None if standard error cannot be redirected."""
         with self._changing:
             if self._reader is None:
                 self._reader = self._redirect()
@@ -84,8 +84,8 @@ class _StandardError:
             reader.read_on()
             if len(reader.listeners) == 1:
                 # The pipe is read immediately before and after this call. If another thread writes
-                # twice in between, its second line overtakes the first. No system call can prevent
-                # that, and no line is lost.
+                # two lines in between, the second may overtake the first. No system call can
+                # prevent that, and no line is lost.
                 os.dup2(reader.original, 2)
                 reader.read_on()
                 reader.close()
@@ -102,7 +102,7 @@ class _StandardError:
         self._reader = None
 
     def _redirect(self) -> "_Reader | None":
-        if not hasattr(select, "poll"):  # Windows cannot tell whether a pipe is empty
+        if not hasattr(select, "poll"):  # on Windows, nothing shows whether a pipe is empty
             return None
         try:
             original = os.dup(2)
@@ -114,21 +114,21 @@ class _StandardError:
         return reader
 
 
-_CAPACITY = 65536  # of a pipe on Linux
-# JAX reads the level when it is imported, and defaults to 1. At level 2, XLA writes only errors.
+_CAPACITY = 65536  # the capacity of a pipe on Linux
+# JAX reads the level when it is imported; the default is 1. At level 2, XLA writes only errors.
 _SILENCED = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") not in ("", "0", "1")
 
 
 class _Reader(threading.Thread):
     """A thread that forwards the contents of a pipe.
 
-    It lives until every writer has closed the pipe. A process that was started meanwhile has the
-    pipe as its standard error.
+    The thread lives until every writer has closed the pipe. A process that was started meanwhile
+    has the pipe as its standard error.
 
     Attributes:
         original: the file descriptor of the original standard error.
-        reading: held while text is read and forwarded. Whoever holds it knows that all text is
-            either still in the pipe or forwarded.
+        reading: the lock that is held while text is read and forwarded. For the thread that holds
+            it, all text is either still in the pipe or already forwarded.
         listeners: the outputs that collect the text.
     """
 
@@ -150,13 +150,13 @@ class _Reader(threading.Thread):
 
     def read_on(self) -> None:
         """Read the text written so far. The caller holds `reading`."""
-        # Other threads may keep writing, so at most one full pipe is read.
+        # Other threads may keep writing, so stop after one full pipe.
         rest = _CAPACITY
         while rest > 0 and self._written(0):
             rest -= self._take()
 
     def _take(self) -> int:
-        """Read, collect and forward text; return the number of bytes, 0 at the end of the pipe."""
+        """Read, collect and forward text; return the number of bytes, which is 0 at the end."""
         data = os.read(self._read, _CAPACITY)
         for output in self.listeners:
             output.chunks.append(data)
@@ -169,19 +169,19 @@ class _Reader(threading.Thread):
             while rest:
                 rest = rest[os.write(self.original, rest) :]
         except OSError:
-            # The original is closed, such as a pipe without a reader. The text would be lost
-            # without us, too.
+            # The original is closed, for example a pipe without a reader. The text would be lost
+            # without the redirection, too.
             pass
 
     def close(self) -> None:
-        """Close this side of the pipe."""
+        """Close this object's write end of the pipe."""
         os.close(self._write)
 
     def _written(self, milliseconds: int | None) -> bool:
-        """Return whether the pipe contains unread text.
+        """Return whether the pipe contains unread text, or has ended.
 
         Args:
-            milliseconds: how long to wait for text; None waits without a limit.
+            milliseconds: how long to wait; None to wait without a limit.
         """
         poll = select.poll()  # `select.select` rejects descriptors above 1023
         poll.register(self._read, select.POLLIN)
@@ -201,12 +201,12 @@ _TOLD = re.compile(
     r"|can't reduce memory use",
     re.IGNORECASE,
 )
-# The user cannot change this, and `Ledger` shows what it costs.
+# This part is removed: users cannot act on it, and a `Ledger` shows the cost.
 _TAIL = re.compile(r"\. As the last resort, SPMD will replicate.*")
 
 
 def warnings_in(text: str) -> Sequence[str]:
-    """Return the compiler's warnings without repeats, times and places.
+    """Return the compiler's warnings without duplicates, times and places.
 
     Args:
         text: the text written to standard error.
@@ -226,7 +226,7 @@ def warnings_in(text: str) -> Sequence[str]:
 
 
 def _first_text(lines: Sequence[str]) -> str:
-    """Return the first line with text. Compilers frame some messages with stars."""
+    """Return the first line with text. Compilers frame some messages with asterisks."""
     for line in lines:
         text = line.strip()
         if text.strip("*"):

@@ -1,9 +1,10 @@
 """`count_flops` counts the flops of a compiled program on one device, with loops multiplied out.
 
-The compilers' own count covers each loop body once, and no custom kernels. Here, products,
-convolutions and known kernels are counted from their shapes. All other operations, such as sums,
-are comparatively small and left out. The text shows a kernel's name and shapes, but not its
-computation, so each known kind of kernel has a closed form. Unknown kernels are never guessed.
+The compilers' own count includes each loop body only once, and leaves out custom kernels. Here,
+products, convolutions and known kernels are counted from their shapes. All other operations, such
+as sums, cost comparatively little and are left out. The text shows a kernel's name and shapes, but
+not its computation, so each known kind of kernel has its own formula. The flops of unknown kernels
+are never guessed.
 """
 
 import functools
@@ -22,8 +23,8 @@ class Flops(NamedTuple):
     """The flops of a compiled program on one device.
 
     Attributes:
-        total: the number of flops. A product and a sum of two numbers count as two. Each branch of
-            a conditional counts as if it were taken, and a loop of unknown length counts once.
+        total: the number of flops. A multiply-add counts as two. Each branch of a conditional
+            counts as if it were taken, and a loop of unknown length counts once.
         not_understood: one sentence for each part that is missing from the total or may be
             undercounted.
     """
@@ -61,7 +62,7 @@ def count_flops(text: str) -> Flops:
         sentences.append(f"{name}: the flops of {count(number, 'call')} are unknown and left out")
     if endless:
         why = "a loop's length depends on data, so each counts once"
-        sentences.append(f"the number of runs of {', '.join(endless)}: {why}")
+        sentences.append(f"the number of runs of {', '.join(endless)} is unknown: {why}")
     return Flops(total, tuple(sentences))
 
 
@@ -84,7 +85,7 @@ def _dot_flops(hlo: Hlo, dot: Instruction) -> int:
     left = hlo.instructions[dot.operands[0]].arrays[0]
     summed = 1
     for dimension in (dot.attribute("lhs_contracting_dims") or "{}").strip("{}").split(","):
-        # A product without a sum has an empty text.
+        # An outer product has `{}`, which leaves an empty string.
         if dimension:
             summed *= left.shape[int(dimension)]
     return 2 * math.prod(dot.arrays[0].shape) * summed
@@ -97,11 +98,11 @@ _NO_PRODUCTS = re.compile(
     r"|__cub\$.*|__gpu\$TopK|__topk|cu_threefry.*|.*_threefry.*|LayoutConstraint|inspect_sharding"
     r"|xla\.sdy\..*|ErfInv|GatherScatter\w+|mhlo\.\w+|dynamic_\w+|tanh|Barrier|barrier|nop|StochasticConvert"
 )
-# The numbers of query-key products that a kernel computes: (with the width of a key's head, with
-# the width of a value's head).
+# The number of products that a kernel computes for each pair of a query and a key: (over the size
+# of a key's head, over the size of a value's head).
 _SPLASH = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 _SPLASH_NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
-# The backward kernel that computes the gradient of the queries, too.
+# A fused backward kernel computes the gradient of the queries, too.
 _FUSED = (3, 2)
 _CUDNN_CONVOLUTIONS = {
     # The indices of (image, kernel, output) in (first operand, second operand, result).
@@ -116,8 +117,8 @@ _CUDNN_CONVOLUTIONS = {
 def kernel_name(one: Instruction) -> str:
     """Return the name of an instruction in messages.
 
-    For a custom call, this is its target. If the target names only the compiler that made the
-    kernel, it is the instruction's name.
+    For a custom call, this is its target. If the target names only the compiler that generated the
+    kernel, this is the instruction's name.
     """
     if one.opcode != "custom-call":
         return one.opcode
@@ -165,10 +166,10 @@ def _operands(hlo: Hlo, instruction: Instruction) -> list[ArrayType]:
 def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
     """Count the flops of a splash kernel, which computes attention on TPUs.
 
-    Its operands are the mask by blocks, if any, the queries, the keys and the values. The last
-    dimensions of each array are heads, sequence and head size. The text does not show which blocks
-    the mask excludes. It is assumed to be causal, as nearly all masks are. Blocks on the diagonal
-    are computed in full.
+    Its operands are the block mask, if any, the queries, the keys and the values. The last
+    dimensions of these arrays are heads, sequence and head size. The text does not show which
+    blocks the mask excludes. The mask is assumed to be causal, as nearly all masks are. Blocks on
+    the diagonal are computed in full.
     """
     arrays = [type_ for type_ in _operands(hlo, kernel) if len(type_.shape) >= 3]
     blocks = [type_.shape for type_ in arrays if type_.dtype == "s8"]
@@ -184,7 +185,8 @@ def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
     if not blocks:
         return whole
     rows, columns = blocks[-1][-2:]
-    # A window's mask has fewer columns than there are blocks of keys. Its blocks are square.
+    # The mask of a sliding window has fewer columns than there are blocks of keys. Its blocks are
+    # square.
     across = columns
     if rows * key[-2] > columns * query[-2]:
         across = max(columns, rows * key[-2] // query[-2])
@@ -193,7 +195,7 @@ def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
 
 
 def _cublas_flops(hlo: Hlo, product: Instruction) -> int | None:
-    """Count the flops of a cuBLAS product, whose configuration names its dimensions."""
+    """Count the flops of a cuBLAS product, whose configuration names the contracted dimensions."""
     config = product.attribute("backend_config") or ""
     named = re.search(r'"lhs_contracting_dimensions":\[([^\]]*)\]', config)
     if named is None:
@@ -205,7 +207,7 @@ def _cublas_flops(hlo: Hlo, product: Instruction) -> int | None:
 
 
 def _cudnn_attention_flops(hlo: Hlo, kernel: Instruction, target: str) -> int | None:
-    """Count the flops of cuDNN attention, whose configuration has the shape of queries by keys."""
+    """Count the flops of cuDNN attention, whose configuration has the shape of the scores."""
     config = kernel.attribute("backend_config") or ""
     named = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', config)
     if named is None:
@@ -224,7 +226,7 @@ def _onednn_flops(hlo: Hlo, product: Instruction) -> int:
     """Count the flops of a oneDNN product, whose operands may be transposed."""
     left, right = (type_.shape for type_ in _operands(hlo, product)[:2])
     output = product.arrays[0].shape
-    # [B, M, K] times [B, K, N] is [B, M, N], for any order of the last two dimensions.
+    # [B, M, K] times [B, K, N] is [B, M, N]. Each operand's last two dimensions may be swapped.
     batch = math.prod(output[:-2])
     ratio = math.prod(left) * math.prod(right) // (math.prod(output) * batch)
     return 2 * math.prod(output) * math.isqrt(ratio)
@@ -236,7 +238,7 @@ class _Window(NamedTuple):
     Attributes:
         size: the size of the kernel.
         stride: the step of the kernel between neighboring output elements.
-        low: the zeros before the image; negative if the image is cropped.
+        low: the number of zeros before the image; negative if the image is cropped.
         image_dilation: the distance between neighboring image elements, with zeros in between.
         kernel_dilation: the distance between neighboring kernel elements.
     """
@@ -263,8 +265,8 @@ def convolution_flops(
     if labels is None:
         return 0  # every convolution has labels
     of_image, of_kernel, of_output = labels.groups()
-    # `b`: batch, `f`: features, `i` and `o`: the kernel's input and output features. The features
-    # of a group meet only that group's kernel, and `i` is their number.
+    # `b` is the batch, `f` the features, and `i` and `o` are the kernel's input and output
+    # features. If features are in groups, `i` counts the input features of one group.
     flops = 2 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")]
     flops *= kernel.shape[of_kernel.index("i")]
     for dimension, window in enumerate(_windows(one)):
@@ -299,7 +301,7 @@ def _windows(convolution: Instruction) -> list[_Window]:
 
 @functools.lru_cache(maxsize=4096)
 def _meetings(window: _Window, image: int, output: int) -> int:
-    """Count how often kernel elements meet image elements along one dimension.
+    """Count the pairs of a kernel element and an image element that meet along one dimension.
 
     Args:
         window: the window.
@@ -313,7 +315,7 @@ def _meetings(window: _Window, image: int, output: int) -> int:
     total = 0
     for index in range(window.size):
         # The kernel element's position in the dilated image, for output 0. For output i, it is at
-        # `start + i * stride`, and meets an element if that is a multiple of the dilation.
+        # `start + i * stride`. It meets an element if that position is a multiple of the dilation.
         start = index * window.kernel_dilation - window.low
         if start % common:
             continue

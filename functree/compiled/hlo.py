@@ -1,8 +1,7 @@
 """`Hlo` indexes the instructions in the text of a compiled program, in one pass.
 
-An instruction's details are parsed on first use, since most are never used. The text is the result
-of `compiled.as_text()` for CPUs, GPUs and TPUs. In such a text, the names of instructions are
-unique.
+An instruction's details are parsed on first use, since most are never used. The text comes from
+`compiled.as_text()`, for CPUs, GPUs or TPUs. Instruction names are unique within a text.
 """
 
 import math
@@ -17,7 +16,7 @@ from typing import NamedTuple
 # An instruction, or the head of a computation. A tuple type contains commas, spaces, comments
 # (`/*index=5*/`) and layouts with parentheses, but nothing like `) word(`. Both are one expression,
 # since one search of the text takes a third less time than a search of each line. Possessive
-# repeats and ASCII letters save another third.
+# quantifiers and ASCII-only matching save another third.
 _LINE = re.compile(
     r"^(?: ++(ROOT )?+%?+([\w.\-]++) = (\(.*?\)|\S++) ([a-z][\w\-]*+)\((.*+)"
     r"|(ENTRY )?+%?+([\w.\-]++) \(.*\) -> .* \{)$",
@@ -41,8 +40,8 @@ class ArrayType(NamedTuple):
     """The type of an array on one device.
 
     Attributes:
-        dtype: the dtype in XLA's words: `f32`, `bf16`, `pred`.
-        shape: the shape.
+        dtype: the dtype as XLA writes it: `f32`, `bf16`, `pred`.
+        shape: the shape on one device.
     """
 
     dtype: str
@@ -60,7 +59,7 @@ class ArrayType(NamedTuple):
 
 
 def _bits(dtype: str) -> int:
-    """Return the bits of one element; 0 for types without elements, such as tokens."""
+    """Return the number of bits in one element; 0 for types without elements, such as tokens."""
     number = re.search(r"\d+", dtype)  # the first: `f8e4m3fn` has 8 bits
     if number is not None:
         return int(number[0])
@@ -69,7 +68,7 @@ def _bits(dtype: str) -> int:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Instruction:
-    """An instruction.
+    """An instruction of a compiled program.
 
     Attributes:
         name: its name.
@@ -83,7 +82,7 @@ class Instruction:
     computation: str
     type: str
     _rest: str
-    # Parsed from `_rest` on first use: walks read a few of these repeatedly, and most never.
+    # Parsed from `_rest` on first use: walks read a few instructions repeatedly, but most never.
     _arrays: list[ArrayType] | None = field(default=None, init=False)
     _computations: list[str] | None = field(default=None, init=False)
     _operands: list[str] | None = field(default=None, init=False)
@@ -94,14 +93,14 @@ class Instruction:
         if self._arrays is None:
             self._arrays = []
             for dtype, sizes in _ARRAY.findall(self.type):
-                # A scalar, `f32[]`, has an empty text instead of sizes.
+                # A scalar, `f32[]`, has an empty string instead of sizes.
                 shape = tuple(map(int, filter(None, sizes.split(","))))
                 self._arrays.append(ArrayType(dtype, shape))
         return self._arrays
 
     @property
     def argument(self) -> str:
-        """The text in its parentheses: the number of a `parameter`, the value of a `constant`."""
+        """The text in its parentheses: a `parameter`'s number, or a `constant`'s value."""
         return self._rest.partition(")")[0]
 
     @property
@@ -145,16 +144,16 @@ class Instruction:
     def is_differentiated(self) -> bool:
         """Whether it is differentiated, or a part of a gradient.
 
-        JAX names these `jvp(...)` and `transpose(jvp(...))`.
+        JAX puts `jvp(...)` or `transpose(jvp(...))` into the names of such operations.
         """
         return "jvp(" in self._rest
 
     def called(self, name: str) -> str:
-        """Return the name of a computation that it calls: `body` or `condition` of a `while`."""
+        """Return the name of a computation that it calls, such as the `body` of a `while`."""
         return (self.attribute(name) or "").removeprefix("%")
 
     def metadata(self, name: str) -> str | None:
-        """Return the text of an entry of its metadata, such as `op_name`; None if there is none."""
+        """Return the text of a metadata entry, such as `op_name`; None if there is none."""
         metadata = _METADATA.search(self._rest)
         if metadata is None:
             return None
@@ -172,7 +171,7 @@ class Instruction:
 
 @cache
 def _entry(name: str) -> re.Pattern[str]:
-    """Return the pattern of an entry of the metadata."""
+    """Return the pattern of a metadata entry."""
     return re.compile(rf'(?:^|\s){name}=(?:"((?:[^"\\]|\\.)*)"|(\S+))')
 
 
@@ -195,7 +194,7 @@ def _end_of_value(text: str, start: int) -> int:
 
 
 class Hlo:
-    """A compiled program.
+    """The instructions and computations of a compiled program.
 
     Args:
         text: the text of the program.
@@ -203,9 +202,9 @@ class Hlo:
     Attributes:
         instructions: the instructions by name.
         computations: the instructions of each computation in order, by its name.
-        by_opcode: the instructions of each opcode.
-        roots: the instruction that is the result of each computation.
-        entry: the name of the computation of the whole program.
+        by_opcode: the instructions with each opcode.
+        roots: the instruction that returns each computation's result, by the computation's name.
+        entry: the name of the entry computation.
     """
 
     def __init__(self, text: str):
@@ -215,7 +214,7 @@ class Hlo:
         self.by_opcode: Mapping[str, list[Instruction]] = by_opcode
         self.roots: dict[str, Instruction] = {}
         self.entry: str = ""
-        current, instructions = "", list[Instruction]()  # the computation whose lines are read
+        current, instructions = "", list[Instruction]()  # the computation that is being read
         for root, name, type_, opcode, rest, entry, computation in _LINE.findall(text):
             if computation:
                 current, instructions = computation, self.computations.setdefault(computation, [])

@@ -23,10 +23,10 @@ from functree.tree.paths import Path
 
 @dataclass(frozen=True, repr=False)
 class Layouts:
-    """The sharding of each operation of a program, from `lowered.layouts()` or `ft.layouts`.
+    """The sharding of each operation in a program, from `lowered.layouts()` or `ft.layouts`.
 
-    Nothing is compiled. These are the layouts that Shardy derives, from which the compiler starts.
-    The inside of `shard_map` is left out.
+    Nothing is compiled. These are the layouts that Shardy derives and the compiler starts from.
+    Operations inside `shard_map` are left out.
 
     Attributes:
         rows: the arrays of the program: first the arguments, then the results of its operations.
@@ -78,19 +78,19 @@ class Layouts:
     def _by_source(self) -> Iterator[tuple[str, list[LaidOut]]]:
         """Yield the rows of each source line, in the program's order.
 
-        Rows without a line are arguments, and operations that JAX adds.
+        Rows without a line are arguments, results, and operations that JAX adds.
         """
         for source, rows in groupby(self.rows, lambda row: row.source):
             yield source or "no source line", list(rows)
 
     def diff(self, other: "Layouts") -> Diff:
-        """Compare with the layouts of another program, made from the same code or an edit of it.
+        """Compare with another program's layouts, for example before and after an edit.
 
         Raises:
             FunctreeError: if `other` is not a `Layouts`.
         """
         if not isinstance(other, Layouts):
-            raise FunctreeTypeError(f"diff: layouts cannot be compared with {shown(other)}")
+            raise FunctreeTypeError(f"diff: `other` must be layouts, not {shown(other)}")
         differences = changes(
             _by_place(self.rows),
             _by_place(other.rows),
@@ -121,7 +121,7 @@ class Layouts:
         return self._html(page=False)
 
     def _html(self, page: bool) -> str:
-        # A notebook may show several, so the names of the pictures must differ.
+        # A notebook may show several layouts, so the names of their pictures must differ.
         pictures = Pictures(self.sizes, f"laid{zlib.crc32(repr(self.rows).encode()):x}-")
         content = ""
         for source, rows in self._by_source():
@@ -142,14 +142,14 @@ class Layouts:
 
 
 def _told(row: LaidOut) -> tuple[str, ...]:
-    """Return what the table shows of a row."""
+    """Return the texts that the table shows for a row."""
     return row.expression, row.op, row.array, row.decided
 
 
 def _by_place(rows: Sequence[LaidOut]) -> dict[tuple[str, str, int], LaidOut]:
-    """Index the rows by expression and operation, with numbers for repeats.
+    """Index the rows by expression and operation, and number the repeats.
 
-    Lines are not part of the key, because an edit moves them.
+    Line numbers are not part of the key, because an edit changes them.
     """
     times = Counter[tuple[str, str]]()
     by_place: dict[tuple[str, str, int], LaidOut] = {}
@@ -165,7 +165,7 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
 
     Args:
         lowered: JAX's lowered function.
-        results: the paths of its results; None uses the names in the lowered function.
+        results: the paths of its results; None to use the names in the lowered function.
 
     Raises:
         FunctreeError: if this version of JAX does not have Shardy's passes.
@@ -175,7 +175,7 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
 
 
 def result_name(path: Path) -> str:
-    """Return the name of a result among origins: `result.loss`."""
+    """Return a result's name as an origin: `result.loss`."""
     return f"result.{path}" if path else "result"
 
 

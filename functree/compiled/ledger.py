@@ -58,13 +58,13 @@ class Ledger:
     `compiled.ledger()` and `ft.ledger` return it.
 
     Attributes:
-        collectives: each array that is moved, in the order of the program's text.
+        collectives: the arrays that are moved, in the order of the program's text.
         memory: the memory on one device.
         backend: the target: `cpu`, `tpu v5e`, `cuda h100`.
         sizes: the sizes of the mesh axes; empty if the mesh is unknown.
-        warnings: the compiler's warnings, for example of an involuntary rematerialization.
+        warnings: the compiler's warnings, for example about an involuntary rematerialization.
         warnings_known: whether warnings could be collected. False if JAX had cached the program, so
-            nothing was compiled.
+            nothing was compiled, or if warnings were silenced.
         not_understood: one sentence for each part of the program that could not be parsed.
         idle: the mesh axes with several devices over which nothing is moved and no argument or
             result is sharded. Devices along such an axis do the same work. Empty if this is
@@ -101,7 +101,7 @@ class Ledger:
     data: tuple[str, ...] = ()
 
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
-        """Return the bytes of all runs by kind and mesh axes, the largest first.
+        """Return the bytes of all runs by kind and mesh axes, largest first.
 
         A collective in a loop of unknown length counts once, so its total is a lower bound.
         """
@@ -111,7 +111,7 @@ class Ledger:
 
     @property
     def attributed(self) -> float:
-        """The share of the moved bytes that have a path, between 0 and 1; 1 if nothing is moved."""
+        """The share of moved bytes attributed to parameters, from 0 to 1; 1 if nothing is moved."""
         total = sum(collective.total for collective in self.collectives)
         if total == 0:
             return 1.0
@@ -138,7 +138,7 @@ class Ledger:
             FunctreeError: if `other` is not a ledger.
         """
         if not isinstance(other, Ledger):
-            raise FunctreeTypeError(f"diff: a ledger cannot be compared with {shown(other)}")
+            raise FunctreeTypeError(f"diff: `other` must be a ledger, not {shown(other)}")
         rows: list[Change] = []
         if self.backend != other.backend:
             rows.append(Change(Path(), "backend", self.backend, other.backend))
@@ -209,7 +209,7 @@ _Kind = TypeVar("_Kind", bound=Hashable)
 def _bytes_by(
     collectives: Sequence[Collective], key: Callable[[Collective], _Kind]
 ) -> dict[_Kind, int]:
-    """Sum the bytes of all runs by a property, the largest first."""
+    """Sum the bytes of all runs by a property, largest first."""
     sizes: dict[_Kind, int] = {}
     for collective in collectives:
         sizes[key(collective)] = sizes.get(key(collective), 0) + collective.total
@@ -224,7 +224,7 @@ def _where(ledger: Ledger) -> str:
 
 
 def _notes(ledger: Ledger) -> list[str]:
-    """Return the notes that a reader of the figures needs."""
+    """Return the notes that qualify the figures."""
     notes = [f"not understood: {what}" for what in ledger.not_understood]
     if not ledger.warnings_known:
         notes.append(_UNHEARD)
@@ -235,7 +235,7 @@ def _notes(ledger: Ledger) -> list[str]:
 
 _UNHEARD = (
     "the compiler's warnings are unknown: JAX had cached the program (make the ledger before the "
-    "first call), or `TF_CPP_MIN_LOG_LEVEL` silences them"
+    "first call), or `TF_CPP_MIN_LOG_LEVEL` silenced them"
 )
 # The CPU compiler has no reduce-scatter, and moves bfloat16 as float32.
 _CPU = (
@@ -252,9 +252,9 @@ class _Total(NamedTuple):
 
 
 def moved_changes(before: Sequence[Collective], after: Sequence[Collective]) -> Iterator[Change]:
-    """Compare what two programs move.
+    """Compare the arrays that two programs move.
 
-    Instruction names and source lines are ignored, since both change without any other change.
+    Instruction names and source lines are ignored, since both may change when nothing else does.
     """
     return changes(
         _by_parameter(before),
@@ -309,7 +309,7 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
 
 
 def _path(key: _Key) -> Path:
-    """Return the parameter if there is only one; `_what` lists several."""
+    """Return the parameter if there is only one; `_what` lists them if there are several."""
     paths, *_ = key
     if len(paths) != 1:
         return Path()
@@ -329,11 +329,11 @@ def _what(key: _Key, of: str = "") -> str:
 
 
 MOST_ROWS = 200
-"""The most lines of a ledger in a notebook; a page shows all."""
+"""The most rows of a ledger in a notebook; a page shows all."""
 
 
 class _Page(NamedTuple):
-    """The page of a ledger, including the plan of an argument."""
+    """The HTML page of a ledger, including the plan of an argument if there is one."""
 
     ledger: Ledger
     plan: PlanPage | None = None
@@ -384,7 +384,7 @@ class _Page(NamedTuple):
         rows = rows_of_parameters(self.ledger.collectives)
         left_out = ""
         if most is not None and len(rows) > most:
-            more = f"and {len(rows) - most:,} smaller ones (`ledger.html()` shows all)"
+            more = f"and {len(rows) - most:,} smaller rows (`ledger.html()` shows all)"
             left_out, rows = notes_html([], [more]), rows[:most]
         leaves = list(map(self._leaf, rows))
         tree = tree_html(leaves, "all parameters", "collective", named=False)
@@ -440,7 +440,7 @@ class _Page(NamedTuple):
         )
 
     def _arguments(self) -> list[TreeLeaf]:
-        """Return a line for each array of the arguments; identical layers share a line."""
+        """Return a line for each argument array; identical layers share a line."""
         leaves: list[TreeLeaf] = []
         sizes = self.ledger.memory.arguments
         for paths in grouped(sizes, lambda path: (pattern_of(path), sizes[path])):
@@ -452,7 +452,7 @@ class _Page(NamedTuple):
 
 
 def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
-    """Find the argument that a plan describes; None unless exactly one has its arrays."""
+    """Find the argument that a plan describes; None unless exactly one has the plan's arrays."""
     by_argument: dict[str, dict[Path, int]] = {}
     for (name, *path), size in memory.arguments.items():
         by_argument.setdefault(str(name), {})[Path(path)] = size

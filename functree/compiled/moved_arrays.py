@@ -1,8 +1,8 @@
-"""`moved_arrays` lists each array that a collective of a compiled program moves.
+"""`moved_arrays` lists the arrays that a compiled program's collectives move.
 
-An array comes with its instruction, the number of runs, and the replica groups as written.
-Compilers spell replica groups in several ways, even within one program. All spellings list
-positions in the compiled program's mesh, not device ids. The mesh in a spelling may have axes that
+Each array comes with its instruction, the number of runs, and the replica groups as written.
+Compilers write replica groups in several formats, even within one program. All formats list
+positions in the compiled program's mesh, not device ids. The mesh in a format may have axes that
 the compiler invented. Groups are therefore always expanded and compared with the user's mesh.
 """
 
@@ -30,9 +30,9 @@ class MovedArray:
         index: the index of the array among those that the collective moves.
         arrays: the number of arrays that the collective moves.
         operand: the value that is moved.
-        type: the type of its result on one device.
-        count: the number of runs; None if a loop around it has unknown length.
-        groups: the text of the replica groups, or of the pairs of sources and targets.
+        type: the type of the array's result on one device.
+        count: the number of runs; None if an enclosing loop has unknown length.
+        groups: the text of the replica groups, or of the source-target pairs.
     """
 
     kind: str
@@ -46,7 +46,7 @@ class MovedArray:
 
     @property
     def results(self) -> list[HloValue]:
-        """The values that contain the array: the collective's result, and its part."""
+        """The values that contain the array: the collective's result, and the array's part."""
         collective = self.instruction
         parts = range(len(collective.arrays)) if is_in_pieces(collective) else (self.index,)
         return [HloValue(collective), *(HloValue(collective, (part,)) for part in parts)]
@@ -60,7 +60,8 @@ def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
         if instruction.opcode not in COLLECTIVES or _is_repeated(flow, instruction):
             continue
         kind = COLLECTIVES[instruction.opcode]
-        # A start returns its operands and its context, too; its end returns only the result.
+        # The start of an asynchronous collective returns its operands and its context, too. The end
+        # returns only the result.
         types = ends.get(instruction.name, instruction).arrays
         # The TPU compiler writes a reduce-scatter as a computation with this name, which sums and
         # slices.
@@ -96,7 +97,7 @@ def _each(
 
     Args:
         flow: the flow of values in the program.
-        one: a collective.
+        collective: the collective.
         types: the types of its results.
     """
     joined = flow.concatenated(collective)
@@ -139,7 +140,7 @@ def _is_repeated(flow: DataFlow, collective: Instruction) -> bool:
 
 
 Group = tuple[int, ...]
-"""Positions in a mesh, in row-major order, that communicate with each other."""
+"""Devices that communicate with each other, as row-major positions in a mesh."""
 
 # `[4,2]<=[2,4]T(1,0)`
 _IOTA = re.compile(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
@@ -152,9 +153,9 @@ _LIST = re.compile(r"\{([\d,]*)\}")
 
 
 def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
-    """Parse the groups of `replica_groups=`, or the pairs of `source_target_pairs=`.
+    """Parse the groups in `replica_groups=`, or the pairs in `source_target_pairs=`.
 
-    Return None for an unknown spelling.
+    Return None for an unknown format.
 
     Args:
         text: the value of the attribute.
@@ -210,9 +211,10 @@ def _rows(ids: np.ndarray) -> tuple[Group, ...]:
 
 
 def _iota(shape: str, order: str, transposed: str | None) -> np.ndarray:
-    """Expand `[4,2]<=[2,4]T(1,0)`.
+    """Expand positions in the form `[4,2]<=[2,4]T(1,0)`.
 
-    These are numbers from 0 in the shape (2, 4), transposed by (1, 0) and reshaped to (4, 2).
+    The numbers from 0 are put into the shape (2, 4), transposed with (1, 0), and reshaped to
+    (4, 2).
     """
     ids = np.arange(math.prod(_numbers(order))).reshape(_numbers(order))
     if transposed is not None:
@@ -226,8 +228,8 @@ _ORDER = re.compile(r"\[([\d,]+)\](?:T\(([\d,]+)\))?")
 def _of_mesh(axes: str, order: str | None, chosen: str) -> tuple[Group, ...] | None:
     """Expand `mesh['x'=4,'y'=2] {'x'}`: groups of positions that differ only along x.
 
-    `{'x':(2)2}` is the minor half of x. The number in parentheses is the product of the sizes of
-    the earlier parts of the axis, and the other number is the part's own size.
+    `{'x':(2)2}` is the minor half of x. The number in parentheses is the size of the axis before
+    this part, and the second number is the part's own size.
     """
     sizes = {name: int(size) for name, size in _SIZE.findall(axes)}
     ids = _device_ids(math.prod(sizes.values()), order)

@@ -1,10 +1,10 @@
 """`Provenance` finds the parameters that a moved array serves, and the phase of the training step.
 
 Parameters are found by following values through the program. Shapes would not suffice, since
-several parameters may have one shape. Operation names would not, either: after a compilation-cache
-hit, they may come from a different program. Paths only match outputs with parameters, as new values
-or gradients. The phase is read from an operation's name, which contains JAX's transformations:
-`jit(step)/transpose(jvp())/mul`.
+several parameters may have the same shape. Operation names would not, either: after a
+compilation-cache hit, they may come from a different program. Paths are used only to match outputs
+with parameters, as new values or gradients. The phase is read from an operation's name, which
+contains JAX's transformations: `jit(step)/transpose(jvp())/mul`.
 """
 
 import math
@@ -20,7 +20,7 @@ from functree.tree.paths import Path
 
 _FORWARD = ("forward", "recompute")
 _Keys = tuple[object, ...]
-"""The beginning or the end of a path."""
+"""A prefix or a suffix of a path."""
 
 Shape = tuple[int, ...]
 
@@ -53,7 +53,7 @@ class Served(NamedTuple):
 
 
 class Provenance:
-    """The purpose of a program's collectives. Parameters and outputs are indices.
+    """The purpose of a program's collectives. Parameters and outputs are given as indices.
 
     Args:
         flow: the flow of values in the program.
@@ -77,7 +77,7 @@ class Provenance:
         self._shapes = shapes
 
     def of(self, moved: MovedArray) -> Served:
-        """Return the parameters that an array serves, in what way, and in which phase."""
+        """Return the parameters that an array serves, how it serves them, and in which phase."""
         phase = self.phases.phase(moved, self._new_values)
         for moves, parameters in self._ways(moved, phase):
             if parameters:
@@ -91,21 +91,21 @@ class Provenance:
             yield "update", self._updated_by(moved)
             # Matrices of several parameters may be moved together.
             yield "update", self._gradient_of(moved)
-        elif phase not in _FORWARD:  # a value that a forward pass adds to an argument is not one
+        elif phase not in _FORWARD:  # values that a forward pass adds are not gradients
             yield "gradient", self._gradient_of(moved)
         if phase == "backward":
-            # A gradient whose parameter is ambiguous. Its factors are activations.
+            # The array is a gradient whose parameter is ambiguous. Its factors are activations.
             if self._uses.outputs(moved):
                 return
-            # A gradient that an optimizer multiplies with others.
+            # The array is a gradient that an optimizer multiplies by other gradients.
             yield "gradient", self._updated_by(moved)
         yield self._product_of(moved, phase), self._multiplied_by(moved, phase)
-        # A weight that was computed and then gathered.
+        # The array is a weight that was computed and then gathered.
         if phase in _FORWARD and moved.kind == "all-gather":
             yield "itself", self._uses.computed_of(moved.operand)
 
     def _product_of(self, moved: MovedArray, phase: str | None) -> str:
-        """Return what a product or a factor of one is: mostly an activation."""
+        """Return the `moves` of a product or one of its factors: mostly `activation`."""
         if phase == "update":  # an optimizer may multiply matrices, too
             return "update"
         if phase in _FORWARD and moved.kind == "all-gather":
@@ -116,14 +116,14 @@ class Provenance:
                 and product.parameters <= trained
                 for product in self._uses.made_by(moved)
             ]
-            if weights and all(weights):  # a weight made of two others, as in an adapter
+            if weights and all(weights):  # a weight made of two others, as in LoRA
                 return "itself"
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """Find the parameters that a moved array is multiplied by, or otherwise a product of."""
-        # An activation is gathered for its next product. It may also be the sum of all layers
-        # before, but is not gathered for these.
+        """Find the parameters that a moved array is multiplied by, or if none, a product of."""
+        # An activation is gathered for its next product. It may also be the sum of all earlier
+        # layers' outputs, but it is not gathered for those layers.
         factors = self._uses.factors(moved)
         parameters = {
             factor for factor in factors if self._is_weight(factor, [moved.operand], phase)
@@ -146,7 +146,7 @@ class Provenance:
         }
         if known or phase not in _FORWARD:
             return known
-        # If a computed weight meets data, both count.
+        # If a computed weight is multiplied by data, both count.
         for value in product.computed:
             known |= self._uses.computed_of(value)
         return known | product.parameters if known else known
@@ -154,7 +154,7 @@ class Provenance:
     def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
         """Return whether a parameter with these co-factors is a weight.
 
-        Otherwise it is data that meets a computed weight, or a factor of a gradient.
+        Otherwise, it is data that a computed weight multiplies, or a factor of a gradient.
         """
         trained = self.trained
         if parameter in trained:
@@ -164,7 +164,7 @@ class Provenance:
         return not others or self._is_of_its_argument(parameter, others)
 
     def _is_of_its_argument(self, parameter: int, values: Sequence[HloValue]) -> bool:
-        """Return whether some values depend on the argument of a parameter.
+        """Return whether any of some values depends on the argument that contains a parameter.
 
         An activation depends on other layers of the model. Computed weights do not depend on data.
         """
@@ -173,7 +173,7 @@ class Provenance:
         return self._uses.are_made_of(values, siblings)
 
     def _gradient_of(self, moved: MovedArray) -> Collection[int]:
-        """Find the parameters whose gradients, or parts of gradients, the moved array is."""
+        """Find the parameters for which the moved array is a gradient, or a part of one."""
         outputs = self._uses.outputs(moved)
         families = self._families(outputs)
         # A scalar that updates many parameters is not a gradient, but a global norm.
@@ -194,7 +194,7 @@ class Provenance:
             family: a parameter, and its moments and averages.
             outputs: the outputs that depend on its gradient.
         """
-        # A model computes with its parameters, not with their moments and averages. Weights mostly
+        # A model computes with its parameters, not with their moments and averages. Weights usually
         # suffice; the other parameters take a longer walk.
         members = self._in_model(family, self._uses.multiplied, self._weight_trees)
         if len(members) != 1:
@@ -206,7 +206,7 @@ class Provenance:
             return named.pop() if len(named) == 1 else None
         if len(members) == 1:
             return min(members)
-        # A target network depends on the network that it follows, and not the reverse.
+        # A target network depends on the network that it follows, but not the reverse.
         made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in members]
         common = members.intersection(*made)
         return min(common) if len(common) == 1 else None
@@ -222,7 +222,7 @@ class Provenance:
         Args:
             family: a parameter, and its moments and averages.
             known: parameters that a model computes with.
-            trees: the beginnings of their paths.
+            trees: the prefixes of their paths.
         """
         paths = {member: self._parameters[member] for member in family}
         end = _common_end(list(paths.values()))
@@ -241,7 +241,7 @@ class Provenance:
         return self._beginnings(self._uses.in_model)
 
     def _beginnings(self, parameters: Collection[int]) -> frozenset[_Keys]:
-        """Collect the beginnings of the paths of some parameters."""
+        """Collect the prefixes of some parameters' paths."""
         beginnings: set[_Keys] = set()
         for parameter in parameters:
             path = self._parameters[parameter]
@@ -257,7 +257,7 @@ class Provenance:
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
             return replaced.keys()
-        # Set operations, since this runs for each part of a global norm.
+        # Set operations are fast, and this runs for each part of a global norm.
         weights = replaced.keys() & self._uses.multiplied
         if len(weights) != 1:
             return ()
@@ -267,7 +267,7 @@ class Provenance:
         return weights if self._uses.is_updated_with(replaced[weight], state) else ()
 
     def _replaced_by(self, outputs: frozenset[int]) -> dict[int, int]:
-        """Map the parameters that some outputs replace to these outputs."""
+        """Map each parameter that some outputs replace to the output that replaces it."""
         # All parts of a global norm reach the same outputs, so the answer is cached.
         known = self._replaced_by_outputs.get(outputs)
         if known is None:
@@ -290,9 +290,10 @@ class Provenance:
         return [results[output][0] for output in outputs]
 
     def _families(self, outputs: Collection[int]) -> list[set[int]]:
-        """Group the parameters of some outputs into families: each with its moments and averages.
+        """Group the parameters that some outputs replace, each with its moments and averages.
 
-        A parameter's new value depends on its moments; an average's depends on the parameter.
+        A parameter's new value depends on its moments. An average's new value depends on its
+        parameter.
         """
         families: list[set[int]] = []
         replaced = {self._replaced[output] for output in outputs}
@@ -300,8 +301,8 @@ class Provenance:
             parameter = self._replaced[output]
             if parameter is None:
                 continue
-            # Only parameters that are updated count. A mask, by which several parameters may be
-            # multiplied, would join their families.
+            # Only parameters that are updated count. Otherwise, a mask that multiplies several
+            # parameters would join their families.
             family = {parameter} | (self._uses.made_of(output) & replaced)
             separate: list[set[int]] = []
             for other in families:
@@ -314,14 +315,14 @@ class Provenance:
 
     @cached_property
     def _replaced(self) -> list[int | None]:
-        """The parameter of which each output is the new value or the gradient.
+        """The parameter that each output replaces, or is the gradient of.
 
         It is None if there is no such parameter, or if it is ambiguous.
         """
         left = [set(candidates) for candidates in self._candidates]
         known: dict[int, int] = {}
-        # A parameter has one new value. A weight's new value also depends on its moment, which has
-        # its own.
+        # A parameter has one new value. A weight's new value also depends on its moment, but the
+        # moment has a new value of its own.
         while True:
             single = {
                 i: min(remaining)
@@ -362,7 +363,7 @@ class Provenance:
         return [i for i in made if self._is_like(i, output)]
 
     def _with_end(self, path: _Keys, fits: Callable[[int], bool]) -> list[int]:
-        """Find the fitting parameters with the longest path end in common with a path."""
+        """Find the fitting parameters whose paths share the longest suffix with a path."""
         for start in range(len(path)):
             end = path[start:]
             # An index alone, such as a result's position in a tuple, is not a name.
@@ -374,7 +375,7 @@ class Provenance:
         return []
 
     def _chosen(self, parameters: Sequence[int], made: Collection[int]) -> Collection[int]:
-        """Choose among parameters with similar names: an output's sources, or else a model's parts.
+        """Choose among parameters with similar names: first an output's sources, then model parts.
 
         A weight's gradient has the same name as its moments.
         """
@@ -384,9 +385,9 @@ class Provenance:
         return of_output or [i for i in parameters if i in self._uses.in_model] or parameters
 
     def _named_like(self, parameter: int, among: Collection[int]) -> int | None:
-        """Find the parameter whose path has the longest end in common with another parameter's.
+        """Find the parameter whose path shares the longest suffix with another parameter's path.
 
-        Return None if there are several.
+        Return None unless there is exactly one.
         """
         parameters = self._with_end(
             self._parameters[parameter][1:], lambda candidate: candidate in among
@@ -395,7 +396,7 @@ class Provenance:
 
     @cached_property
     def _by_end(self) -> Mapping[_Keys, list[int]]:
-        """The parameters by each end of their paths.
+        """The parameters by each suffix of their paths.
 
         An argument's name counts, too: a result may be a dict of arguments.
         """
@@ -407,7 +408,7 @@ class Provenance:
 
 
 def _common_end(paths: Sequence[Path]) -> int:
-    """Count the keys that all paths end with, without the names of arguments."""
+    """Count the keys that all paths end with, apart from argument names."""
     if len(paths) < 2:
         return 0
     length = 0
@@ -419,7 +420,7 @@ def _common_end(paths: Sequence[Path]) -> int:
 
 
 NewValues = Callable[[MovedArray], Sequence[HloValue]]
-"""A moved array ─► the new values of parameters that depend on it."""
+"""A function from a moved array to the new parameter values that depend on it."""
 
 
 class Phases:
@@ -435,7 +436,7 @@ class Phases:
         self._names: dict[Instruction, list[str]] = {}
         # Values that earlier walks found independent of the backward pass: each is visited once.
         self._independent: set[HloValue] = set()
-        # Values that depend on it.
+        # Values that depend on the backward pass.
         self._dependent: set[HloValue] = set()
 
     def phase(self, moved: MovedArray, new_values: NewValues) -> str | None:
@@ -443,9 +444,9 @@ class Phases:
 
         Args:
             moved: the array.
-            new_values: returns the new values of parameters that depend on an array; none if it
-                serves anything else. It is not an attribute, since a method of this object's owner
-                would be a reference cycle.
+            new_values: returns the new parameter values that depend on an array; empty if anything
+                else depends on it. It is not an attribute, since a method of this object's owner
+                would create a reference cycle.
 
         Returns:
             The phase, or None if the compiler combined several phases, or lost the operations'
@@ -457,7 +458,7 @@ class Phases:
         names = self._names[instruction]
         if len(names) == moved.arrays and names != [""]:
             return self._of(names[moved.index], moved, new_values)  # one name for each array
-        # Some compilers name only the first of combined arrays, so the moved value's name is used.
+        # Some compilers name only the first combined array, so the moved value's name is used.
         if moved.arrays > 1:
             source = self._flow.source(moved.operand).instruction
             phase = _phase(source.metadata("op_name") or "")
@@ -467,15 +468,15 @@ class Phases:
             name = described.metadata("op_name")
             if name:
                 phases = {self._of(part, moved, new_values) for part in split(name)}
-                # If there are several, the one for this array is unknown.
+                # If there are several phases, this array's phase is unknown.
                 return phases.pop() if len(phases) == 1 else None
         return None
 
     def described(self, moved: MovedArray) -> Iterator[Instruction]:
         """Yield the instructions that describe a collective, the nearest first.
 
-        Some compilers drop the metadata of collectives that they combine. Then the moved value has
-        the metadata, or otherwise the instruction that contains the collective.
+        Some compilers drop the metadata of collectives that they combine. The moved value then has
+        metadata, or the instruction that contains the collective has it.
         """
         yield moved.instruction
         yield self._flow.source(moved.operand).instruction
@@ -489,17 +490,17 @@ class Phases:
         phase = _phase(name)
         if phase is not None:
             return phase
-        # All other operations are before the gradients, or depend on them.
+        # All other operations come before the gradients, or depend on them.
         if self._depends_on_backward(moved.operand):
             return "update"
-        # An optimizer may use a parameter without its gradient, such as its norm.
+        # An optimizer may use a parameter without its gradient, for example in a norm.
         if self._are_updates(new_values(moved)):
             return "update"
         return "forward"
 
     def _are_updates(self, values: Sequence[HloValue]) -> bool:
         """Return whether there are values, and all depend on the backward pass."""
-        # Each part of a global norm asks about all new values.
+        # For each part of a global norm, `values` are all new values, so sets are compared first.
         known = self._dependent.issuperset(values)
         return bool(values) and (known or all(map(self._depends_on_backward, values)))
 
@@ -518,7 +519,7 @@ class Phases:
                 if before not in seen and before not in self._independent:
                     waiting.append(before)
                     seen.add(before)
-        # The walk is complete, so none of them depends on it.
+        # The walk is complete, so none of these values depends on the backward pass.
         self._independent |= seen
         return False
 

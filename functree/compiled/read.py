@@ -31,8 +31,8 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
         text: the text of the program.
-        memory: returns its memory statistics, as `compiled.memory_analysis` does; None if the
-            compiler has none. It is called last.
+        memory: returns its memory statistics, as `compiled.memory_analysis` does, or None if the
+            compiler reports none. It is called last.
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output.
@@ -40,9 +40,8 @@ class CompiledProgram(NamedTuple):
         backend: the name of the target.
         warnings: the compiler's warnings; None if they were not collected.
         sharded: the mesh axes that shard a parameter or an output; None if this is unknown.
-        shapes: converts shapes on one device to shapes across devices; None if these are equal or
-            unknown.
-        layouts: derives the program's layouts before compilation; None if they are unavailable.
+        shapes: converts shapes on one device to global shapes; None if these are equal or unknown.
+        layouts: returns the program's layouts before compilation; None if they are unavailable.
     """
 
     text: str
@@ -61,8 +60,8 @@ def read_ledger(program: CompiledProgram) -> Ledger:
     """Read the ledger of a program.
 
     Raises:
-        FunctreeError: if the program's parameters do not match the arrays of the function, so paths
-            are unknown.
+        FunctreeError: if the program's parameters do not match the function's arrays, so paths are
+            unknown.
     """
     with _without_collector():
         return _read(program)
@@ -72,8 +71,8 @@ def read_ledger(program: CompiledProgram) -> Ledger:
 def _without_collector() -> Iterator[None]:
     """Pause Python's garbage collector.
 
-    It would scan all objects of a large program repeatedly: each instruction is an object, and none
-    is in a reference cycle. This halves the time for 50,000 instructions.
+    The collector would repeatedly scan all instructions of a large program, although none is in a
+    reference cycle. The pause halves the time for 50,000 instructions.
     """
     collecting = gc.isenabled()
     gc.disable()
@@ -146,7 +145,7 @@ class _Reader:
             self.data = tuple(dict.fromkeys(str(self._parameters[i][0]) for i in sorted(data)))
 
     def collective(self, moved: MovedArray) -> Collective:
-        """Return a moved array as a row of the ledger."""
+        """Convert a moved array to a row of the ledger."""
         axes, size = self._groups_of(moved.groups)
         paths: list[Path] = []
         arguments: list[str] = []
@@ -183,10 +182,10 @@ class _Reader:
         return self._groups[text]
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
-        """Return the source, the caller and JAX's name of the nearest instruction with lines."""
+        """Return the source, calling line and JAX's name of the nearest instruction with lines."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
-            # A combined collective has the line of its first array, a moved value its own line.
+            # A combined collective has its first array's line, but each moved value has its own.
             nearest[:2] = reversed(nearest[:2])
         for instruction in nearest:
             lines = self._sources.of(instruction)
@@ -207,28 +206,28 @@ class _Reader:
     def not_understood(self, collectives: Sequence[Collective]) -> Iterator[str]:
         """Yield a sentence for each part of the program that could not be parsed."""
         for other in unknown_collectives(self.flow):
-            yield f"{other.opcode} ({other.name}): an unknown kind of collective, left out"
+            yield f"{other.opcode} ({other.name}) is an unknown kind of collective and is left out"
         # Without repeats: a combined collective is one instruction with several arrays.
         unknown = dict.fromkeys(
             collective.op for collective in collectives if collective.mesh_axes is None
         )
         if unknown and self._sizes:
-            why = "they do not fit the mesh, or have an unknown format"
-            yield f"the device groups of {', '.join(unknown)}: {why}"
+            why = "do not fit the mesh, or have an unknown format"
+            yield f"the device groups of {', '.join(unknown)} {why}"
         elif unknown:
-            why = "so the mesh axes have no names: pass it as `mesh=`"
-            yield f"the program's mesh, {why}"
+            why = "so mesh axes have no names: pass the mesh as `mesh=`"
+            yield f"the program's mesh is unknown, {why}"
         endless = dict.fromkeys(
             collective.op for collective in collectives if collective.count is None
         )
         if endless:
             why = "a loop's length depends on data, so each counts once"
-            yield f"the number of runs of {', '.join(endless)}: {why}"
+            yield f"the number of runs of {', '.join(endless)} is unknown: {why}"
 
     def idle(
         self, collectives: Sequence[Collective], sharded: frozenset[str] | None
     ) -> tuple[str, ...]:
-        """Return the mesh axes over which nothing is moved and nothing is sharded.
+        """Return the mesh axes over which nothing is moved or sharded; empty if this is unknown.
 
         Args:
             collectives: the collectives of the program.
@@ -264,10 +263,10 @@ def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     temporaries = known.temp_size_in_bytes + known.host_temp_size_in_bytes
     peak = known.peak_memory_in_bytes
     allocated = arguments + outputs - aliases + temporaries
-    if program.backend == "cpu":  # its compiler's peak leaves out temporaries
+    if program.backend == "cpu":  # the CPU compiler's peak leaves out temporaries
         peak = allocated
     elif program.backend.startswith("tpu"):
-        # Its compiler's peak includes host memory and the core's fast memory. Allocations in the
-        # main memory are reported separately.
+        # The TPU compiler's peak includes host memory and the core's fast memory. The allocations
+        # in main memory limit the peak there.
         peak = min(peak, allocated - on_host)
     return Memory(BytesByPath(sizes), outputs, aliases, temporaries, peak)

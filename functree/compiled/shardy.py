@@ -1,11 +1,11 @@
-"""`laid_out` derives the sharding of each value of a lowered program, with Shardy's propagation.
+"""`laid_out` derives the sharding of each value in a lowered program, using Shardy's propagation.
 
 In a lowered program, only arguments, results and constraints have shardings. The compiler runs
-Shardy to derive the others. Here, Shardy's passes run on a copy of the program, in a tenth of a
-second instead of the many seconds of a compilation.
+Shardy to derive all other shardings. Here, Shardy's passes run on a copy of the program. They
+typically take a tenth of a second, where a compilation takes many seconds.
 
-Passes and their options are texts, not an API, and may change with jaxlib. If they do, there are no
-layouts, and only features that need them fail.
+Passes and their options are strings, not an API, and may change with jaxlib. If they do, there are
+no layouts, and only features that need layouts fail.
 """
 
 import linecache
@@ -60,19 +60,18 @@ class LaidOut(NamedTuple):
     """An array in a program: an argument, the result of an operation, or a result of the program.
 
     Attributes:
-        op: the operation in StableHLO's words, such as `dot_general`; `argument` and `result` for
+        op: the operation's name in StableHLO, such as `dot_general`; `argument` and `result` for
             the program's arguments and results.
-        source: the line of a model that it comes from, `file:line`, as in a ledger; None if it is
-            unknown.
-        expression: the code at that place; the path of an argument or a result.
-        shape: the shape on all devices.
-        dtype: the dtype in StableHLO's words: `f32`, `i1`.
+        source: the line that it comes from, as in `Collective.source`; None if it is unknown.
+        expression: the code at that line; for an argument or a result, its path.
+        shape: the global shape.
+        dtype: the dtype as StableHLO writes it: `f32`, `i1`.
         spec: how it is sharded. If the compiler uses a part of a mesh axis, the entry has this
             form: `"data:(1)2"`.
-        origins: what decided it, by mesh axis: the path of an argument or of a result
+        origins: what decided the sharding, by mesh axis: the path of an argument or of a result
             (`result.loss`), or the line of a constraint or of a `shard_map`.
-        name: JAX's name of the operation: `jit(step)/jvp()/dot_general`.
-        operands: the indices of the rows of its operands.
+        name: JAX's name for the operation: `jit(step)/jvp()/dot_general`.
+        operands: the row indices of its operands.
     """
 
     op: str
@@ -87,7 +86,7 @@ class LaidOut(NamedTuple):
 
     @property
     def array(self) -> str:
-        """The array, each size with the mesh axes that shard it: `f32[64/data, 32]`."""
+        """The dtype and the shape, each size with its mesh axes: `f32[64/data, 32]`."""
         sizes: list[str] = []
         for size, axes in zip(self.shape, self.spec.partitions, strict=True):
             sizes.append("/".join([str(size), *mesh_axes(axes)]))
@@ -104,7 +103,7 @@ class LaidOut(NamedTuple):
 
     @property
     def decided(self) -> str:
-        """The origins of its sharding, except itself: `data by x, model by model.up`."""
+        """The origins of its sharding, other than itself: `data by x, model by model.up`."""
         others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
         return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
@@ -116,7 +115,7 @@ def laid_out(
 
     Args:
         lowered: JAX's lowered function.
-        results: the names of its results; None uses JAX's names.
+        results: the names of its results; None to use JAX's names.
 
     Raises:
         FunctreeError: if this version of JAX does not have the passes.
@@ -126,7 +125,7 @@ def laid_out(
 
 
 def moved_bytes(lowered: Lowered) -> int:
-    """Estimate the bytes that a program will move on each device, before it is compiled.
+    """Estimate the bytes that a program will move to each device, before it is compiled.
 
     Raises:
         FunctreeError: if this version of JAX does not have the passes.
@@ -141,8 +140,8 @@ def _propagated(
 ) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
     """Run passes on a copy of a program.
 
-    Yields its function without calls, the sizes of the mesh axes, and the arguments whose sharding
-    was given.
+    Yields its main function with calls inlined, the sizes of the mesh axes, and the arguments whose
+    sharding was given.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
@@ -199,7 +198,7 @@ def _bytes(collective: Any, sizes: Mapping[str, int]) -> int:
 def _bytes_of(shape: Sequence[int], dtype: str) -> int:
     digits = re.search(r"\d+", dtype)
     bits = max(int(digits[0] if digits else 8), 8)
-    if dtype.startswith("complex"):  # `complex<f32>`: two of these
+    if dtype.startswith("complex"):  # `complex<f32>` is two f32
         bits *= 2
     return math.prod(shape) * bits // 8
 
@@ -233,7 +232,7 @@ def _all_inside(outer: Any) -> Iterator[Any]:
 
 
 def _inline(outer: Any, functions: dict[str, Any]) -> None:
-    """Replace calls with the functions' operations.
+    """Replace calls with the operations of the called functions.
 
     MLIR's own pass does not inline calls inside loops.
     """
@@ -258,7 +257,7 @@ def _inline(outer: Any, functions: dict[str, Any]) -> None:
 
 
 def _given_shardings(main: Any) -> dict[Any, Any]:
-    """Return the shardings of the arguments that have one."""
+    """Return the given shardings by argument; arguments without one are left out."""
     shardings: dict[Any, Any] = {}
     for argument, attributes in zip(_arguments(main), main.attributes["arg_attrs"], strict=True):
         for attribute in attributes:
@@ -270,8 +269,9 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
 def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     """Replace the groups made by `jax.experimental.shard_alike`, which `ft.grad` uses.
 
-    Propagation with origins crashes the process if a program has such a group. The members of a
-    group with an argument are constrained to the argument's sharding. Other groups are dropped.
+    Propagation with origins crashes the process if a program has such a group. If a group contains
+    an argument with a sharding, its members are constrained to that sharding. Other groups are
+    dropped.
     """
     groups: dict[int, list[Any]] = {}
     for operation in list(_all_inside(main)):
@@ -323,7 +323,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self._rows: list[LaidOut] = []
-        # Our names for Shardy's origins, and the index of each value's row.
+        # The user-facing names of Shardy's origins, and the index of each value's row.
         self._origins: dict[str, str] = {}
         self._indices: dict[Any, int] = {}
         # The rows whose types are constraints, by Shardy's names for the constraints.
@@ -335,14 +335,14 @@ class _Reader:
     ) -> tuple[LaidOut, ...]:
         """Return a function's rows: arguments, results of its operations, and its results.
 
-        `given` are the arguments whose sharding was given.
+        `given` holds the arguments whose sharding was given.
         """
         arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
         for i, (value, attributes) in enumerate(arguments):
             if not _is_array(value):
                 continue
             spec, origins = _layout(attributes)
-            # Shardy may instead name a constraint that copies the argument.
+            # Shardy may instead name a constraint with the same sharding as the argument.
             if value in given:
                 origins = dict.fromkeys(origins, "self")
             self._add(value, ARGUMENT, value.location, spec, origins, ())
@@ -372,9 +372,9 @@ class _Reader:
         return {axis: self._origin(row, axis, ()) for axis in row.origins}
 
     def _origin(self, row: LaidOut, axis: str, seen: tuple[str, ...]) -> str:
-        """Name what decided about an axis.
+        """Return the name of whatever decided a row's sharding along a mesh axis.
 
-        Shardy says `input: 2`, `constraint_1`, `mc_0_input: 1`, or `self`.
+        Shardy writes `input: 2`, `constraint_1`, `mc_0_input: 1`, or `self`.
         """
         by = row.origins[axis]
         first, _, _ = by.partition(": ")
@@ -466,7 +466,7 @@ class _Reader:
         if lines is not None:
             source, expression = lines.source, _expression(frames, lines.source)
         shape = tuple(value.type.shape)
-        # Shardy keeps origins for axes that the final sharding does not use.
+        # Shardy keeps origins for axes that the final sharding does not use, so drop these.
         cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
         origins = {axis: by for axis, by in origins.items() if axis.partition(":")[0] in cuts}
         self._rows.append(
@@ -484,7 +484,7 @@ class _Reader:
         )
 
     def _frames_of(self, location: Any) -> tuple[Frame, ...]:
-        """Return the places of a location, the innermost first."""
+        """Return the frames of a location, innermost first."""
         # Most operations share their outer frames, and equal locations share one attribute.
         known = self._frames.get(location.attr)
         if known is None:
@@ -520,7 +520,7 @@ _ORIGINS = re.compile(r"\{([^{}]*)\}")
 _ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
 
 
-# MLIR escapes non-ASCII letters in the name of a mesh axis as `\C3\A4`; twice in a key.
+# MLIR escapes non-ASCII letters in a mesh axis name as `\C3\A4`. In a key, it escapes them twice.
 _ESCAPED = re.compile(r"(?:\\+[89A-F][0-9A-F])+")
 
 
@@ -533,7 +533,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
-    """Return the spec and the origins of an argument or a result; empty if it has none."""
+    """Return the text of a spec, and the origins, of an argument or a result; empty if absent."""
     texts = {attribute.name: _text(attribute.attr) for attribute in attributes}
     origins = _ORIGIN.findall(texts.get("sdy.sharding_origins", ""))
     return texts.get("sdy.sharding", ""), dict(origins)
@@ -549,7 +549,7 @@ def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
 
 @cache
 def _spec(text: str, ndim: int) -> PartitionSpec:
-    """Parse a spec. A short text, of a scalar or a value without a sharding, is padded."""
+    """Parse a spec. The text of a value without a sharding is empty, so the spec is padded."""
     entries = [
         entry([name + part for name, part in _AXIS.findall(dimension)])
         for dimension in _DIMENSION.findall(text)
@@ -558,7 +558,7 @@ def _spec(text: str, ndim: int) -> PartitionSpec:
 
 
 def _name(location: Any) -> str:
-    """Return JAX's name of an operation."""
+    """Return JAX's name for an operation."""
     # An inlined operation's location contains the location of its call.
     while isinstance(location, ir.CallSiteLoc):
         location = location.callee
@@ -566,7 +566,7 @@ def _name(location: Any) -> str:
 
 
 def _expression(frames: Sequence[Frame], source: str) -> str:
-    """Return the code at a source line, from where its frame begins."""
+    """Return the code of the frame at a source line."""
     frame = next(
         candidate for candidate in frames if f"{candidate.file}:{candidate.line}" == source
     )

@@ -20,17 +20,18 @@ _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
 
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
-# Installed packages whose code is not part of a model, except Equinox' layers.
+# Installed packages whose code is not part of a model, except Equinox's layers.
 _NO_MODELS = ("equinox", "jax", "jaxlib", "optax")
 _EQUINOX_LAYERS = ("equinox", "nn")
 _layer_files: set[str] = set()
 
 
 def name_lines_of(*layers: Callable[..., object]) -> None:
-    """Count the modules of some layers as code of a model, although they belong to functree.
+    """Count the modules of some layers as model code, although they belong to functree.
 
-    `functree.nn`, a later floor, calls this once with its public layers. They are parts of a user's
-    model, and a line inside one says more than the line that calls the whole model.
+    `functree.nn`, which this module cannot import, calls this once with its public layers. They are
+    parts of a user's model, and a line inside a layer is more informative than the line that calls
+    the whole model.
 
     Args:
         layers: classes and functions.
@@ -44,7 +45,7 @@ class Lines(NamedTuple):
     """The source lines that an instruction comes from, each `file:line`.
 
     Attributes:
-        source: the innermost line of a model; if there is none, the innermost line.
+        source: the innermost line of model code; if there is none, the innermost line.
         called_from: the innermost line of the user's own code, if `source` is in a package.
     """
 
@@ -77,7 +78,7 @@ class Sources:
         return self._known[frame]
 
     def _outwards(self, frame: int) -> Iterator[tuple[str, int]]:
-        """Yield the file and line of a frame and of the frames around it."""
+        """Yield the file and line of a frame, and of each frame around it, innermost first."""
         while frame in self._frames:
             file, line, frame = self._frames[frame]
             yield file, line
@@ -104,7 +105,7 @@ class Sources:
 
 
 def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
-    """Choose the source lines among places, the innermost first; None if there are none."""
+    """Choose the source lines among frames, innermost first; None if there are no frames."""
     innermost = source = called_from = None
     for file, number in frames:
         line = f"{file}:{number}"
@@ -122,7 +123,7 @@ def lines_of(frames: Iterable[tuple[str, int]]) -> Lines | None:
 
 
 def source_end(source: str) -> str:
-    """Return the end of a file's path, which suffices to recognize it."""
+    """Return the last two parts of a file's path, which suffice to recognize the file."""
     return "/".join(source.replace("\\", "/").split("/")[-2:])
 
 
@@ -155,7 +156,7 @@ def is_layer(file: str) -> bool:
 
 @cache
 def _in_package(file: str) -> tuple[str, ...]:
-    """Return a path's parts below the folder of installed packages; empty if there is none."""
+    """Return a path's parts below a folder of installed packages; empty if it is not in one."""
     parts = Path(file).parts
     # The last such folder: a virtual environment may be inside another one's packages.
     for i in range(len(parts) - 1, -1, -1):

@@ -37,7 +37,7 @@ class TableRow(NamedTuple):
     axes: str
     runs: str
     total: int  # bytes on one device, over all runs
-    where: str  # lines of source, bytes of each run
+    where: str  # source lines, bytes per run
     collectives: tuple[Collective, ...]
     paths: tuple[Path, ...]  # one per collective; empty unless each serves one parameter
 
@@ -50,7 +50,7 @@ class TableRow(NamedTuple):
 
     @property
     def cause(self) -> str:
-        """The cause of a collective that the compiler chose; empty for others."""
+        """The cause, if the compiler chose the collectives; empty otherwise."""
         first = self.collectives[0]
         return "" if first.verdict != "compiler" or first.cause is None else str(first.cause)
 
@@ -69,8 +69,8 @@ _MOVES = {
 def table_rows(collectives: Sequence[Collective]) -> list[TableRow]:
     """Group collectives into rows, the largest first.
 
-    A row holds collectives that do the same for identical layers, or for parameters of one module,
-    such as query, key and value.
+    A row holds collectives with the same properties that serve identical layers, or parameters of
+    one module, such as query, key and value.
     """
     groups = _by_layer(collectives)
     # First `attn.{query,key}`, then `attn.{query,key}.weight`, where each is a module.
@@ -96,7 +96,7 @@ def _by_layer(collectives: Sequence[Collective]) -> list[list[Collective]]:
 
 
 def _does(collective: Collective) -> tuple[Hashable, ...]:
-    """Return what a collective does: all collectives of a row do the same."""
+    """Return the properties that all collectives of a row share."""
     return (
         collective.kind,
         collective.mesh_axes,
@@ -120,7 +120,7 @@ def _but_for_indices(collective: Collective) -> Hashable:
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
-    """Return one group if its title is exact: if all combinations of its indices exist."""
+    """Return one group if all combinations of its indices exist, so that its title is exact."""
     if len(alike[0].paths) != 1:
         return [list(alike)]
     paths = set(map(_path, alike))
@@ -135,7 +135,7 @@ def _path(collective: Collective) -> Path:
 
 
 def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Collective]]:
-    """Join groups that differ only in the key at this position from the end."""
+    """Join groups whose paths differ only in the key at this position from the end."""
 
     def key(group: Sequence[Collective]) -> Hashable:
         # The argument does not count, since it is not a key of a module.
@@ -152,13 +152,13 @@ def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Coll
 
 
 SMALLER = 16
-"""A parameter that moves this many times less than another gets its own line.
+"""A parameter that moves fewer bytes than another by this factor gets its own row.
 
-One line for both would hide which of them moves more."""
+One row for both would hide which of them moves more."""
 
 
 def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collective]]]:
-    """Divide groups into those that move about the same amount."""
+    """Divide groups into lists of groups that move about the same amount."""
     totals = [sum(collective.total for collective in group) for group in groups]
     divided: list[list[list[Collective]]] = []
     left = list(range(len(groups)))
@@ -172,7 +172,7 @@ def _of_one_size(groups: Sequence[list[Collective]]) -> list[list[list[Collectiv
 
 def _row(alike: Sequence[Collective]) -> TableRow:
     first = alike[0]
-    # The paths of each parameter that all of them serve.
+    # For each position, the paths of all collectives at that position.
     each = zip(*map(full_paths, alike), strict=True)
     details = list(filter(None, [sources_text(alike)]))
     times = [collective.count for collective in alike if collective.count is not None]
@@ -239,7 +239,7 @@ def _in_order(line: str) -> tuple[int, str]:
 
 COLUMNS = (52, 18, 16, 5)  # the widths of parameter, kind, mesh axes and runs
 ROWS = 40
-"""The most rows of the table; one line gives the total of the others."""
+"""The most rows in the table; one line gives the total of all smaller rows."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
@@ -262,7 +262,7 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
     if smaller:
         rest = bytes_text(sum(row.total for row in smaller))
         more = count(len(smaller), "smaller row")
-        lines.append(f"and {more}, {rest} in total (`ledger.collectives` has each)")
+        lines.append(f"and {more}, {rest} in total (`ledger.collectives` has all)")
     if lines:
         lines.append("")
     lines += [summary, *paragraphs(notes)]
@@ -283,7 +283,7 @@ def summary_text(
         memory: the memory.
         attributed: the share of the moved bytes that have a path.
         where: the backend and the mesh.
-        idle: the mesh axes that do nothing.
+        idle: the mesh axes over which nothing is moved or sharded.
     """
     lines = [f"{where}: {bytes_text(sum(totals.values()))} moved to each device"]
     for (kind, axes), size in totals.items():
@@ -301,7 +301,7 @@ def idle_text(idle: Sequence[str]) -> str:
 
 
 def unattributed_text(attributed: float) -> str:
-    """Describe the bytes without a path."""
+    """Describe the share of bytes without a path."""
     lost = 1 - attributed
     share = f"{100 * lost:.1f} %"
     if 0 < lost < 0.0005:  # "0.0 %" would mean none
@@ -314,18 +314,18 @@ def memory_text(memory: Memory) -> str:
     arguments = sum(memory.arguments.values())
     parts = [f"arguments {bytes_text(arguments)}", f"outputs {bytes_text(memory.outputs)}"]
     if memory.aliases:
-        parts[-1] += f" ({bytes_text(memory.aliases)} of them in donated arguments)"
+        parts[-1] += f" ({bytes_text(memory.aliases)} in donated arguments)"
     parts += [f"temporaries {bytes_text(memory.temporaries)}", f"peak {bytes_text(memory.peak)}"]
     return f"memory of each device: {', '.join(parts)}"
 
 
 def peak_notes(memory: Memory) -> list[str]:
-    """Explain a peak that is less than a part of the memory; empty otherwise."""
+    """Explain a peak that is less than another figure of the memory; empty otherwise."""
     if memory.peak >= max(sum(memory.arguments.values()), memory.outputs, memory.temporaries):
         return []
     return [
-        "the peak is less than another figure: it counts the buffers in use at one time in the "
-        "main memory, while the others count allocations in all memories"
+        "the peak is less than another figure: it counts the buffers in use at one time in "
+        "main memory, while the other figures count allocations in all memories"
     ]
 
 

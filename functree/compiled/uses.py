@@ -1,6 +1,6 @@
 """`ParameterUses` relates the arrays that collectives move to parameters and outputs.
 
-It follows values through the program: the parameters that an array consists of, those that it is
+It follows values through the program to find the parameters that an array consists of or is
 multiplied by, and the outputs that depend on it.
 """
 
@@ -25,15 +25,16 @@ from functree.compiled.moved_arrays import MovedArray
 
 # The collectives that move elements without summing them.
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
-# These combine elements at different indices, or have no operands. In all others, an element of the
-# result depends on the operands' elements at the same index, as in an optimizer's update.
+# These combine elements at different indices, or have no operands. In all other operations, an
+# element of the result depends on the operands' elements at the same index, as in an optimizer's
+# update.
 _NOT_ELEMENTWISE = frozenset({
     "cholesky", "constant", "convolution", "dot", "fft", "gather", "iota", "parameter", "reduce",
     "reduce-window", "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort",
     "triangular-solve",
 })  # fmt: skip
-# These multiply two arrays, or look up in one. Custom calls may be products of a library, such as
-# cuBLAS.
+# These multiply two arrays, or look up elements of one. Custom calls may be a library's products,
+# such as those in cuBLAS.
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
 _READS = frozenset({"dynamic-slice", "gather", "slice"})  # these read numbers from an array
 # Custom calls on TPUs that compute nothing: they run transfers during other work, join fetched
@@ -47,7 +48,7 @@ _SYMMETRIC = frozenset({"convolution", "custom-call", "dot"})
 
 
 class Product(NamedTuple):
-    """A product.
+    """The operands of a product or a lookup.
 
     Attributes:
         parameters: the parameters among its operands.
@@ -96,13 +97,13 @@ class ParameterUses:
             parameters |= operand_parameters
             if not operand_parameters:
                 computed.append(operand)
-        # The indices of a lookup say nothing about its table.
+        # A lookup's indices do not show whether its table is a weight.
         if value.instruction.opcode not in _SYMMETRIC:
             computed = []
         return Product(frozenset(parameters), computed)
 
     def _multiplied(self, product: Instruction) -> list[HloValue]:
-        """Return the operands of a product, or of a lookup without its indices."""
+        """Return a product's operands, or a lookup's operands other than its indices."""
         operands = self._flow.operands(product)
         if product.opcode in _SYMMETRIC:
             return operands
@@ -111,13 +112,13 @@ class ParameterUses:
         return self._flow.inputs(HloValue(product))
 
     def _products_of(self, value: HloValue) -> list[HloValue]:
-        """Return the products that a value is: itself, or those whose parts it sums."""
+        """Return the value if it is a product, or the partial products if it is their sum."""
         instruction = value.instruction
         if self._is_product(instruction):
             return [value]
         if instruction.opcode != "reduce":
             return []
-        # GPUs split a long product into a batch of parts, and sum these afterwards.
+        # On GPUs, compilers split a long product into a batch of parts, and sum these afterwards.
         if self._flow.hlo.roots[instruction.called("to_apply")].opcode != "add":
             return []
         parts = self._flow.origins(self._flow.operands(instruction)[0], self._is_moved)
@@ -126,7 +127,7 @@ class ParameterUses:
     def computed_of(self, value: HloValue) -> frozenset[int]:
         """Return the parameters that a value is computed from without products.
 
-        An example is a quantized weight, computed from its integers and its scale. The result is
+        An example is a quantized weight, which is computed from integers and a scale. The result is
         empty if the value depends on anything else. Scalars, such as a norm, are not followed.
         """
         return self._only_parameters(self._flow.origins(value, self._is_without_products))
@@ -135,7 +136,7 @@ class ParameterUses:
         return instruction.opcode == "reduce" or self._is_elementwise(instruction)
 
     def are_made_of(self, values: Sequence[HloValue], parameters: Collection[int]) -> bool:
-        """Return whether some values depend on any of some parameters, in any way."""
+        """Return whether any of some values depends on any of some parameters, in any way."""
         wanted = {source for source, i in self._parameters.items() if i in parameters}
         waiting = list(values)
         seen = set(waiting)
@@ -154,7 +155,7 @@ class ParameterUses:
 
     @cached_property
     def _products(self) -> Sequence[Instruction]:
-        """The instructions that multiply values, or look up in them."""
+        """The instructions that multiply values, or look up elements of them."""
         products = list(self._lookups)
         for opcode in _PRODUCTS:
             products += self._flow.hlo.by_opcode.get(opcode, ())
@@ -164,15 +165,15 @@ class ParameterUses:
     def _lookups(self) -> frozenset[Instruction]:
         """The slices whose indices were read from an array.
 
-        Compilers write a gather or a scatter as a loop of these. The indices of other slices are
-        loop counters, or constants of each device.
+        Compilers write a gather or a scatter as a loop of such slices. The indices of other slices
+        are loop counters, or constants of each device.
         """
         places: dict[Instruction, list[HloValue]] = {}
         # Indices are the operands after the array and, if there is one, after the update.
         for opcode, first in (("dynamic-slice", 1), ("dynamic-update-slice", 2)):
             for instruction in self._flow.hlo.by_opcode.get(opcode, ()):
                 places[instruction] = self._flow.operands(instruction)[first:]
-        # Most programs have no lookup, which one walk shows.
+        # Most programs have no lookups. A single walk shows this.
         if not self._is_made_of_data(chain.from_iterable(places.values())):
             return frozenset()
         return frozenset(
@@ -185,13 +186,13 @@ class ParameterUses:
         return any(map(self._is_read_from_data, passed))
 
     def _is_computed(self, instruction: Instruction) -> bool:
-        """Return whether an instruction does arithmetic, as for the indices of slices."""
+        """Return whether an instruction may be a part of the arithmetic on slice indices."""
         return instruction.opcode not in _NOT_ELEMENTWISE
 
     def _is_read_from_data(self, value: HloValue) -> bool:
         """Return whether a value is read from an array, and not from a table of constants.
 
-        Each device reads from such a table which part of an array it keeps.
+        From such a table, each device reads the index of the part of an array that it keeps.
         """
         if value.instruction.opcode not in _READS:
             return False
@@ -250,7 +251,7 @@ class ParameterUses:
     def outputs(self, moved: MovedArray) -> frozenset[int]:
         """Return the outputs that depend on the moved array element by element.
 
-        A gradient has the outputs of its parameter.
+        For a gradient, these include the new value of its parameter.
         """
         return _outputs_of(self._reached, moved)
 
@@ -287,7 +288,7 @@ class ParameterUses:
         return _outputs_of(self._updated, moved)
 
     def is_updated_with(self, output: int, parameters: Iterable[int]) -> bool:
-        """Return whether an optimizer computes an output from each of some parameters."""
+        """Return whether an optimizer computes an output from all of some parameters."""
         values = [HloValue(self._flow.hlo.parameters[parameter]) for parameter in parameters]
         return all(self._updated.get(value, 0) & 1 << output for value in values)
 
@@ -301,9 +302,9 @@ class ParameterUses:
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """Return the parameters that the moved array is multiplied by, or looked up in.
 
-        Values computed from the array first do not count.
+        If other values are computed from the array first, their factors do not count.
         """
-        # A sum's operands are products, which are more informative.
+        # The operands of a sum are products, which are more informative.
         if moved.kind not in _GATHERS:
             return frozenset()
         return frozenset().union(*(self._factors[value] for value in moved.results))
@@ -334,7 +335,7 @@ class ParameterUses:
         return self._only_parameters(self._flow.origins(value, self._is_moved))
 
     def _only_parameters(self, origins: frozenset[HloValue]) -> frozenset[int]:
-        """Return the parameters that these values are; empty if one of them was computed."""
+        """Return the parameters among these values; empty if any value was computed."""
         parameters: set[int] = set()
         for origin in origins:
             instruction = origin.instruction
@@ -356,8 +357,8 @@ class ParameterUses:
         if instruction.opcode == "custom-call":
             return instruction.attribute("custom_call_target") in _MOVING_CALLS
         if instruction.opcode == "maximum":
-            # TPUs concatenate this way: each array is padded to the full shape with the least
-            # value.
+            # On TPUs, arrays are concatenated this way: each is padded to the full shape with the
+            # lowest value.
             return all(map(self._is_padded, self._flow.operands(instruction)))
         return instruction.opcode in MOVES or COLLECTIVES.get(instruction.opcode) in _GATHERS
 
@@ -407,8 +408,8 @@ def _changes_only_form(instruction: Instruction) -> bool:
 
 
 def _is_number(instruction: Instruction) -> bool:
-    """Return whether a result that is one array is a scalar."""
-    # From the text: this runs too often to parse the type.
+    """Return whether a result, if it is one array, is a scalar."""
+    # Only the text is searched, since this runs too often to parse the type.
     return "[]" in instruction.type
 
 

@@ -1,7 +1,7 @@
 """`Verdicts` decides whether a collective was asked for, and finds its cause.
 
-The compiler starts from Shardy's layouts. The operation that a collective comes from therefore
-shows the sharding of its operands and the sharding that its result needs.
+The compiler starts from Shardy's layouts. In these, the operation that a collective comes from has
+a sharding for its operands, and the sharding that its result needs.
 """
 
 import math
@@ -17,13 +17,13 @@ from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
 from functree.devices.specs import mesh_axes, named_axes
 from functree.tree.paths import Path
 
-# A constraint may move arrays this many operations earlier.
+# A constraint may move arrays up to this many operations earlier.
 _FARTHEST = 8
-# These may return a different dimension with the same size.
+# In the result of these, a dimension may have a different position.
 _TURNS = ("dot_general", "transpose")
 ASKED, COMPILER = "asked", "compiler"
 
-# JAX's primitives that users write explicitly.
+# JAX primitives for collectives that users write explicitly.
 _WRITTEN = frozenset({
     "all_gather", "all_gather_invariant", "all_to_all", "pgather", "pmax", "pmin", "ppermute",
     "psum", "psum2", "psum_invariant", "psum_scatter", "ragged_all_to_all", "reduce_scatter",
@@ -31,23 +31,23 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
-# These sum over a dimension, or look up in one.
+# These sum over a dimension, or index it.
 _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
-_OPAQUE = "you wrote it, inside `shard_map` or as a collective"
+_OPAQUE = "it is written in `shard_map`, or as a collective"
 _APART = "keep the parts in separate arrays, or stack them along an unsharded dimension"
 # Advice for operations that always lose their sharding, by StableHLO's names.
 _HINTS = {
     "concatenate": f"concatenates along a sharded dimension: {_APART}",
     "dynamic_slice": f"slices a sharded dimension: {_APART}",
     "dynamic_update_slice": f"updates a part of a sharded dimension: {_APART}",
-    "fft": "needs its dimension unsharded: shard a different one, or write it in `shard_map`",
-    "gather": "looks up in a sharded dimension: shard a different dimension of the table",
+    "fft": "transforms a sharded dimension: shard a different one, or write it in `shard_map`",
+    "gather": "indexes a sharded dimension: shard a different dimension of the table",
     "reshape": "merges or splits a sharded dimension: put the sharded part first",
     "reverse": "reverses a sharded dimension: shard a different one",
-    "scatter": "writes into a sharded dimension: shard a different one",
+    "scatter": "updates elements of a sharded dimension: shard a different one",
     "slice": f"slices a sharded dimension: {_APART}",
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
@@ -63,7 +63,7 @@ class Verdicts:
     """The verdicts on a program's collectives.
 
     Args:
-        layouts: the program's layouts. Its first rows are the parameters of the program.
+        layouts: the program's layouts. The first rows are the program's parameters.
         data: the indices of the parameters that are data, and not part of a model.
     """
 
@@ -103,13 +103,13 @@ class Verdicts:
     def _reason(
         self, collective: Collective, name: str, parameters: Sequence[int], operation: int | None
     ) -> str:
-        """Return the request that leads to a collective; empty if there is none."""
+        """Return why a collective counts as asked for; empty if it does not."""
         primitive, is_sum = _primitive(name), collective.kind in _SUMS
         axes = set(collective.mesh_axes or ())
         if "shard_map" in name:
             return _OPAQUE
         if operation is not None and self._rows[operation].op == CONSTRAINT:
-            return "a constraint asks for it"
+            return "a constraint requires it"
         if primitive in _WRITTEN:
             return _OPAQUE
         if collective.kind == "collective-permute" and primitive.startswith(_SHIFTS):
@@ -120,7 +120,7 @@ class Verdicts:
         if collective.moves == "gradient" and (is_sum or is_fsdp):
             return "a gradient is summed over the batch"
         if is_sum and collective.moves != "itself" and primitive.startswith(_REDUCTIONS):
-            return "it sums over a sharded dimension, or looks up in one"
+            return "it sums over a sharded dimension, or indexes one"
         if is_sum and primitive in _PRODUCTS and (operation is None or self._sums(operation, axes)):
             # A product of an activation and a weight is summed over the batch's axis only if the
             # batch lost that axis, which is the compiler's choice.
@@ -151,7 +151,7 @@ class Verdicts:
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
             return row.name == name, serves, self._relays(i, axes), bool(row.operands)
 
-        # By name alone if a compilation cache returned a program with different lines.
+        # Match by name alone if the compilation cache returned a program with different lines.
         places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]
         if _is_combined(name):
             scope, _, parts = name.rpartition("/(")
@@ -164,7 +164,7 @@ class Verdicts:
             places = self._results
         ranked = sorted(places, key=fit, reverse=True)
         if collective.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
-            # The operation that needs it comes later.
+            # The operation that needs the array comes later.
             return self._reached(min(parameters), axes, named=False)
         if not ranked:
             return None
@@ -179,9 +179,9 @@ class Verdicts:
         return ranked[0]
 
     def _reached(self, i: int, axes: set[str], named: bool) -> int:
-        """Find the operation that needs another's result in a different sharding.
+        """Find the operation that needs an operation's result in a different sharding.
 
-        If there is none, return the operation itself or, if it has no name, its first user.
+        If there is none, return the given operation or, if it has no name, its first user.
         """
         row = self._rows[i]
         if named and self._relays(i, axes):
@@ -206,13 +206,13 @@ class Verdicts:
         return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:
-        """Return the row of a loop carry's initial value."""
+        """Return the row of the initial value, for a loop carry; otherwise, the row itself."""
         while self._rows[i].op == "while" and self._rows[i].operands:
             i = self._rows[i].operands[0]
         return i
 
     def _relays(self, i: int, axes: set[str]) -> bool:
-        """Return whether these mesh axes shard a dimension of an operand, but not of the result."""
+        """Return whether these mesh axes shard an operand's dimension, but not the result's."""
         row = self._rows[i]
         for operand in (self._rows[j] for j in row.operands):
             if axes & named_axes(operand.spec) - named_axes(row.spec):
@@ -233,7 +233,7 @@ class Verdicts:
     def _sums(self, i: int, axes: set[str]) -> bool:
         """Return whether a product sums over a dimension that these mesh axes shard.
 
-        They shard both operands, or an operand and not the result.
+        If so, they shard all operands, or an operand but not the result.
         """
         row = self._rows[i]
         operand_axes = [named_axes(self._rows[j].spec) & axes for j in row.operands]
@@ -256,7 +256,7 @@ class Verdicts:
         )
 
     def _hint(self, row: LaidOut, operands: Sequence[LaidOut]) -> str:
-        """Suggest code for an operation that always loses its sharding; empty if none is known."""
+        """Return advice for an operation that always loses its sharding; empty if there is none."""
         if row.op == "reshape" and operands:
             kept = set(zip(row.shape, row.spec.partitions, strict=True))
             for before in zip(operands[0].shape, operands[0].spec.partitions, strict=True):
@@ -290,8 +290,9 @@ def data_of(
     """Find the parameters that are data, and not part of a model.
 
     An argument is a model if one of its arrays is trained. It is also a model if it has more arrays
-    than any trained argument, or if its arrays share no leading dimension, unlike a batch. If no
-    argument is a model, all are data.
+    than any trained argument, or if its arrays share no leading dimension, unlike a batch. If such
+    arguments exist and none of them is trained, the trained arguments are data. If no argument is a
+    model, all are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.

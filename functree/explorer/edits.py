@@ -1,4 +1,4 @@
-"""`Edits` proposes changes to a function's layouts and constraints, each with its program."""
+"""`Edits` proposes changes to a function's layouts and constraints, each with a changed program."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +30,12 @@ class Edit(NamedTuple):
     """A change to a program.
 
     Attributes:
-        change: what to write or to remove.
+        change: what to write or remove.
         source: the line that it concerns; None if it concerns a layout.
-        place: what it concerns; edits of one place are alternatives.
+        place: the constraint, array or rule that it concerns; edits of one place are alternatives.
         lower: lowers the changed program. It may raise any error that tracing may raise.
-        is_blamed: whether it concerns a cause of a collective that was not asked for.
+        is_blamed: whether it concerns the origin of a collective that the compiler chose or that a
+            constraint requires.
     """
 
     change: str
@@ -84,8 +85,8 @@ class Edits:
                 is_blamed = collective.verdict == COMPILER or collective.cause.op == CONSTRAINT
                 (others, blamed)[is_blamed].update(dict.fromkeys(collective.cause.origins))
         if self._variant is not None:
-            # A result that is sharded differently from the parameter that it replaces may be no
-            # origin, but is tried, too.
+            # A result that is sharded differently from the parameter that it replaces is tried even
+            # if it is not an origin.
             for i, path in enumerate(self._call.results):
                 if self._replaced(i, self._variant) is not None:
                     others[result_name(path)] = None
@@ -111,7 +112,7 @@ class Edits:
     def _of_parameter(self, i: int, variant: Variant) -> Iterator[Edit]:
         """Yield edits of a parameter's spec, in all layers and with everything that follows it.
 
-        An optimizer's moments and the new values follow a parameter.
+        A parameter's optimizer moments and its new value follow it.
         """
         array, sharding = variant.inputs[i], variant.inputs[i].sharding
         # On Explicit axes, the types in the trace would change.
@@ -136,7 +137,7 @@ class Edits:
             yield Edit(text, None, what, changed.lower)
 
     def _laid_as(self, i: int, variant: Variant) -> list[int]:
-        """Return the parameters with this one's shape and sharding, without data."""
+        """Return the parameters, except data, with the same shape and sharding as this one."""
         same = (variant.inputs[i].shape, variant.inputs[i].sharding)
         return [
             j
@@ -149,7 +150,8 @@ class Edits:
     ) -> Iterator[PartitionSpec]:
         """Yield specs that change one dimension: no mesh axis, a different one, or one more.
 
-        A mesh axis moves from its previous dimension. Mesh axes that no parameter uses stay unused.
+        A mesh axis is removed from its previous dimension. Mesh axes that no argument uses stay
+        unused.
         """
         sizes, used = sharding.mesh.shape, sorted(self._used())
         specs: dict[PartitionSpec, None] = {}
@@ -165,7 +167,7 @@ class Edits:
         yield from (candidate for candidate in specs if candidate != spec)
 
     def _used(self) -> set[str]:
-        """Return the mesh axes that shard something."""
+        """Return the mesh axes that shard an argument."""
         used: set[str] = set()
         for array in self._call.arrays:
             sharding = getattr(array, "sharding", None)
@@ -174,7 +176,7 @@ class Edits:
         return used
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Yield edits that shard a result like the parameter that it replaces, or not at all."""
+        """Yield edits that shard a result like the parameter it replaces, or remove its layout."""
         result, old = self._call.results[i], variant.outputs[i]
         if old is None:
             return
@@ -195,7 +197,7 @@ class Edits:
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
-        """Return the parameter that a result replaces, if it is sharded differently."""
+        """Return the parameter that a result replaces, and its sharding, if that differs."""
         result_sharding = variant.outputs[i]
         for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
             replaces = _ends_with(self._call.results[i], {_inside(path)})
@@ -252,7 +254,7 @@ class Edits:
         return Edit(text, None, f"rule {axis}", lower)
 
     def _axes(self) -> Iterator[str]:
-        """Yield the names of the axes of all arguments."""
+        """Yield the axis names of all arguments."""
         for argument in (*self._args, *self._kwargs.values()):
             for leaf in read(argument, None).leaves:
                 for name in leaf.axes or ():

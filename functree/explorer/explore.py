@@ -1,4 +1,4 @@
-"""`explore` ranks layouts of a function on several meshes by their compiled programs."""
+"""`explore` ranks a function's layouts on several meshes, based on their compiled programs."""
 
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -45,10 +45,10 @@ def explore(
 ) -> Ranking:
     """Compile a function on several meshes with several layouts, and rank them. Nothing is run.
 
-    Candidates whose arguments cannot fit in memory are dropped based on their plan. The others are
-    compiled with the target's compiler. The score is flops / (peak × efficiency) plus, for each
-    mesh axis, bytes sent / bandwidth; see `Candidate`. It can separate layouts that differ by more
-    than 15 %. It does not forecast times, since it ignores overlap and latency.
+    Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. All
+    others are compiled with the target's compiler. The score is flops / (peak × efficiency) plus,
+    for each mesh axis, bytes sent / bandwidth; see `Candidate`. It can separate layouts that differ
+    by more than 15 %. It does not forecast times, since it ignores overlap and latency.
 
     An interrupt (Ctrl-C) ends the exploration and returns what has been compiled.
 
@@ -61,21 +61,20 @@ def explore(
             name.
         layouts: a dict from names to layouts as in `ft.jit(in_shardings=...)`. If parts of a layout
             have rules, the first such part is also the function's `rules`.
-        target: the target of the programs, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without it, they
-            are compiled for the devices of this machine.
+        target: the target to compile for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without a target,
+            programs are compiled for this machine's devices.
         hardware: the figures for the score. The default is the target's hardware. Without a target,
-            it is a TPU v5e, as the first line of the ranking says, and a peak above its memory is
-            only a note.
+            the default is a TPU v5e, the ranking's first line names it, and a peak above its memory
+            only adds a note.
         out_shardings: the layout of the result, as in `ft.jit`, or a dict with one for each name in
-            `layouts`. Without it, donated arguments keep their shardings.
-        progress: whether to show progress on standard error: in one line on a terminal, or, if it
-            takes long, with a line for each candidate in a log.
+            `layouts`. Without it, results that replace donated arguments keep their shardings.
+        progress: whether to show progress on standard error. A terminal shows one line. A log has a
+            line for each candidate, if the exploration takes long.
 
     Raises:
         FunctreeError: if an argument is invalid.
-        ShardingError: if a mesh does not have the target's number of devices, or has more than
-            there are.
-        ShardingError: if the target's compiler is not installed.
+        ShardingError: if a mesh does not have the target's number of devices, if it has more
+            devices than there are, or if the target's compiler is not installed.
 
     Examples:
         >>> def step(w, x: Float[Array, "batch embed"]):
@@ -130,7 +129,7 @@ class _Exploration:
     ):
         self._step, self._layouts, self._target = step, layouts, target
         self._out: LayoutTree = out_shardings
-        # One for all, unless it is a dict of the same names.
+        # One layout applies to all candidates, unless it is a dict with the same names.
         self._out_by_name: bool = isinstance(out_shardings, Mapping) and set(out_shardings) == set(
             layouts
         )
@@ -154,7 +153,7 @@ class _Exploration:
             return []
         platform = jax.devices()[0].platform.upper()
         return [
-            f"compiled for {platform} devices of this machine: programs for other accelerators may "
+            f"compiled for this machine's {platform} devices: programs for other accelerators may "
             "differ, so give a target"
         ]
 
@@ -181,7 +180,7 @@ class _Exploration:
         return candidates
 
     def _on_paper(self, trial: Trial) -> Candidate:
-        """Return a candidate with the results of the plan."""
+        """Return a candidate with the figures and the problems of its plan."""
         layouts = self._layouts[trial.name]
         candidate = Candidate(trial.sizes, trial.name, layout=layouts)
         try:
@@ -244,7 +243,7 @@ NOT_COMPILED = Problem(None, None, "", "not compiled: the exploration was interr
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
-    """Raise a user's error if all candidates have it, since it does not depend on layouts."""
+    """Raise the error of a user's code if all candidates have it: it does not depend on layouts."""
     if not errors or len(errors) < compiled:
         return
     first = errors[0]
@@ -257,7 +256,7 @@ def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
 # Why a candidate cannot run
 
 LARGEST = 3
-"""The number of arrays that are named."""
+"""The number of arrays that a problem lists."""
 
 
 def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:

@@ -1,4 +1,4 @@
-"""`Hardware` describes an accelerator for the score of layouts; `KINDS` has known accelerators."""
+"""`Hardware` describes an accelerator for scoring layouts; `KINDS` lists known accelerators."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,31 +18,32 @@ def _is_links(value: Any) -> bool:
 
 
 _LINKS = Takes(
-    'a positive number, or a dict of positive numbers by mesh axis, `{"data": 4.5e10}`',
+    'a positive number, or a dict of positive numbers by mesh axis, such as `{"data": 4.5e10}`',
     lambda value: isinstance(value, Mapping) or POSITIVE.is_type(value),
     _is_links,
 )
 _EFFICIENCY = FRACTION._replace(
-    text="a number above 0, at most 1", is_value=lambda value: 0 < value <= 1
+    text="a number above 0 and at most 1", is_value=lambda value: 0 < value <= 1
 )
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The figures of one device of an accelerator, for the score of layouts.
+    """The figures of one accelerator device, for scoring layouts.
 
     Attributes:
-        flops: the peak number of products and sums per second, in the dtype of the computation.
+        flops: the peak flops per second, in the dtype of the computation.
         memory: the bytes of memory that a program may use.
-        links: the bytes per second of a link, in one direction. `ft.explore` derives the links
-            along each mesh axis from the target's shape. For a GPU, give the sum of its NVLinks. A
-            dict gives the bytes per second that a device sends along each mesh axis. Over several
-            mesh axes, the slowest counts, unless the dict has their tuple as a key.
+        links: the bandwidth of one link in one direction, in bytes per second. `ft.explore` derives
+            the number of links along each mesh axis from the target's shape. For a GPU, give the
+            sum of its NVLinks. A dict gives the bytes per second that a device sends along each
+            mesh axis. Over several mesh axes, the slowest counts, unless the dict has their tuple
+            as a key.
         efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
             similar programs.
 
     Raises:
-        FunctreeError: (when created) if a value is not a positive number.
+        FunctreeError: (when created) if a value is not positive, or `efficiency` is above 1.
 
     Examples:
         >>> ft.Hardware(
@@ -83,7 +84,7 @@ class Kind(NamedTuple):
         hardware: the figures of one device.
         network: the bytes per second that a device sends to other hosts, if hosts have no direct
             links.
-        ring: the length from which a dimension of a two-dimensional slice is a ring. In three
+        ring: the minimum length at which a dimension of a two-dimensional slice is a ring. In three
             dimensions, all sizes must be multiples of it. None if there are no rings.
     """
 
@@ -98,15 +99,16 @@ class Kind(NamedTuple):
 #     flops in bfloat16 and ICI links of v4, v5e, v5p and v6e, and which slices are rings
 # [2] Google Cloud, "TPU7x (Ironwood)": 2,307 TFLOPs and 1,200 GB/s of ICI for a chip, as for v5p.
 #     A chip is two devices, which share its links.
-# [3] the compilers for TPUs, libtpu of jax 0.12: the memory that they let a program use
-# [4] data sheets of NVIDIA: A100 312, H100 and H200 989, HGX B200 2,250 TFLOPS (bfloat16, dense);
+# [3] TPU compilers, libtpu of jax 0.12: the memory that they let a program use
+# [4] NVIDIA data sheets: A100 312, H100 and H200 989, HGX B200 2,250 TFLOPS (bfloat16, dense);
 #     NVLink and memory as in `functree.devices.targets`
 # [5] NVIDIA DGX BasePOD, core components: eight ports of 400 Gb/s for the eight GPUs of a DGX H100,
 #     H200 or B200. DGX A100 data sheet: 200 Gb/s for each.
-# [6] step times of recipes, all FSDP with recomputation, in github.com/AI-Hypercomputer/tpu-recipes
-#     (at c8cfe2f): with 0.59, the scores for v6e are within 11 % of the published times
-#     (benchmarks/explore.md). The recipe for v5p gives 0.91, from the flops alone. No published
-#     recipe for the other kinds could be compiled, so they use the share of v6e.
+# [6] published step times of recipes, all FSDP with recomputation, in
+#     github.com/AI-Hypercomputer/tpu-recipes (at c8cfe2f). With 0.59, the scores for v6e are within
+#     11 % of the published times (benchmarks/explore.md). The recipe for v5p gives 0.91, from the
+#     flops alone. No published recipe for the other kinds could be compiled, so they use the
+#     efficiency of v6e.
 _MEASURED_V6E = 0.59
 _GIB = 2**30
 

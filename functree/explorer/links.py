@@ -1,7 +1,7 @@
 """`wire_bytes` and `bandwidth` describe the links between devices along each mesh axis.
 
-`wire_bytes` counts the bytes that a device sends. `bandwidth` is the bytes that it can send per
-second.
+`wire_bytes` counts the bytes that a device sends. `bandwidth` returns the bytes that it can send
+per second.
 """
 
 import math
@@ -20,14 +20,14 @@ from functree.explorer.hardware import Hardware, Kind, MeshAxes
 def bandwidth(
     axes: tuple[str, ...], mesh: Mesh, target: Target | None, hardware: Hardware, kind: Kind
 ) -> float:
-    """Return the bytes per second that a device sends in a collective over some mesh axes.
+    """Return the bytes per second that a device can send in a collective over some mesh axes.
 
     Args:
         axes: the mesh axes.
         mesh: the mesh.
         target: the mesh's target; None for simulated devices, which have one link along each mesh
             axis.
-        hardware: the bandwidth of links.
+        hardware: the hardware, with the bandwidth of its links.
         kind: the kind of accelerator.
     """
     if isinstance(hardware.links, Mapping):
@@ -49,7 +49,7 @@ def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
     for axis, size in sizes.items():
         if size > 1 and axis not in links:
             raise FunctreeValueError(
-                f"hardware: `links` has no bandwidth for the mesh axis `{axis}`"
+                f"hardware: `links` has no bandwidth for the mesh axis `{axis}`: add it"
                 f"{did_you_mean(axis, map(str, links))}"
             )
 
@@ -74,7 +74,7 @@ def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
 def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
     """Count the links of a TPU along a mesh axis.
 
-    For each dimension of the torus, a ring has two links; a part of a ring, or a line, has one.
+    In each dimension of the torus, a ring has two links; a part of a ring, or a line, has one.
     """
     coordinates = np.asarray([device.coords for device in group])
     links = 0
@@ -90,14 +90,14 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if kind.ring is None:
         return False
-    # In two dimensions, only the full torus has rings. In three, each multiple of a cube has them.
+    # In two dimensions, only the full torus has rings. In three, all multiples of a cube have them.
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
 
 
 # A ledger has the bytes of the result on one device. With ring algorithms in a group of n devices,
-# each device sends this many times as much:
+# each device sends this multiple of those bytes:
 _FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # a reduce-scatter, and then an all-gather
     "all-gather": lambda n: (n - 1) / n,

@@ -45,10 +45,9 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
     """Pair each mesh with each layout, in the given order.
 
     Raises:
-        ShardingError: if an entry of `meshes` is not a mesh.
-        ShardingError: if a mesh does not have the target's number of devices, or has more than
-            there are.
-        RuleError: if the mesh axes among which to divide a number of devices are unknown.
+        ShardingError: if an entry of `meshes` is not a mesh, if a mesh does not have the target's
+            number of devices, or if it has more devices than there are.
+        RuleError: if `meshes` has a number of devices, but the layouts name no mesh axes.
     """
     by_key: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
     for mesh in _listed(meshes):
@@ -63,7 +62,7 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
 
 
 def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
-    """Return one or several meshes as a list."""
+    """Return a list of meshes, from one mesh or several."""
     if isinstance(meshes, Mapping) or SIZE.fits(meshes):
         meshes = [meshes]
     is_list = isinstance(meshes, Iterable) and not isinstance(meshes, str)
@@ -72,24 +71,24 @@ def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
         if not isinstance(entry, Mapping) and not SIZE.fits(entry):
             raise ShardingError(f"explore: {shown(entry)} is not a mesh: {_MESHES}")
     if not entries:
-        raise ShardingError(f"explore: meshes={shown(meshes)}: {_MESHES}")
+        raise ShardingError(f"explore: invalid meshes={shown(meshes)}: {_MESHES}")
     return entries
 
 
-_MESHES = 'give dicts of sizes, `[{"data": 8, "model": 4}]`, or a number of devices'
+_MESHES = 'give dicts of sizes, such as `[{"data": 8, "model": 4}]`, or a number of devices'
 
 
 def _factored(
     devices: int, layouts: Mapping[str, LayoutTree]
 ) -> Iterator[tuple[Mapping[str, int], str]]:
-    """Yield all meshes of a number of devices, with the layouts that use all their mesh axes."""
+    """Yield all meshes of a number of devices, each with the layouts that use all its mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
     # A function may name a mesh axis that only some layouts use, so each mesh has all of them.
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
             f"explore: cannot divide {count(devices, 'device')}: the layouts name no mesh axes (a "
-            "layout that is a function does not show its own); give dicts of sizes, "
+            "layout that is a function hides its mesh axes); give dicts of sizes, such as "
             '`[{"data": 8}]`'
         )
     for sizes in _factorings(devices, len(names)):
@@ -101,7 +100,7 @@ def _factored(
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield all products of this many factors, with the largest first factor first."""
+    """Yield all products of `parts` factors that equal a number, the largest first factor first."""
     if parts == 1:
         yield (number,)
         return
@@ -149,7 +148,10 @@ def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     have = f"explore: the mesh {asked} has {count(needed, 'device')}"
     if target is not None and needed != target.size:
-        raise ShardingError(f"{have}, but target={target.text!r} has {target.size}")
+        raise ShardingError(
+            f"{have}, but target={target.text!r} has {target.size}: give a mesh with "
+            f"{count(target.size, 'device')}, or a different target"
+        )
     if target is None and needed > len(jax.devices()):
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ShardingError(

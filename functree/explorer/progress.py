@@ -10,16 +10,16 @@ PATIENCE = 5.0
 
 @contextmanager
 def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """Show the progress of long work: in a line that changes on a terminal, or in lines of a log.
+    """Show the progress of long work, in one changing line on a terminal, or in lines of a log.
 
     Yields a function to call before each part, with the number of parts done and the part's name.
 
     Args:
-        what: the text: `explore: {} compiled`; the numbers replace the braces.
+        what: the text, such as `explore: {} compiled`; the numbers replace the braces.
         total: the number of parts.
         wanted: whether to show anything.
     """
-    # rich imports slowly, and only long work needs it.
+    # Importing rich is slow, and only long work needs it.
     from rich.console import Console
     from rich.progress import Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
     from rich.table import Column
@@ -40,7 +40,7 @@ def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[in
 
     def show(done: int, name: str) -> None:
         bar.update(task, completed=done, description=name)
-        # A log's lines cannot be overwritten, so quick work logs nothing.
+        # Lines in a log cannot be overwritten, so quick work logs nothing.
         is_long = (bar.tasks[0].elapsed or 0) >= PATIENCE
         if wanted and is_long and not console.is_interactive:
             console.print(bar.get_renderable())

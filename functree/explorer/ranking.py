@@ -1,4 +1,4 @@
-"""A `Ranking` holds the candidates of an exploration, best first, as a table, a page and JSON."""
+"""A `Ranking` holds an exploration's candidates, best first, and renders text, HTML and JSON."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -30,10 +30,10 @@ from functree.report.table import (
 )
 
 TIE = 1.15
-"""Scores up to this multiple of the best are ties, since the score is no more precise."""
+"""Scores up to this multiple of the best are ties, since the score is not more precise."""
 
 GIVEN = "the given hardware"
-"""The name of hardware that the caller describes."""
+"""The name of hardware that the caller gives."""
 
 MOST = 3
 """The most problems that are printed for a candidate."""
@@ -43,7 +43,7 @@ MOST = 3
 class Candidate:
     """A mesh and a layout with the figures of their program: a row of a `Ranking`.
 
-    All figures are for one device. Unknown ones are None.
+    All figures are for one device. Unknown figures are None.
 
     Attributes:
         mesh: the sizes of the mesh axes.
@@ -51,17 +51,17 @@ class Candidate:
         problems: why it cannot run; empty if it can.
         bytes_per_device: the bytes of the arguments, from the plan.
         peak_bytes: the most bytes in use at one time, as the compiler reports it.
-        flops: the products and sums of the program, including recomputation.
+        flops: the flops of the program, including recomputation.
         wire_bytes: the bytes that are sent, by mesh axis, largest first. A collective over several
             mesh axes counts under their tuple.
         compute_seconds: the time for the flops.
         wire_seconds: the time to send the bytes, one mesh axis after the other.
-        score: the sum of both. It compares layouts and does not forecast times.
-        tied: whether it and at least one other candidate are within 15 % of the best. The score
-            cannot tell which of these is faster.
+        score: the sum of these two times. It compares layouts and does not forecast times.
+        tied: whether it and at least one other candidate are within 15 % of the best score. The
+            score cannot tell which of these is faster.
         is_frontier: whether no other candidate has both a lower score and a lower peak.
-        notes: one sentence for each thing that the figures leave out.
-        ledger: what the program moves, and its memory.
+        notes: one sentence for each part of the program that the figures leave out.
+        ledger: the arrays that the program moves, and its memory.
         layout: the layout as it was given. Its text can be pasted into a program.
     """
 
@@ -230,7 +230,7 @@ def _data(candidate: Candidate) -> dict[str, Any]:
 
 
 def _by_text(values: Any) -> Any:
-    """Convert a dict with mesh axes as keys to JSON types; return a single number unchanged."""
+    """Convert the mesh axes that are a dict's keys to text; return a number unchanged."""
     if not isinstance(values, Mapping):
         return values
     return {axes_text(axes, ","): value for axes, value in values.items()}
@@ -305,7 +305,7 @@ def _tie_text(best: Sequence[Candidate]) -> str:
 
 
 def problem_lines(one: Candidate) -> Iterator[str]:
-    """Yield a line for each problem of a candidate with its arrays, but at most a few."""
+    """Yield a line for each of a candidate's first problems, and a line for the rest."""
     groups = problem_groups(one.problems)
     for group in groups[:MOST]:
         text = "; ".join(group.whys)
@@ -314,7 +314,7 @@ def problem_lines(one: Candidate) -> Iterator[str]:
         yield " ".join(text.split())
     more = len(groups) - MOST
     if more > 0:
-        yield f"and {count(more, 'more problem')} (`row.problems`)"
+        yield f"and {count(more, 'more problem')} (see `row.problems`)"
 
 
 # The table
@@ -391,7 +391,7 @@ def _runs_html(runs: Sequence[Candidate]) -> str:
         if candidate.tied:
             why.append("tied with the best")
         if candidate.is_frontier:
-            why.append("no other is better in score and memory")
+            why.append("no other candidate has both a better score and a lower peak")
         peak = candidate.peak_bytes or 0
         memory = f"{bytes_text(peak)}{bar_html([Segment('peak', peak, 'p1')], most)}"
         reasons = notes_html([], filter(None, why))
@@ -410,7 +410,7 @@ def _score_html(one: Candidate, longest: float) -> str:
         ("compute", one.compute_seconds or 0, "p0"),
         ("wire", one.wire_seconds or 0, "p2"),
     ):
-        # Nanoseconds, since the sizes of bars are integers.
+        # The unit is nanoseconds, since the sizes of bars are integers.
         text = seconds_text(seconds)
         segments.append(Segment(f"{name} {text}", round(1e9 * seconds), kind, text))
     key = " ".join(one.name for one in segments)

@@ -35,7 +35,7 @@ class Step:
         fun, bound, names = Partial.of(fn)
         if isinstance(fun, Jit) and not names:  # such as a method
             fn, arguments = fun, (*bound, *arguments)
-        # Its options are kept, such as donation; its layouts are replaced.
+        # Options such as donation are kept, and layouts are replaced.
         self._jit: Jit[..., Tree] = fn if isinstance(fn, Jit) else jit(fn)
         self.name: str = self._jit.__name__
         self.args: tuple[Tree, ...] = _abstract(arguments)
@@ -66,11 +66,11 @@ class Step:
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
     def jitted(self, options: Mapping[str, Any]) -> Jit[..., Tree]:
-        """Return the function with these options of `ft.jit`, which replace its own."""
+        """Return the function with these options of `ft.jit`, which replace its own options."""
         return self._jit.changed(self._fun, **options)
 
     def compile(self, options: Mapping[str, Any]) -> Compiled:
-        """Compile the function with these options of `ft.jit`, which replace its own."""
+        """Compile the function with these options of `ft.jit`, which replace its own options."""
         return self.jitted(options).lower(*self.args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
@@ -78,7 +78,7 @@ class Step:
 
 
 def _abstractly_bound(fn: Callable[..., Tree]) -> Callable[..., Tree]:
-    """Make a function's bound arguments abstract, such as a method's instance."""
+    """Make a function's bound arguments abstract, including a method's instance."""
     fun, args, kwargs = Partial.of(fn)
     if not args and not kwargs:
         return fn

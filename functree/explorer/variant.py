@@ -74,22 +74,22 @@ class Variant:
             return jitted.lower(*self.inputs)
 
     def constraints(self) -> Iterator[str]:
-        """Yield the lines with constraints, without repeats."""
+        """Yield each source line that has a constraint once."""
         yield from dict.fromkeys(filter(None, map(_line, all_equations(self.program))))
 
     def without_constraint(self, line: str) -> "Variant":
-        """Return the program without the constraints of a line."""
+        """Return the program without the constraints on a source line."""
         return replace(self, program=_Without(line).program(self.program))
 
     def with_inputs(self, shardings: Mapping[int, NamedSharding]) -> "Variant":
-        """Return the program with different shardings of some inputs."""
+        """Return the program with different shardings for some inputs."""
         inputs = list(self.inputs)
         for i, sharding in shardings.items():
             inputs[i] = _laid(inputs[i], sharding)
         return replace(self, inputs=tuple(inputs))
 
     def with_outputs(self, shardings: Mapping[int, NamedSharding | None]) -> "Variant":
-        """Return the program with different shardings of some outputs."""
+        """Return the program with different shardings for some outputs."""
         outputs = [shardings.get(i, output) for i, output in enumerate(self.outputs)]
         return replace(self, outputs=tuple(outputs))
 
@@ -99,7 +99,7 @@ def _laid(array: Any, sharding: object) -> jax.ShapeDtypeStruct:
 
 
 def _named(sharding: object) -> NamedSharding | None:
-    """Return a sharding on a mesh, and None for all others."""
+    """Return a sharding if it is a `NamedSharding`; None otherwise."""
     return sharding if isinstance(sharding, NamedSharding) else None
 
 
@@ -113,11 +113,11 @@ def _line(equation: JaxprEqn) -> str | None:
 
 
 class _Without:
-    """Programs without the constraints of a line."""
+    """The programs without the constraints on a source line."""
 
     def __init__(self, line: str):
         self._line = line
-        # A function that is called several times must stay one program.
+        # The program of a function that is called several times must stay one object.
         self._known: dict[int, Any] = {}
 
     def program(self, program: Any) -> Any:
@@ -149,7 +149,8 @@ class _Without:
     def _parameter(self, value: Any) -> Any:
         if isinstance(value, ClosedJaxpr | Jaxpr):
             return self.program(value)
-        # The branches of `cond`. Other tuples are named, such as the dimensions of a convolution.
+        # A plain tuple may hold the branches of `cond`. A named tuple, such as the dimensions of a
+        # convolution, is kept.
         if type(value) is tuple and value and isinstance(value[0], ClosedJaxpr | Jaxpr):
             return tuple(map(self.program, value))
         return value

@@ -1,4 +1,4 @@
-"""`why` explains why a function's program moves arrays, and finds edits that avoid it."""
+"""`why` explains why a function's program moves arrays, and finds edits that avoid moves."""
 
 import html
 from collections import Counter
@@ -30,14 +30,14 @@ from functree.tree.arrays import Tree
 
 AVOIDABLE = "avoidable"
 
-# A fix may increase flops and memory by these factors.
+# A fix may increase flops and memory up to these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
-# Removing a constraint comes first, unless another fix moves less by this factor.
+# Removing a constraint comes first, unless another fix moves less than this share of its bytes.
 _CLEARLY = 0.9
 # The most edits of one place that are compiled, and the most fixes that are printed.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
-# A fix must reduce the moved bytes at least by this factor.
+# A fix must reduce the moved bytes to less than this share.
 _WORTH = 0.97
 
 
@@ -47,9 +47,8 @@ class WhyRow(NamedTuple):
     Attributes:
         collective: the collective.
         verdict: `asked`, `compiler` or None, as in `Collective.verdict`, or `avoidable`. Avoidable
-            means that the compiler chose it, and that a compiled program with less of it needs no
-            more flops and memory.
-        reason: the request that leads to it, or a text that says that there is none.
+            means that the compiler chose it, and that one of the fixes reduces it.
+        reason: why it counts as asked for; `not asked for` if it does not.
         cause: the operation that it comes from.
     """
 
@@ -65,11 +64,11 @@ class Fix(NamedTuple):
     Each pair holds the figures before and after the edit, for one device.
 
     Attributes:
-        change: what to write or to remove.
+        change: what to write or remove.
         source: the line that it concerns; None if it concerns a layout.
         moved: the bytes moved in a run.
         peak: the most bytes of memory in use at one time.
-        flops: the products and sums.
+        flops: the number of flops.
     """
 
     change: str
@@ -91,9 +90,9 @@ class Why:
     Attributes:
         name: the name of the function.
         rows: its collectives, the largest first.
-        fixes: edits that move less without more flops and memory, best first.
-        trades: edits that move less with more flops or memory, best first.
-        hints: advice for collectives without an edit.
+        fixes: edits that move less with at most 5 % more flops and 2 % more memory, best first.
+        trades: edits that move less with more flops or memory than that, best first.
+        hints: advice for collectives that no fix avoids.
         data: the arguments that count as data. Their layouts are not changed.
         tried: the number of edits that could be lowered and ranked.
         compiled: the number of edits that were compiled.
@@ -209,9 +208,9 @@ def why(
 
     An edit removes a constraint, or changes one dimension of an argument's spec. It may also shard
     a result like the argument that it replaces, drop a result's layout, or change a rule. Edits are
-    ranked by Shardy's layouts, and the best are compiled. The layout of data is never changed. On
-    Explicit axes, layouts are types, so only rules and results are changed. An interrupt (Ctrl-C)
-    ends the search and returns what has been found.
+    ranked using Shardy's layouts, and the best are compiled. The layout of data is never changed.
+    On Explicit axes, layouts are types, so only rules and results are changed. An interrupt
+    (Ctrl-C) ends the search and returns what has been found.
 
     Args:
         fn: a function, as in `ft.ledger`.
@@ -224,8 +223,7 @@ def why(
         **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: as in `ft.layouts`.
-        FunctreeError: if `compilations` is not a positive integer.
+        FunctreeError: as in `ft.layouts`, or if `compilations` is not a positive integer.
 
     Examples:
         >>> def loss(w, x):
@@ -290,7 +288,7 @@ class _Measured(NamedTuple):
     Attributes:
         fix: the edit with its figures.
         is_less: whether it moves less.
-        is_fix: whether it needs no more flops and memory.
+        is_fix: whether its flops and memory are within the limits for a fix.
         left: the bytes that are still moved, by the collectives' properties.
     """
 
@@ -308,7 +306,7 @@ class _Ranked(NamedTuple):
 
 
 def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
-    """Rank edits by the bytes that they move, as estimated from layouts, without invalid edits."""
+    """Rank edits by the bytes that they move, estimated from layouts; drop invalid edits."""
     ranked: list[_Ranked] = []
     with shown_progress("why: {} ranked", len(edits), progress) as show:
         for done, edit in enumerate(edits):
@@ -323,9 +321,9 @@ def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
 
 
 def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
-    """Choose the best edits to compile, but only a few of one place.
+    """Choose the best edits to compile, but only a few for each place.
 
-    An edit to something that was asked for must move less than before.
+    An edit that is not blamed must move less than before.
     """
     chosen: list[Edit] = []
     places = Counter[str]()
@@ -407,14 +405,14 @@ def _rows(ledger: Ledger, fixes: Sequence[_Measured]) -> Iterator[WhyRow]:
         )
         if verdict == COMPILER and less:
             verdict = AVOIDABLE
-        reason = "nobody asked for it"
+        reason = "not asked for"
         if cause is not None and cause.reason:
             reason = cause.reason
         yield WhyRow(collective, verdict, reason, cause)
 
 
 def _hints(rows: Sequence[WhyRow]) -> list[str]:
-    """Return a hint for each operation without an edit."""
+    """Return the hints for operations whose collectives no fix avoids."""
     hints: dict[str, None] = {}
     for row in rows:
         if row.verdict == COMPILER and row.cause is not None and row.cause.hint:

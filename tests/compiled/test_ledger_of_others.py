@@ -178,15 +178,15 @@ NOTHING = ONLY_SENT.replace(SENT, "negate(%x)")
 def test_what_is_not_understood_is_said() -> None:
     ledger = ledger_of(TEXT, "x", "0 1")
     assert ledger.not_understood == (
-        "collective-broadcast (sent): an unknown kind of collective, left out",
-        "the device groups of sum: they do not fit the mesh, or have an unknown format",
+        "collective-broadcast (sent) is an unknown kind of collective and is left out",
+        "the device groups of sum do not fit the mesh, or have an unknown format",
     )
     [one] = ledger.collectives
     assert (one.op, one.mesh_axes, one.group_size) == ("sum", None, None)
     assert all("not understood" in text for text in (str(ledger), ledger.html()))
     assert ledger.memory.peak == 128 + 256
     without_mesh = ledger_of(TEXT, "x", "0 1", sizes={}).not_understood[1]
-    assert "the program's mesh, so the mesh axes have no names" in without_mesh
+    assert "the program's mesh is unknown, so mesh axes have no names" in without_mesh
 
 
 @pytest.mark.parametrize(

@@ -171,9 +171,9 @@ def test_the_whole_text() -> None:
 def test_many_lines_and_donated_memory() -> None:
     many = [moved(f"p{i}", kind=f"k{i}", bytes=100_000) for i in range(42)]
     text = str(ledger(*many, moved(None, bytes=1), memory=ft.Memory({}, 256, 128, 0, 640)))
-    assert "and 3 smaller rows, 195.3 KiB in total (`ledger.collectives` has each)" in text
+    assert "and 3 smaller rows, 195.3 KiB in total (`ledger.collectives` has all)" in text
     assert "less than 0.1 % of these bytes could not be attributed to a parameter" in text
-    assert "outputs 256 B (128 B of them in donated arguments)" in text
+    assert "outputs 256 B (128 B in donated arguments)" in text
 
 
 REMATERIALIZED = (
@@ -287,7 +287,7 @@ def test_a_notebook_has_the_largest_collectives() -> None:
     many = ledger(*[moved(f"p{i}.w", bytes=i + 1, kind=f"k{i}") for i in range(250)])
     assert len(paths_in(many.html())) == 252
     fragment = many._repr_html_()
-    assert len(paths_in(fragment)) == 202 and "and 50 smaller ones" in fragment
+    assert len(paths_in(fragment)) == 202 and "and 50 smaller rows" in fragment
     assert "p249.w" in fragment and "p0.w" not in fragment
 
 

@@ -103,7 +103,7 @@ def test_the_text(ranking: ft.Ranking) -> None:
     text = str(ranking)
     assert "score = flops / (0.001 TF/s × 0.5) + bytes sent / (0.1 GB/s per link)" in text
     assert "does not forecast times" in text.replace("\n", " ")
-    assert "compiled for CPU devices of this machine" in text
+    assert "compiled for this machine's CPU devices" in text
     first = next(line for line in lines if " tensor " in line)
     assert first.startswith("*   tensor                  data=2,model=4")
     assert first.endswith("      262 µs       61 µs      324 µs")
@@ -212,7 +212,7 @@ def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
 def test_of_many_problems_the_first_are_printed() -> None:
     problems = [ft.Problem(ft.Path((i,)), (2,), "f32[2]", f"why {i}", "") for i in range(5)]
     lines = list(problem_lines(Candidate({}, "many", problems=tuple(problems))))
-    more = "and 2 more problems (`row.problems`)"
+    more = "and 2 more problems (see `row.problems`)"
     assert lines == [*(f"{i} f32[2]: why {i}" for i in range(3)), more]
 
 
@@ -315,7 +315,7 @@ def test_progress_is_said_if_it_takes_long(
 def test_without_hardware_that_of_one_kind_is_named() -> None:
     ranking = explored(hardware=None, layouts={"data": DATA})
     assert ranking.kind == "TPU v5e" and ranking.hardware.flops == 197e12
-    first = "no target was given: ranked for a TPU v5e\ncompiled for CPU devices of this"
+    first = "no target was given: ranked for a TPU v5e\ncompiled for this machine's CPU"
     assert str(ranking).startswith(first)
 
 
@@ -336,7 +336,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "other arguments": ({"args": (LAYER,)}, ("apply: missing a required argument",)),
     "links of other mesh axes": (
         {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},
-        ("`links` has no bandwidth for the mesh axis `model`; did you mean `modle`?",),
+        ("`links` has no bandwidth for the mesh axis `model`: add it; did you mean `modle`?",),
     ),
 }
 

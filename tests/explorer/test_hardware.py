@@ -25,7 +25,7 @@ WRONG = {
     "flops": (-1, "it must be a positive number"),
     "memory": ("16 GiB", "it must be a positive number"),
     "links": ({"data": 0}, "a positive number, or a dict of positive numbers by mesh axis"),
-    "efficiency": (56, "it must be a number above 0, at most 1"),
+    "efficiency": (56, "it must be a number above 0 and at most 1"),
 }
 
 

@@ -66,10 +66,15 @@ def test_a_dict_is_tried_with_every_layout_and_once() -> None:
 
 
 WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
-    "none": ([], {"data": DATA}, None, "explore: meshes=[]: give dicts of sizes"),
-    "a text": ("data=8", {"data": DATA}, None, "explore: meshes='data=8': give dicts of sizes"),
+    "none": ([], {"data": DATA}, None, "explore: invalid meshes=[]: give dicts of sizes"),
+    "a text": (
+        "data=8",
+        {"data": DATA},
+        None,
+        "explore: invalid meshes='data=8': give dicts of sizes",
+    ),
     "a text in a list": (["data=8"], {"data": DATA}, None, "explore: 'data=8' is not a mesh"),
-    "no size": (0, {"data": DATA}, None, "explore: meshes=0: give dicts of sizes"),
+    "no size": (0, {"data": DATA}, None, "explore: invalid meshes=0: give dicts of sizes"),
     "a wrong size": (
         {"data": 0},
         {"data": DATA},

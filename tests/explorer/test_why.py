@@ -379,7 +379,7 @@ def test_rows(found: Why):
     assert found.data == ("x",) and " compiled; data: x " in words(found)
     for row in found.rows:
         assert row.cause is not None and row.reason
-        assert row.verdict == "asked" or row.reason == "nobody asked for it"
+        assert row.verdict == "asked" or row.reason == "not asked for"
 
 
 @pytest.mark.parametrize("most", [1, 2])
@@ -454,7 +454,7 @@ def test_text_page_and_json(found: Why):
     text, page, data = str(found), found.html(), json.loads(found.to_json())
     assert text.startswith("loss moves ") and " avoidable, " in text
     assert "fixes, each compiled:" in text and "1. remove `ft.constrain(" in text
-    assert ": avoidable: nobody asked for it" in text
+    assert ": avoidable: not asked for" in text
     assert all(len(line) <= 100 for line in text.splitlines()[1:])
     assert "moved " in str(found.fixes[0]) and repr(found).startswith("<Why of loss: ")
     assert page.startswith("<!doctype html>") and "http" not in page

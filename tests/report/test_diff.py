@@ -110,7 +110,7 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
     data = json.loads(before.to_json())
     moved = data["collectives"][0]
     for name, value, why in (
-        ("moves", "everything", "'r' has `moves` 'everything': use itself, gradient, act"),
+        ("moves", "everything", "`moves` of 'r' is 'everything': use itself, gradient, act"),
         ("count", 1.5, "`collectives.0.count` is 1.5, not an integer"),
     ):
         with raises(f"invalid JSON of a ledger: {why}"):
@@ -134,7 +134,7 @@ def test_ledgers_differ_by_parameter_and_in_their_memory() -> None:
         "bytes of aliases 0 B → 4 B",
         "x: argument nothing → 4 B",
     ]
-    with raises("a ledger cannot be compared with"):
+    with raises("diff: `other` must be a ledger, not"):
         before.diff(plan(ft.P()))  # pyright: ignore[reportArgumentType]
 
 
