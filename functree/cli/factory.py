@@ -1,6 +1,6 @@
-"""`made` runs a factory, named as `module:factory`, with abstract arrays.
+"""`made` runs a factory, given as `module:factory`, without allocating arrays.
 
-`prepare` and `check_devices` handle the devices of the command line's options.
+`prepare` and `check_devices` handle the options `--devices`, `--mesh` and `--target`.
 """
 
 import importlib
@@ -25,8 +25,8 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
 _FORMS = {
-    "factory": "write `module:factory`, a function in a module of this folder or an installed one",
-    "layout": "write `module:name`, a layout in a module of this folder or an installed one",
+    "factory": "write `module:factory`, with an installed module or one in the current folder",
+    "layout": "write `module:name`, with an installed module or one in the current folder",
 }
 
 
@@ -34,8 +34,8 @@ def made(text: str) -> Tree:
     """Run a factory abstractly, without allocating arrays, and return its value.
 
     Raises:
-        Failure: if there is no such function.
-        Failure: if it raises, or returns no arrays.
+        Failure: if `text` does not name a function.
+        Failure: if the function raises an error, or returns no arrays.
     """
     factory = _found(text)
     with UsersCode(f"{text} raised"):
@@ -43,7 +43,7 @@ def made(text: str) -> Tree:
             value = _abstractly(factory)
         except jax.errors.ConcretizationTypeError as error:
             raise users_error(
-                f"{text} needs the value of an array, but factories run without values", error
+                f"{text} needs the value of an array, but factories are only traced", error
             ) from error
     if not is_call(value) and not Skeleton.apart(value)[1]:
         raise Failure(f"{text} returned {_kind(value)} without arrays")
@@ -51,10 +51,10 @@ def made(text: str) -> Tree:
 
 
 def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
-    """Return the function and the arguments that a factory returns.
+    """Run a factory that returns a function and its arguments.
 
     Raises:
-        Failure: if it returns anything else.
+        Failure: if the factory returns anything else.
     """
     value = made(text)
     if is_call(value):
@@ -64,7 +64,7 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
             if isinstance(one, Tracer):
                 raise Failure(
                     f"{text}: the function closes over `{path}`, an array of the factory, which "
-                    "has no values here: pass it as an argument, or create it in the function"
+                    "is only traced: pass it as an argument, or create it in the function"
                 )
         return step, tuple(args)
     raise Failure(
@@ -74,7 +74,7 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
 
 
 def is_call(value: object) -> bool:
-    """Return whether a value is a function with its arguments."""
+    """Return whether a value is a pair of a function and its arguments."""
     if not isinstance(value, tuple) or len(value) != 2:
         return False
     step, args = value
@@ -86,22 +86,22 @@ def _kind(value: object) -> str:
         return "None"
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
-    return f"a {type(value).__name__}"
+    return f"a value of type {type(value).__name__}"
 
 
 def named(text: str, what: str) -> Any:
-    """Return the value that a text names: `module:name`.
+    """Import the value that `module:name` refers to.
 
     Args:
-        text: the text.
+        text: the module and the name.
         what: the expected kind, "factory" or "layout", for messages.
 
     Raises:
-        Failure: if there is no such value.
+        Failure: if the module cannot be imported, or has no such name.
     """
     module_name, _, name = text.partition(":")
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")
-    # A file in a parent folder now begins with a dot.
+    # The path of a file in a parent folder now begins with a dot.
     if not all(plain.split(".")) or not all(name.split(".")):
         raise Failure(f"{text!r} is not a {what}: {_FORMS[what]}")
     if plain != module_name:
@@ -117,20 +117,21 @@ def named(text: str, what: str) -> Any:
 
 
 def _found(text: str) -> Callable[[], Any]:
-    """Find the factory that a text names."""
+    """Import a factory, and check that it can be called without arguments."""
     value = named(text, "factory")
     if not callable(value):
         raise Failure(
-            f"{text} is {shown(value)}, not a function: write a function that returns it, which "
-            "can run without values"
+            f"{text} is {shown(value)}, not a function: write a function that returns it, so that "
+            "it can be traced"
         )
     try:
         inspect.signature(value).bind()
-    except ValueError:  # a function in C without a signature
+    except ValueError:  # a C function without a signature
         pass
     except TypeError as error:
         raise Failure(
-            f"{text}{inspect.signature(value)} takes arguments, but a factory takes none: {error}"
+            f"{text}{inspect.signature(value)} is called without arguments: {error}; give each "
+            "parameter a default value"
         ) from error
     return value
 
@@ -140,7 +141,7 @@ def _imported(name: str) -> Any:
         try:
             return importlib.import_module(name)
         except ModuleNotFoundError as error:
-            # Otherwise the module exists, but an import inside it failed.
+            # With a different name, the module exists, but an import inside it failed.
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             here = [path.stem for path in Path.cwd().glob("*.py")]
@@ -148,13 +149,13 @@ def _imported(name: str) -> Any:
 
 
 def _abstractly(factory: Callable[[], Tree]) -> Tree:
-    """Return a function's result without computing anything."""
+    """Trace a function, and return its result with abstract arrays."""
     results: list[tuple[Skeleton, list[AnyArray]]] = []
 
     def run() -> list[Any]:
         skeleton, arrays = Skeleton.apart(factory())
         results.append((skeleton, arrays))
-        # A trace cannot return abstract arrays.
+        # A traced function cannot return abstract arrays.
         return [None if isinstance(array, jax.ShapeDtypeStruct) else array for array in arrays]
 
     computed = jax.eval_shape(run)
@@ -169,14 +170,14 @@ _FLAG = "--xla_force_host_platform_device_count"
 
 
 def prepare(devices: int | None, *, only_compile: bool) -> None:
-    """Configure JAX's devices: simulated ones, or only the CPU.
+    """Configure JAX to use simulated devices, or only the CPU.
 
     Args:
-        devices: the number of simulated devices; None for none.
-        only_compile: whether the command needs no devices, so accelerators stay free for others.
+        devices: the number of simulated CPU devices; None if they are not simulated.
+        only_compile: whether the command needs no accelerator. JAX then uses only the CPU.
 
     Raises:
-        Failure: if JAX already has fewer devices.
+        Failure: if JAX has already created fewer devices.
     """
     if devices is not None:
         # JAX reads the flag when it creates its devices, not when it is imported.
@@ -193,18 +194,20 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
 def check_devices(
     mesh: Mapping[str, int] | int, target: Target | None, devices: int | None
 ) -> None:
-    """Raise Failure if the target or this machine does not have the mesh's devices.
+    """Raise Failure if the target or this machine has too few devices for the mesh.
 
-    A target must have exactly as many.
+    A target must have exactly as many devices as the mesh.
     """
     if isinstance(mesh, Mapping):
         needed = math.prod(mesh.values())
-        asked = f"--mesh {mesh_text(mesh)} is {count(needed, 'device')}"
+        asked = f"--mesh {mesh_text(mesh)} needs {count(needed, 'device')}"
     else:
-        needed, asked = mesh, f"--mesh {mesh} is {count(mesh, 'device')}"
+        needed, asked = mesh, f"--mesh {mesh} needs {count(mesh, 'device')}"
     if target is not None:
         if needed != target.size:
-            raise Failure(f"{asked}, but --target {target.text} has {target.size}")
+            raise Failure(
+                f"{asked}, but --target {target.text} has {target.size}: change one of them"
+            )
         return
     have = len(jax.devices())
     if needed <= have:
@@ -212,5 +215,5 @@ def check_devices(
     if devices is not None:
         raise Failure(f"{asked}, but --devices is {devices}: write `--devices {needed}`")
     there = "there is 1" if have == 1 else f"there are {have}"
-    add = f"add `--devices {needed}` to simulate them, or `--target tpu:v5e:2x4`"
+    add = f"add `--devices {needed}` to simulate them, or a target, such as `--target tpu:v5e:2x4`"
     raise Failure(f"{asked}, but {there}: {add}")

@@ -1,4 +1,4 @@
-"""A `Failure` says in one line why a command cannot be carried out."""
+"""A `Failure` ends a command, and gives the reason in one line."""
 
 import sys
 import sysconfig
@@ -11,16 +11,16 @@ from typing import Any
 from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-"""The exit codes: success, problems of the layout, an invalid command, and an interrupt.
+"""Exit codes for success, a layout with problems, a command that failed, and an interrupt.
 
-Shells use 130 for an interrupt, too."""
+Shells also use 130 for an interrupt."""
 
 
 class Failure(Exception):
-    """The reason why a command cannot be carried out.
+    """Error that ends a command.
 
     Args:
-        text: the reason, in one line.
+        text: the reason. Its lines are joined into one.
     """
 
     def __init__(self, text: str):
@@ -31,7 +31,7 @@ class Failure(Exception):
 
 @contextmanager
 def refusing(what: str = "") -> Iterator[None]:
-    """Turn functree's errors into `Failure`s in the command line's words, after the text `what`."""
+    """Convert functree's errors into a `Failure` that begins with `what` and names options."""
     try:
         yield
     except (FunctreeTypeError, RuleError, ShardingError) as error:
@@ -40,14 +40,14 @@ def refusing(what: str = "") -> Iterator[None]:
 
 
 class UsersCode(AbstractContextManager[Any]):
-    """A context in which the user's modules and functions are imported and run.
+    """Context manager that imports or runs the user's code.
 
-    Any error that they raise becomes a `Failure`, and so does `SystemExit`. A keyboard interrupt
-    propagates.
+    Any `Exception` that the code raises becomes a `Failure`, and so does `SystemExit`.
+    `KeyboardInterrupt` propagates.
 
     Args:
-        what: the beginning of the message: `demo:train raised`.
-        passes: the classes of errors that propagate.
+        what: the beginning of the message, such as `demo:train raised`.
+        passes: further classes of errors that propagate.
     """
 
     def __init__(self, what: str, *passes: type[Exception]):
@@ -65,13 +65,13 @@ def say(text: str) -> None:
 
 
 def users_error(what: str, error: BaseException) -> Failure:
-    """Describe an error of the user's code, with the user's line that raised it."""
+    """Describe an error in the user's code, with the line of that code that raised it."""
     place = ""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not _is_installed(frame.filename):
             place = f"{Path(frame.filename).name}:{frame.lineno}: "
             break
-    return Failure(f"{what}: {place}{error_text(error)} (`--traceback` shows all)")
+    return Failure(f"{what}: {place}{error_text(error)} (add `--traceback` to see the traceback)")
 
 
 def _is_installed(file: str) -> bool:

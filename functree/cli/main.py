@@ -1,13 +1,14 @@
-"""Inspect the layout of a model before it runs. No array is allocated, and nothing
-runs.
+"""Inspect a model's layout before you run it. Programs are only compiled, and no
+array is allocated.
 
   plan      show how each array is sharded, why, and its bytes per device.
-  ledger    show what the compiled program moves, and its memory.
-  explore   compile several meshes and layouts, and rank them.
+  ledger    show what a compiled program moves, and the memory it needs.
+  explore   compile for several meshes and layouts, and rank them.
   why       explain why a compiled program moves arrays, and find edits.
 
-Each takes MODULE:FACTORY, a function without arguments in one of your modules.
-For `plan`, it returns a tree; for the others, a function and its arguments:
+Each command takes MODULE:FACTORY, a function without parameters in one of your
+modules. For `plan`, the factory returns a tree. For the other commands, it
+returns a function and its arguments:
 
   # demo.py
   import functree as ft, jax, jax.numpy as jnp, optax
@@ -73,7 +74,7 @@ _OF_LAYOUTS = (FunctreeError, jax.errors.JaxRuntimeError)
 
 
 class Outcome(NamedTuple):
-    """The result of a command.
+    """Result of a command.
 
     Attributes:
         report: the report to print.
@@ -86,7 +87,7 @@ class Outcome(NamedTuple):
     note: str = ""
 
 
-# The docstring of a command is its help.
+# A command's docstring is its help text.
 
 
 def plan(options: Namespace) -> Outcome:
@@ -111,7 +112,7 @@ def plan(options: Namespace) -> Outcome:
 
 
 def ledger(options: Namespace) -> Outcome:
-    """Show what a compiled program moves, and its memory.
+    """Show what a compiled program moves, and the memory it needs.
 
     examples:
       functree ledger demo:train --mesh data=2,model=4 --layout demo:layout \\
@@ -140,7 +141,7 @@ def explained(options: Namespace) -> Outcome:
 
 
 def _step(options: Namespace) -> tuple[Step, dict[str, Any]]:
-    """Return a command's function and its options of `ft.jit`."""
+    """Build the step of a command, and its options for `ft.jit`."""
     layout = given_layout(options)
     if not options.mesh and (layout is not None or options.target is not None):
         raise Failure("a layout and --target need a mesh: add `--mesh data=8,model=4`")
@@ -178,16 +179,16 @@ def explored(options: Namespace) -> Outcome:
 
 
 COMMANDS = {"plan": plan, "ledger": ledger, "explore": explored, "why": explained}
-"""The commands by name."""
+"""Functions of the commands, by name."""
 
 
 def _prepare(options: Namespace) -> None:
-    """Parse the meshes of a command, and configure the devices for them.
+    """Parse a command's meshes and target, and configure JAX's devices for them.
 
     Raises:
-        Failure: if a text cannot be parsed.
-        Failure: if an option is given several times to a command that accepts one.
-        Failure: if there are too few devices.
+        Failure: if a mesh or target cannot be parsed.
+        Failure: if an option occurs several times, but the command accepts it once.
+        Failure: if the number of devices does not fit a mesh.
     """
     is_plan, read = options.command == "plan", mesh_or_devices
     if options.command != "explore":
@@ -195,10 +196,12 @@ def _prepare(options: Namespace) -> None:
         for option, values in (("--mesh", options.mesh), ("--layout", options.layout)):
             if values is not None and len(values) > 1:
                 raise Failure(
-                    f"{option} is given {len(values)} times: only `explore` accepts several"
+                    f"{option} is given {len(values)} times, but only `explore` accepts several"
                 )
     if options.devices is not None and options.target is not None:
-        raise Failure("--devices simulates CPUs, but --target has its own devices: give only one")
+        raise Failure(
+            "--devices simulates CPUs, but --target has its own devices: give one of them"
+        )
     target = None
     if options.target is not None:
         with refusing():
@@ -214,12 +217,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code.
 
     Args:
-        arguments: the arguments; None for the process's own.
+        arguments: the command-line arguments; None for `sys.argv[1:]`.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = parsed(given, __doc__, _version(), COMMANDS)
     command = f"functree {options.command}"
-    sys.path.insert(0, os.getcwd())  # modules of the current folder can be imported
+    sys.path.insert(0, os.getcwd())  # so that modules in the current folder can be imported
     try:
         if options.html is not None:
             _check_page(options.html)
@@ -251,14 +254,14 @@ def _version() -> str:
 
 
 def _check_page(page: str) -> None:
-    """Raise Failure if a page cannot be written, before a compilation that may take minutes."""
+    """Raise Failure before the compilation, which may take minutes, if a page cannot be written."""
     if not page or Path(page).is_dir():
-        raise Failure(f"--html {page!r} is not a file")
+        raise Failure(f"--html {page!r} is not a file: write, for example, `--html out.html`")
     folder = Path(page).parent
     if not folder.is_dir():
-        raise Failure(f"--html {page}: there is no folder {folder}")
+        raise Failure(f"--html {page}: there is no folder {folder}: create it")
     if not os.access(page if os.path.exists(page) else folder, os.W_OK):
-        raise Failure(f"--html {page}: no permission to write it")
+        raise Failure(f"--html {page}: permission denied: write to another file")
 
 
 def _show(outcome: Outcome, as_json: bool, page: str | None) -> None:
@@ -278,7 +281,7 @@ def _print(text: str) -> None:
     try:
         print(text, flush=True)
     except OSError as error:
-        # Prevents a second error when Python closes the output.
+        # Prevent a second error when Python closes the output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         # `| head` closes the pipe early.
         if not isinstance(error, BrokenPipeError):
@@ -287,7 +290,7 @@ def _print(text: str) -> None:
 
 @contextmanager
 def _short_warnings(command: str) -> Iterator[None]:
-    """Show functree's warnings in one line each, without a line of code."""
+    """Show each warning on one line, without its line of code."""
     with warnings.catch_warnings():
         warnings.simplefilter("default", FunctreeWarning)
 

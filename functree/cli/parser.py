@@ -1,4 +1,4 @@
-"""The command line's options are parsed here, including meshes and layouts."""
+"""`parsed` parses a command line. Other functions here parse its meshes and layouts."""
 
 import argparse
 import inspect
@@ -30,27 +30,27 @@ A layout is a Python value in one of your modules. It may be a tuple of layouts
   layout = rules | ft.FSDP("data")
   layouts = {"tensor": (rules, ft.P("data")), "both": (layout, ft.P("data"))}
 
-Short rules can be written in place and are tried in order. `none` leaves an
-axis unsharded, `data+model` is two mesh axes, and --fsdp shards the rest:
+Short rules need no module, and are tried in order. `none` leaves an axis
+unsharded, `data+model` is two mesh axes, and --fsdp shards what is left:
 
   --rules batch=data,hidden=model,...=none --fsdp data
 """
 
 _CODES = """\
 exit codes: 0 success; 1 the layout has problems, or the program does not fit;
-2 the command could not be carried out; 130 it was interrupted.
+2 the command failed; 130 it was interrupted.
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line and suggest a similar name."""
+    """Argument parser with one-line errors that suggest similar names."""
 
     def __init__(self, **options: Any):
         form = partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=80)
         super().__init__(**options, allow_abbrev=False, formatter_class=form)
 
     def check(self, options: Iterable[str]) -> None:
-        """End the process with an error for the first unknown option."""
+        """Exit with an error for the first unknown option."""
         known = ["--help", *re.findall(r"--[\w-]+", self.format_usage())]
         for option in options:
             name = option.partition("=")[0]
@@ -58,7 +58,7 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"there is no option {name}{did_you_mean(name, known)}")
 
     def error(self, message: str) -> NoReturn:
-        sys.stderr.write(f"{self.prog}: error: {message} (`{self.prog} --help` explains)\n")
+        sys.stderr.write(f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
         raise SystemExit(UNUSABLE)
 
 
@@ -68,13 +68,13 @@ def parsed(
     version: str,
     commands: Mapping[str, Callable[..., Any]],
 ) -> Namespace:
-    """Parse a command line. Invalid options, and `--help`, end the process.
+    """Parse a command line. Exit for `--help` and invalid options.
 
     Args:
-        arguments: the arguments.
-        description: the beginning of the help.
-        version: the version of functree.
-        commands: the functions of the commands, by name. Their docstrings are their help.
+        arguments: the command-line arguments.
+        description: the beginning of the help text.
+        version: functree's version.
+        commands: the commands' functions, by name. Their docstrings are the help texts.
     """
     main = Parser(
         prog="functree",
@@ -85,7 +85,7 @@ def parsed(
     shtab.add_argument_to(
         main,
         "--print-completion",
-        help='print completions for a shell: `eval "$(functree --print-completion bash)"`',
+        help='print a completion script for a shell: `eval "$(functree --print-completion bash)"`',
     )
     parsers = main.add_subparsers(dest="command", metavar="COMMAND", parser_class=Parser)
     by_name: dict[str, Parser] = {}
@@ -122,13 +122,13 @@ def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[s
 def _add_options(command: Parser, name: str) -> None:
     add, again = command.add_argument, ""
     mesh, layout = "the sizes of the mesh axes", "the layout"
-    target = "compile for these devices, without having them: tpu:v5e:4x8, cuda:h100:8"
+    target = "compile for devices that you don't have: tpu:v5e:4x8, cuda:h100:8"
     example = "demo:train"
     if name in ("ledger", "why"):
-        layout += " of the arguments; by default, the function's own"
+        layout += " of the arguments; by default, the function's own layouts"
     elif name == "explore":
         again = "; may be given several times"
-        mesh += ", or a number of devices, divided in all ways; by default, all devices"
+        mesh += ", or a number of devices to divide in all ways; by default, all devices"
         layout = "a layout, or a dict of them"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
@@ -164,7 +164,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     """Parse `data=8,model=4` into `{"data": 8, "model": 4}`.
 
     Raises:
-        Failure: if the text has a different form.
+        Failure: if the text is malformed, or names a mesh axis twice.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -172,13 +172,13 @@ def mesh_sizes(text: str) -> dict[str, int]:
         if match is None or int(match[2]) < 1:
             raise Failure(f"--mesh {text!r}: {part!r} is not the size of a mesh axis: {_SIZES}")
         if match[1] in sizes:
-            raise Failure(f"--mesh {text!r} has `{match[1]}` twice")
+            raise Failure(f"--mesh {text!r} gives `{match[1]}` twice: give one size")
         sizes[match[1]] = int(match[2])
     return sizes
 
 
 def mesh_or_devices(text: str) -> dict[str, int] | int:
-    """Parse the sizes of a mesh, or a number of devices."""
+    """Parse a mesh's sizes, or a number of devices."""
     if re.fullmatch(r"[1-9][0-9]{0,8}", text):
         return int(text)
     return mesh_sizes(text)
@@ -190,40 +190,40 @@ _RULES = "write rules such as `--rules batch=data,hidden=model,...=none`"
 
 
 def given_layout(options: Namespace) -> LayoutTree:
-    """Return the layout of `plan`, `ledger` or `why`, or None.
+    """Return the layout for `plan`, `ledger` or `why`, or None if there is none.
 
     It comes from `--layout`, or from `--rules` and `--fsdp`.
 
     Raises:
-        Failure: if there are several layouts.
-        Failure: if a layout cannot be read.
+        Failure: if `--layout` is combined with `--rules` or `--fsdp`.
+        Failure: if the layout cannot be imported or parsed.
     """
     short = _short_layout(options.rules, options.fsdp)
     if options.layout is None:
         return short
     if short is not None:
-        raise Failure("--layout cannot be combined with --rules and --fsdp: give one or the other")
+        raise Failure("--layout cannot be combined with --rules or --fsdp: give one or the other")
     return named(options.layout[0], "layout")
 
 
 def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
-    """Return the layouts of `explore` by their names.
+    """Return the layouts for `explore`, by name.
 
     Raises:
-        Failure: if there is none.
-        Failure: if two have one name.
-        Failure: if a layout cannot be read.
+        Failure: if there is no layout.
+        Failure: if two layouts have the same name.
+        Failure: if a layout cannot be imported or parsed.
     """
     layouts: dict[str, LayoutTree] = {}
 
     def add(option: str, name: str, layout: LayoutTree) -> None:
         if name in layouts:
-            raise Failure(f"{option}: there is already a layout `{name}`")
+            raise Failure(f"{option}: there is already a layout `{name}`: rename one of them")
         layouts[name] = layout
 
     for text in options.layout or []:
         value: Any = named(text, "layout")
-        # A dict holds candidates.
+        # A dict holds several candidates.
         if not isinstance(value, dict):
             value = {text.partition(":")[2]: value}
         for name, layout in value.items():
@@ -243,7 +243,7 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
     """Parse `--rules batch=data,hidden=model,...=none` and `--fsdp data`.
 
     Raises:
-        Failure: if a text has a different form.
+        Failure: if a rule or a mesh axis is invalid.
     """
     parts: list[Layout] = []
     if rules is not None:
@@ -258,7 +258,7 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
 
 
 def _rule(text: str) -> tuple[Any, Any]:
-    """Parse a rule: an axis with a mesh axis, several joined by `+`, or `none`."""
+    """Parse a rule from an axis to a mesh axis, to several joined with `+`, or to `none`."""
     match = _RULE.fullmatch(text)
     if match is None:
         raise RuleError(f"{text!r} is not a rule: {_RULES}")
