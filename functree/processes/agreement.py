@@ -23,29 +23,29 @@ Facts = Mapping[str, Sequence[str]]
 
 
 class Agreement:
-    """Block of code that raises an error in all processes or in none.
+    """Context manager whose block raises an error in all processes or in none.
 
-    An error in one process is raised in the others too, which would otherwise wait for it forever.
-    The facts that are compared inside must be the same in all processes:
+    An error in one process is also raised in the others, which would otherwise wait for that
+    process forever. Facts that the block compares must be the same in all processes:
 
         with Agreement("the state cannot be saved") as agreement:
             plan = make_plan()  # if one process raises an error here, all of them raise it
-            agreement.compare(lambda: {"plan": facts_of(plan)})  # as they do if the plans differ
+            agreement.compare(lambda: {"plan": facts_of(plan)})  # all raise if the plans differ
 
     All processes must enter the block at the same point of their programs. They communicate once,
-    at its end. Blocks can be nested: an error that an inner block raised in all processes is not
-    sent again. With a single process, the block does nothing.
+    at the end of the block. Blocks can be nested: an error that an inner block raised in all
+    processes is not sent again. With a single process, an `Agreement` does nothing.
 
     Args:
         failure: the beginning of the message, such as `the arrays cannot be placed`.
         name: the function that compares; by default the one that the user's program called.
-        remedy: a further remedy for facts that differ.
+        remedy: an additional remedy for facts that differ.
 
     Raises:
         FunctreeError: at the end of the block, if the facts differ.
         FunctreeError: if another process is at a different comparison.
-        FunctreeError: if another process raised an error. It has the class of that error, if
-            functree defines the class.
+        FunctreeError: if another process raised an error. The class is the same if functree
+            defines it.
     """
 
     def __init__(self, failure: str, name: str | None = None, remedy: str = ""):
@@ -57,8 +57,8 @@ class Agreement:
         """Compare facts between processes at the end of the block.
 
         Args:
-            facts: returns the facts. With a single process it is not called, since reading arrays
-                or lowering a program may take long.
+            facts: a function that returns the facts. With a single process it is not called, since
+                reading arrays or lowering a program may take a long time.
         """
         if jax.process_count() > 1:
             for name, lines in facts().items():
@@ -90,7 +90,7 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
     Args:
         failure: the beginning of the message.
-        is_done: waits for a moment, then returns whether it is done in this process.
+        is_done: a function that waits briefly, then returns whether this process is done.
 
     Raises:
         FunctreeError: if `is_done` raises an error in one of the processes.
@@ -103,15 +103,15 @@ def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
 
 
 def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
-    """Raise FunctreeError if the lines of a name differ between processes."""
+    """Raise FunctreeError if facts differ between processes."""
     reports = [message.report for message in told]
     problems: list[Problem] = []
-    names: dict[str, None] = {}  # a set that keeps their order
+    names: dict[str, None] = {}  # an ordered set
     for report in reports:
         names.update(dict.fromkeys(report["facts"]))
     for name in names:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
-        # The majority counts as right. If there is none, the first process does.
+        # The most common lines count as right. In a tie, the first process's do.
         usual = max(lines, key=lines.count)
         others = [process for process, texts in enumerate(lines) if texts != usual]
         if others:
@@ -121,8 +121,8 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         lines = [[message.line] for message in told]
         others = [process for process, texts in enumerate(lines) if texts != lines[0]]
         if others:
-            # Different lines alone are no mistake. If facts differ too, one process probably
-            # skipped a call.
+            # Calls from different program lines are not a mistake by themselves. If facts differ
+            # too, one process probably skipped a call.
             text = _difference(lines, 0, others)
             problems.append(Problem(None, None, "line", text, remedy))
         headline = f"{place.failure}: the {len(reports)} processes differ in {place}"
@@ -174,7 +174,7 @@ _WIDTH = 300
 
 
 def _excerpt(line: str, index: int) -> str:
-    """Cut a line to the part around an index. A large constant is a single line of a program."""
+    """Shorten a line around an index. A large constant is a single long line of a program."""
     if len(line) <= _WIDTH:
         return line
     begin = max(0, min(index - _WIDTH // 3, len(line) - _WIDTH))

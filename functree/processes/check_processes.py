@@ -1,6 +1,6 @@
 """`check_processes` raises an error in all processes if one of them has different values.
 
-It compares lines of text, which are equal if the values are.
+It compares lines of text, which are equal if the values are equal.
 """
 
 import dataclasses
@@ -43,12 +43,12 @@ def check_processes(**values: object) -> None:
 
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), strings, numbers,
-            arrays, sets, dataclasses, or trees of them. Arrays within one process are compared by
+            arrays, sets, dataclasses, or trees of these. Arrays within one process are compared by
             value, arrays across processes by sharding, and functions by name.
 
     Raises:
-        FunctreeError: in all processes, if a value differs. The message names the process, and the
-            leaf or the line.
+        FunctreeError: if a value differs. All processes raise it. The message names the process,
+            and the leaf or the line.
         FunctreeError: if a process is at a different comparison, or has ended.
         FunctreeError: if the processes have different numbers of devices.
         FunctreeTypeError: if a value has a type that cannot be compared.
@@ -63,13 +63,13 @@ def check_processes(**values: object) -> None:
 
 
 def facts_of(value: Any, *, skip: bool = False) -> list[str]:
-    """Return a value's lines of text.
+    """Describe a value in lines of text, which are equal in all processes if the value is.
 
     Args:
         value: a plan, a layout, a mesh, a lowered program, a string, or a tree of arrays and other
             values. Arrays within one process are compared by value, arrays across processes by
             sharding.
-        skip: whether values that cannot be compared are compared by class.
+        skip: whether values with unknown contents are compared by class.
 
     Raises:
         FunctreeTypeError: if a value cannot be compared, and `skip` is False.
@@ -83,7 +83,7 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
     if isinstance(value, str) and "\n" in value:
         return value.split("\n")
     as_text = getattr(value, "as_text", None)
-    if callable(as_text):  # a lowered or compiled program, of functree, JAX or another library
+    if callable(as_text):  # a lowered or compiled program from functree, JAX or another library
         return str(as_text()).split("\n")
     return list(_tree_lines(value, skip))
 
@@ -106,7 +106,7 @@ def configuration() -> tuple[Hashable, ...]:
 
 
 # These settings change a program's values or collectives, even if its text is the same. Other
-# settings may differ, such as paths for logs and caches, or the GPUs of a process.
+# settings may differ, such as paths for logs and caches, or the GPUs that a process uses.
 _SETTINGS = tuple(
     """
     jax_enable_x64 jax_numpy_dtype_promotion jax_explicit_x64_dtypes jax_default_prng_impl
@@ -121,7 +121,7 @@ _SETTINGS = tuple(
 
 
 def _row_text(row: Row) -> str:
-    """Format the array of a plan's row, its spec and its memory kind."""
+    """Format a plan's row: its array, spec and memory kind."""
     spec = "-"
     if row.spec is not None:
         spec = spec_text(row.spec)
@@ -132,7 +132,7 @@ def _mesh_lines(mesh: MeshLike) -> list[str]:
     """Format the sizes of a mesh, and its devices in order."""
     lines = [f"mesh {mesh_view(mesh)}"]
     if isinstance(mesh, Mesh):
-        # Processes with different orders would send parts of an array to the wrong devices.
+        # If the order differs, processes send shards of an array to the wrong devices.
         lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
     return lines
 
@@ -142,7 +142,7 @@ def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
         if kind in LEAVES:
             yield _line(path, node, skip)
             continue
-        # The class tells a tuple from a list, and is the only line of an empty container.
+        # The class distinguishes a tuple from a list, and is the only line of an empty container.
         yield _line(path, type(node), skip)
         for keys, static in kind.statics(node):
             yield _line((*path, *keys), static, skip)
@@ -160,9 +160,9 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
 
 
 def _has_no_order(node: Tree) -> bool:
-    """Return whether a node is a dict whose order JAX cannot determine, or differs per process.
+    """Return whether a node is a dict that JAX cannot sort, or whose order differs per process.
 
-    Such a dict, with sets as keys for example, is compared as a value instead of a tree.
+    Such a dict, for example one with sets as keys, is compared as a value instead of as a tree.
     """
     if not isinstance(node, dict):
         return False
@@ -173,7 +173,7 @@ def _has_no_order(node: Tree) -> bool:
 def _key_text(key: object) -> str:
     if isinstance(key, str | int):
         return str(Path((key,)))
-    return f"[{value_text(key)}]"  # for example the key of a user's node
+    return f"[{value_text(key)}]"  # for example, the key of a user's node
 
 
 # Values whose `repr` is the same in all processes.
@@ -185,7 +185,7 @@ _MOST_CHARACTERS = 2000
 
 
 def value_text(value: Any) -> str:
-    """Return a text that is equal in all processes if the value is.
+    """Format a value as text that is equal in all processes if the value is.
 
     Functions and classes are represented by their names. Sets and dicts are sorted, since their
     order differs between processes.
@@ -241,8 +241,8 @@ def _text(value: Any) -> str:
         fields = [f"{name}={_text(getattr(value, name))}" for name in names]
         return f"{kind}({', '.join(fields)})"
     raise FunctreeTypeError(
-        f"{kind} objects cannot be compared between processes: pass their contents, as numbers, "
-        "strings, arrays, or trees of them"
+        f"{kind} objects cannot be compared between processes: pass their contents as numbers, "
+        "strings, arrays, or trees of these"
     )
 
 
@@ -274,7 +274,7 @@ def has_values_here(array: AnyArray) -> bool:
 
 
 def own_text(array: AnyArray) -> str:
-    """Format the type and the values of an array of this process, or a checksum of many values."""
+    """Format the type and values of an array in this process, or a checksum of many values."""
     text = array_text(array)
     words: Any = array
     if is_key(array.dtype):
@@ -289,5 +289,5 @@ _FEW = 8  # the largest number of values that a message shows
 
 
 def checksum(array: np.ndarray) -> int:
-    """Compute a checksum of the values of an array."""
+    """Compute a checksum of an array's values."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)

@@ -1,8 +1,9 @@
-"""A digest is 32 bits computed from an array's values, the same under every sharding.
+"""A digest is 32 bits computed from an array's values, and does not depend on the sharding.
 
 It is `sum(mix(bits ^ mix(position + salt)))` in uint32. `mix` is a bijection, so changing one
-element always changes the sum. Positions are mixed in, so swapping elements changes it too. The
-order of the sum does not matter, so each device sums its own part without waiting for others.
+32-bit word always changes the sum. Positions are mixed in, so swapping elements almost always
+changes it too. The order of summation does not matter, so each device sums its own shard without
+waiting for the others.
 """
 
 import json
@@ -28,29 +29,29 @@ from functree.tree.paths import Path
 _PRIME = 2**32 - 5
 
 Bounds = tuple[tuple[int, int], ...]
-"""Start and stop of a part of an array in each dimension."""
+"""Start and stop of a shard in each dimension of the array."""
 
 
 class Part(NamedTuple):
-    """Digest of one device's part of an array. The array's digest is the sum over its parts.
+    """Digest of one shard of an array. The array's digest is the sum over its distinct shards.
 
     Attributes:
-        bounds: the bounds of the part. Copies of a part have the same bounds.
-        number: a uint32 array with one element, on the device.
+        bounds: the bounds of the shard. Copies of a shard have the same bounds.
+        number: a uint32 array with one element, on the shard's device.
     """
 
     bounds: Bounds
     number: jax.Array
 
     def read(self) -> int:
-        """Wait for the device, and return the number."""
+        """Wait for the device, and return the digest."""
         return int(np.asarray(self.number).reshape(()))
 
 
 def digest_parts(array: jax.Array | np.ndarray | np.generic) -> list[Part]:
-    """Start to compute the digests of this process's parts of an array.
+    """Start computing the digests of an array's shards in this process.
 
-    Each copy of a part gets its own digest, since the values of copies may differ.
+    Each copy of a shard gets its own digest, since the values of copies may differ.
 
     Args:
         array: an array of any shape and dtype, including random keys.
@@ -89,7 +90,7 @@ def _parts_of_jax(array: jax.Array) -> list[Part]:
 
 
 def _parts_on_mesh(array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]) -> list[Part]:
-    """Start to compute the parts of an array on a mesh, with one program for all devices."""
+    """Start computing the digests of an array on a mesh, with one program for all devices."""
     numbers = _digests_on_mesh(array, sharding, steps).addressable_shards
     # The shards of two arrays may be in different orders.
     by_device = {number.device: number.data for number in numbers}
@@ -104,13 +105,13 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 
 def digest(array: jax.Array | np.ndarray | np.generic) -> int:
-    """Compute the digest of an array whose parts are all in this process."""
-    # By bounds, so that copies of a part are counted once.
+    """Compute the digest of an array whose shards are all in this process."""
+    # Keyed by bounds, so that copies of a shard are counted once.
     return digest_of({part.bounds: part.read() for part in digest_parts(array)})
 
 
 def digest_of(parts: Mapping[Bounds, int]) -> int:
-    """Add the digests of an array's parts."""
+    """Add the digests of an array's distinct shards, modulo 2**32."""
     return sum(parts.values()) % 2**32
 
 
@@ -118,7 +119,7 @@ def digest_of(parts: Mapping[Bounds, int]) -> int:
 def _digests_on_mesh(
     array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]
 ) -> jax.Array:
-    """Compute the digest of each device's part."""
+    """Compute the digest of each device's shard."""
     mesh, spec = sharding.mesh, of_rank(sharding.spec, array.ndim)
 
     def of_part(part: jax.Array) -> jax.Array:
@@ -131,7 +132,7 @@ def _digests_on_mesh(
             begins.append(index * jnp.uint32(size))
         return _digest(_words(part), begins, steps)[None]
 
-    # One number for each device, even for copies of a part, so that differing copies are found.
+    # One number for each device, even for copies of a shard, so that differing copies are found.
     every = PartitionSpec(mesh.axis_names)
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False)(array)
 
@@ -147,11 +148,11 @@ def _digest(
     begins: Sequence[jax.Array] | np.ndarray,
     steps: tuple[int, ...],
 ) -> jax.Array:
-    """Compute the digest of a part of an array.
+    """Compute the digest of a shard.
 
     Args:
-        words: the 32-bit words of its elements, each with the shape of the part.
-        begins: the start of the part in each dimension.
+        words: the 32-bit words of its elements, one array with the shard's shape for each word.
+        begins: the start of the shard in each dimension of the whole array.
         steps: the strides of the whole array.
     """
     total = jnp.uint32(0)
@@ -166,7 +167,7 @@ def _digest(
 
 
 def _words(array: jax.Array) -> list[jax.Array]:
-    """Return the bits of each element, as uint32 arrays with the shape of the array."""
+    """Return the bits of each element, as uint32 arrays with the array's shape."""
     dtype = array.dtype
     if jnp.issubdtype(dtype, jnp.complexfloating):
         return _words(array.real) + _words(array.imag)
@@ -180,7 +181,7 @@ def _words(array: jax.Array) -> list[jax.Array]:
 
 
 def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
-    """Do the same as `_words` on the host."""
+    """Return the same as `_words`, computed on the host."""
     # `ascontiguousarray` gives a scalar a dimension.
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "c":
@@ -188,8 +189,8 @@ def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
     if array.dtype.itemsize == 8:
         halves = array[..., None].view(np.uint32)
         return [halves[..., 0], halves[..., 1]]
-    # With JAX: NumPy stores elements smaller than a byte in one byte each, with arbitrary upper
-    # bits.
+    # JAX computes this, since NumPy stores elements smaller than a byte in one byte each, with
+    # arbitrary upper bits.
     return list(map(np.asarray, _words(jnp.asarray(array))))
 
 
@@ -208,14 +209,14 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _mix(x: jax.Array) -> jax.Array:
     """Apply a bijection of uint32 in which each bit depends on all bits of the argument.
 
-    It is `lowbias32` of the hash prospector: https://nullprogram.com/blog/2018/07/31/.
+    It is `lowbias32` from Hash Prospector: https://nullprogram.com/blog/2018/07/31/.
     """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x ^ (x >> jnp.uint32(16))
 
 
-# Copies differ after a device's fault, or after a `shard_map` with `check_vma=False` whose result
+# Copies differ after a hardware fault, or after a `shard_map` with `check_vma=False` whose result
 # was not the same on all devices.
 _PLACE = "place it again with `ft.shard`"
 
@@ -226,7 +227,7 @@ def digests_of(
     """Compute digests of arrays. All processes must call this, with the same names.
 
     Args:
-        arrays: arrays by the string of their path.
+        arrays: arrays, by their paths as strings.
         remedy: the remedy for copies that differ.
 
     Returns:
@@ -234,7 +235,7 @@ def digests_of(
             differ.
     """
     with Agreement("the copies of arrays cannot be compared"):
-        # All are started before the first is read, so that devices do not wait for this process.
+        # All digests start before the first is read, so that devices do not wait for this process.
         started = {name: digest_parts(array) for name, array in arrays.items()}
         read: dict[str, list[tuple[Bounds, int]]] = {}
         for name, parts in started.items():
@@ -246,16 +247,16 @@ def digests_of(
 def compared(
     parts: Mapping[str, Iterable[tuple[Bounds, int]]], remedy: str
 ) -> tuple[dict[str, dict[Bounds, int]], list[Problem]]:
-    """Collect the parts of arrays from all processes, and compare copies.
+    """Collect the digests of shards from all processes, and compare the copies of each shard.
 
     All processes must call this, with the same names.
 
     Args:
-        parts: the digests of this process's parts, by the string of the array's path.
+        parts: the digests of this process's shards, by the array's path as a string.
         remedy: the remedy for copies that differ.
 
     Returns:
-        The digests of all parts of each array, and a problem for each array whose copies differ.
+        The digests of all shards of each array, and a problem for each array whose copies differ.
     """
     mine = {name: sorted(set(digests)) for name, digests in parts.items()}
     told = list(map(json.loads, texts_of_all(json.dumps(mine))))
@@ -263,7 +264,7 @@ def compared(
     problems: list[Problem] = []
     for name in mine:
         numbers = merged[name] = {}
-        others: set[int] = set()  # the processes whose value for a part differs from an earlier one
+        others: set[int] = set()  # the processes with a digest that differs from an earlier one
         for process, arrays in enumerate(told):
             for bounds, number in arrays[name]:
                 # JSON returns tuples as lists.

@@ -1,4 +1,4 @@
-"""Processes exchange texts, and check that all of them are at the same comparison."""
+"""`exchanged` sends JSON between processes, and checks that all are at the same comparison."""
 
 import hashlib
 import inspect
@@ -22,7 +22,7 @@ _E = TypeVar("_E", bound=BaseException)
 
 
 class Place(NamedTuple):
-    """Point of a program at which a process compares something with the others.
+    """Point in a program at which a process compares facts with the other processes.
 
     Attributes:
         failure: the beginning of messages, such as `the arrays cannot be placed`.
@@ -53,7 +53,7 @@ class Place(NamedTuple):
         line = ""
         if users is not None:
             line = f"{users.f_code.co_filename}:{users.f_lineno}"
-        # Users who write `with` know `Checkpoints.__exit__` as `ft.Checkpoints`.
+        # Users never write `Checkpoints.__exit__`, so messages name `ft.Checkpoints`.
         return cls(failure, name or "ft." + _SPECIAL.sub("", called), next(_numbers), line)
 
     def __str__(self) -> str:
@@ -69,13 +69,13 @@ Report = Mapping[str, Any]
 
 
 class Told(NamedTuple):
-    """Message of one process to the others.
+    """Message from one process to the others.
 
     Attributes:
-        report: its report.
+        report: the JSON that the process sends.
         name: the function that compares.
-        number: the number of its comparison.
-        line: the line of its program.
+        number: how many comparisons the process has made.
+        line: the line of the user's program.
     """
 
     report: Report
@@ -87,11 +87,11 @@ class Told(NamedTuple):
 def exchanged(place: Place, report: Report) -> list[Told] | None:
     """Exchange reports between all processes.
 
-    Every communication begins here, with an array of fixed size. Processes at different comparisons
-    thus get an error, instead of waiting in collectives that do not match.
+    All communication begins here, with an array of fixed size. Processes at different comparisons
+    therefore get an error instead of waiting in collectives that do not match.
 
     Returns:
-        The messages in the order of the processes, or None if all are equal.
+        One message for each process, in order, or None if all messages are equal.
 
     Raises:
         FunctreeError: if the processes have unequal numbers of devices.
@@ -99,7 +99,8 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
         FunctreeError: if one of them is at a different comparison.
     """
     _check_devices(place)
-    # A lowered program has megabytes and is mostly the same everywhere, so 32 bytes are sent first.
+    # A lowered program may have megabytes, and is usually the same everywhere. So the first message
+    # is a digest of 32 bytes.
     # The line is not compared: machines may keep the program in different folders.
     compared = json.dumps([place.name, place.number, report])
     digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
@@ -107,7 +108,8 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
         return None
     mine = np.frombuffer(json.dumps([report, *place[1:]]).encode(), np.uint8)
     sizes = _gathered(place, np.array(mine.size, np.int32))
-    # All must send arrays of one size. It is a power of two, since JAX compiles for each size.
+    # All processes must send arrays of the same size. Powers of two limit how many sizes JAX
+    # compiles for.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: mine.size] = mine
     told: list[Told] = []
@@ -122,10 +124,10 @@ def _raise_failures(place: Place, told: Sequence[Told]) -> None:
     """Raise an error if a process reports one."""
     failed = [process for process, message in enumerate(told) if "error" in message.report]
     if failed:
-        # The first of several errors: mostly they are the same.
+        # The message shows the first of several errors, since they are usually the same.
         report = told[failed[0]].report
         # An error of functree keeps its class, so that it is caught in all processes or in none.
-        # Other classes may need different arguments.
+        # Other classes may take different arguments.
         kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
         who = f"{processes_text(failed)} of {len(told)}"
         text = f"{place.failure}: {who} failed with {report['class']}:\n{report['error']}"
@@ -146,12 +148,12 @@ def _check_together(place: Place, told: Sequence[Told]) -> None:
 
 
 _TOGETHER = (
-    "make the same calls in the same order in all processes: one has made a call that another has "
-    "not, here or earlier"
+    "make the same calls in the same order in all processes: one process made a call that another "
+    "did not, here or earlier"
 )
 
 
-# Stored in the error itself, since Python's errors have no weak references.
+# Stored in the error itself, since built-in exceptions do not support weak references.
 _KNOWN = "_known_to_all_processes"
 
 
@@ -162,12 +164,12 @@ def known_to_all(error: _E) -> _E:
 
 
 def is_known_to_all(error: BaseException | None) -> bool:
-    """Return whether the other processes already know an error."""
+    """Return whether an error is marked as known to the other processes."""
     return hasattr(error, _KNOWN)
 
 
 def texts_of_all(text: str) -> list[str]:
-    """Return the texts of all processes, in their order."""
+    """Return the text of each process, in order."""
     if jax.process_count() == 1:
         return [text]
     place = Place.next("the processes cannot communicate")
@@ -192,7 +194,7 @@ def processes_text(processes: Sequence[int]) -> str:
 def _check_devices(place: Place) -> None:
     """Raise FunctreeError if the processes have unequal numbers of devices.
 
-    They could not gather anything then. Each process knows all devices, so this sends nothing.
+    Such processes cannot gather arrays. JAX lists all devices in each process, so nothing is sent.
     """
     counts = Counter(device.process_index for device in jax.devices())
     numbers = [counts[process] for process in range(jax.process_count())]
@@ -200,7 +202,7 @@ def _check_devices(place: Place) -> None:
     problems: list[Problem] = []
     for process, number in enumerate(numbers):
         if number != usual:
-            why = f"has {number} of the {len(jax.devices())} devices, while most have {usual}"
+            why = f"has {number} of the {len(jax.devices())} devices, but others have {usual}"
             problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
     if problems:
         headline = f"{place.failure}: the {len(numbers)} processes have unequal numbers of devices"
@@ -212,10 +214,10 @@ _DEVICES = "give each process as many devices as the others"
 
 def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
     """Gather the values of all processes along a new leading dimension."""
-    # A process that does not arrive may only be late, which is not an error. The others therefore
+    # A process that does not arrive may just be late, which is not an error. The others therefore
     # log where they wait.
     warning = threading.Timer(LONG, _LOG.warning, [_waiting_text(place)])
-    warning.daemon = True  # a process that ends must not wait for it
+    warning.daemon = True  # so that an ending process does not wait for it
     warning.start()
     try:
         return np.asarray(multihost_utils.process_allgather(value))
@@ -223,7 +225,7 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
         # Only this error reveals that another process has ended.
         text = (
             f"{place.failure}: not all processes reached {place}: one has ended, is late, or "
-            "cannot be reached; look at its own output\n"
+            "cannot be reached; read its output\n"
             f"{str(error).splitlines()[0]}"
         )
         raise known_to_all(FunctreeError(text)) from error
@@ -244,5 +246,5 @@ def _waiting_text(place: Place) -> str:
         where = f" at {place.line}"
     return (
         f"{who} has waited {LONG:g} s for the others{where}, at {place}: "
-        "check that each of them gets there"
+        "check that all of them reach this call"
     )

@@ -13,19 +13,20 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Return whether the scheduler is about to take this machine, so training should save and stop.
+    """Return whether the scheduler is about to reclaim this machine, so training should stop.
 
     Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
-    If one of them gets the signal, all return True at the same step, a few steps later.
+    If one process gets the signal, the call returns True in all of them at the same step, a few
+    steps later. Save a checkpoint and leave the loop then.
 
     With one process, the first call starts to listen for SIGTERM. A second SIGTERM ends the process
     as usual.
 
     Args:
-        step: the step, which must increase.
+        step: the current step, which must increase from call to call.
 
     Raises:
-        FunctreeError: if the only process makes the first call outside its main thread.
+        FunctreeError: if the first call of a single process is not in its main thread.
 
     Examples:
         >>> for step in range(3):
@@ -36,14 +37,15 @@ def preempted(step: int) -> bool:
     """
     check("preempted: invalid arguments", step=(step, EXTENT))
     if jax.process_count() > 1:
-        # JAX's coordination service agrees on a step. It has handled SIGTERM since initialization.
+        # JAX's coordination service chooses the step for all processes. It has handled SIGTERM
+        # since initialization.
         return multihost_utils.reached_preemption_sync_point(int(step))
     _TERMINATION.listen()
     return _TERMINATION.came
 
 
 class _Termination:
-    """Listener for SIGTERM, which remembers whether it came."""
+    """Listener for SIGTERM that records whether it arrived."""
 
     def __init__(self) -> None:
         self.came = False

@@ -388,7 +388,7 @@ def other_mesh_of_a_step() -> Any:
     "check_processes: the {count} processes are at different comparisons",
     *("process 0", "is at comparison ", "`ft.check_processes` at ", "process_cases.py:"),
     *("process {odd}", "is at comparison ", "`ft.shard` at ", "process_cases.py:"),
-    "Try: make the same calls in the same order in all processes: one has made a call",
+    "Try: make the same calls in the same order in all processes: one process made a call",
 )
 def one_call_apart() -> Any:
     """One process skips a comparison, and is at the next one."""

@@ -66,7 +66,7 @@ def test_silent_failure_36_what_works_and_what_differs(
     told = told_by(processes, tmp_path)
     [late] = told[0]["one_comes_late"]["returned"]
     who = f"process 0 of {processes} has waited 0.5 s for the others at {WORKER}"
-    asked = r"\(`ft\.check_processes`\): check that each of them gets there"
+    asked = r"\(`ft\.check_processes`\): check that all of them reach this call"
     assert re.fullmatch(rf"{who}:\d+, at comparison \d+ {asked}", late)
     assert told[0].keys() == CASES.keys() and alone.keys() == ALIKE.keys()
     for one in told:
@@ -171,7 +171,7 @@ APARTS: dict[str, list[list[str]]] = {
     "left": [
         [
             "check_processes: not all processes reached comparison 1 (`ft.check_processes`): ",
-            "one has ended, is late, or cannot be reached; look at its own output",
+            "one has ended, is late, or cannot be reached; read its output",
         ],
         [],
     ],
@@ -180,7 +180,7 @@ APARTS: dict[str, list[list[str]]] = {
         [
             "check_processes: the 2 processes have unequal numbers of devices",
             "process 1",
-            "has 2 of the 6 devices, while most have 4",
+            "has 2 of the 6 devices, but others have 4",
             "Try: give each process as many devices as the others",
         ]
     ]
