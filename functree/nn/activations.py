@@ -7,8 +7,8 @@ There are three ways to shard an activation:
 - On Auto mesh axes, the compiler chooses a sharding. `activation` and `inputs` constrain this
   choice, using the names of the axes and the ambient `AxisRules`.
 - On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of a result
-  from the types of its operands. `gather_last` and `indices_along` serve operations for which it
-  cannot. For products with weights, see `weights.py`.
+  from the types of its operands. `gather_last` and `indices_along` handle operations for which
+  it cannot. For products with weights, see `weights.py`.
 - `on_shards` leaves no choice to the compiler: it runs a `jax.shard_map` in which each device
   computes with its own batches and heads.
 """
@@ -46,8 +46,8 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
     Args:
         x: the activation. If it has fewer dimensions than there are names, the outermost names are
-            dropped, starting with "batch". If it has more, the outer dimensions have no names, and
-            the compiler chooses the sharding.
+            dropped, starting with "batch". If it has more, it is returned unchanged, and the
+            compiler chooses the sharding.
         axes: the names of the dimensions, outermost first.
 
     Raises:
@@ -68,7 +68,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
 @contextmanager
 def unsharded_sequence() -> Iterator[None]:
-    """Leave "seq" unsharded by the ambient rules in this context, for a model with a cache.
+    """Change the ambient rules to leave "seq" unsharded, for a model with a cache.
 
     Examples:
         >>> from functree.nn.activations import unsharded_sequence
@@ -81,7 +81,8 @@ def unsharded_sequence() -> Iterator[None]:
     if rules is None:
         yield
         return
-    # A step may have a single token, which no mesh axis divides, so it would be a ShardingError.
+    # A step may have a single token. Mesh axes do not divide it, so rules that shard "seq" would
+    # raise a ShardingError.
     with axis_rules(with_tables(rules, lambda table: with_rule(table, "seq", None))):
         yield
 
@@ -160,7 +161,7 @@ def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
 
 
 def entries_of(x: Array) -> Entries:
-    """Return the spec in the type of `x`, padded to its rank; types have Explicit axes only."""
+    """Return the spec in the type of `x`, padded to its rank; it has Explicit axes only."""
     return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
@@ -172,8 +173,8 @@ def out_sharding(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding |
 def gather_last(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
     """Unshard the last dimension of `x` on Explicit mesh axes; return `x` unchanged on Auto ones.
 
-    On Explicit axes, JAX sorts, accumulates and looks up only along a dimension that its type does
-    not shard. On Auto axes, the partitioner gathers the dimension where necessary.
+    On Explicit axes, JAX sorts, accumulates and looks up only along a dimension that the array's
+    type does not shard. On Auto axes, the partitioner gathers the dimension where necessary.
 
     Examples:
         >>> from functree.nn.activations import gather_last
@@ -228,7 +229,7 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
 
     Returns:
         A spec for each array, or None if neither types nor rules determine the specs. Rules cover
-        one batch dimension, so they do not apply to several, or to one that `jax.vmap` hides.
+        one batch dimension, so they do not apply if there are several, or if `jax.vmap` hides it.
 
     Raises:
         ShardingError: if the rules do not fit the arrays.
@@ -306,7 +307,7 @@ def _with_sequence(array_spec: PartitionSpec, names: str, seq: Entry) -> Partiti
 def _agreeing(
     arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str]
 ) -> list[PartitionSpec]:
-    """Return the arrays' specs, with equal entries for all dimensions of the same name.
+    """Return the arrays' specs, with equal entries for all dimensions with the same name.
 
     Args:
         arrays: the arrays.
@@ -314,9 +315,9 @@ def _agreeing(
         names: the names of these dimensions.
     """
     # The first array in which a named dimension is sharded decides. The others are resharded:
-    # segments or prompt lengths, for instance, may come replicated from the user. Heads of queries
-    # may use a mesh axis of the batch while heads of keys, which have a rule of their own, do not.
-    # So a mesh axis that shards another dimension of one of the arrays is left out.
+    # segments or prompt lengths, for instance, may come replicated from the user. Query heads may
+    # use a mesh axis of the batch while key heads, which have their own rule, do not. So a mesh
+    # axis that shards another dimension of one of the arrays is left out.
     entry_of: dict[str, Entry] = {"_": None}
     for entries, text in zip(own, names, strict=True):
         for name, entry in zip(text.split(), entries, strict=True):
@@ -333,7 +334,7 @@ def _agreeing(
 
 
 def _beside(name: str, names: Sequence[str]) -> set[str]:
-    """Return the names of the other dimensions in arrays that have a dimension of this name."""
+    """Return the names of the other dimensions in arrays that have a dimension with this name."""
     neighbors: set[str] = set()
     for text in names:
         if name in text.split():
@@ -352,11 +353,11 @@ def on_shards(
 
     Args:
         fun: a function of the arrays, the first of which has heads. If each device has all key and
-            value heads, `fun` receives those that its query heads use.
+            value heads, `fun` receives the ones that the device's query heads use.
         arrays: the arrays.
         names: the names of their dimensions, as in `specs_of`.
-        check_vma: as in `jax.shard_map`. Kernels do not declare along which mesh axes their results
-            vary.
+        check_vma: as in `jax.shard_map`. Pass False for kernels, which do not declare along which
+            mesh axes their results vary.
     """
     if on_one_device():
         return fun(*arrays) if check_vma else without_varying(unchecked(fun))(*arrays)

@@ -36,7 +36,7 @@ AxisNames = Annotated[
 class BatchNorm(eqx.Module):
     """Batch normalization: `(x - mean) / sqrt(variance + eps) · weight + bias`, per channel.
 
-    A channel is an index of the last dimension. Mean and variance are taken over all other
+    A channel is an index of the last dimension. Mean and variance are computed over all other
     dimensions, in float32 or wider (Ioffe & Szegedy, "Batch normalization", 2015).
 
     In training, the batch's own statistics are used, and their running averages are kept as state.
@@ -46,11 +46,12 @@ class BatchNorm(eqx.Module):
 
     Args:
         size: the number of channels, which is the size of the last dimension.
-        axis_name: mesh axes of a shard_map, or names of a vmap, over which the batch is split.
-        eps: is added to the variance, so that constant channels stay finite.
+        axis_name: the mesh axes of a shard_map, or axis names of a vmap, over which the batch is
+            split.
+        eps: a number added to the variance, so that constant channels stay finite.
         channelwise_affine: whether to scale and shift, with a weight (initially one) and a bias
             (initially zero).
-        momentum: the weight of the old average in each call.
+        momentum: the weight of the old average in each update.
         inference: whether to use the averages without updating them; `eqx.nn.inference_mode` sets
             it.
         axes: the name of the last dimension.
@@ -76,7 +77,7 @@ class BatchNorm(eqx.Module):
     eps: float = eqx.field(static=True)
     momentum: float = eqx.field(static=True)
     axes: Axes = eqx.field(static=True)
-    # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
+    # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it with `eqx.tree_at`.
     inference: bool
 
     @checked("BatchNorm: invalid arguments")
@@ -136,8 +137,8 @@ class BatchNorm(eqx.Module):
             mean, var = self._statistics(wide)
             state = state.set(self.mean, self._averaged(state[self.mean], mean))
             state = state.set(self.var, self._averaged(state[self.var], var))
-        # Mean and variance have the shape (size,), as weight and bias do. The same function applies
-        # them, and on Explicit axes it reshards them like `x`.
+        # Mean and variance have the shape (size,), as weight and bias do. So `affine` applies them
+        # too, and on Explicit axes it reshards them like `x`.
         unit = affine(wide, jax.lax.rsqrt(var + self.eps), -mean * jax.lax.rsqrt(var + self.eps))
         return affine(unit, self.weight, self.bias).astype(x.dtype), state
 
@@ -158,7 +159,7 @@ class BatchNorm(eqx.Module):
             mean = jnp.mean(x, axis=tuple(range(x.ndim - 1)))
             return mean if self.axis_name is None else jax.lax.pmean(mean, self.axis_name)
 
-        # Not mean(x²) - mean²: it loses precision if the mean is large.
+        # Not mean(x²) - mean²: this difference loses precision if the mean is large.
         mean = over_batch(x)
         return mean, over_batch(affine(x, None, -mean) ** 2)
 

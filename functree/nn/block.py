@@ -1,4 +1,4 @@
-"""A Llama-like block runs attention and a feed-forward layer, each after a norm."""
+"""A Llama-like block runs attention and a feed-forward layer, each with its norm."""
 
 import equinox as eqx
 import jax
@@ -16,7 +16,7 @@ from functree.nn.moe.router import MoELosses
 from functree.nn.norm import RMSNorm
 from functree.nn.weights import Initializer, fan_in
 
-CONFIG = Takes("a `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
+CONFIG = Takes("an `ft.nn.TransformerConfig`", lambda value: isinstance(value, TransformerConfig))
 
 
 class Block(eqx.Module):
@@ -25,9 +25,9 @@ class Block(eqx.Module):
     With `norms="after"`, each norm applies to the layer's result, before the residual sum. A block
     takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
-    For `ft.offload` and other policies, `x` is named `"block_input"`. If it is offloaded and no
-    other value is kept, a stack of blocks keeps nothing on the device. The attention and the
-    feed-forward layer name further values.
+    For `ft.offload` and other checkpoint policies, `x` is named `"block_input"`. If it is offloaded
+    and no other value is kept, a stack of blocks keeps no activations on the device. The attention
+    and the feed-forward layer name more values.
 
     Args:
         attn_norm: the norm before the attention, or after it.
@@ -54,12 +54,12 @@ class Block(eqx.Module):
     def create(
         cls, config: TransformerConfig, *, init: Initializer = fan_in, key: PRNGKeyArray
     ) -> "Block":
-        """Create a block with a config's sizes.
+        """Create a block with a config's sizes and options.
 
         Args:
             config: the sizes and options.
-            init: the initializer of its matrices.
-            key: is split for all of them.
+            init: the initializer of the block's matrices.
+            key: the key for all matrices.
 
         Raises:
             FunctreeError: if an argument is invalid.
@@ -125,7 +125,7 @@ class Block(eqx.Module):
         segments: Segments = None,
         in_order: bool = True,
     ) -> tuple[Float[Array, "*batch seq embed"], MoELosses]:
-        """Apply the block to `x` and return its experts' losses too.
+        """Apply the block to `x`, and return the losses of its experts too.
 
         Raises:
             FunctreeError: as in `Attention` and `MoE`, or if the block has no experts.
@@ -133,10 +133,13 @@ class Block(eqx.Module):
         """
         y, losses = self._fed(self._attended(x, positions, segments, in_order))
         if losses is None:
-            what, why = f"mlp={type(self.mlp).__name__}", "the config has no experts"
-            remedy = "set experts= and top_k= in the config, or do not ask for these losses"
+            what, why = f"mlp={type(self.mlp).__name__}", "this layer has no experts"
+            remedy = (
+                "set experts= and top_k= in the config, or omit balance=, router_z= and "
+                "`with_losses`"
+            )
             raise FunctreeValueError(
-                "Transformer: no losses of experts", [Problem(None, None, what, why, remedy)]
+                "Transformer: no expert losses", [Problem(None, None, what, why, remedy)]
             )
         return y, losses
 
@@ -171,11 +174,11 @@ class Block(eqx.Module):
         return self._sum(x, fed, self.mlp_norm), losses
 
     def _given(self, x: Array, norm: RMSNorm) -> Array:
-        """Return a layer's input for the block's value `x`."""
+        """Return a layer's input: `x`, normalized if the norms come before the layers."""
         return norm(x) if self.norms == "before" else x
 
     def _sum(self, x: Array, result: Array, norm: RMSNorm) -> Array:
-        """Add a layer's result to `x`."""
+        """Add a layer's result to `x`, normalized if the norms come after the layers."""
         if self.norms == "after":
             result = norm(result)
         # Both sums are constrained. The scan carries the residual stream from block to block, so

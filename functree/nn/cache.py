@@ -15,7 +15,7 @@ from functree.nn.attention.layer import Attention
 from functree.nn.config import compute_dtype_of, first_layer, sizes_of
 from functree.nn.weights import as_int32
 
-# Without the class, since its module imports this one.
+# Checked without the class, since its module imports this one.
 _MODEL = Takes(
     "an `ft.nn.Transformer`",
     lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
@@ -30,8 +30,8 @@ LayersCache = tuple[NewTokens, NewTokens]
 Slots = Float[Array, "layers batch slots kv_heads head_dim"]
 """Keys or values in a cache."""
 
-# The slots are `_`, which is never sharded. The slot of a token depends on values, and a shard of
-# the slots could not tell from its shape whether it has that slot.
+# The slots are named `_`, which is never sharded. A token's slot depends on values, so a device
+# with a shard of the slots could not tell from shapes whether it has that slot.
 _AXES = "layers batch _ kv_heads head_dim"
 
 
@@ -39,14 +39,14 @@ class Cache(eqx.Module):
     """The keys and values of the tokens so far, so that a model does not recompute them.
 
     A cache is immutable: `logits, cache = model.decode(tokens, cache)`. Donate it to update it in
-    place. With a window, it drops tokens that no later token attends to. Without one it has room
-    for `length` tokens, and the logits of later tokens are NaN.
+    place. With a window, the cache drops tokens that no later token attends to. Without a window,
+    it has room for `length` tokens, and the logits of later tokens are NaN.
 
     Args:
         key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of
             a token is its position modulo the number of slots.
         value: the values of each layer.
-        filled: the number of tokens that each row has had.
+        filled: the number of tokens that each row has had so far.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -66,7 +66,7 @@ class Cache(eqx.Module):
 
     @classmethod
     def create(cls, model: Any, batch: int, length: int) -> "Cache":
-        """Create an empty cache, sharded by the ambient rules.
+        """Create an empty cache, sharded according to the ambient rules.
 
         Args:
             model: the `ft.nn.Transformer`.
@@ -109,7 +109,7 @@ class Cache(eqx.Module):
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
 
     def most_tokens(self, model: Any) -> int:
-        """Return how many tokens a row may have with this model."""
+        """Return the maximum number of tokens in a row with this model."""
         slots, window = self.key.shape[2], _window(model)
         # With a slot for each token of the window, a new token overwrites only one that nothing
         # attends to. With fewer slots, it would overwrite a token that is still needed.
@@ -148,7 +148,7 @@ class Cache(eqx.Module):
 
 
 def _of_slot(model: Any) -> tuple[int, int, int, np.dtype]:
-    """Return a slot's sizes in a cache of this model: layers, heads, head size, and the dtype."""
+    """Return the sizes and dtype of a cache slot for a model: layers, heads, head size, dtype."""
     kv_heads, head_dim = sizes_of(model.blocks, ["kv_heads", "head_dim"])
     return len(model.blocks), kv_heads, head_dim, compute_dtype_of(model)
 

@@ -45,8 +45,8 @@ Norms = Annotated[
 ]
 """Where a block's norms are: before its layers, or after each of them."""
 
-# One spelling per value: equal dtypes such as `jnp.float32` and `"float32"` hash differently, and
-# NumPy's numbers have no JSON form.
+# Values are converted, since equal dtypes such as `jnp.float32` and `"float32"` hash differently,
+# and NumPy's numbers cannot be written as JSON.
 _SPELLINGS = {
     int: int,
     int | None: int,
@@ -58,23 +58,23 @@ _SPELLINGS = {
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The sizes and options of a `Transformer`; immutable, equal and hashable by value.
+    """The sizes and options of a `Transformer`; immutable, compared and hashed by value.
 
     Args:
-        vocab_size: the number of tokens.
+        vocab_size: the number of tokens in the vocabulary.
         embed: the size of the residual stream.
         layers: the number of blocks.
         heads: the number of query heads in each block.
         kv_heads: the number of key and value heads, a divisor of `heads`.
         head_dim: the size of one head, which must be even.
-        hidden: the size inside the feed-forward layer.
+        hidden: the size of the feed-forward layer's hidden layer.
         max_seq: the length of the longest sequence that the model accepts.
         rope_theta: the base of the rotary frequencies.
         tie_embedding: whether the logits are computed with the embedding's table.
         remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`,
-            `ft.offload(...)`, a policy.
+            `ft.offload(...)`, or a policy.
         param_dtype: the dtype in which the parameters are created.
-        compute_dtype: the dtype of the activations and logits, to which weights are cast for the
+        compute_dtype: the dtype of the activations and logits. Weights are cast to it for the
             computation. Norms, rotations and softmax always use float32 or wider.
         norm_eps: the `eps` of the norms.
         attention_bias: whether queries, keys and values have biases, as in Qwen 2.
@@ -86,8 +86,8 @@ class TransformerConfig:
             Mistral; `None` for all earlier tokens.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
-        attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
-            or a function that takes the arguments of `jax.nn.dot_product_attention`; see
+        attention: the implementation of attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`,
+            `"cudnn"`, or a function that takes the arguments of `jax.nn.dot_product_attention`; see
             `ft.nn.Attention`.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads: `"auto"`, `"gather"`, `"heads"` or `"ring"`; see
@@ -96,9 +96,9 @@ class TransformerConfig:
             (`{"layers": "pipe"}`), as in `Stacked.scan`.
         experts: the number of experts in each block, which then has an `ft.nn.MoE` as its
             feed-forward layer; `None` for no experts.
-        top_k: the number of experts that compute a token.
-        capacity: the factor of an expert's capacity, as in `ft.nn.MoE`; `None` to drop no token.
-        expert_hidden: the size inside an expert; by default `hidden`.
+        top_k: the number of experts for each token.
+        capacity: the capacity factor of each expert, as in `ft.nn.MoE`; `None` to drop no tokens.
+        expert_hidden: the size of an expert's hidden layer; by default `hidden`.
         normalize: whether the weights of a token's experts are divided by their sum.
         dispatch: how tokens reach sharded experts, as in `ft.nn.MoE`.
         dot_general: a hashable function that multiplies activations by weights. It takes the
@@ -172,12 +172,12 @@ def _head_problems(config: TransformerConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
-    """Yield the problems with the fields of experts."""
+    """Yield the problems with the fields that configure experts."""
     if config.experts is not None:
         if config.top_k is None:
             why = "it is required with experts="
             yield Problem(None, None, "top_k=None", why, "pass top_k=, such as 2")
-        # The fields are in the order of `expert_problems`.
+        # In the order of the parameters of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)
         return
@@ -192,7 +192,7 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
 
 L = TypeVar("L")
 
-_UNKNOWN = "cannot read the sizes and options of a model from its layers"
+_UNKNOWN = "cannot read the model's sizes and options from its layers"
 
 
 def config_of(model: Any, norms: Norms) -> TransformerConfig:
@@ -232,13 +232,13 @@ def config_of(model: Any, norms: Norms) -> TransformerConfig:
     )
 
 
-# The options that a layer keeps under their own names.
+# The options whose names in the layer are their names in the config.
 _OF_ATTENTION = ("rope_theta", "rope_scaling", "window", "attention", "context", "dot_general")
 _OF_EXPERTS = ("top_k", "capacity", "normalize", "dispatch")
 
 
 def first_layer(tree: Tree, kind: type[L]) -> L | None:
-    """Return the first layer of a class in a part of a model, at any depth, or None."""
+    """Return the first layer of class `kind` in a part of a model, at any depth, or None."""
     for _, layer in outermost(tree, lambda _, node: isinstance(node, kind)):
         return layer
     return None
@@ -253,12 +253,12 @@ def layer_of(tree: Tree, kind: type[L]) -> L:
 
 
 def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
-    """Read the sizes of some axes in a part of a model, using the names of its dimensions.
+    """Read the sizes of named axes from the arrays in a part of a model.
 
-    This works even for an adapter around a weight, and for a layer of another class.
+    This works even for an adapter around a weight, and for a layer of a different class.
 
     Raises:
-        FunctreeError: if no array has such an axis.
+        FunctreeError: if no array has an axis with one of the names.
 
     Examples:
         >>> from functree.nn.config import sizes_of
@@ -272,7 +272,7 @@ def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
     missing = [name for name in names if name not in sizes]
     if missing:
         why = "no array has an axis with this name"
-        remedy = 'name it in the annotation of an array: `Float[Array, "embed hidden"]`'
+        remedy = 'name it in the annotation of an array, as in `Float[Array, "embed hidden"]`'
         problems = [Problem(None, None, f'"{name}"', why, remedy) for name in missing]
         raise FunctreeValueError(_UNKNOWN, problems)
     return tuple(sizes[name] for name in names)
@@ -285,7 +285,7 @@ def compute_dtype_of(model: Any) -> np.dtype:
 
 
 def _qk_norm(attn: Attention) -> QKNorm:
-    """Return the `qk_norm` of an attention."""
+    """Return the `qk_norm` option of an attention layer."""
     norm = attn.query_norm
     if norm is None:
         return False

@@ -1,4 +1,4 @@
-"""`cross_entropy` averages a language model's loss without creating an array of all logits."""
+"""`cross_entropy` computes a language model's mean loss without an array of all logits."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -69,12 +69,12 @@ def cross_entropy(
         positions: as in a call of the model.
         segments: as in a call of the model.
         in_order: as in a call of the model.
-        chunk: the number of positions whose logits are held at one time; the last chunk may have
-            fewer. If the sequence is sharded while logits are computed, it applies to each shard.
-        mask: the positions that count; by default all. The loss is 0 if none does. Numbers are
-            weights of the positions; a negative or NaN weight makes the loss NaN.
-        z_loss: the factor of the squared logarithm of the sum of exponentials, a penalty that keeps
-            logits small (Chowdhery et al., "PaLM", 2022, uses 1e-4).
+        chunk: the number of positions whose logits are held at once; the last chunk may have fewer.
+            If the sequence is sharded while logits are computed, `chunk` applies to each shard.
+        mask: the positions that count; by default all. If no position counts, the loss is 0.
+            Numbers are weights of the positions; a negative or NaN weight makes the loss NaN.
+        z_loss: the factor of the squared logsumexp of the logits, a penalty that keeps logits small
+            (Chowdhery et al., "PaLM", 2022, uses 1e-4).
         balance: the factor of `MoELosses.balance`, summed over the blocks, a penalty that keeps
             experts evenly used (Mixtral uses 0.02, "Switch transformers" 0.01).
         router_z: the factor of `MoELosses.z`, summed over the blocks (Zoph et al., "ST-MoE", 2022,
@@ -144,7 +144,7 @@ def _mean(
         x = model.features(tokens, positions, segments, in_order)
     x = _before_the_head(x)
     weights = jnp.ones(tokens.shape, jnp.float32) if mask is None else mask.astype(jnp.float32)
-    # A negative weight would divide by too small a count.
+    # With a negative weight, the loss would be divided by too small a count.
     weights = jnp.where(weights >= 0, weights, jnp.nan)
     loss = partial(_sum, chunk, z_loss)
     total = _on_batches(loss, model.head, x, as_int32(targets), weights)
@@ -165,7 +165,7 @@ def _before_the_head(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batc
 
 
 def _is_real(value: object) -> bool:
-    """Return whether a value is an array of flags or real numbers; casts lose imaginary parts."""
+    """Return whether a value is an array of booleans or real numbers, not of complex numbers."""
     if not isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
         return False
     return any(jnp.issubdtype(value.dtype, kind) for kind in (jnp.bool_, jnp.integer, jnp.floating))
@@ -217,8 +217,8 @@ def _on_batches(
         return without_varying(of_arrays)(
             arrays, x, resharded(targets, own), resharded(weights, own)
         )
-    # Only along the axes of batch and sequence. The head stays sharded along other axes, such as
-    # the vocabulary over `model`, and the partitioner does the rest.
+    # The shard_map covers only the mesh axes of batch and sequence. The head stays sharded over
+    # other mesh axes, such as the vocabulary over `model`, and the partitioner does the rest.
     whole, batch = PartitionSpec(), PartitionSpec(*outer)
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
@@ -260,8 +260,8 @@ def _sum(
 ) -> Float[Array, ""]:
     """Sum the losses, one chunk of the sequence at a time."""
     seq = x.shape[-2]
-    # The rest after the last full chunk is a chunk of its own, without padding. A sequence of one
-    # chunk has no loop, so it supports forward and second derivatives.
+    # The positions after the last full chunk are a smaller chunk, without padding. A sequence of
+    # one chunk has no loop, so it supports forward-mode and second derivatives.
     whole = seq // chunk * chunk if seq > chunk else 0
     total = jnp.zeros((), jnp.float32)
     if whole:

@@ -13,16 +13,16 @@ from functree.errors import FunctreeTypeError
 
 
 class Dropout(eqx.Module):
-    """A layer that zeroes each element with probability `p`, and divides the others by `1 - p`.
+    """A layer that zeroes each element with probability `p`, and divides the rest by `1 - p`.
 
-    The expectation stays unchanged (Srivastava et al., "Dropout", 2014). In inference, the layer
+    The expected value is unchanged (Srivastava et al., "Dropout", 2014). In inference, the layer
     returns `x`. The result has the dtype of `x`.
 
     The same key drops the same elements, however `x` is sharded. Inside shard_map, all shards would
     drop the same elements: fold `jax.lax.axis_index` into the key there.
 
     Args:
-        p: the probability.
+        p: the probability that an element is zeroed.
         inference: whether to return `x` unchanged; `eqx.nn.inference_mode` sets it.
 
     Raises:
@@ -36,7 +36,7 @@ class Dropout(eqx.Module):
     """
 
     p: float = eqx.field(static=True)
-    # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it by `eqx.tree_at`.
+    # Not static, as in Equinox: `eqx.nn.inference_mode(model)` sets it with `eqx.tree_at`.
     inference: bool
 
     @checked("Dropout: invalid arguments")

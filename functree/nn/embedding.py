@@ -32,8 +32,8 @@ class Embedding(eqx.Module):
         init: the initializer of the table; by default normal with standard deviation 0.02.
         key: the key for the table.
         param_dtype: the dtype of the table.
-        compute_dtype: the dtype of the result. By default, `param_dtype`, and for `logits` the
-            dtype of `x`.
+        compute_dtype: the dtype of the result; by default `param_dtype` for a lookup, and the dtype
+            of `x` for `logits`.
 
     Raises:
         FunctreeError: if a size is not a positive integer, or another argument is invalid.
@@ -62,17 +62,17 @@ class Embedding(eqx.Module):
         self.compute_dtype = dtype_or_none(compute_dtype)
 
     def __call__(self, tokens: Int[Array, "*batch"]) -> Float[Array, "*batch embed"]:
-        """Look up the tokens' rows, in `compute_dtype`; a token outside the vocabulary gives NaN.
+        """Look up each token's row, in `compute_dtype`; a token outside the vocabulary gets NaN.
 
         Args:
-            tokens: the tokens, whose axes are "batch seq" or "seq" for the ambient rules.
+            tokens: the tokens; the ambient rules apply to their axes as "batch seq" or "seq".
 
         Raises:
             FunctreeError: if the tokens are not integers.
             ShardingError: if the ambient rules do not fit the table or its rows.
         """
         check("Embedding: invalid tokens", tokens=(tokens, _TOKENS))
-        # Cast after the lookup: tokens have fewer rows than the table.
+        # Cast after the lookup, which reads only some rows of the table.
         vectors = lookup(self.weight, tokens)
         return vectors if self.compute_dtype is None else vectors.astype(self.compute_dtype)
 
@@ -94,7 +94,7 @@ class Embedding(eqx.Module):
 def lookup(
     table: Float[Array, "vocab embed"], tokens: Int[Array, "*batch"]
 ) -> Float[Array, "*batch embed"]:
-    """Look up the tokens' rows in a table, on each device with its own rows and tokens.
+    """Look up the tokens' rows in a table; each device uses its own rows and tokens.
 
     Without ambient `AxisRules`, nothing is constrained.
 
@@ -113,16 +113,16 @@ def lookup(
     if not has_axis_rules() or tokens.ndim > 2:
         return rows(table, tokens)
     names = ["batch", "seq"][2 - tokens.ndim :]
-    # One spec for tokens and table, so the first rule for a mesh axis uses it for only one of them.
+    # One spec covers tokens and table, so that each mesh axis shards only one of them.
     *outer, vocab, embed = spec(" ".join([*names, "vocab", "embed"]))
     # The table is replicated along the mesh axes of the tokens. Under FSDP, this gathers it: the
     # partitioner alone would move the vectors of all tokens instead.
     table = constrain_to(table, ["vocab", "embed"], [vocab, embed])
     # If rules shard the sequence between layers over the vocabulary's mesh axes, "seq" does not
-    # have these in this spec. Each device looks up the tokens of the whole sequence in its own
-    # rows. With a sharded sequence, the table would be gathered.
+    # have these axes in this spec. Each device then looks up the tokens of the whole sequence in
+    # its own rows. If the sequence were sharded, the table would be gathered.
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types and is_partly_manual():
-        # The partitioner would end the process on this lookup (jax 0.12).
+        # The partitioner would abort the process on this lookup (jax 0.12).
         tokens = constrain_to(tokens, names, outer)
         return rows_on_shards(table, tokens, (vocab, embed), tuple(outer))
     return constrain_to(rows(table, tokens), [*names, "embed"], [*outer, embed])

@@ -1,7 +1,7 @@
 """A published model's `config.json` becomes a `TransformerConfig` and a table of tensor names.
 
 A family is two functions: one reads the fields of `config.json`, the other makes the table of
-names. A field that no function reads is refused. If it were ignored, all weights would load, and
+names. A field that no function reads is an error. If it were ignored, all weights would load, and
 the model would compute something different.
 """
 
@@ -31,16 +31,16 @@ _REQUIRED = object()
 class ConfigReader:
     """A reader of a `config.json` that records which fields were read.
 
-    For a value that it does not understand, it records a problem and continues with the default, so
-    one error lists all problems.
+    For an unsupported value, it records a problem and continues with the default, so that one error
+    lists all problems.
 
     Args:
-        given: the fields.
+        given: the fields in the file.
 
     Attributes:
-        given: the fields.
+        given: the fields in the file.
         names: the names of the fields that were read.
-        problems: the values that are not understood.
+        problems: the problems with unsupported values and missing fields.
     """
 
     def __init__(self, given: Mapping[str, Any]):
@@ -54,9 +54,9 @@ class ConfigReader:
         """Read the value of a field.
 
         Args:
-            name: the field.
-            text: describes the accepted values in messages.
-            fits: whether a value is accepted.
+            name: the name of the field.
+            text: a description of the accepted values, for messages.
+            fits: returns whether a value is accepted.
             default: the value of an absent field; without a default, the field is required.
         """
         self.names.add(name)
@@ -81,19 +81,19 @@ class ConfigReader:
         return self(name, "a positive number", _is_positive, default)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Read a field with a flag."""
+        """Read a boolean field."""
         return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
-        """Refuse a field that has none of these values; an absent field has the first."""
-        # Compared as texts: in Python `True` equals 1, in JSON it does not.
+        """Accept only these values of a field; an absent field has the first."""
+        # Compared as JSON: `True` equals 1 in Python, but not in JSON.
         texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
     def agreed(self, what: str, values: Mapping[str, Any], default: Any) -> Any:
         """Return the value that several fields share, or record a problem if they differ.
 
-        Which of the fields a library reads depends on its version, so they have to agree.
+        Which of the fields a library reads depends on its version, so the fields must agree.
 
         Args:
             what: what the fields contain, for messages.
@@ -155,7 +155,7 @@ SIZES = {
     "intermediate_size": "hidden",
     "max_position_embeddings": "max_seq",
 }
-"""The sizes that every `config.json` has, with the names of our config's fields."""
+"""The sizes that every `config.json` has, and the fields of `TransformerConfig` for them."""
 
 FIELDS = {
     **SIZES,
@@ -168,11 +168,11 @@ FIELDS = {
     "num_experts_per_tok": "top_k",
     "norm_topk_prob": "normalize",
 }
-"""All fields that have a counterpart in our config; each family has some of them."""
+"""All fields that have a counterpart in `TransformerConfig`; each family has some of them."""
 
 
-# Configurations. An absent field has the default of Hugging Face's class, which may differ from our
-# config's default: `rms_norm_eps` is 1e-6.
+# Configs. An absent field has the default of Hugging Face's class, which may differ from our
+# default: `rms_norm_eps` is 1e-6.
 
 
 def _common(
@@ -183,7 +183,7 @@ def _common(
     norm_eps: float = 1e-6,
     rope_theta: float = 1e4,
 ) -> dict[str, Any]:
-    """Read the fields that all families have."""
+    """Read the fields that all families share."""
     read.only("architectures", [f"{architecture}ForCausalLM"], None)
     read.only("hidden_act", "silu")
     read.only("attention_dropout", 0.0, 0)
@@ -193,7 +193,7 @@ def _common(
         read(name, "a token, a list of tokens, or null", _is_token, None)
     for name in ("transformers_version", "_name_or_path"):
         read(name, "a string", TEXT.fits, "")
-    # Older files call it "torch_dtype". It is the dtype of the training; `load_weights` uses the
+    # Older files call the dtype "torch_dtype". It is the dtype of training; `load_weights` uses the
     # dtypes of the tensors.
     floats = "a floating-point dtype"
     older = read("torch_dtype", floats, is_floating, jnp.float32)
@@ -233,11 +233,11 @@ LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
-    """Return a rotation's base and scaling, or None if it is not understood, such as YaRN's."""
+    """Return a rotation's base and scaling, or None if it is not supported, as for YaRN."""
     if not isinstance(value, dict):
         return None
     given = dict(value)
-    # Some files have both names, older ones only "type".
+    # Some files have both names; older files have only "type".
     older = given.pop("type", None)
     kind = given.pop("rope_type", older)
     if not all(map(_is_positive, given.values())):
@@ -262,7 +262,7 @@ def _llama(read: ConfigReader) -> dict[str, Any]:
 
 
 def _mistral(read: ConfigReader) -> dict[str, Any]:
-    # It is required: for Hugging Face's class, an absent window is 4,096.
+    # Required, since an absent window means 4,096 in Hugging Face's class.
     window = read("sliding_window", "a positive integer or null", _is_size_or_none)
     return {**_common(read, "Mistral"), "window": window}
 
@@ -287,7 +287,7 @@ def _qwen3(read: ConfigReader) -> dict[str, Any]:
 
 
 def _of_training(read: ConfigReader) -> None:
-    """Read the fields of experts that do not change the result."""
+    """Read the fields of experts that do not affect the logits."""
     read("router_aux_loss_coef", "a number", is_number, 0)
     read.flag("output_router_logits", False)
 
@@ -343,11 +343,11 @@ def _olmoe(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-# Tables of names. Files have PyTorch's matrices, (out, in), hence `.T`.
+# Tables of names. Files have PyTorch's matrices, (out, in), which `.T` transposes.
 
 
 def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
-    """Return the names in families without experts."""
+    """Return the table of names for families without experts."""
     layer, attention = "model.layers.{layer}", "model.layers.{layer}.self_attn"
     norms = "input_layernorm", "post_attention_layernorm"
     if config.norms == "after":
@@ -375,7 +375,7 @@ def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str
 def _names_of_experts(
     config: TransformerConfig, tensors: Collection[str] = (), module: str = "mlp"
 ) -> dict[str, str]:
-    """Return the names in families with experts; files have a tensor per expert, or one for all."""
+    """Return the table for families with experts; files have one tensor per expert, or for all."""
     first = f"model.layers.{{layer}}.{module}"
     names = _names(config) | {"blocks.layer.mlp.router": f"{first}.gate.weight.T"}
     if f"model.layers.0.{module}.experts.gate_up_proj" in tensors:
@@ -388,7 +388,7 @@ def _names_of_experts(
 
 
 def _names_of_mixtral(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
-    """Return Mixtral's own names; newer files use the names of other families with experts."""
+    """Return the table for Mixtral; newer files use the names of other families with experts."""
     if "model.layers.0.mlp.gate.weight" in tensors:
         return _names_of_experts(config, tensors)
     names = _names_of_experts(config, tensors, "block_sparse_moe")
@@ -413,20 +413,21 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
 }
 """The families of published models that `ft.load_weights` supports, by `model_type`.
 
-Add a family to it to load another model with the same layers.
+To load another model with the same layers, add its family to this dict.
 
 A family is two functions. The first takes a reader of `config.json`, and returns the fields of the
-`ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, is refused:
+`ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, is an error. Call the
+reader in these ways:
 
 - `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
   a field. A field without a default is required.
-- `read.only(name, value, *others)` refuses all values but these; an absent field has the first.
+- `read.only(name, value, *others)` accepts only these values; an absent field has the first.
 - `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
   describes these values in messages.
 
-The second function takes the config and the names of the tensors in the files, which are empty if
-the model is being saved. It returns the table from the paths of the `Transformer` to these names,
-as `ft.load_tensors` takes it.
+The second function takes the config and the names of the tensors in the files. There are no names
+if the model is being saved. The function returns the table from the paths of the `Transformer` to
+these names, as `ft.load_tensors` takes it.
 
     >>> llama, names = ft.nn.families["llama"]
     >>> def my_llama(read):
@@ -451,7 +452,7 @@ CHOSEN = (
     "dot_general",
 )
 
-# Features of families with experts that our layers do not have.
+# Families with experts, and the features that `ft.nn` lacks for them.
 _REFUSED = {
     "deepseek": "shared experts or dense first layers",
     "deepseek_v2": (
@@ -467,15 +468,15 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
 
     Args:
         path: its `config.json`, or the folder that contains it.
-        **fields: other values for `compute_dtype`, `remat`, `attention`, `context`,
+        **fields: your own values for `compute_dtype`, `remat`, `attention`, `context`,
             `microbatches`, `max_seq`, `capacity`, `dispatch` or `dot_general`.
 
     Returns:
         The config. Its `param_dtype` is the "dtype" in the file.
 
     Raises:
-        FunctreeError: if there is no such file, or its family is unknown.
-        FunctreeError: if fields are missing or not understood; the error lists all of them.
+        FunctreeError: if the file does not exist or is not JSON, or its family is unknown.
+        FunctreeError: if fields are missing or not supported; the error lists all of them.
 
     Examples:
         >>> config = ft.nn.config_from_json("no such folder")
@@ -493,7 +494,7 @@ class PublishedConfig(NamedTuple):
 
     Attributes:
         file: the file.
-        given: its fields.
+        given: the fields in the file.
         config: the config that they describe.
         names: the family's function that makes the table of names.
     """
@@ -515,7 +516,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
             why, remedy = "the weights determine it", f"pass only {', '.join(CHOSEN)}"
             problems.append(Problem(None, None, f"{name}=", why, remedy))
     if problems:
-        failure = f"{file}: cannot read {count(len(problems), 'field')}"
+        failure = f"{file}: cannot create a TransformerConfig: {count(len(problems), 'problem')}"
         raise FunctreeValueError(failure, problems)
     # Hugging Face's values for fields that are absent or null.
     if options["kv_heads"] is None:
@@ -525,7 +526,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     try:
         config = TransformerConfig(**{**options, **fields})
     except FunctreeError as error:
-        # For example, numbers of heads that do not fit each other. The message needs the file,
+        # For example, numbers of heads that do not divide each other. The message needs the file,
         # since users did not write these fields themselves.
         raise FunctreeValueError(
             f"{file}: invalid fields of a TransformerConfig", error.problems
@@ -559,7 +560,7 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     except ValueError as error:
         raise FunctreeValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise FunctreeValueError(f"{file}: it must be an object with a field for each size")
+        raise FunctreeValueError(f"{file}: it must be a JSON object with the fields of a config")
     return file, given
 
 

@@ -48,7 +48,7 @@ _PROMPTS = Takes(
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
 _STOP = Takes("a token, or several", POSITIONS.fits)
-# The least length that prompts are padded to: 1, 2, 4 and 8 would be separate programs.
+# The minimum length to which prompts are padded: 1, 2, 4 and 8 would be separate programs.
 _LEAST = 16
 # Dividing by a smaller temperature would make logits infinite in float32.
 _LEAST_TEMPERATURE = 1e-30
@@ -58,14 +58,14 @@ IntArray = Int[Array | np.ndarray, "..."]
 
 
 class Sampling(NamedTuple):
-    """How the next token is chosen; the values are arrays, so that they all share one program.
+    """The options for choosing the next token; as arrays, all their values share one program.
 
     Attributes:
         key: the random key; None to choose the likeliest token.
-        temperature: divides the logits.
+        temperature: the divisor of the logits.
         top_k: the number of likeliest tokens to choose from; None for all.
-        top_p: choose from the smallest set of likeliest tokens whose probabilities sum to at least
-            this; None for all.
+        top_p: the total probability of the smallest set of likeliest tokens to choose from; None
+            for all.
     """
 
     key: PRNGKeyArray | None
@@ -102,9 +102,10 @@ def generate(
         lengths: the length of each prompt, if they differ; the rest of a row is padding. Each
             prompt is continued at its own end.
         key: the random key, for a `temperature` above 0.
-        temperature: divides the logits before tokens are drawn; 0 chooses the likeliest token.
+        temperature: a divisor of the logits before tokens are drawn; 0 chooses the likeliest token.
         top_k: draw only from this number of likeliest tokens.
-        top_p: draw only from the smallest set of likeliest tokens with this total probability.
+        top_p: draw only from the smallest set of likeliest tokens with at least this total
+            probability.
         stop: a token, or several, after which a row ends.
         pad: the padding after the end of a row.
 
@@ -157,7 +158,7 @@ def generate(
     ends: Any = np.asarray(seq, np.int32) if lengths is None else lengths
     # Without known lengths, padding could count as tokens of the prompt.
     if _is_known(ends):
-        # At most so long that there is room for the new tokens.
+        # No longer than leaves room for the new tokens.
         padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
     padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))
@@ -165,7 +166,7 @@ def generate(
     return _first_columns(tokens, seq + length)
 
 
-# `check` has accepted these values already, except for `lengths`, which may be anything.
+# `check` has already accepted these values, except for `lengths`, which may be anything.
 
 
 def _prompt_problems(
@@ -186,7 +187,7 @@ def _prompt_problems(
         if not all(0 < size <= seq for size in np.asarray(lengths)):
             why = f"each length must be from 1 to {seq}"
             problems.append(Problem(None, None, f"lengths={lengths}", why))
-    # If the prompts' values are unknown, a token outside the vocabulary gives NaN.
+    # If the prompts' values are unknown, a token outside the vocabulary gives logits of NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
         why = f"some tokens are outside the vocabulary of {vocab}: {_first_few(unknown)}"
         problems.append(Problem(None, None, "prompts", why))
@@ -208,7 +209,7 @@ def _option_problems(
         what = f"stop={_first_few(unknown)}"
         problems.append(Problem(None, None, what, f"it is outside the vocabulary of {vocab}"))
     if not _INT32.min <= pad <= _INT32.max:
-        problems.append(Problem(None, None, f"pad={pad}", "it must fit into int32"))
+        problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:
         what, why = f"temperature={temperature}", "drawing tokens needs a key"
         problems.append(Problem(None, None, what, why, "pass key=jax.random.key(0)"))
@@ -242,7 +243,7 @@ def _first_few(tokens: np.ndarray) -> str:
 
 
 def _is_known(x: IntArray) -> bool:
-    """Return whether this process has an array's values: it is not traced, nor on other hosts."""
+    """Return whether this process has an array's values: neither traced nor on other hosts."""
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
@@ -251,16 +252,17 @@ def _is_known(x: IntArray) -> bool:
 def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
     """Return the dtype of the result."""
     own = jnp.iinfo(prompts.dtype)
-    # One number more than there are tokens: in an unsigned dtype, the largest number means -1.
+    # The dtype needs one number more than there are tokens: the largest one of an unsigned dtype
+    # means -1.
     holds_all = vocab <= own.max and own.min <= pad <= own.max
     return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
-# These run on the host: in JAX, each would be a separate program for each length of prompts.
+# These run on the host: in JAX, each would be a separate program for each prompt length.
 
 
 def _bucket(seq: int) -> int:
-    """Return the length that prompts are padded to: a power of two."""
+    """Return the length to which prompts are padded: a power of two."""
     return max(_LEAST, 1 << (seq - 1).bit_length())
 
 
@@ -269,7 +271,7 @@ def _padded(prompts: IntArray, seq: int) -> IntArray:
     if not _is_known(prompts) or prompts.shape[1] == seq:
         return prompts
     padded = np.pad(np.asarray(prompts), [(0, 0), (0, seq - prompts.shape[1])])
-    # Prompts on a mesh are placed there again. The call's rules place others.
+    # Prompts on a mesh are placed there again. The call's rules place all other prompts.
     if isinstance(prompts, jax.Array) and prompts.committed:
         return jax.device_put(padded, prompts.sharding)
     return padded
@@ -300,18 +302,19 @@ def generation(
     pad: Int[Array, ""],
     new_tokens: range,  # an integer would get a warning that it could be traced
 ) -> Int[Array, "batch _"]:
-    """Continue the prompts as one program: prompts, new tokens, then padding.
+    """Continue the prompts in one program.
 
-    The result has the dtype of `pad`.
+    Each row of the result has the prompt, the new tokens, then padding, in the dtype of `pad`.
     """
     # On Explicit axes, prompts may arrive with a sharded sequence that no rule asks for.
     prompts, seq = gather_last(prompts), prompts.shape[1]
     length, dtype = len(new_tokens), pad.dtype
-    # All tokens are int32 inside, so that none overflows.
+    # Inside, all tokens are int32, so that none overflows.
     prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
     if not lengths.ndim:
         lengths = lengths + 0 * prompts[:, 0]  # sharded like the prompts, even on Explicit axes
-    # An invalid length, which may be unknown until now, gives a row without new tokens.
+    # `generate` does not check traced lengths. An invalid length gives a row whose new tokens are
+    # -1.
     given, lengths = lengths, jnp.where((lengths >= 1) & (lengths <= seq), lengths, seq)
     prompts = on_shards(_zeroed, [prompts, lengths], ["batch _", "batch"])
     last, new = _read_prompts(model, prompts, given)
@@ -326,8 +329,8 @@ def generation(
 def _zeroed(
     prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
 ) -> Int[Array, "batch seq"]:
-    """Replace the padding of prompts, which may be anything, with tokens."""
-    # The vector of an invalid token is NaN, and so is a sum over vectors in which its weight is 0.
+    """Replace the padding of prompts, which may be invalid tokens, with zeros."""
+    # The vector of an invalid token is NaN, and NaN with a weight of 0 still makes a sum NaN.
     return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
 
 
@@ -339,11 +342,11 @@ def _read_prompts(
     Args:
         model: the model.
         prompts: the prompts, padded on the right with valid tokens.
-        lengths: the length of each; a row with an invalid length gets NaN.
+        lengths: the length of each prompt; a row with an invalid length gets NaN.
     """
     batch, seq = prompts.shape
-    # All prompts at once, after a cache without slots. If rules shard the sequence inside
-    # attention, it stays sharded, unless the parts would be unequal.
+    # All prompts are read at once, with a cache that has no slots. If rules shard the sequence
+    # inside attention, it stays sharded, unless the parts would be unequal.
     if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
         features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
         # A masked sum over the sharded sequence leaves the vectors where they are. No index equals
@@ -359,7 +362,7 @@ def _read_prompts(
 
 
 def _context_parts() -> int:
-    """Return how many parts the ambient rules cut a sequence into inside attention."""
+    """Return the number of parts in which the ambient rules shard a sequence inside attention."""
     if not has_axis_rules() or on_one_device():
         return 1
     return devices_along(mesh_axes(sequence_by_rules(HEADS)))
@@ -369,7 +372,7 @@ def _last(
     x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
 ) -> Float[Array, "batch 1 embed"]:
     """Return the vector of each row's last token, or NaN if the row does not have this token."""
-    # JAX gives NaN beyond the last row too, but counts -1 from the end.
+    # JAX gives NaN for an index beyond the last token too, but counts -1 from the end.
     index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
     return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
@@ -384,7 +387,7 @@ def _continued(
     pad: Int[Array, ""],
     sizes: tuple[int, int],
 ) -> Int[Array, "batch new+1"]:
-    """Return each row's new tokens, and one padding token more.
+    """Return each row's new tokens, followed by one padding token.
 
     Args:
         model: the model.
@@ -397,8 +400,8 @@ def _continued(
         sizes: the length of the longest prompt, and the number of new tokens.
     """
     seq, length = sizes
-    # With room for the new tokens. Positions after the end of a shorter prompt were computed but
-    # are not written, because of `lengths`.
+    # The cache has room for the new tokens. Positions after the end of a shorter prompt were
+    # computed but are not written, because of `lengths`.
     cache = Cache.create(model, last.shape[0], seq + length).extended(*new, lengths=lengths)
     # (batch, 1, embed): logits are computed for the last tokens only.
     logits = model.logits(last)
@@ -415,7 +418,7 @@ def _continued(
         i, token, cache, tokens, ended = carry
         # Padding may be outside the vocabulary.
         logits, cache = model.decode(jnp.where(ended, 0, token)[:, None], cache)
-        # A row ends after the stop token, which is a part of the result.
+        # A row ends after the stop token, which is part of the result.
         for stop in stops:
             ended |= token == stop
         token = jnp.where(ended, pad, _next_token(logits[:, 0], sampling, i))
@@ -434,7 +437,7 @@ def _appended(
     tokens: Int[Array, "batch new+1"],
     lengths: Int[Array, "batch"],
 ) -> Int[Array, "batch seq+new"]:
-    """Join each prompt, its own new tokens, and the last one of these, which is padding."""
+    """Join each prompt and its new tokens, and repeat the last of these, which is padding."""
     new = tokens.shape[1] - 1
     # The new token at each position: negative for the prompt, clipped to the padding after the end.
     index = jnp.arange(prompts.shape[1] + new)[None] - lengths[:, None]

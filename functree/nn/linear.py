@@ -33,7 +33,7 @@ class Linear(eqx.Module):
             in_size`.
         key: the key for the weight.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+        compute_dtype: the dtype to which `x` and the parameters are cast; by default the dtype of
             `x`.
         dot_general: a hashable function that multiplies by the weight. It takes the arguments of
             `jax.lax.dot_general`, which is the default.
@@ -94,9 +94,9 @@ class Linear(eqx.Module):
         return {"weight": (-2, -1)}
 
     def __call__(self, x: Float[Array, "*batch in_size"]) -> Float[Array, "*batch out_size"]:
-        """Multiply by the weight and add the bias, in `compute_dtype`, without a constraint.
+        """Multiply by the weight and add the bias, in `compute_dtype`.
 
-        The axes of `x` differ from use to use, so only the caller can constrain shardings.
+        The result's sharding is not constrained: only the caller can name the axes of `x`.
         """
         x, weight = cast(self.compute_dtype, x, self.weight)
         y = product(x, weight, dot_general=self.dot_general)

@@ -1,4 +1,4 @@
-"""`matrix_dimensions` tells `optax.contrib.muon` which parameters of a model are matrices."""
+"""`matrix_dimensions` identifies the matrices in a model for `optax.contrib.muon`."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from functree.tree.skeleton.kinds import ARRAY, LEAVES, NONE
 
 
 def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
-    """Return a function that tells `optax.contrib.muon` which parameters are matrices.
+    """Return a function that identifies the matrices in a model for `optax.contrib.muon`.
 
     By default, Muon treats each array with two dimensions as a matrix. This includes the table of
     an embedding, and the scales of the norms in a stack of layers. It excludes the weights of a
@@ -28,13 +28,13 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
     The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`.
     Weights of a vocabulary are not matrices: the table of an embedding, the weight of a `Linear`
-    with the axis `"vocab"`, and the `unembed` of a `Transformer`. Norms and biases are not either.
+    with the axis `"vocab"`, and the `unembed` of a `Transformer`. Neither are norms and biases.
 
-    Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from the
-    names of fields to a pair: the dimensions summed over, and the dimensions of the result. Count
-    them from the end, so that they hold for a stack of layers too: `{"weight": (-2, -1)}`. Write
-    several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. A `MuonDimensionNumbers` is accepted
-    as well. All other dimensions count matrices. None means that nothing below the field is a
+    Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
+    names to pairs: the dimensions summed over, and the dimensions of the result. Count dimensions
+    from the end, so that they apply to a stack of layers too: `{"weight": (-2, -1)}`. Write several
+    dimensions as a tuple: `{"query": (-3, (-2, -1))}`. A `MuonDimensionNumbers` is accepted as
+    well. All other dimensions index separate matrices. None means that nothing below the field is a
     matrix. A key may also be a path below the module: `"proj.weight"`. If nested modules declare
     the same array, the outermost decides. An array that no module declares is not a matrix.
 
@@ -43,13 +43,13 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
     Returns:
         A function for `muon_weight_dimension_numbers=`. It takes the parameters: a tree with the
-            structure of the model, in which some may be missing, or dicts with the same keys. Its
+            model's structure, from which arrays may be missing, or dicts with the same keys. Its
             result has `MuonDimensionNumbers` in place of each matrix, and None for other arrays.
 
     Raises:
         FunctreeError: if `model` is not a tree of arrays.
         FunctreeError: if a method `__matrix_dimensions__` returns an invalid value.
-        FunctreeError: when the function is called, if the model has no array at a parameter's path.
+        FunctreeError: (when called) if the model has no array at a parameter's path.
 
     Examples:
         >>> import optax
@@ -110,7 +110,7 @@ class _Statement(NamedTuple):
 
     Attributes:
         by: the class and the field, for messages.
-        dimensions: the dimensions, or None if it is not a matrix.
+        dimensions: the dimensions, or None if the field is not a matrix.
     """
 
     by: str
@@ -118,7 +118,7 @@ class _Statement(NamedTuple):
 
 
 def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
-    """Return the dimensions of each array of a model, or None if it is not a matrix."""
+    """Map the path of each array in a model to its dimensions, or to None if it is no matrix."""
     about, problems, right_type = _statements(model)
     by_path: dict[Keys, MuonDimensionNumbers | None] = {}
     for leaf in read(model).leaves:
@@ -136,7 +136,7 @@ def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
 def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:
     """Collect the modules' declarations by path, with their problems.
 
-    The last result is whether all values have a right type.
+    The last result is whether all values have the right type.
     """
     about: dict[Keys, _Statement] = {}
     problems: list[Problem] = []
@@ -209,7 +209,7 @@ def _is_integer(value: object) -> bool:
 
 
 def _group(dimensions: Any) -> tuple[Any, ...]:
-    """Return a group's dimensions as a tuple; a single one may be a number."""
+    """Return a group's dimensions as a tuple; a single dimension may be an integer."""
     return tuple(dimensions) if isinstance(dimensions, tuple | list) else (dimensions,)
 
 
@@ -221,7 +221,7 @@ def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
 
 
 def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
-    """Return why an array, or a layer of a stack, lacks some dimensions; empty if it has all."""
+    """Return why an array, or a layer of a stack, has too few dimensions; empty if it has all."""
     # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
     stacked = len(stack_sizes(leaf))
     has = len(leaf.shape) - stacked
@@ -230,4 +230,4 @@ def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
         return ""
     text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"
     without = ", not counting its stack" if stacked else ""
-    return f"{text} needs {count(needed, 'dimension')}, but it has {has}{without}"
+    return f"{text} needs {count(needed, 'dimension')}, but the array has {has}{without}"

@@ -25,17 +25,17 @@ class MLP(eqx.Module):
 
     SwiGLU is from Shazeer, "GLU variants improve transformer" (2020), and is used in Llama.
 
-    For `ft.offload` and other policies, `x @ gate` and `x @ up` are named `"mlp_gate"` and
-    `"mlp_up"`. If both are kept, no product with a weight is recomputed.
+    For `ft.offload` and other checkpoint policies, `x @ gate` and `x @ up` are named `"mlp_gate"`
+    and `"mlp_up"`. If both are kept, no product with a weight is recomputed.
 
     Args:
         embed: the size of the input and of the result.
         hidden: the size of the hidden layer.
         init: the initializer of the three matrices; by default truncated normal with variance 1 /
-            (size summed over).
+            fan_in.
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+        compute_dtype: the dtype to which `x` and the parameters are cast; by default the dtype of
             `x`.
         dot_general: a hashable function that multiplies by the weights. It takes the arguments of
             `jax.lax.dot_general`, which is the default.
@@ -81,7 +81,7 @@ class MLP(eqx.Module):
         """Apply the layer to each vector, in `compute_dtype`.
 
         Args:
-            x: the vectors, whose axes are "batch seq embed" for the ambient rules.
+            x: the vectors; the ambient rules apply to their axes as "batch seq embed".
 
         Raises:
             ShardingError: if the ambient rules do not fit the activations.
@@ -90,14 +90,14 @@ class MLP(eqx.Module):
         # Both products need the same input, so a sharded sequence is gathered once.
         (x,) = inputs(x, "hidden")
         # A `remat` policy can keep named values. The products are expensive to recompute; `silu`
-        # and the multiplication after them cost nearly nothing.
+        # and the multiplication after them are cheap.
         gated = checkpoint_name(product(x, gate, dot_general=self.dot_general), "mlp_gate")
         raised = checkpoint_name(product(x, up, dot_general=self.dot_general), "mlp_up")
         # (batch, seq, hidden), sharded along "hidden" like the weights. If rules shard "seq" over
-        # the same mesh axis, the partitioner alone would shard this along the sequence instead,
-        # using all-to-alls, and gather the weights.
+        # the same mesh axis, the partitioner alone would shard this array along the sequence
+        # instead, using all-to-alls, and gather the weights.
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
-        # (batch, seq, embed). If "hidden" is sharded, each device has a part of the sum. Adding
-        # them is an all-reduce, or a reduce-scatter if "seq" is sharded between layers.
+        # (batch, seq, embed). If "hidden" is sharded, each device has a partial sum. Adding these
+        # takes an all-reduce, or a reduce-scatter if "seq" is sharded between layers.
         summed = product(hidden, down, dot_general=self.dot_general)
         return activation(summed, "batch seq embed")

@@ -40,13 +40,14 @@ Sizes = Annotated[
 class RMSNorm(eqx.Module):
     """Root-mean-square normalization: `x / sqrt(mean(x²) + eps) · scale`.
 
-    It covers the last dimension, or several last dimensions together, in float32 or wider, whatever
-    the dtype of `x` (Zhang & Sennrich, "Root mean square layer normalization", 2019).
+    The mean is taken over the last dimension, or over several last dimensions together. It is
+    computed in float32 or wider, whatever the dtype of `x` (Zhang & Sennrich, "Root mean square
+    layer normalization", 2019).
 
     Args:
         size: the size of the last dimension, or a tuple of sizes.
-        eps: is added to the mean square, so that the result for zeros is finite. The default is
-            from Llama 2 and 3.
+        eps: a number added to the mean square, so that the result for zeros is finite. The default
+            is the value in Llama 2 and 3.
         init: the initializer of the scale; by default ones.
         axes: the name of the last dimension, or one name for each size.
         key: the key for the scale, if `init` needs one.
@@ -91,8 +92,8 @@ class RMSNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the normalized vectors, in `compute_dtype`."""
-        # Squares of bfloat16 would be summed with 8 bits of precision, and float16 squares are
-        # infinite from 256 on. The cast comes after the scale, so that the result is rounded once.
+        # bfloat16 squares would be summed with 8 bits of precision, and float16 squares overflow
+        # from 256 on. The cast comes after the scale, so that the result is rounded once.
         wide = x.astype(accumulator(x.dtype))
         last = tuple(range(-self.scale.ndim, 0))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=last, keepdims=True) + self.eps)
@@ -103,12 +104,12 @@ class RMSNorm(eqx.Module):
 class LayerNorm(eqx.Module):
     """Layer normalization: `(x - mean) / sqrt(variance + eps) · weight + bias`.
 
-    It covers the last dimension, in float32 or wider, whatever the dtype of `x` (Ba et al., "Layer
-    normalization", 2016).
+    Mean and variance are taken over the last dimension. They are computed in float32 or wider,
+    whatever the dtype of `x` (Ba et al., "Layer normalization", 2016).
 
     Args:
         size: the size of the last dimension.
-        eps: is added to the variance, so that the result for constant vectors is finite.
+        eps: a number added to the variance, so that the result for constant vectors is finite.
         use_weight: whether to scale, with a weight that is initially one.
         use_bias: whether to shift, with a bias that is initially zero.
         axes: the name of the last dimension.
@@ -153,10 +154,11 @@ class LayerNorm(eqx.Module):
 
     def __call__(self, x: Float[Array, "*batch size"]) -> Float[Array, "*batch size"]:
         """Return the normalized vectors, in `compute_dtype`."""
-        # Not mean(x²) - mean(x)²: with a large mean it loses the variance, even in float32.
+        # Not mean(x²) - mean(x)²: if the mean is large, this difference loses the variance, even in
+        # float32.
         wide = x.astype(accumulator(x.dtype))
-        centred = wide - jnp.mean(wide, axis=-1, keepdims=True)
-        unit = centred * jax.lax.rsqrt(jnp.mean(centred**2, axis=-1, keepdims=True) + self.eps)
+        centered = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        unit = centered * jax.lax.rsqrt(jnp.mean(centered**2, axis=-1, keepdims=True) + self.eps)
         scaled = affine(unit, self.weight, self.bias)
         return scaled.astype(self.compute_dtype or x.dtype)
 
@@ -167,7 +169,7 @@ def one_axis(layer: str, axes: str | Axes) -> Axes:
 
 
 def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
-    """Return the names of a layer's last dimensions. Raises AxesError for a different number."""
+    """Return the names of a layer's last dimensions. Raises AxesError unless `number` are given."""
     given = Axes.of(axes)
     if len(given) != number:
         remedy = 'name only the last dimension, as in "embed"'
@@ -182,7 +184,7 @@ def affine(
     weight: Float[Array, "size"] | None,
     bias: Float[Array, "size"] | None,
 ) -> Float[Array, "*batch size"]:
-    """Compute `x · weight + bias` over the last dimension; leave out a weight or bias of None."""
+    """Compute `x · weight + bias` along the last dimension; None skips the weight or the bias."""
     if weight is not None:
         x = x * broadcast_like(weight.astype(x.dtype), x)
     if bias is not None:

@@ -1,4 +1,4 @@
-"""`rope` rotates queries or keys by their positions (RoPE)."""
+"""`rope` rotates queries or keys according to their positions (RoPE)."""
 
 import math
 from collections.abc import Callable, Hashable
@@ -29,21 +29,21 @@ Scaling = Annotated[
 
 @dataclass(frozen=True)
 class Llama3Rope:
-    """The frequency scaling of Llama 3.1 and later, which extends the length of sequences.
+    """The frequency scaling of Llama 3.1 and later, which supports longer sequences.
 
-    Long waves, compared with the original sequences, are slowed down. Short ones are kept, and the
-    rest is interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024). Published weights
-    call this `rope_type: llama3`. A scaling maps frequencies in radians per position,
-    `(head_dim / 2,)`, to new ones.
+    The frequencies of long waves are divided by `factor`. Short waves are unchanged, and waves in
+    between are interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024). In a
+    published `config.json`, this is `"rope_type": "llama3"`. A call maps frequencies in radians per
+    position, an array of shape `(head_dim / 2,)`, to new frequencies.
 
     Args:
-        factor: how much the longest waves are slowed down.
-        low: waves longer than `original / low` positions are slowed down by the whole factor.
-        high: waves shorter than `original / high` positions are kept.
-        original: the length of the sequences in the original training.
+        factor: the divisor of the frequencies of long waves.
+        low: a wave is long if its period is above `original / low` positions.
+        high: a wave is short if its period is below `original / high` positions.
+        original: the sequence length in the original training.
 
     Raises:
-        FunctreeError: if a value is not positive, or `high` is not above `low`.
+        FunctreeError: if a value is not positive, or `high` is not greater than `low`.
 
     Examples:
         >>> scaling = ft.nn.Llama3Rope(factor=8, low=1, high=4, original=8192)
@@ -64,17 +64,17 @@ class Llama3Rope:
         check("Llama3Rope: invalid arguments", **numbers, original=(self.original, SIZE))
         if self.high <= self.low:
             raise FunctreeValueError(
-                f"Llama3Rope(low={self.low}, high={self.high}): `high` must be above `low`"
+                f"Llama3Rope(low={self.low}, high={self.high}): `high` must be greater than `low`"
             )
-        # One spelling per value: NumPy's numbers have no JSON form.
+        # NumPy's numbers cannot be written as JSON.
         for name in numbers:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "original", int(self.original))
 
     def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
-        """Slow down the frequencies of long waves."""
-        # The number of waves in an original sequence. Training never saw a whole period of a longer
-        # wave, so its angles are scaled back into the range that was seen.
+        """Lower the frequencies of long waves."""
+        # The number of periods in an original sequence. If it is below 1, training never covered a
+        # whole period, so the angles are scaled back into the range that training covered.
         waves = self.original * frequencies / (2 * math.pi)
         kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor
@@ -89,14 +89,14 @@ def rope(
 ) -> Float[Array, "*batch seq heads head_dim"]:
     """Rotate dimensions `i` and `i + head_dim / 2` by `position · theta^(-2i / head_dim)` radians.
 
-    The product of a query and a key then depends on the difference of their positions (Su et al.,
-    "RoFormer", 2021). The dimensions are paired as in Hugging Face's Llama weights; Meta's weights
-    pair neighboring dimensions. The result is computed in float32 or wider, and has the dtype of
-    `x`.
+    The dot product of a query and a key then depends only on the difference between their
+    positions, not on each position (Su et al., "RoFormer", 2021). The dimensions are paired as in
+    Hugging Face's Llama weights; Meta's weights pair neighboring dimensions. The result is computed
+    in float32 or wider, and has the dtype of `x`.
 
     Args:
         x: queries or keys; `head_dim` must be even.
-        theta: the base of the frequencies; the default is from the paper and Llama 2.
+        theta: the base of the frequencies; the default is the value in the paper and in Llama 2.
         positions: the position of each token in its sequence; by default 0, 1, 2, …
         scaling: a function that changes the frequencies, such as `Llama3Rope`.
 
@@ -106,7 +106,7 @@ def rope(
         Array([1., 1., 1., 1.], dtype=float32)
     """
     seq, _, head_dim = x.shape[-3:]
-    # bfloat16 has no odd integer above 256, so neighboring positions would be equal.
+    # bfloat16 cannot represent odd integers above 256, so neighboring positions would be equal.
     dtype = accumulator(x.dtype)
     if positions is None:
         positions = jnp.arange(seq, dtype=dtype)
@@ -116,7 +116,7 @@ def rope(
     # (*#batch, seq) and (pairs,) ─► (*#batch, seq, pairs)
     angles = positions[..., None] * frequencies[(None,) * positions.ndim]
     first, second = jnp.split(x.astype(dtype), 2, axis=-1)
-    # The tables are broadcast over the heads only here, after `cos` and `sin`. Doing it earlier
+    # The tables are broadcast over the heads only here, after `cos` and `sin`. Broadcasting earlier
     # makes the compiled program longer.
     cos, sin = _for_heads(jnp.cos(angles), first), _for_heads(jnp.sin(angles), first)
     return jnp.concatenate(

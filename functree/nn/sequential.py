@@ -25,13 +25,13 @@ class Sequential(eqx.Module):
 
     Each layer receives the previous layer's result, usually an array. A layer that declares state
     is called with `state=` and returns `(x, state)`. A layer with a parameter `key` receives its
-    own key. `ft.select(model)....insert_after(layer)` inserts further layers.
+    own key. To insert more layers, use `insert_after` of an `ft.select` selection.
 
     Args:
         layers: modules, or functions of one argument.
 
     Raises:
-        FunctreeError: if `layers` is not a list or a tuple.
+        FunctreeError: if `layers` is not a list, a tuple or another iterable.
         FunctreeError: (when called) if a layer declares state and `state=` is missing.
 
     Examples:
@@ -66,7 +66,7 @@ class Sequential(eqx.Module):
             FunctreeError: if `state` is not an `ft.State`.
         """
         check("Sequential: invalid state", state=(state, STATE.or_none()))
-        # Some of the keys are not used if some layers take no key.
+        # Some keys are not used if some layers take no key.
         keys = iter(()) if key is None else iter(jax.random.split(key, len(self.layers)))
         for i, layer in enumerate(self.layers):
             options: dict[str, Any] = {}
@@ -75,8 +75,8 @@ class Sequential(eqx.Module):
             if not refs(layer):
                 x = layer(x, **options)
                 continue
-            # Without this error, declared state such as a `BatchNorm`'s averages would be lost
-            # silently.
+            # Without this error, declared state such as a `BatchNorm`'s averages would silently be
+            # lost.
             if state is None:
                 raise FunctreeTypeError(
                     f"Sequential: layer {i}, {type(layer).__name__}, keeps state. Pass "
@@ -112,7 +112,7 @@ def _takes(layer: Callable[..., Any], name: str) -> bool:
 class Constrain(eqx.Module):
     """A layer that constrains its input with `ft.constrain`, for insertion into an existing model.
 
-    It returns its input, with the same shapes and dtypes.
+    It returns its input with the same values, shapes and dtypes.
 
     Args:
         layout: the axes of an array (`"batch seq embed"`), or a layout for a tree.
@@ -151,9 +151,10 @@ class Constrain(eqx.Module):
 
 
 class Jitted(eqx.Module):
-    """A layer that compiles the call of another layer with `ft.jit`.
+    """A layer that compiles calls of another layer with `ft.jit`.
 
-    It has that layer's arguments and results. Inside another jit, it is a part of that program.
+    It takes that layer's arguments and returns its results. Inside another jit, it becomes part of
+    that program.
 
     Args:
         body: any layer, available as `jitted.body`.

@@ -66,18 +66,18 @@ class Transformer(eqx.Module, ShownByPlan):
     layer after it computes in the dtype of its input.
 
     Args:
-        embed: the table of the tokens.
+        embed: the embedding of the tokens.
         blocks: the stack of blocks.
         norm: the norm before the logits.
         unembed: the layer that computes the logits; `None` to use the table of the embedding.
-        max_seq: the length of the longest sequence that it accepts.
+        max_seq: the length of the longest sequence that the model accepts.
         remat: what the backward pass recomputes, as in `Stacked.scan`.
         microbatches: the number of micro-batches in the pipeline, as in `Stacked.scan`.
-        hidden: the config's `hidden`, if its experts have a different size, so that no layer has
+        hidden: the config's `hidden`, if the experts have a different size, so that no layer has
             it; `None` otherwise.
 
-    Change these options with `dataclasses.replace(model, remat="full")`. The layers keep all other
-    options, and `model.config` reads them from there.
+    Change the last four options with `dataclasses.replace(model, remat="full")`. The layers hold
+    all other options, and `model.config` reads them from there.
 
     Raises:
         FunctreeError: if an option is invalid.
@@ -120,15 +120,15 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Raises:
             FunctreeError: if the model has no `ft.nn.Attention`, `ft.nn.RMSNorm` or
-            `ft.nn.Embedding`.
+                `ft.nn.Embedding`.
             FunctreeError: if no array has an axis whose size the config needs, as in a part of a
-            model.
+                model.
         """
         block = first_layer(self.blocks, Block)
         return config_of(self, "before" if block is None else block.norms)
 
     def __matrix_dimensions__(self) -> Matrices:
-        """Declare for `ft.nn.matrix_dimensions` that `unembed` is no matrix, whatever its class."""
+        """Declare for `ft.nn.matrix_dimensions` that `unembed` is not a matrix, in any class."""
         return {"unembed": None}
 
     @classmethod
@@ -146,7 +146,7 @@ class Transformer(eqx.Module, ShownByPlan):
             config: the sizes and options.
             init: the initializer of all matrices except the table of the embedding.
             embed_init: the initializer of the table of the embedding.
-            key: is split for all of them.
+            key: the key for all parameters.
 
         Raises:
             FunctreeError: if an argument is invalid.
@@ -166,7 +166,7 @@ class Transformer(eqx.Module, ShownByPlan):
             embed_init=(embed_init, FUNCTION),
             key=(key, KEY),
         )
-        # Always three, so that tied and untied models have the same blocks.
+        # Always three keys, so that tied and untied models have the same blocks.
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
         unembed = None
@@ -213,18 +213,19 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Args:
             tokens: the tokens.
-            positions: the position of each token, by which queries and keys are rotated; by default
-                0, 1, 2, …
+            positions: the position of each token, which determines the rotation of queries and
+                keys; by default 0, 1, 2, …
             segments: the segment of each token, an integer. A token attends only to earlier tokens
                 of its own segment, so that one sequence can pack several texts. By default, all
                 tokens are in one segment.
             in_order: whether the tokens are in the order of their sequence. If not, as after
-                `ft.nn.zigzag`, a token attends to those whose position is not after its own.
+                `ft.nn.zigzag`, a token attends to tokens whose positions are not after its own.
 
         Raises:
             FunctreeError: if the sequence is empty, or longer than `max_seq`.
-            FunctreeError: if positions or segments do not have the shape of the tokens.
-            FunctreeError: if `in_order=False` without positions, or with a function as `attention`.
+            FunctreeError: if the shapes of positions or segments do not fit the tokens.
+            FunctreeError: if `in_order=False` and there are no positions, or `attention` is a
+                function.
             ShardingError: if the ambient rules do not fit the activations.
         """
         return self.logits(self.features(tokens, positions, segments, in_order))
@@ -238,7 +239,8 @@ class Transformer(eqx.Module, ShownByPlan):
     ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
         """Compute the logits, and the losses of the experts, summed over the blocks.
 
-        Arguments and errors are as in a call. A model without experts is an error.
+        Arguments and errors are as in a call. If the model has no experts, a FunctreeError is
+        raised.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -258,8 +260,8 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Args:
             tokens: the next tokens of each row.
-            cache: keys and values of the tokens before these.
-            positions: the position of each token; by default they continue those in the cache.
+            cache: the keys and values of the earlier tokens.
+            positions: the position of each token; by default, positions continue from the cache.
 
         Returns:
             `(logits, cache)`. Logits after the last token that the cache has room for, or that
@@ -267,7 +269,8 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Raises:
             FunctreeError: as in a call.
-            FunctreeError: if the cache has different rows than the tokens, or is for another model.
+            FunctreeError: if the cache and the tokens differ in the number of rows, or the cache is
+                for a different model.
             ShardingError: if the ambient rules do not fit the activations.
 
         Examples:
@@ -281,8 +284,8 @@ class Transformer(eqx.Module, ShownByPlan):
         """
         with unsharded_sequence():
             x, new = self.features_with_cache(tokens, cache, positions)
-            # The number of tokens that a row has had is unknown in a trace. A token too many would
-            # overwrite an earlier one, and its logits would look valid.
+            # The number of tokens that a row has had is unknown in a trace. One token too many
+            # would overwrite an earlier one, and its logits would look valid.
             beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self)
             x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
@@ -334,7 +337,7 @@ class Transformer(eqx.Module, ShownByPlan):
         x = activation(self.embed(tokens), "batch seq embed")
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
-        # Each layer reads its own part, and returns the keys and values of the new tokens only.
+        # Each layer reads its own part, and returns only the new tokens' keys and values.
         blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.decode)
         x, new = blocks.scan(
             x,
@@ -349,7 +352,7 @@ class Transformer(eqx.Module, ShownByPlan):
     def _scan_inputs(
         self, tokens: Tokens, positions: Positions, segments: Segments, in_order: bool
     ) -> tuple[Float[Array, "*batch seq embed"], list[Any], ScanOptions]:
-        """Return the first block's input, each block's other arguments, and options of the scan."""
+        """Return the first block's input, each block's other arguments, and the scan's options."""
         check_tokens(self.max_seq, tokens, positions, segments, in_order)
         x = activation(self.embed(tokens), "batch seq embed")
         if self.microbatches is not None and positions is not None:
@@ -402,7 +405,7 @@ def check_tokens(
     segments: Segments = None,
     in_order: bool = True,
 ) -> None:
-    """Raise a FunctreeError for tokens that a model cannot read, or arguments that do not fit them.
+    """Raise a FunctreeError if a model cannot read the tokens, or other arguments do not fit them.
 
     Args:
         max_seq: the length of the longest sequence that the model accepts.
@@ -431,7 +434,7 @@ def check_tokens(
     ):
         if value is None or (is_integers(value) and value.shape in shapes):
             continue
-        why = f"they must be integers with the shape of the tokens, {tokens.shape}"
+        why = f"they must be integers of shape {' or '.join(map(str, dict.fromkeys(shapes)))}"
         problems.append(Problem(None, None, f"{name}={shown(value)}", why))
         right_type = right_type and is_integers(value)
     if problems:
@@ -439,7 +442,7 @@ def check_tokens(
 
 
 def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
-    """Raise a FunctreeError for a cache that does not fit a model and its next tokens."""
+    """Raise a FunctreeError if a cache does not fit a model and its next tokens."""
     check(_HEADLINE, cache=(cache, _CACHE))
     problems: list[Problem] = []
     rows = cache.filled.shape[0]

@@ -1,10 +1,10 @@
-"""Weights are initialized here, cast to the dtype of the computation, and multiplied.
+"""This module initializes weights, casts them to the dtype of the computation, and multiplies.
 
-All products with weights are made in this module. On Auto mesh axes, the compiler chooses the
-sharding of a product. On Explicit ones, JAX requires `out_sharding=` if there are several
-possibilities, as for FSDP, row-parallel layers and embeddings. The rule is always the same:
-dimensions of the activation keep their sharding. Dimensions of the weight keep theirs, except for
-mesh axes that the activation uses already.
+All products with weights are computed here. On Auto mesh axes, the compiler chooses the sharding of
+a product. On Explicit mesh axes, JAX requires `out_sharding=` if there are several possibilities,
+as for FSDP, row-parallel layers and embeddings. The rule is always the same: dimensions of the
+activation keep their sharding. Dimensions of the weight keep theirs, except for mesh axes that the
+activation already uses.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ Initializer = Annotated[Callable[[Any, tuple[int, ...], DTypeLike], Array], FUNC
 """An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array."""
 
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-"""The default for matrices: truncated normal, with variance 1 / (size that is summed over).
+"""The default for matrices: truncated normal, with variance 1 / fan_in, the size summed over.
 
 The variance of a product is then the variance of its input (LeCun et al., "Efficient BackProp",
 1998).
@@ -50,8 +50,8 @@ def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
         >>> dtype_or_none("float32") == dtype_or_none(jnp.float32)
         True
     """
-    # Layers keep it as a static field. With several spellings of a dtype, equal layers would
-    # compare unequal, and would be compiled once each.
+    # Layers keep the dtype as a static field. With several spellings of one dtype, equal layers
+    # would compare unequal, and each would be compiled.
     return None if dtype is None else jnp.dtype(dtype)
 
 
@@ -80,7 +80,7 @@ def accumulator(dtype: DTypeLike) -> np.dtype:
         >>> accumulator(jnp.bfloat16)
         dtype('float32')
     """
-    # NumPy's promotion: JAX's own function raises under strict promotion.
+    # NumPy's function, since JAX's own raises an error under strict promotion.
     return np.promote_types(dtype, np.float32)
 
 
@@ -94,8 +94,8 @@ DotGeneral = Annotated[
         is_hashable,
     ),
 ]
-"""A function that multiplies activations by weights; its arguments are those that
-`jax.lax.dot_general` takes: the two arrays, the dimension numbers, and on Explicit mesh axes
+"""A function that multiplies activations by weights. It takes the arguments of
+`jax.lax.dot_general`: the two arrays, the dimension numbers, and on Explicit mesh axes
 `out_sharding=`."""
 
 
@@ -110,7 +110,7 @@ def product(
     Args:
         x: the activation, whose last `summed` dimensions are summed over.
         weight: the weight, whose first `summed` dimensions have the same sizes.
-        summed: the number of dimensions that are summed over, such as two for ("heads head_dim").
+        summed: the number of dimensions that are summed over, such as 2 for "heads head_dim".
         dot_general: the function that multiplies them; None for JAX's own.
 
     Examples:
@@ -150,7 +150,7 @@ def rows(
 ) -> Float[Array, "*batch embed"]:
     """Look up a table's row at each index, on Auto and on Explicit mesh axes.
 
-    A negative index, or one that is not less than the number of rows, gets a row of NaN.
+    An index that is negative, or not less than the number of rows, gets a row of NaN.
 
     Examples:
         >>> from functree.nn.weights import rows
@@ -160,12 +160,12 @@ def rows(
     kept, mesh = entries_of(index), explicit_mesh(index, table)
     of_table = _without_axes_of(kept, entries_of(table))
     if mesh is not None:
-        # Without the mesh axes of the tokens, as under FSDP: the table is gathered, and in the
-        # backward pass its gradient is scattered. The partitioner alone would move the gradients of
-        # all rows that are looked up.
+        # The table leaves out the mesh axes of the tokens. Under FSDP, it is gathered, and its
+        # gradient is scattered in the backward pass. The partitioner alone would move the gradients
+        # of all rows that are looked up.
         table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
         if mesh.manual_axes:
-            # JAX cannot differentiate a lookup with `out_sharding=` there.
+            # Inside a shard_map, JAX cannot differentiate a lookup with `out_sharding=`.
             return rows_on_shards(table, index, of_table, kept)
     sharding = out_sharding(mesh, (*kept, of_table[-1]))
     # "fill" is NaN for floating-point numbers. By default, JAX clips an index, and counts a
@@ -225,10 +225,11 @@ def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
         Array([300, 103], dtype=int32)
     """
     # A narrow dtype may overflow in sums, and may be unable to represent the number of rows, with
-    # which JAX compares it. A cast from a wide dtype would overflow: 2 ** 32 + 5 would be row 5.
+    # which JAX compares indices. A cast from a wide dtype would overflow: 2 ** 32 + 5 would be row
+    # 5.
     own, wanted = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
     if own.max > wanted.max:
-        # The method instead of `jnp.clip`, which would cast a NumPy array first.
+        # Not `jnp.clip`, which would cast a NumPy array first.
         index = index.clip(max(own.min, wanted.min), wanted.max)
     return index.astype(jnp.int32)
 
@@ -241,7 +242,7 @@ def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Flo
         >>> broadcast_like(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)
     """
-    # Written out, since JAX adds no dimensions with `jax.numpy_rank_promotion="raise"`.
+    # Explicit, since JAX adds no dimensions with `jax.numpy_rank_promotion="raise"`.
     entries, mesh, first = entries_of(x), explicit_mesh(x, weight), x.ndim - weight.ndim
     if mesh is not None:
         # The weight's type may have a mesh axis that shards the batch of `x`, as under FSDP.

@@ -1,4 +1,4 @@
-"""`zigzag` reorders a sequence so that causal attention is the same work for all its parts."""
+"""`zigzag` reorders a sequence to balance the work of causal attention across its parts."""
 
 from typing import Any
 
@@ -22,23 +22,23 @@ _TOKENS = Takes(
 def zigzag(
     x: Shaped[Array | np.ndarray, "batch seq ..."], parts: int
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
-    """Order a sequence so that causal attention is equal work for all of its parts.
+    """Reorder a sequence so that causal attention is the same amount of work for each part.
 
     In the usual order, the last part attends to all others and the first only to itself. `zigzag`
-    cuts the sequence into two pieces per part. Part `i` gets piece `i` and the piece equally far
-    from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Order tokens, targets,
-    masks and segments alike, before you place them. Then pass the positions and `in_order=False`
-    to the model. The result for a NumPy array is a NumPy array.
+    splits the sequence into two pieces per part. Part `i` gets piece `i` and the piece equally far
+    from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Reorder tokens, targets,
+    masks and segments in the same way, before you place them. Then pass the positions and
+    `in_order=False` to the model. The result for a NumPy array is a NumPy array.
 
     Only `context="gather"` and `"ring"` benefit: devices that exchange heads have equal work in any
-    order. Attention is then computed in chunks, since the kernels mask by index.
+    order. With `in_order=False`, attention runs in chunks, since the kernels mask by index.
 
     Args:
-        x: an array to order along its second dimension.
+        x: an array to reorder along its second dimension.
         parts: the number of devices along the mesh axes of the sequence.
 
     Returns:
-        The ordered array, and the position of each token.
+        The reordered array, and the position of each token.
 
     Raises:
         FunctreeError: if `2 * parts` does not divide the sequence.
@@ -54,7 +54,7 @@ def zigzag(
     check("zigzag: invalid arguments", x=(x, _TOKENS), parts=(parts, SIZE))
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
-        why = f"the sequence of {seq} does not divide into {pieces} equal pieces, two per part"
+        why = f"the sequence length {seq} is not divisible by {pieces}, two pieces per part"
         remedy = f"pad it to a multiple of {pieces}"
         problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
         raise parameter_error("zigzag: invalid arguments", [problem], right_type=True)
@@ -67,9 +67,10 @@ def zigzag(
 def _ordered(x: Any, index: np.ndarray) -> Any:
     if isinstance(x, np.ndarray):
         return x[:, index]
-    # JAX cannot look up along a dimension that its type shards, and it would move all tokens.
+    # JAX cannot look up along a dimension that the type of `x` shards, and this would move all
+    # tokens.
     if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
         raise FunctreeValueError(
-            f"zigzag: the sequence of {shown(x)} is already sharded. Order it before you place it"
+            f"zigzag: the sequence of {shown(x)} is already sharded. Reorder it before you place it"
         )
     return jnp.take(x, index, axis=1)

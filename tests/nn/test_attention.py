@@ -226,7 +226,7 @@ def test_a_function_gets_the_arguments_of_jaxs_function() -> None:
 
 @pytest.mark.parametrize("name", ["splash", "cudnn"])
 def test_a_kernel_of_another_platform_is_refused(name: Any) -> None:
-    devices = {"splash": "TPUs", "cudnn": "NVIDIA's GPUs"}[name]
+    devices = {"splash": "TPUs", "cudnn": "NVIDIA GPUs"}[name]
     with raises(f"attention='{name}' is a kernel for {devices}, but this program is for cpu"):
         attend(*arrays(4, 2, 2), implementation=name)
 
@@ -237,17 +237,18 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels, "on_one_device", lambda: True)
     half = arrays(4, 2, 2, dtype="float16")
     with pytest.warns(
-        ft.FunctreeWarning, match='"splash" cannot compute this: it supports bfloat16 and float32'
+        ft.FunctreeWarning,
+        match='"splash" does not support this call: it supports bfloat16 and float32',
     ):
         found = attend(*half)
     close(found, oracle(*half), 1e-2)
     with raises(
-        'the kernel "splash" cannot compute this: it supports bfloat16 and float32, but the heads are float16'
+        'the kernel "splash" does not support this call: it supports bfloat16 and float32, but the queries are float16'
     ):
         attend(*half, implementation="splash")
     monkeypatch.undo()
     monkeypatch.setattr(attending, "platform", lambda: "gpu")
-    with pytest.warns(ft.FunctreeWarning, match='"cudnn" cannot compute this'):
+    with pytest.warns(ft.FunctreeWarning, match='"cudnn" does not support this call'):
         attend(*arrays(4, 2, 2))
 
 
@@ -255,7 +256,7 @@ def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(attending, "platform", lambda: "tpu")
     with jax.set_mesh(ft.make_mesh(data=8)):
         with pytest.warns(
-            ft.FunctreeWarning, match="needs the sharding of batch and heads. Pass rules"
+            ft.FunctreeWarning, match="the sharding of batch and heads must be known. Pass rules"
         ):
             jax.jit(attend).trace(*arrays(4, 2, 2))
 

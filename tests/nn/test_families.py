@@ -173,7 +173,7 @@ def test_other_families() -> None:
 def test_all_problems_at_once(tmp_path: Path) -> None:
     file = written(tmp_path, "llama", hidden_act="gelu", mlp_bias=True, clip_qkv=8.0)
     with raises(
-        "cannot read 3 fields",
+        "cannot create a TransformerConfig: 3 problems",
         '"hidden_act"',
         '"mlp_bias"',
         '"clip_qkv": 8.0',

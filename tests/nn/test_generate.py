@@ -301,7 +301,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"prompts": PROMPTS + 95}, "some tokens are outside the vocabulary of 96: "),
     ({"prompts": -PROMPTS}, "prompts some tokens are outside the vocabulary of 96: -"),
     ({"stop": [3, 96]}, "stop=96  it is outside the vocabulary of 96"),
-    ({"pad": 2**31}, f"pad={2**31}  it must fit into int32"),
+    ({"pad": 2**31}, f"pad={2**31}  it must fit in int32"),
     ({"stop": "end"}, "it must be a token, or several"),
     ({"prompts": PROMPTS[0]}, "it must be an array of integers of shape (batch, seq), with at least one token"),
 ]  # fmt: skip
@@ -328,7 +328,7 @@ def test_what_does_not_go_with_a_cache() -> None:
     with raises("it is for a different model") as error:
         model("llama").decode(PROMPTS, foreign)
     assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
-    with raises("they must be integers with the shape of the tokens, (2, 9)"):
+    with raises("they must be integers of shape (2, 9) or (9,)"):
         model("llama")(PROMPTS, np.zeros((2, 8), int))
 
 

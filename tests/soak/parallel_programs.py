@@ -41,7 +41,7 @@ RTOL = 3e-5
 REFUSALS = (
     r"needs a multiple of",  # a mesh axis does not divide a dimension
     r"does not divide",
-    r'context="heads": \d+ parts of the sequence',
+    r'context="heads": the \d+ parts of the sequence',
     r'dispatch="exchange"',
     r"cannot scan a stack whose axis",
     r"layers can return only `x`",

@@ -43,8 +43,8 @@ Implementation = Annotated[
 """The name of an implementation of attention, or a function that takes the arguments of
 `jax.nn.dot_product_attention`."""
 
-# For at most this many queries, attention holds their weights of all cached keys. A step of
-# generation has one query; the first step of a prompt may have thousands.
+# For at most this many queries, attention holds the weights of all cached keys at once. A step of
+# generation has one query; the first step, for a prompt, may have thousands.
 _FEW = 16
 
 
@@ -65,22 +65,26 @@ def attend(
         query: the queries; head `h` uses key and value head `h // (heads / kv_heads)`.
         key: the keys.
         value: the values.
-        implementation: what computes it. `"splash"` is JAX's kernel for TPUs, and `"cudnn"` its
-            kernel for GPUs. `"chunked"` never holds the weights of all queries and keys, `"xla"`
-            does. `"auto"` uses the kernel of the platform that the program is lowered for, and
-            `"chunked"` on other platforms. If the kernel cannot compute this, it uses `"chunked"`
-            with a `FunctreeWarning`.
+        implementation: the name of the implementation, or a function. `"splash"` is JAX's kernel
+            for TPUs, and `"cudnn"` its kernel for GPUs. `"xla"` holds the weights of all queries
+            and keys at once, and `"chunked"` does not. `"auto"` uses the kernel of the platform
+            that the program is lowered for, and `"chunked"` on platforms without one. If the kernel
+            does not support the call, `"auto"` issues a `FunctreeWarning` and uses `"chunked"`.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
-        segments: the segment of each token, which attends only to its own. None if all are in one.
-        positions: the position of each token, if they are not in order.
-        context: how the parts of a sequence attend to each other, if mesh axes that shard no heads
-            shard the sequence.
+        segments: the segment of each token, which attends only to tokens in the same segment; None
+            if there is only one segment.
+        positions: the position of each token, if the tokens are not in order.
+        context: how the parts of a sequence attend to each other, if the sequence is sharded over
+            mesh axes that shard no heads.
 
     Raises:
         FunctreeError: if `implementation` names a kernel that is not for this platform, or that
-            cannot compute this.
-        FunctreeError: if heads cannot be exchanged for sequence.
+            does not support the call.
+        FunctreeError: if `context="heads"` and the parts of the sequence do not divide the heads on
+            a device.
+        FunctreeError: if `implementation` is a function, and positions are passed or its result has
+            the wrong shape.
 
     Examples:
         >>> from functree.nn.attention.attend import attend
@@ -115,15 +119,15 @@ def attend(
     if why is None:
         by_kernel = _on_shards(_by_kernel(kernel, parts, window), check_vma=False)
         # A trace may be lowered for several platforms, or for a different one, as in `jax.export`.
-        # So both are traced, and lowering chooses one.
+        # Both implementations are therefore traced, and lowering chooses one.
         by_platform = {kernel.platform: by_kernel}
         return jax.lax.platform_dependent(given, default=plain, **by_platform)
-    problem = f'attention: the kernel "{kernel.name}" cannot compute this: {why.rstrip(".")}'
+    problem = f'attention: the kernel "{kernel.name}" does not support this call: {why.rstrip(".")}'
     if implementation != "auto":
         raise FunctreeValueError(problem)
     warn(
-        f'{problem}. It is computed in chunks instead. Pass attention="chunked" to choose this '
-        "without a warning"
+        f'{problem}. Attention runs in chunks instead. Pass attention="chunked" to avoid this '
+        "warning"
     )
     return plain(given)
 
@@ -136,14 +140,14 @@ def _parts(given: Inputs, context: Context) -> Parts:
     if specs is None:
         return WHOLE
     *_, seq, of_heads, _ = specs[0]
-    # Mesh axes of size 1 make no parts, and `on_shards` drops them too.
+    # Mesh axes of size 1 do not divide the sequence, and `on_shards` drops them too.
     axes = tuple(axis for axis in mesh_axes(seq) if devices_along((axis,)) > 1)
     heads = given.query.shape[-2] // devices_along(mesh_axes(of_heads))
     return parts_of(axes, devices_along(axes), context, heads)
 
 
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
-    """Return attention in chunks on one device, for its part of the sequence."""
+    """Build a function that computes attention in chunks, for one device's part of the sequence."""
 
     def whole(given: Inputs) -> Array:
         query, key, value, segments, positions = given
@@ -162,7 +166,7 @@ def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs],
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
-    """Return attention by a kernel on one device, for its part of the sequence."""
+    """Build a function that runs a kernel, for one device's part of the sequence."""
 
     def whole(given: Inputs) -> Array:
         return kernel.run(*given.arrays, window=window)
@@ -176,7 +180,7 @@ def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[In
 def _in_parts(
     parts: Parts, whole: Callable[[Inputs], Array], of_part: OfPart | None
 ) -> Callable[[Inputs], Array]:
-    """Return attention for sequences in parts, made from attention of whole ones and of a part."""
+    """Extend attention of a whole sequence, or of one part, to sequences that are in parts."""
     if parts.how == "heads":
         return partial(by_heads, parts=parts, whole=whole)
     if parts.how == "gather" and of_part is not None:
@@ -185,14 +189,14 @@ def _in_parts(
 
 
 def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) -> str | None:
-    """Return why a kernel cannot compute this, or None if it can."""
+    """Return why a kernel does not support a call, or None if it does."""
     if given.positions is not None:
         return "it masks by index, but with `in_order=False` the tokens are not in order"
     if parts.how == "ring":
         return 'with context="ring", attention runs in chunks'
     if parts.how == "gather":
         if kernel.of_part is None:
-            return 'it needs queries and keys of the same tokens, unlike context="gather"'
+            return 'it needs queries and keys from the same tokens, unlike context="gather"'
         own = given.query.shape[1] // parts.number
         if own % TILE:
             return f"a part of the sequence has {own} tokens, which is not a multiple of {TILE}"
@@ -202,14 +206,14 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
 def _on_shards(
     compute: Callable[[Inputs], Array], check_vma: bool = True
 ) -> Callable[[Inputs], Array]:
-    """Extend attention of arrays with one batch dimension to any number of them, on each shard."""
+    """Extend attention from one batch dimension to any number of them, on each device's shards."""
 
     def of_inputs(given: Inputs) -> Array:
         arrays, structure = jax.tree.flatten(given)
 
         def of_batches(*arrays: Array) -> Array:
             # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch,
-            # seq). This moves nothing on the shards; joining sharded dimensions may need a gather.
+            # seq). This moves nothing on a shard. On whole arrays, it may need a gather.
             flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
             flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
             return compute(structure.unflatten(flat)).reshape(arrays[0].shape)
@@ -227,8 +231,8 @@ def _by_function(
     window: int | None,
     segments: Int[Array, "*batch seq"] | None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Call a user's function with those arguments of JAX's function that are needed."""
-    # Other arguments are left out instead of None: the function may lack parameters for them.
+    """Call a user's function with the arguments of JAX's function that are needed."""
+    # Other arguments are omitted, not passed as None: the function may lack parameters for them.
     options: dict[str, bool | tuple[int, int] | Bool[Array, "*batch 1 seq seq"]] = {
         "is_causal": True
     }
@@ -266,10 +270,10 @@ def attend_cached(
         query: the queries of the tokens.
         key: the keys of the tokens.
         value: the values of the tokens.
-        cached_key: the keys of the tokens before them.
-        cached_value: the values of the tokens before them.
-        filled: the number of tokens that each row had before; the last of them are in the cache, at
-            their positions modulo its length.
+        cached_key: the keys of earlier tokens.
+        cached_value: the values of earlier tokens.
+        filled: the number of earlier tokens in each row. The cache holds the last of them, at their
+            positions modulo the number of slots.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
     """
@@ -286,16 +290,16 @@ def attend_cached(
         cached = cached_positions(filled, cached_key.shape[1])
         mask = Mask(new, jnp.concatenate([cached, new], 1), window=window)
         if query.shape[1] <= _FEW:
-            # In two parts: joining them in one array would copy the whole cache for each token.
+            # Passed as two parts: joining them would copy the whole cache for each token.
             parts = [(cached_key, cached_value), (key, value)]
             return unchunked(query, parts, mask, attends_to_some=True)
-        # With more queries, the copy is cheap compared with their attention.
+        # With more queries, the copy is cheap compared with the attention.
         keys = jnp.concatenate([cached_key, key], 1)
         values = jnp.concatenate([cached_value, value], 1)
         return chunked(query, keys, values, mask)
 
     arrays = query, key, value, cached_key, cached_value, filled
-    # The slots of a cache are unsharded, and so are the new tokens.
+    # Neither the slots of a cache nor the new tokens are sharded along the sequence.
     of_kv = "batch _ kv_heads _"
     return on_shards(of_shard, arrays, ["batch _ heads _", *[of_kv] * 4, "batch"])
 
@@ -314,6 +318,7 @@ def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "bat
         Array([[ 0,  1, -2, -1],
                [ 4,  1,  2,  3]], dtype=int32)
     """
-    # The largest position up to the last token that is congruent to the slot modulo `slots`.
+    # A slot has the largest position, up to the last token's, that is congruent to the slot modulo
+    # `slots`.
     last = as_int32(filled)[:, None] - 1
     return last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots

@@ -1,10 +1,10 @@
-"""Chunked attention weights values without an array of all queries by all keys.
+"""Chunked attention sums weighted values without an array of all queries by all keys.
 
 The softmax is accumulated over chunks of keys. The backward pass recomputes the weights of each
 chunk from the logarithms of their sums: Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
 
-Inside, heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023).
-`group` is the number of query heads for each of these.
+Inside, query heads are grouped by the key and value head that they use (Ainslie et al., "GQA",
+2023). `group` is the number of query heads in a group.
 """
 
 import functools
@@ -21,7 +21,7 @@ from functree.nn.attention.mask import CAUSAL, Index, Mask, padded
 from functree.nn.weights import accumulator
 
 CHUNK = 512
-"""The number of queries, and of keys, whose weights are held at one time."""
+"""The number of queries, and of keys, whose weights are held at once."""
 
 Queries = Float[Array, "batch kv_heads group seq head_dim"]
 Keys = Float[Array, "batch kv_heads keys head_dim"]
@@ -36,7 +36,7 @@ def chunked(
     mask: Mask = CAUSAL,
     chunk: float = CHUNK,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute causal attention of grouped heads; a query that attends to no key gets zeros.
+    """Compute causal attention with grouped heads; a query that attends to no key gets zeros.
 
     Products are summed, and the softmax is computed, in float32 or wider.
 
@@ -45,8 +45,7 @@ def chunked(
         key: the keys.
         value: the values.
         mask: which keys each query attends to.
-        chunk: the number of queries, and of keys, whose weights are held at one time; infinite for
-            all.
+        chunk: the number of queries, and of keys, whose weights are held at once; infinity for all.
 
     Examples:
         >>> from functree.nn.attention.chunked import chunked
@@ -80,23 +79,24 @@ def unchunked(
 
     Args:
         query: the queries.
-        parts: keys and values, (batch, keys, kv_heads, head_dim). A cache and new tokens are two
-            parts: joining them in one array would copy the whole cache.
+        parts: pairs of keys and values, (batch, keys, kv_heads, head_dim). A cache and new tokens
+            are two parts: joining them would copy the whole cache.
         mask: which keys each query attends to, with the keys of all parts in order.
-        attends_to_some: whether each query attends to some key.
+        attends_to_some: whether each query attends to at least one key.
     """
     queries = grouped(query, parts[0][0].shape[2])
     of_parts = [(heads_first(key), heads_first(value)) for key, value in parts]
-    # The scores are joined instead of the keys: they have one number per head and key, and a key
-    # has `head_dim` numbers.
+    # The scores are joined, not the keys: a query has one score per head and key, and a key has
+    # `head_dim` numbers per head.
     scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
     # Not -inf: if a query attends to nothing, all its weights would be NaN, and so would the
-    # gradients of all keys. With the least number, they are equal, and set to zero below.
+    # gradients of all keys. With the least finite number, the weights are equal, and are set to
+    # zero below.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
-    # Cast to the dtype of the values, for a product of narrow arrays with a wide sum.
+    # Cast to the dtype of the values, so that narrow arrays are multiplied, with a wide sum.
     weights = weights.astype(query.dtype)
     products: list[Array] = []
     first = 0
@@ -111,7 +111,7 @@ _Sums = tuple[Array, Array, Array]
 
 
 class _Chunks(NamedTuple):
-    """Queries and keys in chunks.
+    """The chunks of queries and keys.
 
     Attributes:
         mask: which keys each query attends to.
@@ -128,8 +128,8 @@ class _Chunks(NamedTuple):
     def keys_of(self, i: Index) -> tuple[Index, Index]:
         """Return the first chunk of keys that chunk `i` of the queries attends to, and the end.
 
-        With positions from the user, these are all chunks, since the positions are only known when
-        the program runs.
+        With positions from the user, the range covers all chunks, since positions are known only
+        when the program runs.
         """
         if not self.mask.is_by_order:
             return 0, self.keys
@@ -157,8 +157,8 @@ class _Chunks(NamedTuple):
             offset = self.mask.offset
             first = jnp.maximum(0, j * self.size - offset) // self.size
         if self.mask.window is not None:
-            # The last key is (j + 1) * size - 1. Its own query attends to it, and window - 1 later
-            # ones.
+            # The last key is (j + 1) * size - 1. The query of the same token attends to it, as do
+            # window - 1 later queries.
             of_key = ((j + 1) * self.size + self.mask.window - 2 - offset) // self.size
             last = jnp.clip(of_key + 1, 0, self.queries)
         return first, last
@@ -172,7 +172,8 @@ class _Chunks(NamedTuple):
     ) -> _Sums:
         """Apply `add` to sums, chunk by chunk, but skip chunks in which no query attends to a key.
 
-        Positions show which chunks to skip: half of all, in whatever order the tokens are.
+        With positions from the user, chunks are skipped at run time: about half of them, if the
+        tokens of each chunk are close to each other, as after `ft.nn.zigzag`.
 
         Args:
             add: adds one chunk to the sums.
@@ -190,12 +191,12 @@ class _Chunks(NamedTuple):
         return jax.lax.fori_loop(*chunks, add_visible, start)
 
     def _meets(self, i: Index, j: Index) -> Bool[Array, ""]:
-        """Return whether a query of chunk `i` may attend to a key of chunk `j`, by positions."""
+        """Return whether positions allow a query of chunk `i` to attend to a key of chunk `j`."""
         mask = self.mask.chunk(i, j, self.size)
         queries, keys = mask.query_positions, mask.key_positions
         if queries is None or keys is None:
             return jnp.bool_(True)
-        # A negative position has no key, and no query whose result is used.
+        # A negative position marks padding or an empty slot: neither its key nor its query is used.
         far = jnp.iinfo(jnp.int32).max
         meets = jnp.where(keys < 0, far, keys).min() <= queries.max()
         if self.mask.window is not None:
@@ -209,8 +210,8 @@ class _Chunks(NamedTuple):
     def scores(self, query: Queries, key: Keys, i: Index, j: Index) -> Scores:
         """Compute the scores of chunk `i` of the queries and chunk `j` of the keys.
 
-        The score of an invisible key is -inf. This gives no NaN, since `_forward` and `_backward`
-        subtract a finite number from it.
+        The score of an invisible key is -inf. This gives no NaN, since `mix` and `gradients` never
+        subtract -inf from it.
         """
         mask = self.mask.chunk(i, j, self.size)
         visible = mask.visible(self.size, self.size, i * self.size, j * self.size)
@@ -240,7 +241,7 @@ def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple
 
     Returns:
         The weighted values in the dtype of the sums, and the logarithm of each query's sum of
-        weights. It is infinite for a query that attends to nothing.
+        weights. The logarithm is inf for a query that attends to nothing.
     """
     dtype = accumulator(query.dtype)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
@@ -265,8 +266,8 @@ def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple
         largest, total, mixed = chunks.over(add, chunks.keys_of(i), start, lambda j: (i, j))
         attends = total > 0
         total = jnp.where(attends, total, 1)
-        # Infinite for a query that attends to nothing, so that the backward pass gives it zero
-        # weights.
+        # A query that attends to nothing gets inf, so that its weights are zero in the backward
+        # pass.
         log_total = jnp.where(attends, largest + jnp.log(total), jnp.inf)
         return mixed / total[..., None], log_total
 
@@ -283,7 +284,7 @@ def _backward(chunk: int, kept: Kept, cotangent: Queries) -> tuple[Queries, Keys
 def gradients(
     chunk: int, kept: Kept, cotangent: Queries, of_keys: DTypeLike
 ) -> tuple[Queries, Keys, Keys]:
-    """Run algorithm 4 of FlashAttention: loop over chunks of keys, and sum for the queries.
+    """Run algorithm 4 of FlashAttention, which loops over chunks of keys.
 
     With weights p, values v, scaled scores s, and the cotangent do of the result o:
 
@@ -310,7 +311,8 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Cast to the dtype of the heads, like the weights, for products of narrow arrays.
+            # Cast to the dtype of the heads, as the weights are, so that narrow arrays are
+            # multiplied.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
             # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
             # loops carry it, in the wide dtype.
@@ -334,7 +336,7 @@ _in_chunks.defvjp(_forward, _backward)
 
 
 def _scores(query: Queries, key: Keys) -> Scores:
-    """Multiply queries and keys, and divide by the square root of the head's size."""
+    """Multiply queries and keys, and divide by the square root of `head_dim`."""
     return _einsum("bkgsd,bktd->bkgst", query, key) * _scale(query)
 
 
@@ -343,7 +345,7 @@ def _scale(query: Queries) -> float:
 
 
 def _einsum(equation: str, a: Array, b: Array) -> Array:
-    """Sum products, in float32 or wider."""
+    """Compute an einsum whose sums are in float32 or wider."""
     return jnp.einsum(equation, a, b, preferred_element_type=accumulator(a.dtype))
 
 
@@ -363,6 +365,6 @@ def heads_first(x: Float[Array, "batch keys kv_heads head_dim"]) -> Keys:
 
 
 def _joined(chunks: Array, axis: int) -> Array:
-    """Join chunks, which are along the first dimension, along another dimension."""
+    """Join chunks that are stacked along the first dimension, along dimension `axis`."""
     moved = jnp.moveaxis(chunks, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

@@ -1,13 +1,13 @@
-"""Context parallelism extends attention on one device to sequences in parts on several.
+"""Context parallelism extends attention from one device to sequences divided over several.
 
 The functions here are for the body of a shard_map over the mesh axes that shard the sequence. Each
-device has the queries, keys and values of its own part, and all of its own heads. There are three
-ways to attend to the tokens of other parts:
+device has the queries, keys and values of its own part, for all of its heads. There are three ways
+to attend to the tokens of other parts:
 
 - Devices exchange heads for sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 - Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
-- Devices pass keys and values round, and each adds their contribution to its queries (Liu et al.,
-  "Ring attention", 2023).
+- Devices pass keys and values around, and each adds their contribution to the results of its own
+  queries (Liu et al., "Ring attention", 2023).
 """
 
 import functools
@@ -43,11 +43,11 @@ Context = Annotated[
     _Name,
     Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
 ]
-"""The name of a way in which the parts of a sequence attend to each other."""
+"""The name of the way in which the parts of a sequence attend to each other."""
 
 
 class Parts(NamedTuple):
-    """How sequences are divided into parts inside attention.
+    """The division of sequences into parts inside attention.
 
     Attributes:
         axes: the mesh axes that shard the sequence; empty if it is unsharded.
@@ -67,9 +67,9 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
     """Choose how a part of a sequence attends to the others.
 
     Args:
-        axes: the mesh axes that shard the sequence, and no heads.
-        count: the number of devices along them.
-        context: the way that was asked for.
+        axes: the mesh axes that shard the sequence but no heads.
+        count: the number of devices along these axes.
+        context: the requested way.
         heads: the number of query heads on a device.
 
     Raises:
@@ -89,8 +89,8 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
         return Parts(axes, count, "heads" if divides else "gather")
     if context == "heads" and not divides:
         raise FunctreeValueError(
-            f'context="heads": {count} parts of the sequence (over {", ".join(axes)}) do not '
-            f"divide the {heads} query heads on a device. Use fewer parts, or "
+            f'context="heads": the {count} parts of the sequence (over {", ".join(axes)}) do not '
+            f"divide the {heads} query heads on a device. Use fewer parts, or pass "
             'context="gather" or "ring"'
         )
     return Parts(axes, count, context)
@@ -99,12 +99,12 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
 def by_heads(
     own: Inputs, parts: Parts, whole: Callable[[Inputs], Array]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Give each device the whole sequence of some heads, and exchange the results back.
+    """Give each device the whole sequence for some heads, and exchange the results back.
 
     Args:
         own: the device's part.
         parts: how the sequence is divided.
-        whole: attention of a whole sequence on one device.
+        whole: computes attention of a whole sequence on one device.
     """
     key, value = own.key, own.value
     # If the number of parts does not divide the number of key heads, these are repeated until each
@@ -129,14 +129,20 @@ their values, and the index of the first query."""
 def by_gathering(
     own: Inputs, parts: Parts, of_part: OfPart
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Give each device the keys and values of all parts; arguments are as in `by_heads`."""
+    """Give each device the keys and values of all parts.
+
+    Args:
+        own: the device's part.
+        parts: how the sequence is divided.
+        of_part: computes attention of a part's queries to all keys.
+    """
     first = jax.lax.axis_index(parts.axes) * own.query.shape[1]
     whole = Inputs(own.query, *_gathered(own[1:], parts))
     return of_part(own, whole, first)
 
 
 def _gathered(arrays: T, parts: Parts) -> T:
-    """Gather arrays of the part's tokens over all parts, in order."""
+    """Gather arrays of one part's tokens from all parts, in order."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
 
 
@@ -144,13 +150,13 @@ def _gathered(arrays: T, parts: Parts) -> T:
 
 
 class _OfKeys(NamedTuple):
-    """The values that devices pass round.
+    """The arrays that devices pass around.
 
     Attributes:
         key: the keys of a part.
-        value: its values.
+        value: the values of this part.
         positions: the position of each key; None if the parts are in order.
-        segments: the segment of each key; None if all are in one.
+        segments: the segment of each key; None if there is only one segment.
     """
 
     key: Keys
@@ -169,7 +175,7 @@ class _Ring(NamedTuple):
     Attributes:
         axes: the mesh axes of the parts.
         parts: the number of parts.
-        chunk: the number of queries, and of keys, whose weights are held at one time.
+        chunk: the number of queries, and of keys, whose weights are held at once.
         seq: the number of tokens in a part.
         window: the maximum number of keys that a query attends to; None for all.
     """
@@ -186,12 +192,12 @@ class _Ring(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, to_next), arrays)
 
     def mask(self, step: int | Array, own: Mask, of_keys: _OfKeys) -> Mask:
-        """Return the mask of a device's own queries for keys that were passed on `step` times."""
+        """Return the mask for a device's own queries and keys that were passed on `step` times."""
         segments = own.query_segments, of_keys.segments
         if own.query_positions is not None:
             return Mask(own.query_positions, of_keys.positions, *segments, self.window)
-        # How many parts these keys are before the queries. If they are after them, it is negative,
-        # and no query attends to them.
+        # The number of parts from these keys to the queries. It is negative if the keys are after
+        # the queries, and then no query attends to them.
         here = jax.lax.axis_index(self.axes)
         before = here - (here - step) % self.parts
         more = of_keys.key.shape[2] - self.seq
@@ -202,13 +208,13 @@ class _Ring(NamedTuple):
 def by_ring(
     own: Inputs, parts: Parts, *, window: int | None = None, chunk: float = math.inf
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Pass keys and values from device to device.
+    """Compute attention while devices pass keys and values around a ring.
 
     Args:
         own: the device's part.
         parts: how the sequence is divided.
         window: the maximum number of keys that a query attends to; None for all.
-        chunk: the number of queries, and of keys, whose weights are held at one time.
+        chunk: the number of queries, and of keys, whose weights are held at once.
     """
     seq, kv_heads = own.query.shape[1], own.key.shape[2]
     size = int(min(chunk, seq))
@@ -239,7 +245,8 @@ def _forward(
 
     def step(carry: tuple[_OfKeys, _Sums], i: Array) -> tuple[tuple[_OfKeys, _Sums], None]:
         of_keys, sums = carry
-        # Sent before they are read, so that communication and computation overlap.
+        # Keys and values are sent before they are read, so that communication and computation
+        # overlap.
         following = shape.on(of_keys)
         return (following, add(i, of_keys, sums)), None
 
@@ -254,8 +261,8 @@ def _forward(
 
 
 def _joined(first: _Sums, second: _Sums) -> _Sums:
-    """Combine two results: the weighted values, and the logarithm of the sum of all weights."""
-    # Infinite for a query that attends to none of the keys, so that its sum of weights is 0.
+    """Combine two results for the same queries and different keys."""
+    # A logarithm is inf for a query that attends to no key. With -inf, its sum of weights is 0.
     logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (first, second)]
     largest = jnp.maximum(*logs)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
@@ -295,7 +302,7 @@ def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Ke
     start = of_keys, jnp.zeros_like(query, accumulator(query.dtype)), zeros
     (of_keys, d_query, d_keys), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
     d_query, d_keys = add(shape.parts - 1, of_keys, d_query, d_keys)
-    # One more step returns them to their own devices.
+    # One more step returns the gradients to their own devices.
     d_key, d_value = shape.on(d_keys)
     return (
         d_query.astype(query.dtype),

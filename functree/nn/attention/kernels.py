@@ -1,4 +1,4 @@
-"""The kernels of each platform compute attention on one device, or say why they cannot."""
+"""Each platform's kernel computes attention on one device, or reports why it cannot."""
 
 import functools
 import math
@@ -17,11 +17,11 @@ from functree.nn.attention.mask import AXES, Inputs
 from functree.nn.weights import accumulator, as_int32
 
 TILE = 128
-"""The kernel for TPUs takes multiples of this many tokens."""
+"""The kernel for TPUs needs a number of tokens that is a multiple of this."""
 
 _BLOCKS = (512, 256, 128)
-# Above this many tokens, blocks are larger. Making the kernel reads all blocks of the mask, and
-# this time grows with the square of the length: minutes for 1,048,576 tokens in blocks of 512.
+# Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, which
+# takes time quadratic in the length: minutes for 1,048,576 tokens in blocks of 512.
 _LONG, _LONG_BLOCK = 2**18, 1024
 # The kernel keeps three bytes for each block of its mask in a core's scalar memory, which has room
 # for this many blocks. Queries of longer sequences are computed in pieces.
@@ -30,14 +30,14 @@ _DTYPES = ("bfloat16", "float32")
 
 
 class Kernel(NamedTuple):
-    """A kernel of a platform.
+    """An attention kernel for one platform.
 
     Attributes:
         name: its name in `attention=`.
-        devices: its devices, for messages.
+        devices: the devices that it runs on, for messages.
         platform: the name of the platform for `jax.lax.platform_dependent`.
         run: computes attention from queries, keys, values, optional segments, and `window=`.
-        why_not: returns why it cannot compute these arrays with this window, or None if it can.
+        why_not: returns why it does not support some arrays and a window, or None if it does.
         of_part: computes attention of the queries in one part of the sequence to all keys; None if
             the kernel cannot.
     """
@@ -50,18 +50,18 @@ class Kernel(NamedTuple):
     of_part: Callable[..., Array] | None = None
 
 
-# The mask of the kernel for TPUs, with cheap blocks
+# The mask of the kernel for TPUs, whose blocks are cheap to compute
 
 _Ids = TypeVar("_Ids", np.ndarray, Array)
 
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A causal mask with a window, as the kernel for TPUs reads it.
+    """A causal mask with an optional window, in the form that the kernel for TPUs reads.
 
-    It has the interface of the kernel's own `CausalMask` and `LocalMask`. These compute each block
-    of the mask as an array to see whether it is empty or full, which takes minutes for 131,072
-    tokens. This class computes only blocks that are neither, and each distinct one once.
+    It has the interface of the kernel's own `CausalMask` and `LocalMask`. To find out whether a
+    block is empty or full, these compute it as an array, which takes minutes for 131,072 tokens.
+    This class computes only blocks that are neither, and each distinct block once.
 
     Attributes:
         length: the number of keys.
@@ -83,7 +83,7 @@ class CausalMask:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The numbers of queries and keys."""
+        """The number of queries and the number of keys."""
         return self.length - self.first, self.length
 
     @property
@@ -147,15 +147,15 @@ def splash(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute causal attention of grouped heads in one sequence with JAX's kernel for TPUs.
+    """Compute causal self-attention with grouped heads, using JAX's kernel for TPUs.
 
     Args:
         query: the queries.
         key: the keys.
         value: the values.
-        segments: the segment of each token; None if all are in one.
+        segments: the segment of each token; None if there is only one segment.
         window: the maximum number of keys that a query attends to, including its own; None for all.
-        interpret: whether JAX interprets the kernel, on any device and slowly, for tests.
+        interpret: whether to run the kernel in JAX's interpreter, for tests: slowly, on any device.
     """
     seq, heads = query.shape[1:3]
     pieces, more = _pieces(seq)
@@ -175,7 +175,7 @@ def splash(
 
 
 def _pieces(seq: int) -> tuple[int, int]:
-    """Return in how many pieces the queries are computed, and the number of tokens to pad."""
+    """Return the number of pieces that the queries are divided into, and of padding tokens."""
     if seq <= _LONG:
         return 1, -seq % TILE
     blocks = -(-seq // _LONG_BLOCK)
@@ -184,10 +184,10 @@ def _pieces(seq: int) -> tuple[int, int]:
 
 
 def _scaled(query: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Divide queries by the square root of the head's size, which the kernel does not do.
+    """Divide queries by the square root of `head_dim`, which the kernel does not do.
 
-    They are divided in the wide dtype and cast back, since the kernel needs queries and keys of the
-    same dtype.
+    The division runs in the wide dtype. The result is cast back, since the kernel needs queries and
+    keys of the same dtype.
     """
     scale = math.sqrt(query.shape[-1])
     return (query.astype(accumulator(query.dtype)) / scale).astype(query.dtype)
@@ -234,15 +234,16 @@ def splash_of_part(
 
 
 def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) -> Any:
-    """Make the kernel for queries in `parts` parts and keys with this mask."""
-    # Imported here: it takes half a second, and only TPUs need it.
+    """Build the kernel for a mask, with the queries divided into `parts` parts."""
+    # Imported here, since the import takes half a second and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         MultiHeadMask,
         make_splash_mha,
     )
 
-    # A block's size must divide the queries of a part, and all keys. The largest is best.
+    # The block size must divide the number of queries in a part, which divides the number of keys.
+    # The largest is best.
     sizes = _BLOCKS if mask.length <= _LONG else (_LONG_BLOCK, *_BLOCKS)
     queries = (mask.length - mask.first) // parts
     block = next(size for size in sizes if queries % size == 0)
@@ -271,7 +272,7 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
 def _mask_class() -> Any:
     """Return `CausalMask` as a class of the kernel's masks.
 
-    It is made once, because the kernel caches its information by equal masks.
+    It is created once: the kernel's cache compares masks, and masks of two classes are unequal.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import Mask
 
@@ -284,7 +285,7 @@ def _mask_class() -> Any:
 def _by_splash(
     kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Run the kernel, which takes heads first and no batch dimension: hence `vmap`."""
+    """Run the kernel under `vmap`, since it takes heads first and no batch dimension."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     arrays = [x.transpose(0, 2, 1, 3) for x in arrays]
@@ -303,12 +304,12 @@ def _padded(x: Array, more: int, mode: str = "constant") -> Array:
 def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:
     if not on_one_device() and specs_of(arrays, AXES[: len(arrays)]) is None:
         return (
-            "on several devices it needs the sharding of batch and heads. Pass rules "
+            "on several devices, the sharding of batch and heads must be known. Pass rules "
             "(`ft.jit(rules=...)`) under a mesh, and use one batch dimension instead of `jax.vmap`"
         )
     dtype = arrays[0].dtype.name
     if dtype not in _DTYPES:
-        return f"it supports {' and '.join(_DTYPES)}, but the heads are {dtype}"
+        return f"it supports {' and '.join(_DTYPES)}, but the queries are {dtype}"
     return None
 
 
@@ -322,7 +323,7 @@ def cudnn(
     *,
     window: int | None = None,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute causal attention of grouped heads in one sequence with cuDNN's kernel for GPUs.
+    """Compute causal self-attention with grouped heads, using cuDNN's kernel for GPUs.
 
     Args:
         query: the queries.
@@ -340,20 +341,20 @@ def cudnn(
 
 def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
-        # As a mask, they would be the large array that kernels avoid.
-        return "it takes packed segments only as a mask of all queries by all keys"
+        # Such a mask would be the large array that kernels avoid.
+        return "it supports segments only through a mask of all queries by all keys"
     # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises when
     # the kernel is traced.
     try:
         jax.eval_shape(lambda *arrays: cudnn(*arrays, window=window), *arrays)
     except (RuntimeError, NotImplementedError, ValueError) as error:
-        # JAX raises these errors for it. Others would be mistakes of ours.
+        # JAX raises these errors for unsupported arguments. Any other error would be a bug here.
         return str(error).partition("\n")[0] or type(error).__name__
     return None
 
 
 _SPLASH = Kernel("splash", "TPUs", "tpu", splash, _why_not_splash, splash_of_part)
-_CUDNN = Kernel("cudnn", "NVIDIA's GPUs", "cuda", cudnn, _why_not_cudnn)
+_CUDNN = Kernel("cudnn", "NVIDIA GPUs", "cuda", cudnn, _why_not_cudnn)
 
 KERNELS = {"splash": _SPLASH, "cudnn": _CUDNN}
 """The kernels by name."""

@@ -57,7 +57,7 @@ QKNorm = Annotated[
         lambda value: FLAG.is_type(value) or value == "all",
     ),
 ]
-"""Whether queries and keys are normalized, each head separately or all together."""
+"""Whether queries and keys are normalized: each head separately, or `"all"` heads together."""
 
 
 class Attention(eqx.Module):
@@ -67,9 +67,9 @@ class Attention(eqx.Module):
     Llama 2 and 3: query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is
     computed in float32 or wider.
 
-    For `ft.offload` and other policies, some values are named. The heads' queries, keys and values
-    are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`. The results
-    of the heads are `"attn_mixed"`, and the result of the layer is `"attn_out"`.
+    For `ft.offload` and other checkpoint policies, some values are named. The heads' queries, keys
+    and values are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`. The
+    results of the heads are `"attn_mixed"`, and the result of the layer is `"attn_out"`.
 
     Args:
         embed: the size of the input and of the result.
@@ -85,21 +85,22 @@ class Attention(eqx.Module):
         rope_theta: the base of the rotary frequencies.
         rope_scaling: a hashable function that changes the rotary frequencies, such as
             `ft.nn.Llama3Rope`.
-        attention: what computes attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`, `"cudnn"`,
-            or a function that takes the arguments of `jax.nn.dot_product_attention`. The default is
-            the kernel of the platform that the program is lowered for. On other platforms,
-            attention runs in chunks, so that no array of all queries by all keys is held.
+        attention: the implementation of attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`,
+            `"cudnn"`, or a function that takes the arguments of `jax.nn.dot_product_attention`. The
+            default is the kernel of the platform that the program is lowered for. On platforms
+            without one, attention runs in chunks, which never holds an array of all queries by all
+            keys.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for sequence: each
-            has whole sequences of fewer heads. The number of parts must divide the number of heads
-            on a device. With `"gather"`, each device gets all keys and values. With `"ring"`, keys
-            and values are passed round in chunks, and no device has all of them. `"auto"` is
-            `"heads"` if possible, otherwise `"gather"`.
-        init: the initializer of the four weights. It makes each as a matrix, whose first dimension
-            is summed over. The default is truncated normal with variance 1 / (size summed over).
+            gets the whole sequence for fewer heads. The number of parts must divide the number of
+            heads on a device. With `"gather"`, each device gets all keys and values. With `"ring"`,
+            devices pass keys and values around, part by part, and none holds all of them. `"auto"`
+            is `"heads"` if possible, otherwise `"gather"`.
+        init: the initializer of the four weights. It creates each weight as a matrix whose first
+            dimension is summed over. The default is truncated normal with variance 1 / fan_in.
         key: the key for the weights.
         param_dtype: the dtype of the parameters.
-        compute_dtype: the dtype to which they are cast for the computation; by default the dtype of
+        compute_dtype: the dtype to which `x` and the parameters are cast; by default the dtype of
             `x`.
         dot_general: a hashable function that multiplies by the weights. It takes the arguments of
             `jax.lax.dot_general`, which is the default.
@@ -202,17 +203,19 @@ class Attention(eqx.Module):
 
         Args:
             x: the tokens' vectors.
-            positions: the position of each token, by which its queries and keys are rotated; by
-                default 0, 1, 2, …
-            segments: the segment of each token, which attends only to tokens of its own; by
-                default, all tokens are in one segment.
-            in_order: whether tokens are in the order of their sequence. If not, a token attends to
-                those whose position is not after its own, and windows count positions.
+            positions: the position of each token, which determines the rotation of its queries and
+                keys; by default 0, 1, 2, …
+            segments: the segment of each token, which attends only to tokens in the same segment;
+                by default, all tokens are in one segment.
+            in_order: whether the tokens are in the order of their sequence. If not, a token attends
+                to tokens whose positions are not after its own, and windows count positions.
 
         Raises:
-            FunctreeError: if the kernel that `attention` names cannot compute this.
-            FunctreeError: if heads cannot be exchanged for sequence.
-            FunctreeError: if `in_order=False` without positions, or with a function as `attention`.
+            FunctreeError: if the kernel that `attention` names does not support this call.
+            FunctreeError: if `context="heads"` and the parts of the sequence do not divide the
+                heads on a device.
+            FunctreeError: if `in_order=False` and there are no positions, or `attention` is a
+                function.
             ShardingError: if the ambient rules do not fit the activations.
         """
         if not in_order:
@@ -233,15 +236,15 @@ class Attention(eqx.Module):
             x: the tokens' vectors.
             positions: the position of each token.
             filled: the number of tokens in each row of the cache.
-            cache: keys and values of the tokens before these.
+            cache: the keys and values of the earlier tokens.
 
         Raises:
-            FunctreeError: if the kernel that `attention` names cannot compute this.
+            FunctreeError: if the kernel that `attention` names does not support this call.
             ShardingError: if the ambient rules do not fit the activations.
         """
         query, key, value = self._heads(x, positions)
         # A cache without slots means a prompt. No tokens come before it, so a kernel can compute
-        # it, and only its keys and values are needed.
+        # its attention, and only its own keys and values are needed.
         if not cache[0].shape[1]:
             mixed = self._attend(query, key, value)
         else:
@@ -261,7 +264,7 @@ class Attention(eqx.Module):
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
         # Constrained after the norm and the rotation, so that no collective comes between them, and
-        # the `shard_map` of `attend` gets its arrays in the sharding that it takes.
+        # `attend` gets arrays with the sharding that its `shard_map` takes.
         return (
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
@@ -290,12 +293,12 @@ class Attention(eqx.Module):
     def _result(
         self, mixed: Float[Array, "*batch seq heads head_dim"]
     ) -> Float[Array, "*batch seq embed"]:
-        """Multiply the mixed heads by the last weight."""
-        # Sharded like the queries, whatever computed it, including a user's function.
+        """Multiply the mixed heads by the output weight."""
+        # Constrained like the queries, even if a user's function computed it.
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
         mixed, out = cast(self.compute_dtype, mixed, self.out)
         # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). If "heads" is sharded, each device
-        # has a part of the sum, as in the feed-forward layer.
+        # has a partial sum, as in the feed-forward layer.
         summed = product(mixed, out, summed=2, dot_general=self.dot_general)
         return checkpoint_name(activation(summed, "batch seq embed"), "attn_out")
 
@@ -310,16 +313,16 @@ class Attention(eqx.Module):
 def _head_shapes(
     embed: int, heads: int, kv_heads: int | None, head_dim: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the last dimensions of queries, and of keys and values: (heads, head_dim).
+    """Return the last two dimensions of queries, and of keys and values: (heads, head_dim).
 
     Raises:
-        FunctreeError: if the numbers do not fit each other, or `head_dim` would be 0.
+        FunctreeError: if `kv_heads` does not divide `heads`, or `head_dim` is 0 or odd.
     """
     if kv_heads is None:
         kv_heads = heads
     if head_dim is None:
         head_dim = embed // heads
-    # Checked again: with more heads than `embed`, the default is 0.
+    # Checked again, since the default is 0 if there are more heads than `embed`.
     check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
     check("Attention: invalid arguments", *head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)
@@ -346,7 +349,7 @@ def _matrix(
 
 
 def context_problems(attention: Implementation, context: Context) -> Iterator[Problem]:
-    """Yield the problem of a function that computes attention, together with a `context`.
+    """Yield a problem if a function computes attention and `context` is not the default.
 
     Examples:
         >>> from functree.nn.attention.layer import context_problems
@@ -360,11 +363,13 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
     """
     if callable(attention) and context != "auto":
         why = "a function passed as `attention=` receives whole sequences"
-        yield Problem(None, None, f"context={context!r}", why, 'pass attention="auto"')
+        yield Problem(
+            None, None, f"context={context!r}", why, 'omit context=, or pass attention="auto"'
+        )
 
 
 def check_order(positions: Positions) -> None:
-    """Raise a FunctreeError for tokens that are not in order and have no positions.
+    """Raise a FunctreeError if tokens that are not in order have no positions.
 
     Examples:
         >>> from functree.nn.attention.layer import check_order
@@ -373,12 +378,14 @@ def check_order(positions: Positions) -> None:
     if positions is None:
         raise FunctreeValueError(
             "in_order=False needs `positions=`. Pass the positions that `ft.nn.zigzag` returns, "
-            "or leave out `in_order`"
+            "or omit `in_order`"
         )
 
 
 def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]:
-    """Yield the problems of positive numbers of heads, for the layer and for a model's config.
+    """Yield the problems with the numbers of heads, for the layer and for a model's config.
+
+    All numbers must be positive integers.
 
     Examples:
         >>> from functree.nn.attention.layer import head_problems

@@ -1,4 +1,4 @@
-"""A mask says which keys each query attends to, from positions, segments and a window."""
+"""A mask determines which keys each query attends to: by position, segment and window."""
 
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from functree.nn.activations import HEADS, KV_HEADS
 Index = int | Int[Array, ""]
 
 AXES = (HEADS, KV_HEADS, KV_HEADS, "batch seq")
-"""The axes of queries, keys, values and segments, as `on_shards` takes them."""
+"""The axes of queries, keys, values and segments, in the form that `on_shards` takes."""
 
 
 class Inputs(NamedTuple):
@@ -22,7 +22,7 @@ class Inputs(NamedTuple):
         query: the queries; head `h` uses key and value head `h // (heads / kv_heads)`.
         key: the keys.
         value: the values.
-        segments: the segment of each token; None if all are in one.
+        segments: the segment of each token; None if there is only one segment.
         positions: the position of each token; None if the tokens are in order.
     """
 
@@ -39,7 +39,7 @@ class Inputs(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of each array's dimensions, as `on_shards` takes them."""
+        """The names of each array's dimensions, in the form that `on_shards` takes."""
         names = [*AXES[:3]]
         if self.segments is not None:
             names.append(AXES[3])
@@ -53,15 +53,15 @@ class Mask(eqx.Module):
 
     Attributes:
         query_positions: the position of each query in its sequence; None for 0, 1, 2, …
-        key_positions: the position of each key; None for 0, 1, 2, … It is negative for an empty
-            slot of a cache, to which nothing attends.
-        query_segments: the segment of each query, if a sequence packs several texts; None if all
-            are in one.
-        key_segments: the segment of each key; None if all are in one.
+        key_positions: the position of each key; None for 0, 1, 2, … An empty slot of a cache has a
+            negative position, and nothing attends to it.
+        query_segments: the segment of each query, if a sequence packs several texts; None if there
+            is only one segment.
+        key_segments: the segment of each key; None if there is only one segment.
         window: the maximum number of keys that a query attends to, including its own; None for all.
-        offset: without positions, how many tokens the first query is after the first key. None if
-            queries and keys are from the same part of a sequence.
-        keys: the number of keys, if padding fills the last chunk; None for all.
+        offset: without positions, the number of tokens from the first key to the first query. None
+            if queries and keys are from the same part of a sequence.
+        keys: the number of keys before the padding; None if no key is padding.
 
     Examples:
         >>> from functree.nn.attention.mask import Mask
@@ -75,8 +75,8 @@ class Mask(eqx.Module):
     key_positions: Int[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    # Static: without a window, no comparison with it is traced, and with one, the loops skip chunks
-    # outside of it.
+    # Static, so that no comparison is traced without a window, and the loops skip chunks outside a
+    # window.
     window: int | None = eqx.field(static=True, default=None)
     offset: Int[Array, ""] | None = None
     keys: int | None = eqx.field(static=True, default=None)
@@ -141,7 +141,8 @@ class Mask(eqx.Module):
         """Pad the mask with queries and keys at the end; earlier queries ignore these keys.
 
         Padding has position -1. Without positions, its keys come after all queries. If queries and
-        keys are from two parts of a sequence, `has` limits the keys instead.
+        keys are from two parts of a sequence, the padded keys are hidden instead, using the number
+        of keys before the padding, `has`.
         """
         is_shifted = self.offset is not None and keys > 0
         return Mask(
@@ -156,7 +157,7 @@ class Mask(eqx.Module):
 
 
 CAUSAL = Mask()
-"""A mask for all keys that are not after a query."""
+"""The causal mask without positions, segments or a window."""
 
 
 def _chunk(x: Array | None, i: Index, size: int) -> Array | None:

@@ -1,4 +1,4 @@
-"""Tokens of one device are sent to their experts, wherever these are, and the results are summed.
+"""A device's tokens are sent to the devices of their experts, and the results are summed.
 
 All functions here run inside a shard_map over the mesh axes of the tokens and of the experts, or on
 one device, without mesh axes.
@@ -43,10 +43,11 @@ class Tokens(NamedTuple):
         return Sorted.of(self.experts.reshape(-1), number)
 
     def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
-        """Return the assignments that `number` experts have room for: `capacity` of each shard."""
+        """Return the assignments that each expert has room for: `capacity` from each shard."""
         of_shards = self.experts.reshape(self.shards, -1)
         slots = jax.vmap(lambda shard: Sorted.of(shard, number).slots(capacity))(of_shards)
-        # Each shard numbers its assignments from 0. The number after the last means no assignment.
+        # Each shard numbers its assignments from 0. A slot without one has the number after the
+        # last.
         each = of_shards.shape[1]
         offset = jnp.arange(self.shards)[:, None, None] * each
         slots = jnp.where(slots < each, slots + offset, self.experts.size)
@@ -65,7 +66,7 @@ class Tokens(NamedTuple):
         return self._replace(experts=kept.reshape(self.experts.shape))
 
     def spread(self, assignments: Int[Array, "*rows"]) -> Float[Array, "*rows embed"]:
-        """Return the token of each row, and zeros for a row without one."""
+        """Return the token of each row, and zeros for a row without an assignment."""
         return self.x.at[assignments // self.top_k].get(mode="fill", fill_value=0)
 
     def combine(
@@ -84,19 +85,19 @@ class Tokens(NamedTuple):
         return total.at[assignments // self.top_k].add(weighted, mode="drop")
 
     def rows_at(self, experts: int) -> int:
-        """Return the most rows that these tokens can have at some experts, which are distinct."""
+        """Return the most rows that these tokens can have at `experts` experts, all different."""
         return self.x.shape[0] * min(self.top_k, experts)
 
 
 def on_own_experts(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Compute what this device's experts add to tokens that all devices of `axes` have.
+    """Compute what this device's experts contribute to tokens that all devices along `axes` have.
 
     Args:
         tokens: the tokens.
         experts: the experts of this device.
-        capacity: the number of tokens of a shard that an expert has room for; None to drop none.
+        capacity: the number of tokens from a shard that an expert has room for; None to drop none.
         axes: the mesh axes of the experts.
     """
     own = experts.gate.shape[0]
@@ -116,7 +117,7 @@ def on_own_experts(
 def by_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Send each row to the device of its expert and back, with all-to-alls of equal parts.
+    """Send each row to the device of its expert and back, with all-to-alls of equal-sized parts.
 
     Arguments are as in `on_own_experts`, but only this device has the tokens.
     """
@@ -128,8 +129,8 @@ def by_exchange(
         rows = jax.lax.all_to_all(tokens.spread(slots), axes, 0, 1, tiled=True)
         computed = jax.lax.all_to_all(experts.of_slots(rows), axes, 1, 0, tiled=True)
         return tokens.combine(computed, slots)
-    # Shapes are static, so each device is sent as many rows as all of these tokens could have
-    # there.
+    # Shapes are static, so each device receives the maximum number of rows that these tokens could
+    # have there.
     assignments = tokens.sorted(number)
     sizes = assignments.sizes.reshape(-1, own)
     starts = assignments.starts[::own]
@@ -145,9 +146,9 @@ def by_exchange(
 def by_ragged_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Exchange rows as `by_exchange` does, with the TPU's exchange of parts of unequal sizes.
+    """Exchange rows as `by_exchange` does, with the TPU's all-to-alls of parts of unequal sizes.
 
-    No unused row is sent, but memory has room for all of them.
+    Unused rows are not sent, but take up memory.
     """
     own, parts = experts.gate.shape[0], _size(axes)
     size = tokens.rows_at(own)
@@ -199,7 +200,7 @@ def _size(axes: _Axes) -> int:
 
 
 def capacity_of(capacity: float, top_k: int, tokens: int, experts: int) -> int:
-    """Return how many of some tokens an expert has room for: at least one, at most all.
+    """Return the number of tokens that an expert has room for: at least one, at most `tokens`.
 
     Examples:
         >>> from functree.nn.moe.dispatch import capacity_of
@@ -209,6 +210,6 @@ def capacity_of(capacity: float, top_k: int, tokens: int, experts: int) -> int:
         ... )
         (20, 1)
     """
-    # The product comes first, so that a factor such as 1.1 does not round up an exact integer.
+    # `round` comes first, so that an inexact product, such as 1.1 * 10, is not rounded up to 12.
     wanted = round(capacity * top_k * tokens / experts, 6)
     return max(1, min(tokens, -int(-wanted // 1)))

@@ -1,8 +1,8 @@
 """Rows of tokens are sorted by expert, and each expert computes its own rows.
 
-A token has `top_k` assignments, which are numbered token by token. A row holds one of them. Because
-shapes are static, there are more rows than assignments. A row without one has the number after the
-last, `nothing`: it reads zeros and is added to no token.
+A token has `top_k` assignments, which are numbered token by token. A row holds one assignment.
+Because shapes are static, there may be more rows than assignments. A row without an assignment has
+the number after the last one, `nothing`. It reads zeros and is added to no token.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from functree.nn.weights import DotGeneral, product_of_each
 
 
 class Sorted(NamedTuple):
-    """Assignments sorted by expert, and for each expert by token.
+    """Assignments sorted by expert, and within each expert by token.
 
     Attributes:
         order: the assignments in sorted order.
@@ -36,13 +36,13 @@ class Sorted(NamedTuple):
     @classmethod
     def of(cls, experts: Int[Array, "assignments"], number: int) -> "Sorted":
         """Sort the assignments to `number` experts; those to other experts come last."""
-        # With two sorts and comparisons: on TPUs, scatters are slow and sorts are not.
+        # Computed with two sorts and comparisons: on TPUs, scatters are slow and sorts are not.
         order = jnp.argsort(experts, stable=True)
         sizes = jnp.sum(experts[:, None] == jnp.arange(number)[None], axis=0, dtype=jnp.int32)
         return cls(order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
 
     def blocks(self, first: Int[Array, "blocks"], used: Int[Array, "blocks"], size: int) -> Array:
-        """Arrange the assignments of consecutive places in rows of blocks.
+        """Arrange assignments in blocks of rows; each block has consecutive places.
 
         Args:
             first: the first place of each block.
@@ -68,12 +68,12 @@ class Sorted(NamedTuple):
         return self.blocks(self.starts, self.sizes, capacity)
 
     def dropped(self, capacity: int) -> Int[Array, ""]:
-        """Return how many assignments have no room."""
+        """Return the number of assignments that the experts have no room for."""
         return jnp.sum(jnp.maximum(self.sizes - capacity, 0))
 
 
 def group_of_row(sizes: Int[Array, "groups"], rows: int) -> Int[Array, "rows"]:
-    """Return the group of each row, where groups with these sizes follow each other.
+    """Return the group of each row, if the groups follow each other and have these sizes.
 
     Rows after the last group get the number of groups.
 
@@ -93,8 +93,8 @@ class Experts(NamedTuple):
         gate: as in `ft.nn.MLP`, for each expert.
         up: as in `ft.nn.MLP`, for each expert.
         down: as in `ft.nn.MLP`, for each expert.
-        dot_general: the function that multiplies by them, if all experts have the same number of
-            rows.
+        dot_general: the function that multiplies by the weights, if all experts have the same
+            number of rows.
     """
 
     gate: Float[Array, "experts embed hidden"]
@@ -115,8 +115,8 @@ class Experts(NamedTuple):
             rows: the rows.
             sizes: the number of rows of each expert. Later rows give 0.
         """
-        # JAX does not define the rows after the last group. They hold whatever was in memory, which
-        # may be NaN, and 0 times NaN is NaN.
+        # JAX does not define the results in rows after the last group. They may be NaN, and 0 times
+        # NaN is NaN.
         is_used = (jnp.arange(rows.shape[0]) < sizes.sum())[:, None]
 
         def multiply(x: Array, weight: Array) -> Array:
@@ -132,13 +132,14 @@ class Experts(NamedTuple):
             experts: the expert of each row; for an unused row, the number of experts.
         """
         assignments = Sorted.of(experts, self.gate.shape[0])
-        # Both are permutations. Saying so keeps their transposes from being sums.
+        # Both indices are permutations. Marking them as unique makes the transposes scatters, not
+        # sums.
         ordered = rows.at[assignments.order].get(unique_indices=True, mode="promise_in_bounds")
         computed = self.of_groups(ordered, assignments.sizes)
         return computed.at[assignments.place].get(unique_indices=True, mode="promise_in_bounds")
 
     def _of_rows(self, rows: Array, multiply: Callable[[Array, Array], Array]) -> Array:
-        # Named for policies of `remat`: these are expensive to recompute.
+        # Named for checkpoint policies: these products are expensive to recompute.
         gated = checkpoint_name(multiply(rows, self.gate), "moe_gate")
         raised = checkpoint_name(multiply(rows, self.up), "moe_up")
         return multiply(jax.nn.silu(gated) * raised, self.down)

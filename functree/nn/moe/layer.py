@@ -57,24 +57,25 @@ class MoE(eqx.Module):
     axes, or the ambient `AxisRules` and an `x` with the axes "batch seq embed". If the sharding of
     `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
 
-    For `ft.offload` and other policies, the products with `gate` and `up` are named `"moe_gate"`
-    and `"moe_up"`.
+    For `ft.offload` and other checkpoint policies, the products with `gate` and `up` are named
+    `"moe_gate"` and `"moe_up"`.
 
     Args:
         embed: the size of the input and of the result.
         hidden: the size of the hidden layer of each expert.
         experts: the number of experts.
-        top_k: the number of experts that compute each vector.
+        top_k: the number of experts for each vector.
         capacity: a factor, such as 1.25. In each shard of the tokens, an expert computes at most
             `capacity * top_k * tokens / experts` tokens, rounded up, and drops the rest. With
             `None`, no token is dropped, but arrays have room for all tokens at one expert.
         dispatch: how tokens reach sharded experts. With `"gather"`, all tokens are gathered. With
-            `"exchange"`, each token is exchanged using all-to-alls. `"ragged"` uses the TPU's
-            all-to-alls for parts of unequal sizes. `"auto"` gathers if the experts have at most
-            `top_k * capacity` shards, or without a capacity, and otherwise exchanges.
-        normalize: whether the weights of a vector are divided by their sum, as in Mixtral.
-        init: the initializer of all matrices; by default truncated normal with variance 1 / (size
-            summed over).
+            `"exchange"`, tokens are sent to their experts and back, using all-to-alls. `"ragged"`
+            uses the TPU's all-to-alls for parts of unequal sizes. With a capacity and more than
+            `top_k * capacity` shards of the experts, `"auto"` exchanges tokens if possible.
+            Otherwise it gathers them.
+        normalize: whether the weights of a vector's experts are divided by their sum, as in
+            Mixtral.
+        init: the initializer of all matrices; by default truncated normal with variance 1 / fan_in.
         key: the key for the matrices.
         param_dtype: the dtype of the parameters.
         compute_dtype: the dtype to which the experts' parameters are cast for the computation; by
@@ -145,8 +146,7 @@ class MoE(eqx.Module):
     def __matrix_dimensions__(self) -> Matrices:
         """Declare the experts' matrices for `ft.nn.matrix_dimensions`.
 
-        The router is no matrix: it has a vector for each expert, as a vocabulary has for each
-        token.
+        The router is not a matrix: it has one vector per expert, as a vocabulary has one per token.
         """
         return dict.fromkeys(("gate", "up", "down"), (-2, -1))
 
@@ -156,7 +156,7 @@ class MoE(eqx.Module):
         """Compute the result for each vector, in `compute_dtype`, and the losses of the router.
 
         Args:
-            x: the vectors, whose axes are "batch seq embed" for the ambient rules.
+            x: the vectors; the ambient rules apply to their axes as "batch seq embed".
 
         Raises:
             FunctreeError: if the dispatch is not possible on this mesh or platform.
@@ -196,7 +196,7 @@ class MoE(eqx.Module):
         Args:
             x: these tokens.
             router: the whole router.
-            weights: the device's parts of gate, up and down.
+            weights: the device's shards of gate, up and down.
             name: how tokens reach their experts.
             shards: how everything is sharded.
         """
@@ -209,8 +209,8 @@ class MoE(eqx.Module):
             dropped = Sorted.of(routing.experts.reshape(-1), number).dropped(capacity)
         gate, up, down = _gathered(weights, shards.embed)
         experts = Experts(gate, up, down, self.dot_general)
-        # Along these mesh axes, each device has a part of each sum. If they shard the tokens too,
-        # each device first gathers the tokens of the others, and finally sums up its own.
+        # Along these mesh axes, each device has partial sums. If they shard the tokens too, each
+        # device first gathers the other devices' tokens, and finally gets the sums of its own.
         summed = shards.hidden if name != "gather" else (*shards.experts, *shards.hidden)
         over = tuple(axis for axis in summed if axis in shards.tokens)
         given = tokens, routing.experts, routing.weights
@@ -234,7 +234,7 @@ _DISPATCHED: dict[str, _Dispatch] = {
     "exchange": by_exchange,
     "ragged": by_ragged_exchange,
 }
-"""The function that computes the experts of tokens, by the name of the dispatch."""
+"""The functions that apply experts to tokens, by the name of the dispatch."""
 
 
 def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array]:
@@ -248,7 +248,7 @@ def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array
 
 
 def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -> list[Problem]:
-    """Return the problems of these values, for the layer and for a model's config.
+    """Return the problems with these values, for the layer and for a model's config.
 
     Examples:
         >>> from functree.nn.moe.layer import expert_problems

@@ -12,16 +12,17 @@ from functree.nn.weights import accumulator
 class MoELosses(NamedTuple):
     """The losses that keep a router's experts evenly used, and the number of dropped assignments.
 
-    All cover the whole batch, whatever the mesh. `ft.nn.cross_entropy` multiplies the first two by
-    its factors and adds them to the loss.
+    All values cover the whole batch, whatever the mesh. `ft.nn.cross_entropy` multiplies the first
+    two by its factors and adds them to the loss.
 
     Attributes:
         balance: the number of experts, times the sum over experts of their share of the assignments
             times their mean probability (Fedus et al., "Switch transformers", 2021). It is 1 if the
-            experts are used evenly, and larger otherwise. Only the probabilities have a gradient.
-        z: the mean of the squared logarithm of the sum of exponentials of a token's logits, which
-            keeps logits small (Zoph et al., "ST-MoE", 2022).
-        dropped: the number of assignments of a token to an expert that were dropped, because the
+            experts are used evenly, and usually larger if they are not. Only the probabilities have
+            a gradient.
+        z: the mean of the squared logsumexp of a token's logits, a penalty that keeps logits small
+            (Zoph et al., "ST-MoE", 2022).
+        dropped: the number of assignments of tokens to experts that were dropped, because the
             expert had no room left. The results of these experts are missing from the sum.
 
     Examples:
@@ -41,9 +42,9 @@ class Routing(NamedTuple):
 
     Attributes:
         experts: the experts of each token.
-        weights: the factor of each expert's result.
-        probabilities: the probabilities of all experts.
-        log_totals: the logarithm of the sum of exponentials of the logits.
+        weights: the factor of each of these experts' results.
+        probabilities: the probabilities of all experts, for each token.
+        log_totals: the logsumexp of each token's logits.
     """
 
     experts: Int[Array, "tokens top_k"]
@@ -55,7 +56,7 @@ class Routing(NamedTuple):
         """Compute the losses of the whole batch.
 
         Args:
-            dropped: how many assignments of these tokens were dropped; None if none can be.
+            dropped: the number of these tokens' assignments that were dropped; None if none can be.
             axes: the mesh axes over which the tokens are sharded, inside a shard_map over them.
         """
         number = self.probabilities.shape[-1]
@@ -79,15 +80,15 @@ def route(
     top_k: int,
     normalize: bool,
 ) -> Routing:
-    """Choose the experts of each token: those with the highest probabilities.
+    """Choose the experts with the highest probabilities for each token.
 
     Args:
         x: the tokens.
         router: the weights of the router.
-        top_k: the number of experts of a token.
+        top_k: the number of experts for each token.
         normalize: whether a token's weights are divided by their sum.
     """
-    # In float32 or wider, whatever the dtype of other layers, and on TPUs without bfloat16
+    # Computed in float32 or wider, whatever the dtype of other layers, and on TPUs without bfloat16
     # products. Rounding would swap experts with nearly equal probabilities.
     wide = accumulator(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)

@@ -1,4 +1,4 @@
-"""The sharding of tokens and experts decides how tokens reach their experts."""
+"""The sharding of tokens and experts determines how tokens reach their experts."""
 
 from typing import Annotated, Literal, NamedTuple, get_args
 
@@ -26,13 +26,13 @@ DispatchName = Annotated[
 
 
 class Shards(NamedTuple):
-    """How a layer's tokens and experts are sharded, without mesh axes of size 1.
+    """The sharding of a layer's tokens and experts, without mesh axes of size 1.
 
     Attributes:
         entries: the spec of the tokens, without the last dimension, which is unsharded.
         experts: the mesh axes of the experts.
-        embed: the mesh axes of the weights' `embed`, along which weights are gathered. Each shards
-            tokens too.
+        embed: the mesh axes of the weights' `embed`, along which weights are gathered. Each of them
+            shards tokens too.
         hidden: the mesh axes of the weights' `hidden`, along which results are summed.
     """
 
@@ -71,9 +71,9 @@ class Shards(NamedTuple):
 def shards_of(
     x: Float[Array, "*batch embed"], gate: Float[Array, "experts embed hidden"]
 ) -> Shards | None:
-    """Return how tokens and experts are sharded; None on one device, or if it is unknown.
+    """Return the sharding of tokens and experts; None on one device, or if it is unknown.
 
-    It is read from types or the ambient rules.
+    The sharding is read from types or the ambient rules.
 
     Raises:
         ShardingError: if mesh axes do not divide the number of experts, or another size.
@@ -92,8 +92,8 @@ def shards_of(
         constrain_to(gate, INTO_HIDDEN.split(), of_weight)  # raises an error that names the rule
     entries = tuple(entry(_several(axes)) for axes in tuple(token_specs[0])[:-1])
     shards = Shards(entries, experts, (), hidden)
-    # The compiler gathers the other axes of `embed` at the start of the shard_map. Gathered inside,
-    # their gradient would be summed over devices with the same tokens.
+    # The compiler gathers the weights along other axes of `embed` at the start of the shard_map. If
+    # they were gathered inside, gradients would be summed over devices with the same tokens.
     return shards._replace(embed=tuple(axis for axis in embed if axis in shards.tokens))
 
 
@@ -124,20 +124,20 @@ def chosen_dispatch(
     """Choose a layer's dispatch, and how its tokens are sharded for it.
 
     Args:
-        name: the dispatch that was asked for.
+        name: the requested dispatch.
         shards: how the layer is sharded.
         shape: the shape of the tokens.
-        top_k: the number of experts of a token.
-        capacity: the factor of the capacity.
+        top_k: the number of experts for each token.
+        capacity: the capacity factor.
 
     Raises:
-        FunctreeError: if the dispatch that was asked for is not possible.
+        FunctreeError: if the requested dispatch is not possible.
     """
     apart = shards.with_tokens_over_experts(shape)
     if name == "auto":
-        # Gathering moves a token to all other parts. An exchange moves `top_k` rows of it, times
-        # the capacity. Without a capacity, an exchange moves more than a gather: its equal parts
-        # have room for all tokens of a device.
+        # A gather moves a token to all other parts. An exchange moves `top_k * capacity` rows per
+        # token. Without a capacity, an exchange moves more than a gather: its equal parts have room
+        # for all tokens of a device.
         many = capacity is not None and shards.parts > top_k * capacity
         name = "exchange" if many and apart is not None else "gather"
     if name == "gather" or not shards.experts:
@@ -150,7 +150,7 @@ def chosen_dispatch(
             'pass dispatch="gather" or "auto"',
         )
     if name == "ragged" and platform() != "tpu":
-        why = f"only TPUs have this exchange, but the program is for {platform()}"
+        why = f"it is supported only on TPUs, but the program is for {platform()}"
         raise _refused(name, why, 'pass dispatch="auto"')
     return name, apart
 
