@@ -97,16 +97,6 @@ class Program:
         rng = np.random.default_rng(seed)
         return [_perturbed(array, amount, rng) for array in self.arrays]
 
-    @property
-    def _rounding(self) -> float:
-        """Relative error of the coarsest dtype in which the function computes."""
-        coarsest = rounding(np.dtype(np.float32))
-        for step in self.body.all_steps():
-            for kind in step.types:
-                if has_checksum(kind):
-                    coarsest = max(coarsest, rounding(kind.dtype))
-        return coarsest
-
 
 def _perturbed(array: AnyArray, amount: float, rng: np.random.Generator) -> AnyArray:
     if is_key(array.dtype) or not is_inexact(array.dtype):

@@ -266,6 +266,13 @@ def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
         function(*placed)
 
 
+@pytest.mark.parametrize("kind", [jnp.ones, np.ones, jax.ShapeDtypeStruct])
+def test_an_array_on_no_mesh_is_lowered_with_its_spec_on_an_abstract_mesh(kind: Callable[..., Any]):
+    function = ft.jit(jnp.sum, mesh=MESH.abstract_mesh, in_shardings=P("data"))
+    traced = function.trace(kind((16, 4), np.float32))
+    assert '[{"data"}, {}]' in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
 def test_an_abstract_call_is_an_error(mesh: Mesh):
     with pytest.raises(
         ft.FunctreeError, match=r"step: `model.up` is abstract.*use `.lower` or `.eval_shape`"

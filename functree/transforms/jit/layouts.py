@@ -76,7 +76,7 @@ class Placement:
                 new[i] = array.update(sharding=sharding)
             elif self.can_run:
                 moving[i] = array
-            elif isinstance(sharding.mesh, Mesh):
+            else:
                 new[i] = abstract(jax.typeof(array), sharding)
         if traced:
             for i, array in self._constrain(traced).items():
