@@ -1,7 +1,7 @@
-"""An exchange turns shards of the matrices in stacks into whole matrices, and back.
+"""An `Exchange` turns shards of stacked matrices into whole matrices, and back.
 
-The layers of a stack are sharded within their matrices, like their parameters. For a computation on
-whole matrices, each device gets whole matrices of some layers instead.
+Normally, each device has a shard of every layer's matrix. For a computation on whole matrices, each
+device gets the whole matrices of some layers instead.
 """
 
 import math
@@ -21,19 +21,20 @@ _Axes = tuple[str, ...]
 
 @dataclass(frozen=True)
 class Exchange:
-    """An exchange of the matrices in some stacks, with the same layer shape and sharding.
+    """An exchange of the matrices in stacks with the same layer shape and sharding.
 
     The methods that take arrays are for the body of a `shard_map`.
 
     Attributes:
         sizes: the number of devices along each mesh axis.
-        stacks: the sizes of each stack on a device. They equal the whole stack's sizes, unless mesh
-            axes shard its layers. A single matrix is a stack of one, without sizes.
+        stacks: the sizes of each stack's leading dimensions on a device. They equal the global
+            sizes, unless mesh axes shard the layers. A single matrix is a stack of one, without
+            sizes.
         layer: the shape of one layer.
         dims: the mesh axes that shard each dimension of a layer.
-        exchanged: the mesh axes over which shards of matrices are exchanged for layers.
-        sliced: the mesh axes along which matrices are replicated, and each device takes some of the
-            layers.
+        exchanged: the mesh axes over which shards of matrices are exchanged for whole layers.
+        sliced: the mesh axes along which matrices are replicated, so each device just takes some of
+            the layers.
     """
 
     sizes: Mapping[str, int]
@@ -58,8 +59,8 @@ class Exchange:
             shape: the shape of the parameter, including the dimensions of its stacks.
             spec: how the parameter is sharded.
             stacked: the number of leading dimensions that belong to stacks.
-            over: the mesh axes over which the layers are spread; None for all that shard the
-                parameter.
+            over: the mesh axes over which the layers are spread; None for all mesh axes that shard
+                the parameter.
         """
         entries: list[_Axes] = []
         for dim_entry in of_rank(spec, len(shape)).partitions:
@@ -89,23 +90,23 @@ class Exchange:
 
     @property
     def kind(self) -> Hashable:
-        """How matrices are exchanged; equal for exchanges that differ only in their stacks."""
+        """A value that is equal for exchanges that differ only in their stacks."""
         return self.layer, self.dims, self.exchanged, self.sliced
 
     @property
     def gathered(self) -> _Axes:
-        """The mesh axes that shard the matrices and do not spread layers."""
+        """The mesh axes that shard the matrices but do not spread layers."""
         return tuple(axis for axis in sum(self.dims, ()) if axis not in self.exchanged)
 
     def joined_with(self, others: Sequence["Exchange"]) -> "Exchange":
-        """Return an exchange for the layers of this one and of others of its kind, as one stack."""
+        """Return one exchange for the stacks of this exchange and of others of the same kind."""
         return replace(self, stacks=sum((other.stacks for other in others), self.stacks))
 
     def of_one(self) -> "Exchange":
-        """Return an exchange in which all devices gather a single layer.
+        """Return an exchange in which all devices gather the layer, if there is only one.
 
-        This moves half as much as sending the layer to one device and back, while the other devices
-        would be idle.
+        This moves half as much data as sending the layer to one device and its result back. The
+        other devices would be idle in the meantime.
         """
         if self.layers > 1:
             return self
@@ -113,7 +114,7 @@ class Exchange:
 
     @property
     def layers(self) -> int:
-        """The number of layers of which a device has shards."""
+        """The number of layers that have shards on a device."""
         return sum(map(math.prod, self.stacks))
 
     @property
@@ -127,7 +128,7 @@ class Exchange:
         return _product(self.sizes, (*self.sliced, *self.exchanged))
 
     def idle(self) -> Shaped[Array, ""] | None:
-        """Return whether this device has only copies of others' layers; None if no device has."""
+        """Return whether this device has only copies of other devices' layers; None if none has."""
         if (self._devices - 1) * self.own < self.layers:
             return None
         return _index((*self.sliced, *self.exchanged)) * self.own >= self.layers
@@ -175,7 +176,7 @@ class Exchange:
         layers: list[Array] = []
         for stack, array in zip(self.stacks, arrays, strict=True):
             layers.append(array.reshape(math.prod(stack), *array.shape[len(stack) :]))
-        # Copies fill the rest. Zeros would be matrices without an inverse.
+        # Copies of layers fill the rest: matrices of zeros would have no inverse.
         missing = self._devices * self.own - self.layers
         layers *= 1 + -(-missing // self.layers)
         x = layers[0] if len(layers) == 1 else jnp.concatenate(layers)

@@ -40,15 +40,15 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     """Make an optimizer treat each layer of a stack as its own leaf.
 
     An optimizer sees an array of an `ft.Stacked` as one leaf with a dimension for the layers. Most
-    optimizers give the same result for that. Those that use the shape or the norm of a leaf, such
-    as adafactor, lamb and muon, do not: they treat stacked vectors as a matrix, and compute one
-    norm for all layers. With `layerwise`, the result is the same as for a list of the layers.
-    Leaves outside of stacks stay as they are.
+    optimizers compute the same updates for this leaf as for separate layers. Optimizers that use
+    the shape or the norm of a leaf, such as adafactor, lamb and muon, do not: they treat stacked
+    vectors as a matrix, and compute one norm for all layers. With `layerwise`, the result is the
+    same as for a list of the layers. Nothing changes for leaves outside stacks.
 
     `jax.vmap` maps the optimizer over the dimension of the layers, so the compiled program does not
-    grow with their number. Its state has the paths of `tx.init` for one layer. State that belongs
-    to a stack's parameter has a leading dimension for the layers, and `ft.plan_optimizer` lays it
-    out with the parameter. A count or a learning rate exists once.
+    grow with their number. The optimizer's state has the same paths as `tx.init` for one layer.
+    State that belongs to a stack's parameter has a leading dimension for the layers, and
+    `ft.plan_optimizer` lays it out like the parameter. A count or a learning rate is stored once.
 
     Transforms that combine all leaves, such as a global norm, belong outside:
     `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. So do
@@ -56,13 +56,13 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     `inject_hyperparams` may be outside or inside.
 
     Args:
-        tx: any optax optimizer that acts on each leaf alone. Other arguments of its `update`, such
-            as `value=`, are passed on.
+        tx: any optax optimizer that acts on each leaf alone. Extra arguments of `update`, such as
+            `value=`, are passed on.
 
     Raises:
         FunctreeError: if `tx` is not an optimizer.
-        FunctreeError: (when called) if `tx` combines several leaves, one of which is in a stack.
-        FunctreeError: (when called) if the optimizer's state has a random key.
+        FunctreeError: (when called) if `tx` combines several leaves, at least one in a stack.
+        FunctreeError: (when called) if the optimizer's state contains a random key.
         FunctreeError: (when called) if the state belongs to a different optimizer.
 
     Examples:
@@ -111,10 +111,10 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """Return a state's shardings, or None if parameters are not on the same several devices.
+    """Return a state's shardings; None unless all parameters share a set of several devices.
 
-    State with the shape of its parameter is sharded like it: `jnp.zeros_like` of one layer does not
-    see how the stack is sharded.
+    State with the shape of its parameter is sharded like the parameter, since `jnp.zeros_like` of
+    one layer does not see how the stack is sharded.
     """
     parameters: dict[Path, Any] = {leaf.path: leaf.value for leaf in params.leaves}
     if not all(map(is_concrete, parameters.values())):
@@ -136,9 +136,9 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
 
 
 def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]) -> None:
-    """Raise a FunctreeError if a leaf depends on another one, or on a random key.
+    """Raise a FunctreeError if a result depends on several leaves, or the state has a random key.
 
-    The result is remembered for equal shapes.
+    The outcome is remembered for equal shapes.
     """
     types = [
         None if leaves is None else trained_type(single_layers(leaves))
@@ -176,8 +176,8 @@ def _problems(
     """Return problems for results that depend on several leaves, and for random keys.
 
     The optimizer's update is traced with a tuple of two layers in place of each stack. If the
-    optimizer cannot run on that, for example because it has a label for each array, there is no
-    check.
+    optimizer cannot run on this tree, for example because it has a label for each array, nothing is
+    checked.
     """
     read_trees = [updates] if params is None else [params, updates]
     stacks = {leaf.path: stack_sizes(leaf) for tree in read_trees for leaf in tree.leaves}
@@ -215,7 +215,7 @@ def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> 
 
     The trace has two layers of each stack.
     """
-    # The parameter for each leaf of the trace, which is the parameter or a layer of it.
+    # Maps each leaf of the trace, which is a parameter or one of its layers, to the parameter.
     whole: dict[Path | None, Path] = {}
     for path, stack in stacks.items():
         whole |= dict.fromkeys((path / 0, path / 1) if stack else (path,), path)
@@ -252,6 +252,6 @@ def _is_key(path: Path, value: AnyArray) -> bool:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return True
     named = any(isinstance(key, str) and ("key" in key or "rng" in key) for key in path)
-    # A new function each time, since JAX also caches the shape for other kinds of keys.
+    # A new function each time, since JAX would reuse a cached shape after the kind of keys changes.
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return named and value.dtype == np.uint32 and value.shape == raw.shape

@@ -1,4 +1,4 @@
-"""`muon` is optax's Muon, which orthogonalizes whole matrices even if they are sharded."""
+"""`muon` is optax's Muon, but orthogonalizes whole matrices even if they are sharded."""
 
 import inspect
 from collections.abc import Mapping, Sequence
@@ -25,26 +25,29 @@ def muon(
     layout: LayoutTree = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Create the optimizer of `optax.contrib.muon`, but orthogonalize whole matrices.
+    """Create optax's Muon optimizer, orthogonalizing whole matrices even if they are sharded.
 
-    It has optax's arguments and moments, and computes the same numbers. Each layer of a stack is
-    its own matrix, as in `ft.layerwise`. Sharded matrices are exchanged once before the
-    orthogonalization, and once after it: see `ft.on_whole_matrices`.
+    It takes the arguments of `optax.contrib.muon`, and computes the same moments and updates. Each
+    layer of a stack is its own matrix, as in `ft.layerwise`. Shards of matrices are exchanged once
+    before the orthogonalization, and once after it: see `ft.on_whole_matrices`.
 
     Args:
-        learning_rate: as in `optax.contrib.muon`, like `args` and `options`. By default, parameters
-            with two dimensions, not counting stacks, are matrices. For the layers of
-            `ft.nn`, pass `muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)`. In a
-            stack, the dimensions must be counted from the end.
-        *args: further arguments.
-        over: the mesh axes over which the matrices are spread; by default all that shard the
-            parameter.
+        learning_rate: as in `optax.contrib.muon`.
+        *args: further arguments of `optax.contrib.muon`.
+        over: the mesh axes over which the matrices are spread; by default all mesh axes that shard
+            the parameter.
         layout: the layout of the model; by default the ambient one.
-        **options: further options.
+        **options: further options of `optax.contrib.muon`. By default, parameters with two
+            dimensions, not counting stacks, are matrices. For the layers of `ft.nn`, pass
+            `muon_weight_dimension_numbers=ft.nn.matrix_dimensions(model)`. In a stack, count the
+            dimensions from the end.
 
     Raises:
-        FunctreeError: if `over` is not mesh axes, or `optax.contrib.muon` lacks an argument.
-        FunctreeError: (when called) as in `ft.on_whole_matrices`.
+        FunctreeError: if `over` does not name mesh axes.
+        FunctreeError: if `optax.contrib.muon` does not accept the arguments.
+        FunctreeError: (when called) if dimensions in a stack are not counted from the end.
+        FunctreeError: (when called) if `ft.on_whole_matrices` would raise it.
+        ShardingError: (when called) if `ft.on_whole_matrices` would raise it.
 
     References:
         Jordan, `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_, 2024; Liu et
@@ -66,7 +69,7 @@ def muon(
         >>> moments.layer.up.sharding.spec
         P(None, None, 'model')
 
-        Run each step under ambient rules, from which it reads how the matrices are sharded:
+        Run each step under ambient rules, which show the optimizer how the matrices are sharded:
 
         >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
     """
@@ -157,7 +160,7 @@ _OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consi
 def _orthogonalize(
     given: Mapping[str, Any], dimensions: MuonDimensionNumbers | None
 ) -> MatrixFunction:
-    """Return a function for one matrix: optax's Muon without momentum, decay and learning rate."""
+    """Return optax's Muon for one matrix, without momentum, decay and learning rate."""
 
     def orthogonalized(matrix: jax.Array) -> jax.Array:
         tx = optax.contrib.muon(
@@ -175,7 +178,7 @@ def _orthogonalize(
 
 
 def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimensionNumbers | None]:
-    """Return the dimensions of each matrix, as optax's Muon takes them; None for other arrays.
+    """Return each matrix's dimensions, as optax's Muon takes them; None for other arrays.
 
     Raises:
         FunctreeError: if the dimensions in a stack are not counted from the end.

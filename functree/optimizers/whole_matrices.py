@@ -38,40 +38,41 @@ MatrixFunction = Callable[[jax.Array], jax.Array]
 def on_whole_matrices(
     fn: MatrixFunction, over: str | Sequence[str] | None = None, layout: LayoutTree = None
 ) -> optax.GradientTransformation:
-    """Apply a function to each matrix of the updates, as a whole.
+    """Create an optax transform that applies a function to each whole matrix of the updates.
 
     An optimizer such as Muon multiplies each matrix by itself, several times in each update. If
     the matrices are sharded, as under FSDP and tensor parallelism, each product moves partial sums
     between devices. This transform instead spreads the layers of stacks, and matrices with the
-    same shape, over the devices, so that each device has whole matrices. They are exchanged once
+    same shape, over the devices, so that each device has whole matrices. Shards are exchanged once
     before `fn`, and once after it.
 
-    The transform has no state. In an optimizer, place it between transforms that compute
+    The transform has no state. In an optimizer, place it between transforms that work
     elementwise, such as moments and decay, which stay sharded. `ft.muon` is built on it.
 
     If there are fewer matrices than devices, some devices are idle. A single matrix is gathered on
-    all devices, and each computes the same. On one device, nothing moves.
+    all devices, and each computes the same result. On one device, nothing moves.
 
     Args:
-        fn: a function of one matrix, which is a parameter's array, or one layer's array for a
-            stack. It returns an array of the same shape and dtype.
-        over: the mesh axes over which the matrices are spread; by default all that shard the
-            parameter. Matrices are gathered along other axes.
-        layout: the layout of the model; by default the ambient one. Explicit axes do not need it.
+        fn: a function of one matrix: a parameter's array or, for a stack, one layer's array. It
+            returns an array of the same shape and dtype.
+        over: the mesh axes over which the matrices are spread; by default all mesh axes that shard
+            the parameter. Matrices are gathered along the other mesh axes.
+        layout: the layout of the model; by default the ambient one. On Explicit axes, none is
+            needed.
 
     Returns:
         An optax transform. Arrays with fewer than two dimensions, not counting stacks, are not
             matrices: exclude them with `optax.masked` or `optax.partition`.
 
     Raises:
-        FunctreeError: if `fn` is not a function, or `over` is not mesh axes.
+        FunctreeError: if `fn` is not a function, or `over` does not name mesh axes.
         FunctreeError: (when called) if an array is not a matrix.
         FunctreeError: (when called) if `fn` returns a different shape or dtype.
         FunctreeError: (when called) if the mesh does not have the axes in `over`.
-        FunctreeError: (when called) if it runs inside `ft.layerwise`, which passes single layers.
+        FunctreeError: (when called) if the transform runs inside `ft.layerwise`.
         ShardingError: (when called) if there is a mesh with Auto axes and no layout.
         ShardingError: (when called) if the layout does not fit.
-        ShardingError: (when called) if it runs inside a `shard_map`.
+        ShardingError: (when called) if the transform runs inside a `shard_map`.
 
     Examples:
         >>> import optax
@@ -106,7 +107,7 @@ def of_each_matrix(
     layout: LayoutTree,
     name: str,
 ) -> optax.GradientTransformation:
-    """Apply a function for each leaf to whole matrices; see `on_whole_matrices`.
+    """Create a transform like `on_whole_matrices`, with a function for each leaf.
 
     Args:
         functions: returns the function for each leaf, from the updates and their leaves. Matrices
@@ -171,8 +172,8 @@ def _exchanged(
     for exchanges in alike.values():
         own = list(exchanges.values())
         joined = own[0].joined_with(own[1:])
-        # Together, if each device then has fewer of them: the layers of a single stack may not
-        # fill the devices.
+        # They are computed together if each device then has fewer matrices, since the layers of a
+        # single stack may not fill the devices.
         groups = [(list(exchanges), joined)]
         if joined.own == sum(exchange.own for exchange in own):
             groups = [([i], exchange.of_one()) for i, exchange in exchanges.items()]
@@ -224,9 +225,9 @@ def _specs(
         name: the name of the public function, for messages.
 
     Raises:
-        ShardingError: if neither types nor a layout determine the specs.
+        ShardingError: if neither types nor a layout determines the specs.
         ShardingError: if the layout does not fit the parameters.
-        ShardingError: if it runs inside a `shard_map`.
+        ShardingError: if this is called inside a `shard_map`.
     """
     given = ambient_rules() if layout is None else layout
     leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
@@ -245,8 +246,8 @@ def _specs(
     decided = decide_parts(leaves, as_partial(parts), view)
     if decided.problems:
         raise ShardingError(
-            f"the layout for `ft.{name}`, from `layout=` or the ambient rules, does not fit on "
-            f"mesh {view}",
+            f"`ft.{name}`: the layout, from `layout=` or the ambient rules, does not fit the "
+            f"parameters on mesh {view}",
             decided.problems,
         )
     pairs = zip(decided.leaves, decided.decisions, strict=True)
@@ -271,7 +272,7 @@ _GIVE_LAYOUT = (
 
 
 def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) -> None:
-    """Raise a FunctreeError for arrays that are no matrices, or that a function changes in form."""
+    """Raise a FunctreeError for arrays that are not matrices, or change type in the function."""
     problems: list[Problem] = []
     known: dict[Hashable, str | None] = {}
     for leaf, fn in matrices:
@@ -310,7 +311,7 @@ def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
 
 
 def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> None:
-    """Raise a FunctreeError for axes that the mesh does not have."""
+    """Raise a FunctreeError for mesh axes that the mesh does not have."""
     problems: list[Problem] = []
     for axis in axes:
         if axis not in mesh.axis_names:

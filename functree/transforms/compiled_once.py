@@ -16,13 +16,13 @@ _T = TypeVar("_T")
 
 
 def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Jit a function with `eqx.filter_jit` for its calls outside jit.
+    """Jit a function with `eqx.filter_jit` when it is called outside jit.
 
     The body of a `lax.scan` is a new object in each call. Without this decorator, JAX would compile
-    each eager call, and keep all programs.
+    every eager call again, and keep every program in memory.
 
     Args:
-        fn: a function at the level of a module, so that all calls share it.
+        fn: a module-level function, so that all calls share one jitted function.
 
     Examples:
         >>> from functree.transforms.compiled_once import compiled_once

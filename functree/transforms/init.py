@@ -1,4 +1,4 @@
-"""`ft.init` creates trees sharded, and `ft.abstract` only computes their abstract arrays.
+"""`ft.init` creates sharded trees, and `ft.abstract` returns such trees with abstract arrays.
 
 A function that makes a tree, and a layout ─► the sharded tree.
 """
@@ -49,7 +49,7 @@ class InitOptions(NamedTuple):
     Attributes:
         layout: the layout of the tree.
         mesh: the mesh, or None for the current one.
-        fresh: whether the result must share no array with the arguments.
+        fresh: whether the result must not share arrays with the arguments.
     """
 
     layout: LayoutTree
@@ -58,7 +58,7 @@ class InitOptions(NamedTuple):
 
 
 class Init(Function[_P, _T]):
-    """Function that creates a tree sharded. `ft.init` returns it.
+    """Function that creates a sharded tree. `ft.init` returns it.
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar
@@ -92,13 +92,13 @@ class Init(Function[_P, _T]):
         return result
 
     def plan(self, /, *args: _P.args, **kwargs: _P.kwargs) -> Plan:
-        """Return the plan of the result. No array is allocated."""
+        """Return the plan of the result without allocating arrays."""
         return self._planned(self._output(args, kwargs))
 
     def abstract(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        """Return the result with a `jax.ShapeDtypeStruct` for each array. No array is allocated.
+        """Return the result with a `jax.ShapeDtypeStruct` for each array.
 
-        The structs have shardings if there is a layout.
+        No array is allocated. The structs have shardings if there is a layout.
         """
         output = self._output(args, kwargs)
         if self._layout is None:
@@ -129,7 +129,7 @@ class Init(Function[_P, _T]):
     def _facts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """Return the facts that must be equal in all processes.
 
-        They are the settings, the values of the arguments, the plan and the program. The program
+        These are the settings, the values of the arguments, the plan and the program. The program
         includes all values that the function closes over.
         """
         facts = {
@@ -149,7 +149,7 @@ class Init(Function[_P, _T]):
         return current_mesh() if self._mesh is None else mesh_view(self._mesh).mesh
 
     def _output(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Output:
-        """Return the result of a call with abstract arrays."""
+        """Return the result of a call, with abstract arrays."""
         flat = self._groups.find(self._bind(args, kwargs))
         body = self._body(flat.group)
         return jax.eval_shape(body, *body.arguments.split(flat.arrays))
@@ -209,17 +209,21 @@ def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -
 
 
 def _init(
-    make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike, fresh: bool = False
+    name: str,
+    make: Callable[_P, _T],
+    layout: LayoutTree,
+    mesh: MeshLike,
+    fresh: bool = False,
 ) -> Init[_P, _T]:
-    check("init: invalid arguments", make=(make, FUNCTION))
+    check(f"{name}: invalid arguments", make=(make, FUNCTION))
     # The containers of the layout are copied, so that later changes cannot affect shared traces.
     return Init.of(make, InitOptions(copied(layout), mesh, fresh))
 
 
 def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> Init[_P, _T]:
-    """Return a function that creates a tree sharded by a layout.
+    """Return a function that creates a tree, sharded with a layout.
 
-    No device ever holds a whole copy of an array that the layout shards.
+    No device ever holds a full copy of an array that the layout shards.
 
     Args:
         make: the function that makes the tree. It runs under jit and is compiled once for all keys.
@@ -228,7 +232,7 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
         mesh: a mesh, or None for the current one.
 
     Returns:
-        A function with the arguments of `make`. It also has `plan` and `abstract`, and `trace`,
+        A function with the parameters of `make`. It also has `plan` and `abstract`, and `trace`,
             `lower`, `eval_shape` and `compilations` as in `ft.jit`. Its result is bitwise equal to
             the result of `jax.jit(make)`. An array at two paths of the tree stays one array.
 
@@ -237,7 +241,7 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
         FunctreeError: (when called) if an argument is neither an array nor hashable.
         FunctreeError: (when called) if a static field of the result contains a traced array.
         FunctreeError: (when called) if the arguments, the plan or the program differ between
-            processes. A number that `make` closes over is a part of the program.
+            processes. A number that `make` closes over is part of the program.
         ShardingError: (when called) if the layout does not fit the tree.
         ShardingError: (when called) if there is no mesh with devices.
 
@@ -251,7 +255,7 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
         >>> model.weight.sharding.spec, len(make.compilations)
         (P(None, 'data'), 1)
     """
-    return _init(make, layout, mesh)
+    return _init("init", make, layout, mesh)
 
 
 def abstract(
@@ -259,11 +263,11 @@ def abstract(
 ) -> Callable[_P, _T]:
     """Return a function that computes the tree of `ft.init` without allocating arrays.
 
-    The tree has a `jax.ShapeDtypeStruct` with a sharding for each array.
+    Each array is a `jax.ShapeDtypeStruct`. It has a sharding if there is a layout.
 
     Args:
         make: the function that makes the tree.
-        layout: the layout of the tree. Without a layout, the result has only shapes and dtypes.
+        layout: the layout of the tree. Without a layout, arrays have only shapes and dtypes.
         mesh: a mesh, an abstract mesh, or None for the current one.
 
     Raises:
@@ -275,7 +279,7 @@ def abstract(
         >>> model.weight.shape
         (8, 16)
     """
-    return _init(make, layout, mesh).abstract
+    return _init("abstract", make, layout, mesh).abstract
 
 
 def init_optimizer(
@@ -314,6 +318,6 @@ def init_optimizer(
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)
-    # Otherwise the object of a bound method would become an argument.
+    # Otherwise, the instance of a bound method would become an argument.
     make = (lambda params: tx.init(params)) if isinstance(tx.init, MethodType) else tx.init
-    return _init(make, planned, planned.mesh, fresh=True)(params)
+    return _init("init_optimizer", make, planned, planned.mesh, fresh=True)(params)

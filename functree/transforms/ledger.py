@@ -1,4 +1,4 @@
-"""`ft.ledger` and `ft.layouts` show how the compiler treats a function of any library.
+"""`ft.ledger` and `ft.layouts` show how XLA compiles a function, whichever library jitted it.
 
 A function, jitted or not, and its arguments ─► the `Ledger` of the compiled program, or the
 `Layouts` of the lowered program.
@@ -44,23 +44,24 @@ def ledger(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Tree,
 ) -> Ledger:
-    """Compile a function and return the ledger of its program. Nothing is run.
+    """Compile a function and return the ledger of its program, without running it.
 
     Args:
-        fn: a function. It may already be jitted with `ft.jit`, `jax.jit` or another library, if it
-            has a method `lower`.
+        fn: a function. It may already be jitted with `ft.jit`, `jax.jit` or another library that
+            gives it a `lower` method.
         *args: its positional arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. A function that is already
-            jitted accepts none here.
-        out_shardings: the layout of the result, with the same restriction.
-        mesh: the mesh of the program. For a function that another library jitted, it names the
-            mesh axes if the shardings of the program are not on one mesh.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
+            already jitted.
+        out_shardings: the layout of the result. Omit it if the function is already jitted.
+        mesh: the mesh of the program. For a function that another library jitted, it only names
+            the mesh axes if the program's shardings do not share one mesh.
         **kwargs: its keyword arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if `fn` is already jitted and a layout is given.
-        FunctreeError: if the compiler returns no text of the program.
+        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if `mesh` has a different number of devices than the program.
+        FunctreeError: if the compiler does not return the program's text.
 
     Examples:
         >>> mesh = ft.make_mesh(data=8)
@@ -84,20 +85,20 @@ def layouts(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Tree,
 ) -> Layouts:
-    """Return how each operation of a function is laid out, and why. Nothing is compiled.
+    """Return how each operation in a function is laid out, and why, without compiling it.
 
     Args:
         fn: a function, as in `ft.ledger`.
         *args: its positional arguments, which may be abstract.
-        in_shardings: the layouts of the arguments, as in `ft.jit`. A function that is already
-            jitted accepts none here.
-        out_shardings: the layout of the result, with the same restriction.
+        in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
+            already jitted.
+        out_shardings: the layout of the result. Omit it if the function is already jitted.
         mesh: the mesh, as in `ft.ledger`.
         **kwargs: its keyword arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if `fn` is already jitted and a layout is given.
+        FunctreeError: if a layout is passed for a function that is already jitted.
         FunctreeError: if this version of JAX does not have Shardy's passes.
 
     Examples:
@@ -152,11 +153,11 @@ def call_of(
     out_shardings: LayoutTree,
     mesh: Mesh | AbstractMesh | None,
 ) -> LoweredCall:
-    """Return the call of a function. The function is jitted first, unless it is already jitted.
+    """Lower a call of a function, which is jitted first unless it already is.
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if `fn` is already jitted and a layout is given.
+        FunctreeError: if a layout is passed for a function that is already jitted.
     """
     check(f"{what}: invalid arguments", fn=(fn, FUNCTION))
     # Equinox returns a jitted method as an `eqx.Partial`, which has no `lower` of its own.
@@ -206,7 +207,7 @@ def _own_call(
 def _others_call(
     fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree], mesh: MeshLike
 ) -> LoweredCall:
-    """Return the call of a function that another library jitted."""
+    """Lower a call of a function that another library jitted."""
     wrapped = _lowered(fn, args, kwargs)
     # A library may wrap JAX's stages, as Flax does.
     lowered = getattr(wrapped, "lowered", wrapped)
@@ -291,9 +292,9 @@ def _parameters(
 
 
 def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
-    """Return how JAX's name of each array of a call ends: `['up']` for `params['up']`.
+    """Return the end of JAX's name for each array of a call: `['up']` for `params['up']`.
 
-    If the signature of the function is known, the text is the whole name.
+    If the function's signature is known, each text is a whole name.
     """
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
@@ -309,7 +310,7 @@ def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) ->
 
 
 def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
-    """Return the indices of the arrays of a call that its program uses; empty if ambiguous.
+    """Return the indices of the arrays in a call that its program uses; empty if ambiguous.
 
     JAX drops unused arrays, so the remaining ones are recognized by the ends of JAX's names.
     """
@@ -340,19 +341,21 @@ def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
     return traced.lower()
 
 
-# The paths of arrays in the call. Other libraries pass different trees to JAX: `eqx.filter_jit`
-# passes a tuple of leaves, and `nnx.jit` the variables of each module.
+# The paths of arrays in the call
+#
+# Other libraries pass different trees to JAX: `eqx.filter_jit` passes a tuple of leaves, and
+# `nnx.jit` the variables of each module.
 
 
 Beginning = tuple[Hashable, ...]
-"""The beginning of the paths of an argument's arrays: `("x",)`, or `("rest", 1)` for the second
-argument in `*rest`."""
+"""The keys with which the paths of an argument's arrays begin: `("x",)`, or `("rest", 1)` for the
+second argument in `*rest`."""
 
 
 def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
     """Return how the paths of each positional argument begin.
 
-    Names come from the signature of the function. If Python cannot read it, they are positions.
+    They begin with names from the function's signature, or with positions if Python cannot read it.
     """
     by_position: list[Beginning] = [("args", i) for i in range(number)]
     if fn is None:
@@ -391,7 +394,7 @@ def _paths_in_call(
     args: Sequence[Tree],
     kwargs: Mapping[str, Tree],
 ) -> dict[Path, Path]:
-    """Map the paths in JAX's trees to the paths in the call; empty if they are unknown.
+    """Map the paths in JAX's trees to the paths in the call. The map is empty if they are unknown.
 
     Args:
         fn: the jitted function.
@@ -425,7 +428,7 @@ def _by_identity(
     kwargs: Mapping[str, Tree],
     handed: Callable[[Sequence[Tree], Mapping[str, Tree]], Tree],
 ) -> dict[Path, Path]:
-    """Map the paths by identity, using a function that returns the tree that JAX gets for a call.
+    """Map the paths by comparing the identities of leaves.
 
     Args:
         fn: the jitted function.
@@ -441,7 +444,7 @@ def _by_identity(
     for given in _leaves(module, (module,), fun):
         paths.setdefault(id(given.leaf), given.path)
     # A new array marks each leaf, since one array may be at several paths. Lists of marks replace
-    # the arguments, so that no class of the user's gets marks as fields.
+    # the arguments, so that the user's classes are not filled with marks.
     marks: dict[int | str, list[object]] = {i: [] for i in (*range(len(args)), *kwargs)}
     for given in call:
         mark = np.empty(0) if isinstance(given.leaf, jax.Array | np.ndarray) else given.leaf
@@ -457,9 +460,10 @@ def _by_identity(
 
 
 def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
-    """Map the paths by order, if JAX has the leaves in the order of the call; empty otherwise.
+    """Map the paths by order, if JAX has the leaves in the order of the call.
 
-    This works for Flax's modules, whose variables JAX gets once even if they are at several paths.
+    Otherwise, the map is empty. This works for Flax's modules, whose variables JAX gets once even
+    if they are at several paths.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
     paths = [Path.of(path) for path, _ in entries]
@@ -468,7 +472,7 @@ def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
     arrays = [given for given in call if is_array(given.leaf)]
     traced = [given for given in call if is_array(given.leaf) or isinstance(given.leaf, Number)]
     for leaves in (traced, arrays, _once(traced), _once(arrays)):
-        # If no form matches, JAX has different leaves, and no path is guessed.
+        # If no form matches, JAX has different leaves, so the paths stay unknown.
         if _form([given.argument for given in leaves], [given.leaf for given in leaves]) == wanted:
             return dict(zip(paths, [given.path for given in leaves], strict=True))
     return {}

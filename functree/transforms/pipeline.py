@@ -58,11 +58,11 @@ def stages_of(axis: str, arrays: Sequence[AnyArray]) -> MeshAxes:
 
 
 def _by_rules(axis: str) -> MeshAxes:
-    """Return the mesh axes that the ambient rules give to an axis."""
+    """Return the mesh axes to which the ambient rules map an axis."""
     rules = ambient_rules()
     if rules is None or not has_axis_rules():
         return ()
-    # Rules for activations alone need not have an entry for the stack.
+    # Rules that only cover activations need no entry for the stack's axis.
     with axis_rules(rules | AxisRules({axis: None})):
         return axis_shards(axis).mesh_axes
 
@@ -74,9 +74,9 @@ def _by_type(x: AnyArray) -> MeshAxes:
 
 
 def scannable(x: AnyArray) -> AnyArray:
-    """Reshard an array so that no mesh axis shards its first dimension in its type.
+    """Reshard an array whose type shards its first dimension, so that JAX can scan it.
 
-    JAX scans no other arrays. It even refuses an Explicit axis with one device.
+    `jax.lax.scan` refuses such a type, even if the Explicit axis has only one device.
 
     Examples:
         >>> from functree.transforms.pipeline import scannable
@@ -104,29 +104,31 @@ def check_pipeline(
     """
     if microbatches is None:
         raise FunctreeValueError(
-            f'cannot scan a stack whose axis "{axis}" is sharded over {axes_text(stages)}: '
-            "each iteration would gather the whole stack. Pass `microbatches=` to run the layers "
+            f'Stacked.scan: the stack\'s axis "{axis}" is sharded over {axes_text(stages)}, so '
+            "each iteration would gather the whole stack: pass `microbatches=` to run the layers "
             f"as a pipeline of {devices_along(stages)} stages (in a model, "
-            "`TransformerConfig(microbatches=)`), or leave the stack unsharded "
+            "`TransformerConfig(microbatches=)`), or leave the axis unsharded "
             f'("{axis}": None)'
         )
     problems: list[Problem] = []
-    remedy = "leave the stack unsharded for it"
+    remedy = f'leave the axis "{axis}" unsharded, or remove'
     if collect:
         why = (
-            "results of layers besides `x`, such as new keys and values for a cache or the losses "
-            "of experts, would cover one micro-batch each"
+            "the layers' other results, such as new keys and values for a cache or the losses of "
+            "experts, would each cover only one micro-batch"
         )
-        problems.append(Problem(None, None, "collect=True", why, remedy))
+        problems.append(Problem(None, None, "collect=True", why, f"{remedy} `collect=True`"))
     if state is not None:
         why = "each micro-batch would change the state for the next micro-batch"
-        problems.append(Problem(None, None, "state=", why, remedy))
+        problems.append(Problem(None, None, "state=", why, f"{remedy} `state=`"))
     if problems:
-        raise FunctreeValueError("microbatches=: layers can return only `x`", problems)
+        raise FunctreeValueError(
+            "Stacked.scan: with `microbatches=`, layers can return only `x`", problems
+        )
 
 
 Layers = Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree]
-"""A function that runs layers on `x`, with the layers' arrays and the arguments that all share."""
+"""A function that runs layers on `x`, given their arrays and the arguments that they all share."""
 
 
 class _Plan(NamedTuple):
@@ -181,16 +183,17 @@ def pipeline(
         x: a tree of arrays whose first dimension is the batch.
         arrays: the arrays of all layers, and of the arguments with one value for each layer.
         args: the arguments that all layers share.
-        divided: the positions of the `args` whose arrays are divided like `x`.
         stages: the mesh axes over which the layers are sharded.
         microbatches: the number of micro-batches.
         keys: the indices of the `arrays` that are random keys, which are split for micro-batches.
+        divided: the positions of the `args` whose arrays are divided like `x`.
 
     Raises:
         FunctreeError: if the number of stages does not divide the number of layers.
+        FunctreeError: if the arrays in `x` do not share a leading dimension.
         FunctreeError: if the batch cannot be divided into equal micro-batches.
-        FunctreeError: if an array in `divided` does not have the size of the batch.
-        FunctreeError: if one mesh axis shards the batch and the stack.
+        FunctreeError: if an array of an argument in `divided` does not have the batch size.
+        FunctreeError: if one mesh axis shards both the batch and the stack.
     """
     batch = _batch_size(x, microbatches)
     plan = _Plan(stages, _batch_axes(x, stages), microbatches)
@@ -224,7 +227,7 @@ def pipeline(
 
 
 def _at(microbatch: Int[Array, ""], arrays: Sequence[Array], which: frozenset[int]) -> list[Array]:
-    """Return arrays, with the part for a micro-batch in place of the arrays in `which`."""
+    """Return the arrays, with those in `which` replaced by their slices for a micro-batch."""
     return [array[microbatch] if i in which else array for i, array in enumerate(arrays)]
 
 
@@ -238,10 +241,11 @@ def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> froz
             if i in divided and leaf.shape[:1] != (batch,):
                 path = Path(("args", i, *Path.of(keys)))
                 why = f"is in `divided`, but its dimension 0 does not have the batch size {batch}"
-                problems.append(array_problem(path, leaf, why, "make dimension 0 the batch"))
+                remedy = f"make the batch its dimension 0, or remove {i} from `divided`"
+                problems.append(array_problem(path, leaf, why, remedy))
     if problems:
         raise FunctreeValueError(
-            "microbatches=: arrays cannot be divided into micro-batches", problems
+            "Stacked.scan: arrays cannot be divided into micro-batches", problems
         )
     return frozenset(i for i, divide in enumerate(is_divided) if divide)
 
@@ -249,13 +253,13 @@ def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> froz
 def _manual(plan: _Plan) -> set[str]:
     """Return the mesh axes of the pipeline's shard_map."""
     mesh = jax.sharding.get_abstract_mesh()
-    # A mesh axis with one device shards nothing, and JAX can lower more without Auto axes.
+    # A mesh axis with one device shards nothing, and JAX can lower more programs without Auto axes.
     single = {name for name, size in mesh.shape.items() if size == 1}
     return {*plan.axes, *single} - set(mesh.manual_axes)
 
 
 def _placed(plan: _Plan, x: Array, wanted: PartitionSpec) -> Array:
-    """Reshard an array as the shard_map requires it in the types of Explicit axes."""
+    """Reshard an array to the type on Explicit axes that the shard_map requires."""
     spec = typed_spec(x)
     if spec is None:
         return x
@@ -273,8 +277,8 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
 
     def tick(carry: tuple[Tree, Tree], i: Int[Array, ""]) -> tuple[tuple[Tree, Tree], None]:
         arriving, results = carry
-        # Before its first micro-batch and after its last, the result of a stage is not used. The
-        # stage computes with real values, since zeros might give NaN in it and in its gradient.
+        # Before its first micro-batch and after its last, a stage's result is not used. The stage
+        # still computes with real values, since zeros might lead to NaN in results and gradients.
         microbatch = jnp.clip(i - number, 0, plan.microbatches - 1)
         inputs = jax.tree.map(
             lambda leaf, other: jnp.where(number == 0, leaf[microbatch], other),
@@ -304,12 +308,12 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
 
 
 def _batch_size(x: Tree, microbatches: int) -> int:
-    """Return the size of the first dimension of all arrays. Raise FunctreeError if it differs."""
+    """Return the size of the arrays' first dimension. Raise FunctreeError if it differs."""
     sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
-            f"microbatches={microbatches}: the arrays in `x` have the leading dimensions "
-            f"{sorted(sizes)}: give all of them the batch as dimension 0"
+            f"Stacked.scan: microbatches={microbatches}: the arrays in `x` have the leading "
+            f"dimensions {sorted(sizes)}: make the batch dimension 0 of every array"
         )
     return sizes.pop()[0]
 
@@ -318,23 +322,23 @@ def _batch_axes(x: Tree, stages: MeshAxes) -> MeshAxes:
     """Return the mesh axes of the batch, from the ambient rules or from types.
 
     Raises:
-        FunctreeError: if one of them shards the stack too.
+        FunctreeError: if one of them also shards the stack.
     """
     axes = _by_rules("batch") or _by_type(jax.tree.leaves(x)[0])
     both = [axis for axis in axes if axis in stages]
     if both:
         raise FunctreeValueError(
-            f"microbatches=: the mesh axis `{both[0]}` shards both the batch and the stack, but a "
+            f"Stacked.scan: the mesh axis `{both[0]}` shards both the batch and the stack, but a "
             "stage's batch must be sharded over other devices: use two different mesh axes"
         )
     return axes
 
 
 def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
-    """Check that stages divide the layers, and micro-batches the batch.
+    """Check that the layers can be divided into stages, and the batch into micro-batches.
 
     Raises:
-        FunctreeError: if they do not.
+        FunctreeError: if one of them cannot be divided evenly.
     """
     stages, shards = devices_along(plan.stages), devices_along(plan.batch)
     problems: list[Problem] = []
@@ -350,7 +354,7 @@ def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
         why += f" cannot be divided into {plan.microbatches} equal micro-batch{plural}"
         remedy = f"use a batch whose size is a multiple of {plan.microbatches * shards}"
         if batch % shards == 0:
-            remedy += f", or a divisor of {batch // shards} for `microbatches`"
+            remedy += f", or set `microbatches` to a divisor of {batch // shards}"
         problems.append(Problem(None, None, f"microbatches={plan.microbatches}", why, remedy))
     if problems:
-        raise FunctreeValueError("microbatches=: the stack cannot run as a pipeline", problems)
+        raise FunctreeValueError("Stacked.scan: the stack cannot run as a pipeline", problems)

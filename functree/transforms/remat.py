@@ -17,11 +17,11 @@ from functree.tree.jaxprs import AnyJaxpr, all_equations
 from functree.tree.skeleton.static_value import is_hashable
 
 Policy = Callable[..., Any]
-"""A policy of `jax.checkpoint`: a function from a primitive and its parameters to whether its
-result is kept."""
+"""A `jax.checkpoint` policy: a function of a primitive and its parameters that returns whether the
+primitive's result is kept."""
 
 #: The values that the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy
-#: of `jax.checkpoint_policies`, or `None` for no values.
+#: of `jax.checkpoint_policies`, or `None` to recompute no values.
 Remat = str | Policy | None
 
 _POLICIES: dict[str, Policy] = {
@@ -44,10 +44,10 @@ REMAT = Takes(
 
 @dataclass(frozen=True)
 class Offload:
-    """Checkpoint policy that is equal by value.
+    """Checkpoint policy that is compared by value.
 
-    JAX's own policies are closures, which are equal only by identity. Each new config with such a
-    policy would be a different config, and would be compiled again.
+    JAX's own policies are closures, which are compared by identity. Each new config with such a
+    policy would count as a different config, so its program would be compiled again.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ def _to_host(names: tuple[str, ...]) -> Policy:
 
 
 def offload(*names: str, others: Remat = "full") -> Policy:
-    """Return a policy for `remat=` that keeps the values with some names in host memory.
+    """Return a policy for `remat=` that keeps named values in host memory.
 
     A layer names a value with `x = jax.ad_checkpoint.checkpoint_name(x, "name")`. The value is
     copied to pinned host memory in the forward pass, and back in the backward pass. The layers of
@@ -91,7 +91,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         others: the policy for all other values, as in `Stacked.scan(remat=...)`.
 
     Returns:
-        A policy, which is equal by value.
+        A policy that is compared by value.
 
     Raises:
         FunctreeError: if there are no names, or a name is not an identifier.
@@ -133,11 +133,11 @@ def offload(*names: str, others: Remat = "full") -> Policy:
 
 
 def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands: Tree) -> None:
-    """Raise FunctreeError for names that no value has: JAX would silently recompute these values.
+    """Raise FunctreeError for names that no value has, which JAX would silently ignore.
 
     The names come from the traced program, so calls without a gradient are checked too. A policy
-    could record names, but only of differentiated values, and too late. JAX caches the trace of the
-    step, so no layer is traced twice.
+    could record names, but it sees only differentiated values, and sees them too late for a check.
+    JAX caches the trace of the step, so no layer is traced twice.
     """
     known = _names(jax.make_jaxpr(run)(*operands))
     if not known.issuperset(policy.names):
@@ -167,7 +167,7 @@ def _names(program: AnyJaxpr) -> set[str]:
 
 
 def remat_policy(remat: Remat) -> Policy | None:
-    """Return the policy for the option `remat=`; `None` if nothing is recomputed.
+    """Return the policy for the option `remat=`, or `None` if nothing is recomputed.
 
     Raises:
         FunctreeError: if the option is neither a known name nor a policy.

@@ -67,7 +67,7 @@ Shapes = Literal["global", "local"] | None
 
 
 class MapOptions(NamedTuple):
-    """Options of `ft.shard_map`, after they were checked."""
+    """Checked options of `ft.shard_map`."""
 
     mesh: Mesh | AbstractMesh | None
     in_specs: LayoutTree
@@ -109,17 +109,17 @@ class ManualMesh(NamedTuple):
     def lay(
         self, leaves: Leaves, parts: Sequence[Part], *, local: bool = False
     ) -> tuple[tuple[PartitionSpec, ...], list[Problem]]:
-        """Lay out a tree.
+        """Return the spec of each leaf of a tree, and the problems of its layouts.
 
         Args:
             leaves: the leaves of the tree.
             parts: the layouts of the tree.
             local: whether the arrays are local. For local arrays, every mesh axis counts as one
-                device, so each size fits. Manual axes must divide the sizes of global arrays. On
+                device, so any size fits. Manual axes must divide the sizes of global arrays. On
                 Explicit axes, a global array without a layout gets the spec in its type.
 
         Returns:
-            The spec of each leaf, restricted to the Manual axes, and the problems.
+            The specs, restricted to the Manual axes, and the problems.
         """
         sizes = dict.fromkeys(self.mesh.shape, 1)
         if not local:
@@ -138,8 +138,8 @@ class ManualMesh(NamedTuple):
         for leaf, row in zip(leaves.leaves, plan.rows, strict=True):
             spec = row.spec
             if row.memory_kind is not None:
-                why = f"its layout is in {row.memory_kind}, "
-                why += "but shard_map cannot move arrays to a different memory"
+                why = f"its layout has the memory kind {row.memory_kind}, "
+                why += "but shard_map cannot move arrays between memory kinds"
                 remedy = "move it before or after the call, with `ft.shard` or `ft.jit`"
                 problems.append(leaf.problem(why, remedy))
             if spec is None and not local and self.explicit and not is_untyped(leaf.value):
@@ -152,8 +152,7 @@ class ManualMesh(NamedTuple):
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
         """Return the problems of `P`s that name a mesh axis which does not become Manual here.
 
-        Rules may name such axes, since they are written for more than this function. These axes are
-        dropped from their specs.
+        Rules may name such axes, since they also serve other functions. Their specs drop the axes.
         """
         problems: list[Problem] = []
         for part in parts:
@@ -182,8 +181,7 @@ class ManualMesh(NamedTuple):
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
         """Return the problem of an array that JAX would not move.
 
-        Such an array is on different devices. Or its type is on Explicit axes of a different mesh,
-        or has a different spec.
+        It is on different devices, or its type on Explicit axes has a different mesh or spec.
         """
         value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
         # JAX moves NumPy arrays, and abstract arrays are on no device.
@@ -201,21 +199,22 @@ class ManualMesh(NamedTuple):
                 why += f"but shard_map runs on mesh {mesh_view(self.mesh)}"
             elif have is not None and self.explicit and self.project(have) != spec:
                 why = f"its type is sharded {spec_text(self.project(have))}, "
-                why += f"but its spec is {spec_text(spec)}; JAX does not reshard Explicit axes"
+                why += f"but its spec is {spec_text(spec)}; shard_map does not reshard it"
                 remedy = "apply `jax.sharding.reshard` before the call, or use the spec of its type"
         if not why:
             return []
         return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """Return the problem of a result that its spec replicates although shards may differ."""
+        """Return the problem of a result whose spec replicates it, although shards may differ."""
         unnamed = sorted((varying_axes(leaf.value) & self.axes) - named_axes(spec))
         if not unnamed:
             return []
         axes = axes_text(unnamed)
-        why = f"{spec_text(spec)} replicates it over {axes}, but its values may differ there"
-        remedy = f"reduce it over {axes} with `jax.lax.psum` or `pmean`, or name {axes} in its spec"
-        return [leaf.problem(why, remedy + ", or pass `check_vma=False` if its values are equal")]
+        why = f"{spec_text(spec)} replicates it over {axes}, "
+        why += "but its values may differ between devices"
+        remedy = f"reduce it over {axes} with `jax.lax.psum` or `pmean`, name {axes} in its spec, "
+        return [leaf.problem(why, remedy + "or pass `check_vma=False` if its values are equal")]
 
     def reshard(self, value: Any, spec: PartitionSpec) -> Any:
         """Return an argument for `jax.shard_map`.
@@ -228,12 +227,12 @@ class ManualMesh(NamedTuple):
 
 
 def is_untyped(value: Any) -> bool:
-    """Return whether the type of an array has no sharding, as for NumPy arrays or one device."""
+    """Return whether an array's type has no sharding, as for an array on one device."""
     return jax.typeof(value).sharding.mesh.empty
 
 
 class Mapped(Function[_P, _T]):
-    """Function that runs on each device with its shards. `ft.shard_map` returns it.
+    """Function that runs on each device with that device's shards. `ft.shard_map` returns it.
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar
@@ -326,7 +325,7 @@ class Mapped(Function[_P, _T]):
             where = f"inside a shard_map over {mesh_view(outer)}"
         elif tracing() and not outer.empty and outer.size != mesh.size:
             # JAX's own message would mention a context that the user did not enter.
-            where = f"on the mesh {mesh_view(outer)}, which has a different number of devices"
+            where = f"under the mesh {mesh_view(outer)}, which has a different number of devices"
         if where:
             raise ShardingError(
                 f"{name}: its mesh is {view}, but it is called {where}: leave `mesh=` out"
@@ -344,7 +343,7 @@ class Mapped(Function[_P, _T]):
             if axis not in free:
                 why = f"is not in the mesh {view}{did_you_mean(axis, free)}"
                 if axis in outer.manual_axes:
-                    why = f"is already Manual on the mesh {view}"
+                    why = f"is already Manual on the mesh {view}: remove it"
                 raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")
         return ManualMesh(mesh, frozenset(wanted))
 
@@ -356,7 +355,7 @@ def _traced_once(
     shapes: Shapes,
     rules: Layout | None,
 ) -> Callable[..., Output]:
-    """Return the user's function of local arrays. JAX traces it once per type of arguments."""
+    """Return the user's function of local arrays. JAX traces it once for each set of types."""
 
     def body(*arrays: jax.Array) -> Output:
         call, sizes = group.skeleton.fill(arrays), Sizes()
@@ -463,11 +462,11 @@ def shard_map(
     shapes: Shapes = "global",
     **refused: object,
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
-    """Run a function on each device with its shards of the arrays.
+    """Run a function on each device, with that device's shards of the arrays.
 
     The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). It may take
     and return modules and containers. Values that are not arrays, including Python numbers, are
-    passed unchanged. They are static: a different value needs a new program. One program is
+    passed unchanged. They are static, so a different value needs a new program. One program is
     compiled for each structure, set of shapes and mesh. As under `jax.jit`, the function is traced
     once for each program. The layouts of the result need no second trace. A function that closes
     over traced values is traced in each call.
@@ -489,7 +488,7 @@ def shard_map(
         check_vma: whether to check, as in JAX, that all devices compute equal values where
             `out_specs` replicates a result. Autodiff then inserts the collectives that this needs.
         shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
-            results outside, `"local"` for the arrays in the body, None for no check.
+            results outside, `"local"` for the arrays in the body, or `None` for no check.
 
     Returns:
         A function with the same signature, and with `trace`, `lower`, `eval_shape` and
@@ -506,11 +505,11 @@ def shard_map(
             argument, the axis and both sizes.
 
     Gradients:
-        Inside the function, a mean over a local batch is a local mean. Take its `jax.lax.pmean`
-        before `jax.grad`. With `check_vma=True`, JAX sums the gradient of a replicated parameter
-        over the devices. The gradient of a *local* mean is then too large, by a factor of the
-        number of devices. With `check_vma=False`, it is the gradient of one device only. A gradient
-        that is taken outside the function is correct in both cases.
+        Inside the function, a mean over a local batch is a local mean. Apply `jax.lax.pmean` to it
+        in the loss that `jax.grad` differentiates. With `check_vma=True`, JAX sums the gradient of
+        a replicated parameter over the devices. The gradient of a *local* mean is then too large:
+        it is multiplied by the number of devices. With `check_vma=False`, it is the gradient of one
+        device only. A gradient that is taken outside the function is correct in both cases.
 
     Examples:
         >>> rules = ft.AxisRules(
@@ -538,7 +537,7 @@ def shard_map(
     # A string is itself a collection of strings: its characters.
     if isinstance(axis_names, str):
         raise FunctreeTypeError(
-            f"shard_map: axis_names={axis_names!r} is a string: use a set, {{{axis_names!r}}}"
+            f"shard_map: axis_names={axis_names!r} is a string: pass a set, {{{axis_names!r}}}"
         )
     check("shard_map: invalid arguments", axis_names=(axis_names, TEXTS.or_none()))
     # For `mesh_view`, None would mean the current mesh. Here it means the mesh of each call.
@@ -546,7 +545,7 @@ def shard_map(
     if mesh is not None:
         given_mesh = mesh_view(mesh).mesh
         if given_mesh is None:
-            raise ShardingError("shard_map runs on devices: pass a `Mesh`, not sizes")
+            raise ShardingError("shard_map: `mesh` has only sizes: pass a `Mesh` with devices")
     layout = None if rules is None else as_layout(rules)
     # The containers of layouts are copied, so that later changes cannot affect shared traces.
     layouts = copied(in_specs), copied(out_specs)
@@ -561,9 +560,9 @@ def shard_map(
 
 # Earlier versions of JAX had these options.
 _REFUSED = {
-    "check_rep": "shard_map: use `check_vma=` instead of `check_rep=`",
+    "check_rep": "shard_map has no option `check_rep`: use `check_vma=`",
     "auto": (
-        "shard_map: use `axis_names=` instead of `auto=`, and name the mesh axes that become "
-        "Manual instead of the others"
+        "shard_map has no option `auto`: use `axis_names=`, and name the mesh axes that become "
+        "Manual, not the Auto ones"
     ),
 }

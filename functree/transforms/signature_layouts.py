@@ -29,7 +29,7 @@ _STATIC = (int, float, complex, bool, str, bytes, type(None), None)
 def signature_layouts(
     fun: Callable[..., Any], rules: LayoutLike
 ) -> tuple[dict[str, LayoutTree], LayoutTree]:
-    """Return the layouts of a function's arguments and result, using annotations and rules.
+    """Return the layouts of a function's arguments and result, from its annotations and rules.
 
     Args:
         fun: a function, a method, a partial, or a callable module.
@@ -46,9 +46,9 @@ def signature_layouts(
     Raises:
         FunctreeError: if `fun` is not a function.
         AxesError: if an annotation cannot be resolved.
-        AxesError: if an annotation has alternatives that no array can distinguish.
+        AxesError: if an annotation's alternatives have one rank and dtype, but different names.
         RuleError: if `rules` is not a layout.
-        ShardingError: if no rule lays out an axis.
+        ShardingError: if no rule names an axis.
 
     Examples:
         >>> def ffn(
@@ -104,8 +104,8 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
         return _array_layout(hint, rules, what)
     inner = _layout(hint.element, rules, what)
     # This layout is for the whole container. A spec, and rules without an annotation, apply to each
-    # element. An `AnnotationLayout` reads the annotation at a leaf's path below the container. And
-    # a tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of the list.
+    # element. An `AnnotationLayout` reads the annotation at a leaf's path below the container. A
+    # tuple, as for `list[tuple[X, Y]]`, would mean one entry for each element of the list.
     return AnnotationLayout(rules, hint) if isinstance(inner, tuple | AnnotationLayout) else inner
 
 
@@ -122,8 +122,8 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
         named = form.spec, [dim.token for dim in form.dims]
         if kinds.setdefault((len(form.dims), form.dtype), named) != named:
             raise AxesError(
-                f"{what}, is ambiguous: alternatives of the same rank and dtype name its "
-                "dimensions differently; give them the same names"
+                f"{what}, is ambiguous, since alternatives of the same rank and dtype name its "
+                "dimensions differently: give them the same names"
             )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:

@@ -111,8 +111,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
         """Return one layer, or a shorter stack for a slice.
 
-        An array as the index, traced or not, is clamped to the stack, as in JAX. A check would have
-        to wait for the device.
+        An array index, traced or not, is clamped to the stack, as in JAX. Checking it would mean
+        waiting for the device.
         """
         if isinstance(index, slice):
             return Stacked(_take(self.layer, index), self.axis)
@@ -177,7 +177,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         microbatches: int | None = None,
         divided: Sequence[int] = (),
     ) -> Tree:
-        """Apply the layers to `x` in order, with options for inputs and outputs of each layer.
+        """Apply the layers to `x` in order, with options for each layer's inputs and outputs.
 
         Args:
             x: an array or a tree of arrays. Every layer returns it with the same shapes and dtypes.
@@ -185,7 +185,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             each: keyword arguments of the layers, as trees of arrays. Each layer gets its slice of
                 their leading dimension: `{"key": jax.random.split(key, len(layers))}`.
             collect: whether each layer returns `(x, out)`, where `out` is a tree of arrays. The
-                scan returns all `out` as one tree whose arrays have a leading dimension.
+                scan returns all `out` as one tree, whose arrays have one slice per layer.
             remat: the values to keep for the backward pass. `None` keeps all. `"full"` keeps only
                 the input of each layer, and `"dots"` also keeps the products with weights.
                 `ft.offload(...)` keeps named values in host memory. A policy of
@@ -216,8 +216,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             FunctreeError: if `remat` is invalid, or offloads a name that no value of a layer has.
             FunctreeError: if the stack's axis is sharded and `microbatches` is missing.
             FunctreeError: if the layers of a pipeline return more than `x`.
-            FunctreeError: if the stages or micro-batches of a pipeline do not divide its layers or
-                its batch.
+            FunctreeError: if a pipeline's layers cannot be divided evenly into its stages, or its
+                batch into micro-batches.
             FunctreeError: if `divided` has a position that `args` does not have.
             FunctreeError: if an array at a position in `divided` does not have the batch's size.
 
@@ -324,8 +324,8 @@ def _scanned(
 def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Step:
     """Return a step whose backward pass recomputes all values except those that a policy keeps."""
     # Without a loop, XLA would merge the recomputation with the forward pass as common
-    # subexpressions, and save no memory. XLA does not merge two loops, so loops do not need the
-    # costly barriers.
+    # subexpressions, and no memory would be saved. XLA does not merge two loops, so loops do not
+    # need the costly barriers.
     unrolled = unroll is True or unroll >= depth
     return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
@@ -412,7 +412,7 @@ EACH = Takes(
 def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
     """Raise FunctreeError if `each` does not fit the layers.
 
-    A layer must have its parameters, and its arrays must have one slice per layer.
+    A layer must have the parameters that it names, and its arrays one slice per layer.
     """
     if not each:
         return
@@ -430,7 +430,7 @@ def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
     for path, leaf in _arrays_with_path(dict(each)):
         if leaf.shape[:1] == (depth,):
             continue
-        remedy = "pass a value that all layers share by position: `scan(x, shared)`"
+        remedy = "if all layers share the value, pass it by position: `scan(x, shared)`"
         # One key for all layers is a likely mistake.
         if is_key(leaf.dtype) and not leaf.shape:
             remedy = f"split the key: `jax.random.split(key, {depth})`"
@@ -447,14 +447,14 @@ def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tu
     """Return the positions of the arguments that are divided like the batch.
 
     Raises:
-        FunctreeError: if the call does not have a position.
+        FunctreeError: if the call has no argument at a position.
     """
     positions = tuple(divided) if isinstance(divided, Sequence) else (divided,)
     if any(i not in range(len(args)) for i in positions):
         given = count(len(args), "argument")
         raise FunctreeValueError(
-            f"Stacked.scan: divided={divided!r} is out of range: the call has {given} after `x`; "
-            "count their positions from 0"
+            f"Stacked.scan: divided={divided!r} is out of range, since the call has {given} after "
+            "`x`: count their positions from 0"
         )
     return positions
 
@@ -526,7 +526,7 @@ def stack(
 
 
 def _each(make: Callable[[PRNGKeyArray], T], keys: PRNGKeyArray) -> T:
-    """Create a layer from each key, and return them as one layer with stacked arrays."""
+    """Create a layer from each key, and stack the layers' arrays in one layer."""
     skeletons: list[Skeleton] = []
 
     # `eqx.filter_vmap` would build the layer's nodes with True and None in place of arrays, which
@@ -551,7 +551,7 @@ def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -
         name = type(stacked.layer).__name__
         raise FunctreeValueError(
             f"Stacked: {name} has no array leaves, so the number of layers is unknown: stack "
-            "layers with arrays"
+            "layers that have arrays"
         )
     sizes = {leaf.shape[:1] for _, leaf in leaves}
     if len(sizes) > 1 or () in sizes:

@@ -70,8 +70,8 @@ def typed(
         AxesError: (when called) if an array does not match its annotation. The message has the
             argument, the axis and both sizes.
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
-        ShardingError: (when called) if an array cannot be constrained, or there is a mesh but no
-            rules, with `constrain=True`.
+        ShardingError: (when called) with `constrain=True`, if an array cannot be constrained, or
+            there is a mesh but no rules.
         TypeError: (when called) if a value that is not an array does not have its annotated type.
             beartype and jaxtyping may raise errors of other classes.
 
@@ -105,7 +105,7 @@ def typed(
     def check_and_constrain(record: Record, known: Sizes | None) -> tuple[Record, Sizes]:
         """Check a call or a result, and return it with the sizes of its axes.
 
-        With `constrain=True`, its arrays are constrained.
+        With `constrain=True`, its annotated arrays are constrained.
         """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
@@ -118,8 +118,8 @@ def typed(
         result = signature.result(partial.fun(*args, **kwargs))
         return check_and_constrain(result, _SIZES.get())[0][0]
 
-    # jaxtyping checks the result when `checked` returns. functree's check runs before, inside
-    # `unchecked`, so its message comes first.
+    # jaxtyping checks the result when `checked` returns. functree's check runs earlier,
+    # inside `unchecked`, so its message comes first.
     checked = jaxtyped(_called_as(partial.fun)(unchecked), typechecker=beartype)
     needed = _needed(partial.fun)
 
@@ -142,9 +142,9 @@ def typed(
 
 
 def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
-    """Return a decorator like `functools.wraps(fun)`, which keeps the signature of `fun` itself.
+    """Return a decorator like `functools.wraps(fun)` that keeps the signature of `fun` itself.
 
-    `fun` may be a wrapper with a different signature than the function inside it.
+    `fun` may be a wrapper whose signature differs from the inner function's signature.
     """
 
     def decorate(wrapper: AnyFunction) -> AnyFunction:
@@ -210,7 +210,7 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
     have = typed_spec(leaf.value)
     if have is None:
         return None
-    # Types do not contain Auto and Manual axes, so these count as one device.
+    # Types do not record Auto and Manual axes, so these count as one device.
     mesh = jax.typeof(leaf.value).sharding.mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
@@ -247,7 +247,7 @@ def check_sizes(
 ) -> Sizes:
     """Compare the sizes of a record's axes with each other, and with known sizes.
 
-    The function's own annotations count. For a method, the annotations of the fields of `self`
+    The function's own annotations count. For a method, the annotations of the fields in `self`
     count too. In any other module, names belong to that module, since two layers of one class may
     have different sizes.
 
@@ -272,7 +272,7 @@ def check_sizes(
     spans: list[tuple[Leaf, ArrayForm, Dim, tuple[int, ...]]] = []
     for leaf, form in _annotated(record, leaves):
         if leaf.misfit is not None:
-            # The remedy for models explains how to hold a stack of layers.
+            # The misfit's own remedy is for models: it explains how to hold a stack of layers.
             remedy = "pass an array with these dimensions, or change the annotation"
             problems.append(leaf.misfit._replace(remedy=remedy))
             continue

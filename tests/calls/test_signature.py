@@ -167,7 +167,7 @@ BAD = [
     ),
     (
         Float[Array, "a b"] | Float[Array, "c d"],
-        r"annotation of `x`, .*, is ambiguous: alternatives of the same rank and dtype",
+        r"annotation of `x`, .*, is ambiguous, since alternatives of the same rank and dtype",
     ),
     (
         Float[Array, "batch@data"],

@@ -391,7 +391,7 @@ def test_a_layout_that_does_not_fit() -> None:
     _, placed, state = on_mesh(muon(), MODELS[3](), TENSOR, MESH)
     tx = muon(layout=ft.AxisRules({"hidden": "model"}))
     with raises(
-        "the layout for `ft.muon`, from `layout=` or the ambient rules, does not fit on mesh (data=2, model=4)",
+        "`ft.muon`: the layout, from `layout=` or the ambient rules, does not fit the parameters on mesh (data=2, model=4)",
         "layer.weight",
         "no rule names `embed`",
         error=ft.ShardingError,

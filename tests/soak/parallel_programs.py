@@ -43,7 +43,7 @@ REFUSALS = (
     r"does not divide",
     r'context="heads": the \d+ parts of the sequence',
     r'dispatch="exchange"',
-    r"cannot scan a stack whose axis",
+    r"Stacked.scan: the stack's axis .* is sharded over",
     r"layers can return only `x`",
     r"cannot be divided into \d+ equal micro-batch",
     r"cannot be divided into \d+ stages? over",

@@ -249,7 +249,7 @@ def test_a_mesh_that_one_device_cannot_be_is_refused() -> None:
     with raises(by_jax_at, "remove `mesh=`", error=ft.ShardingError):
         assert_same_as_unsharded(by_jax, (X,), (spec,), MESH)
     with raises(
-        "sin: its mesh is (data=2, model=4), but it is called on the mesh (data=1, model=1)",
+        "sin: its mesh is (data=2, model=4), but it is called under the mesh (data=1, model=1)",
         "leave `mesh=` out",
         error=ft.ShardingError,
     ):

@@ -266,7 +266,7 @@ def test_every_array_at_fault_is_named():
         "its leading dimension of size 16 cannot be split into 3 micro-batches",
         "key   key<fry>[]",
         "has no leading dimension to split into 3 micro-batches",
-        "Try: use a batch whose size is a multiple of 3; name the parameters to divide in `batch=`",
+        "Try: use a batch whose size is a multiple of 3, or name the parameters to divide in `batch=`",
         error=FunctreeValueError,
     ):
         fn(MODEL, {"x": X, "y": jnp.ones((9, 16))}, key=jax.random.key(0))

@@ -436,7 +436,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     ),
     "bound": (
         lambda: ft.accumulate(functools.partial(ft.grad(lambda key, m, x: 0.0), KEY), 2, keys="key"), FunctreeValueError,
-        ("keys='key'", "is bound to", "remove it from the `functools.partial`"),
+        ("keys='key'", "is bound to", "pass it in each call, instead of binding it"),
     ),
     "carried by others": (
         lambda: ft.accumulate(jax.grad(_loss, has_aux=True), 2, carry="state"), FunctreeTypeError,

@@ -329,8 +329,8 @@ def test_parameters_that_there_are_not(option: str):
 
     wrong: Any = 2 if option == "static_argnums" else "modle"
     near = "" if option == "static_argnums" else "; did you mean `model`?"
-    told = f"{option}={wrong!r}: ", f"body has no such parameter{near}"
-    with raises(*told, "its parameters are model, batch", error=FunctreeValueError):
+    told = f"{option}={wrong!r}: ", "body has no such parameter (its parameters: model, batch", near
+    with raises(*told, error=FunctreeValueError):
         ft.jit(body, **{option: wrong})
 
 

@@ -234,7 +234,7 @@ def test_what_is_divided_is_said_and_not_told_by_its_size() -> None:
         x, table = ft.shard((x, table), (ft.P("data"), ft.P()))
         found = ft.jit(lambda layers, x, t: layers.scan(x, t, microbatches=2))(placed, x, table)
         with raises(
-            "microbatches=: arrays cannot be divided into micro-batches",
+            "Stacked.scan: arrays cannot be divided into micro-batches",
             "args.0   f32[4, 8]", "is in `divided`, but its dimension 0 does not have the batch size 8",
             error=FunctreeValueError,
         ):  # fmt: skip
@@ -251,13 +251,13 @@ BOTH = ft.AxisRules({"batch": "pipe", "layers": "pipe", ...: None})
 REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] = {
     "no micro-batches": (
         BY_STAGE, {"pipe": 4, "data": 2}, {},
-        ('cannot scan a stack whose axis "layers" is sharded over pipe', "gather the whole stack",
-         "Pass `microbatches=` to run the layers as a pipeline of 4 stages"),
+        ('Stacked.scan: the stack\'s axis "layers" is sharded over pipe', "gather the whole stack",
+         "pass `microbatches=` to run the layers as a pipeline of 4 stages"),
     ),
     "a batch that is not divided": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 3},
-        ("microbatches=: the stack cannot run as a pipeline\n\n  microbatches=3\n",
-         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "or a divisor of 16 for `microbatches`"),
+        ("Stacked.scan: the stack cannot run as a pipeline\n\n  microbatches=3\n",
+         "a batch of 32, sharded over 2 devices, cannot be divided into 3", "or set `microbatches` to a divisor of 16"),
     ),
     "layers that are not divided": (
         BY_STAGE, {"pipe": 8, "data": 1}, {"microbatches": 2},
@@ -265,8 +265,9 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
     ),
     "more than x": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 2, "collect": True},
-        ("microbatches=: layers can return only `x`\n\n  collect=True\n",
-         "would cover one micro-batch each", "Try: leave the stack unsharded for it"),
+        ("Stacked.scan: with `microbatches=`, layers can return only `x`\n\n  collect=True\n",
+         "would each cover only one micro-batch",
+         'Try: leave the axis "layers" unsharded, or remove `collect=True`'),
     ),
     "no number": (
         BY_STAGE, {"pipe": 4, "data": 2}, {"microbatches": 0},
@@ -274,7 +275,7 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
     ),
     "one mesh axis for both": (
         BOTH, {"pipe": 4}, {"microbatches": 2},
-        ("microbatches=: the mesh axis `pipe` shards both the batch and the stack", "two different mesh axes"),
+        ("Stacked.scan: the mesh axis `pipe` shards both the batch and the stack", "two different mesh axes"),
     ),
 }  # fmt: skip
 

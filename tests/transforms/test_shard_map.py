@@ -497,7 +497,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"in_specs": HOST},
         "x",
-        "its layout is in pinned_host, but shard_map cannot move",
+        "its layout has the memory kind pinned_host, but shard_map cannot move",
     ),
     # What JAX would not move.
     (
@@ -513,7 +513,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
         "x",
-        "its type is sharded P(None, 'model'), but its spec is P('data', None); JAX does",
+        "its type is sharded P(None, 'model'), but its spec is P('data', None); shard_map does",
     ),
 ]
 
@@ -532,8 +532,8 @@ def test_the_error_for_a_result_that_may_differ():
         call(out_specs=P())
     assert str(caught.value).startswith(
         "<lambda>: 1 leaf cannot be laid out on mesh (data=2, model=4)\n\n  result   f32[4, 4]\n"
-        "      P(None, None) replicates it over data, but its values may differ there\n\n"
-        "Try: reduce it over data with `jax.lax.psum` or `pmean`, or name data in its spec, or pass "
+        "      P(None, None) replicates it over data, but its values may differ between devices\n\n"
+        "Try: reduce it over data with `jax.lax.psum` or `pmean`, name data in its spec, or pass "
         "`check_vma=False` if its values are equal"
     )
 
@@ -549,7 +549,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ft.ShardingError,
         "`dta` in `axis_names` is not in the mesh (data=2, model=4); did you",
     ),
-    ({"axis_names": "data"}, TypeError, "axis_names='data' is a string: use a set"),
+    ({"axis_names": "data"}, TypeError, "axis_names='data' is a string: pass a set"),
     (
         {"shapes": "globl"},
         ValueError,
@@ -558,13 +558,13 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"mesh": {"data": 2}},
         ft.ShardingError,
-        "shard_map runs on devices: pass a `Mesh`, not sizes",
+        "shard_map: `mesh` has only sizes: pass a `Mesh` with devices",
     ),
-    ({"check_rep": True}, TypeError, "shard_map: use `check_vma=` instead of `check_rep=`"),
+    ({"check_rep": True}, TypeError, "shard_map has no option `check_rep`: use `check_vma=`"),
     (
         {"auto": True},
         TypeError,
-        "shard_map: use `axis_names=` instead of `auto=`",
+        "shard_map has no option `auto`: use `axis_names=`",
     ),
 ]
 

@@ -515,7 +515,7 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         "Stacked.scan: arrays in `each` need one slice for each layer\n\n"
         "  each.cache.k   f32[4, 2]\n"
         "      has leading size 4, but the stack has 5 layers\n\n"
-        "Try: pass a value that all layers share by position: `scan(x, shared)`",
+        "Try: if all layers share the value, pass it by position: `scan(x, shared)`",
     ),
     "no such parameter": (
         lambda: Stacked(Named(jnp.ones(DEPTH))).scan(X, each={"kee": KEYS}),

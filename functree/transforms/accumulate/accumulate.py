@@ -65,7 +65,7 @@ def accumulate(
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
-    One `lax.scan` runs all micro-batches, so it needs the memory of only one. If the loss is a mean
+    One `lax.scan` runs all micro-batches, so only one needs memory at a time. If the loss is a mean
     over the batch, the result equals the result for the whole batch. Micro-batch `i` has the
     examples `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
 
@@ -77,15 +77,15 @@ def accumulate(
             it comes from another library, its first parameter counts as differentiated.
         steps: the number of micro-batches.
         batch: the names of the parameters to divide. The batch is the leading dimension of each of
-            their arrays. The default is every parameter that is not differentiated (`argnums=`),
-            and not named in `keys` or `carry`.
+            their arrays. The default is every parameter that is neither differentiated
+            (`argnums=`) nor named in `keys` or `carry`.
         keys: the names of parameters whose random keys are split, typed or raw. Micro-batch `i`
             gets `jax.random.split(key, steps)[i]`. With `over=`, each shard gets its own key. An
             array with one key for each example is part of the batch.
         carry: the names of parameters, such as `state`, that each micro-batch takes from the
             previous one. `fn` returns the next value as its aux, or a tuple of values for several
             names. The result has the last value.
-        weighted: whether `fn` returns sums, and the weight of the micro-batch as its aux, such as
+        weighted: whether `fn` returns sums, and as its aux the weight of the micro-batch, such as
             its number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
             by the sum of the weights, so a masked mean is exact for every `steps` and on every
             mesh. The result has the sum of the weights.
@@ -98,20 +98,21 @@ def accumulate(
 
     Returns:
         A function with the same parameters. Inexact arrays of its result are averaged, in float32
-            or wider. Everything else comes from the last micro-batch.
+            or wider. Everything else is the value from the last micro-batch.
 
     Raises:
         FunctreeError: if `steps` is not a positive integer.
         FunctreeError: if a name is not the name of a parameter, or the parameter is differentiated.
         FunctreeError: if a parameter has two roles.
-        FunctreeError: if `weighted`, `carry` or `over` is used, and `fn` is not from functree.
-        FunctreeError: (when called) if `steps` times the shards do not divide a leading dimension.
+        FunctreeError: if `weighted`, `carry` or `over` is used, but `fn` is not from functree.
+        FunctreeError: (when called) if a leading dimension cannot be divided evenly into the
+            micro-batches of all shards.
         FunctreeError: (when called) if no array is divided.
         FunctreeError: (when called) if a value in `keys` is not a random key.
         FunctreeError: (when called) if `fn` does not return the weight or carried values as aux.
         FunctreeError: (when called) if a carried value changes its type between micro-batches.
         ShardingError: (when called) if the mesh lacks a mesh axis in `over`.
-        ShardingError: (when called) if `over` is used, and the parameters' sharding is unknown.
+        ShardingError: (when called) if `over` is used, but the parameters' sharding is unknown.
         ShardingError: (when called) if a result that is not averaged differs between shards.
 
     Warns:
@@ -168,7 +169,7 @@ def accumulate(
     def in_micro_batches(*args: _P.args, **kwargs: _P.kwargs) -> _T:
         return averaged(Call.of(function, args, kwargs), number, axes)
 
-    # Calls outside of a compiled function share this one.
+    # Eager calls share this compiled function.
     compiled = functools.cache(lambda: jit(in_micro_batches))
 
     @functools.wraps(fn)
@@ -296,7 +297,7 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
                 new[k] += totals[k]
         return new, None
 
-    # The loop carries the sums, since stacked outputs would hold all gradients.
+    # The loop carries the sums, since stacked outputs would hold all micro-batches' gradients.
     start = list(map(_zeros, micro_batch.types))
     for k, operand in micro_batch.carried.items():
         start[k] = operands[operand]
@@ -399,7 +400,7 @@ def _type_text(array: ArrayType) -> str:
 
 
 def _zeros(kind: ArrayType) -> jax.Array:
-    """Return the sum before the first micro-batch.
+    """Return zeros of an array's type, as the sum before the first micro-batch.
 
     The carry of a scan must keep its type, including its sharding and the mesh axes of a shard_map
     along which it varies.
@@ -523,8 +524,8 @@ class Shards:
         return micro_batch, [totals[k] for k in sorted(totals)]
 
     def _local(self, operand: jax.Array, role: Role) -> jax.Array:
-        """Return an operand as the loop on one shard takes it."""
-        # If parameters did not vary, JAX would sum gradients over shards in each micro-batch.
+        """Return an operand with the type that the loop on one shard needs."""
+        # JAX would sum the gradients of invariant parameters over shards in each micro-batch.
         if role is Role.SAME and jnp.issubdtype(operand.dtype, jnp.inexact):
             return varying_over(operand, self.axes)
         return operand
@@ -582,8 +583,8 @@ class Shards:
             mesh=self.mesh,
             in_specs=of_parts,
             out_specs=_joined(PartitionSpec(*map(entry, blocks)), others, parts.ndim - 1),
-            # All mesh axes are Manual: JAX scatters no array while others are Explicit, and the
-            # compiler would first gather the array over others that are Auto.
+            # All mesh axes are Manual: JAX would refuse to scatter with Explicit axes left, and the
+            # compiler would first gather the array over Auto axes.
             axis_names=set(self.mesh.axis_names),
             check_vma=False,
         )(with_constraint(parts, self.mesh, of_parts))
@@ -615,7 +616,7 @@ def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSp
 
 
 def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
-    """Raise ShardingError for mesh axes that the mesh lacks, or that a shard_map maps."""
+    """Raise ShardingError for mesh axes that the mesh lacks, or that are Manual already."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
     for axis in over:
         if axis in manual:

@@ -1,4 +1,4 @@
-"""A `Call` gives each array of a gradient function's call a role in the loop over micro-batches.
+"""A `Call` assigns each array passed to a gradient function a role in the micro-batch loop.
 
 The loop divides the arrays of the batch and splits random keys. It takes carried arrays from the
 previous micro-batch. All other arrays are the same in each micro-batch. This module also checks
@@ -60,7 +60,7 @@ class GradientFunction(NamedTuple):
         is_known: whether it is a gradient function of functree.
         differentiated: the path prefixes of the differentiated arguments.
         named: the path prefixes of the arguments that are named for each role.
-        weighted: whether the aux has a weight.
+        weighted: whether the aux contains a weight.
     """
 
     signature: Signature
@@ -134,7 +134,7 @@ class GradientFunction(NamedTuple):
             return why, "name it in only one of them"
         if name in parameters[: len(self.partial.args)]:
             why = f"is bound to {function}, so calls do not pass it"
-            return why, "remove it from the `functools.partial` or the method, and pass it"
+            return why, "pass it in each call, instead of binding it"
         if Path((name,)) in self.differentiated:
             why = "is differentiated, so it is the same in each micro-batch"
             return why, "name a different parameter, or change the gradient function's `argnums=`"
@@ -153,7 +153,7 @@ class GradientFunction(NamedTuple):
             carried: the skeletons of the arguments in `carry=`, by path.
 
         Raises:
-            FunctreeError: if the aux is not the required aux.
+            FunctreeError: if the aux differs from the required one.
         """
         if not self.own_aux:
             return result
@@ -193,7 +193,7 @@ class GradientFunction(NamedTuple):
         )
 
     def _refused(self, value: Tree, why: str) -> FunctreeTypeError:
-        """Build the error for an aux that is not the required aux."""
+        """Build the error for an aux that differs from the required one."""
         kind = value_text(value)
         if isinstance(value, tuple | list):
             kind = f"a {type(value).__name__} of {len(value)}"
@@ -267,7 +267,7 @@ class Call(NamedTuple):
         return value
 
     def run(self, values: Sequence[Any]) -> Tree:
-        """Run the function with other values of the arrays. Raises the errors of `checked`."""
+        """Run the function with new values for the arrays. It raises the errors of `checked`."""
         function = self.function
         record = self.leaves.skeleton.fill(values)
         result = function.signature.run(function.partial.fun, record)
@@ -381,7 +381,7 @@ def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
 
 
 def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]:
-    """Return the indices of the paths that begin with a prefix, for one prefix after another."""
+    """Return the indices of the paths that begin with one of the prefixes, prefix by prefix."""
     return [i for place in places for i, path in enumerate(paths) if path[: len(place)] == place]
 
 
@@ -420,8 +420,8 @@ def _indivisible(leaf: Leaf, steps: int, shards: Mapping[str, int]) -> list[Prob
     if parts > 1:
         why += f" on each of {parts} {'shards' if shards else 'devices'}"
         divisor = f"{steps} × {parts}"
-    remedy = f"use a batch whose size is a multiple of {divisor}; name the parameters to divide in "
-    return [leaf.problem(why, f"{remedy}`batch=`, random keys in `keys=`, and state in `carry=`")]
+    remedy = f"use a batch whose size is a multiple of {divisor}, or name the parameters to divide "
+    return [leaf.problem(why, f"{remedy}in `batch=`, random keys in `keys=` and state in `carry=`")]
 
 
 def _difference(path: Path, wanted: Skeleton, found: Skeleton) -> str:

@@ -74,16 +74,16 @@ def value_and_grad(
     On Auto axes, the type of a traced parameter has no sharding, and an unconstrained gradient
     silently loses the mesh axes of FSDP. Gradients are therefore constrained to `layout` if it is
     given. Under ambient rules, they are otherwise sharded like their parameters. On Explicit axes,
-    the types have shardings, so ambient rules are not needed. Without a layout and rules, or
-    without a mesh, the gradients are JAX's own.
+    the types have shardings, so ambient rules are not needed. Without a layout or rules, or without
+    a mesh, JAX's gradients are returned unchanged.
 
-    Inside `ft.shard_map`, JAX sums the gradient of a parameter that all shards share over the
-    shards. If the loss on each of `n` shards is the mean over its examples, the sum is `n` times
-    the gradient of the overall mean. A loss that differs between shards is therefore an error
-    there. Return `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then
-    need neither. The check cannot detect a parameter that was gathered by `all_gather`: its
-    gradient is the gradient of the summed losses too. `check_vma=False` is always an error, since
-    each shard then computes only its own part of the gradient.
+    Inside `ft.shard_map`, JAX sums the gradient of a shared parameter over all shards. If the loss
+    on each of `n` shards is the mean over its examples, the sum is `n` times the gradient of the
+    overall mean. A loss that differs between shards is therefore an error there. Return
+    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need neither.
+    The check cannot detect a parameter that was gathered with `all_gather`: its gradient is still
+    the gradient of the summed losses. `check_vma=False` is always an error, since each shard then
+    computes only its own part of the gradient.
 
     Args:
         fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything. Its
@@ -94,7 +94,7 @@ def value_and_grad(
             may be passed by keyword.
         has_aux: whether `fn` returns `(value, aux)`.
         layout: the layout of the argument, or a prefix tree of layouts. With several `argnums`, one
-            for all arguments, or a tuple with one for each.
+            layout for all arguments, or a tuple with one for each.
 
     Returns:
         A function with `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has
@@ -230,7 +230,7 @@ def grad(
 
 
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator like `functools.wraps(fn)` that drops the annotation of `fn`'s result.
+    """Return a decorator like `functools.wraps(fn)` that drops `fn`'s return annotation.
 
     The wrapper's result differs from `fn`'s.
     """

@@ -1,7 +1,7 @@
 """Type checkers see gradient functions as these protocols; other transforms use `KnownGradient`.
 
 The types are protocols, so that a type checker can extract the type of the first parameter. A
-`Callable[Concatenate[M, P], M]` would extract it too. But it loses the name of the first parameter,
+`Callable[Concatenate[M, P], M]` would extract it too. However, it loses the name of that parameter,
 and a lambda does not match it.
 """
 
@@ -17,7 +17,7 @@ _R = TypeVar("_R", covariant=True)
 
 
 class Gradient(Protocol[_P]):
-    """Function with the same parameters that returns the gradient."""
+    """Function of the differentiated function's parameters that returns the gradient."""
 
     @overload
     def __call__(
@@ -30,7 +30,7 @@ class Gradient(Protocol[_P]):
 
 
 class GradientAndAux(Protocol[_P, _R]):
-    """Function with the same parameters that returns `(gradient, aux)`."""
+    """Function of the differentiated function's parameters that returns `(gradient, aux)`."""
 
     @overload
     def __call__(
@@ -43,7 +43,7 @@ class GradientAndAux(Protocol[_P, _R]):
 
 
 class ValueAndGradient(Protocol[_P, _R]):
-    """Function with the same parameters that returns `(result, gradient)`."""
+    """Function of the differentiated function's parameters that returns `(result, gradient)`."""
 
     @overload
     def __call__(
@@ -84,7 +84,7 @@ class KnownGradient(NamedTuple):
         return (0, 1) if self.with_value else (1,)
 
     def place_of(self, position: int) -> tuple[int, ...]:
-        """Return where the result has an argument's gradient, as indices into nested tuples."""
+        """Return the position of an argument's gradient in the result, like `aux_place`."""
         place: tuple[int, ...] = ()
         if self.with_value:
             place = (1,)
@@ -96,13 +96,13 @@ class KnownGradient(NamedTuple):
 
 
 def known(fn: _F, gradient: KnownGradient) -> _F:
-    """Record on a function what it returns."""
+    """Attach its description to a gradient function, and return the function."""
     setattr(fn, _ATTRIBUTE, gradient)
     return fn
 
 
 def known_gradient(fn: object) -> KnownGradient | None:
-    """Return the description of a gradient function of functree, or of a wrapper around one.
+    """Return the description of functree's gradient function, or of a wrapper around one.
 
     For any other function, return None.
 

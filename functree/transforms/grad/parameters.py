@@ -42,7 +42,7 @@ BACKWARD = "transpose(jvp())"
 
 
 class Parameters(NamedTuple):
-    """An argument, with the choice of its arrays to differentiate.
+    """An argument, with the selection of its arrays to differentiate.
 
     Attributes:
         number: the argument's position.
@@ -99,7 +99,7 @@ class Parameters(NamedTuple):
         """Return the gradient as a tree like the argument, with None for other leaves.
 
         It is laid out with `layout=`, if that was passed. Otherwise, under ambient rules, it is
-        sharded like the parameters. Without rules it is JAX's own.
+        sharded like the parameters. Without rules, JAX's gradient is returned unchanged.
         """
         # If the types have shardings, JAX has already laid out the gradient.
         if not self.parts or (not self.given and all(map(_typed, self.arrays))):

@@ -1,4 +1,4 @@
-"""`jit` compiles a function of modules.
+"""`ft.jit` compiles a function whose arguments may be modules.
 
 A function, and the options of `ft.jit` ─► the compiled function.
 """
@@ -62,7 +62,9 @@ def jit(
     check_processes: Flag = False,
     **refused: object,
 ) -> Jit[_P, _T] | Callable[[Callable[_P, _T]], Jit[_P, _T]]:
-    """Compile a function of modules. A call costs no more than a `jax.jit` call with the same tree.
+    """Compile a function whose arguments may be modules.
+
+    A call costs no more than a `jax.jit` call with the same tree.
 
     Rules read the annotations of the function's parameters and result, and of the modules in them.
 
@@ -121,7 +123,8 @@ def jit(
         RuleError: if `rules` is not a layout.
         ShardingError: if `mesh` is not a mesh, or has only sizes.
         ShardingError: (when called) if a layout does not fit an argument or the result.
-        ShardingError: (when called) if an argument is sharded differently, or on another mesh.
+        ShardingError: (when called) if an argument is sharded differently than `in_shardings`
+            requires, or is on a different mesh.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)
@@ -148,7 +151,7 @@ def jit(
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit: `mesh` has only sizes: pass a `Mesh` with devices")
     layout = None if rules is None else as_layout(rules)
-    # Copied, since wrappers with equal options share traces, so options must not change.
+    # Copied, since wrappers with equal options share traces, and options must not change later.
     layouts = copied(in_shardings), copied(out_shardings)
     jax_options: dict[str, object] = {"keep_unused": keep_unused, "inline": inline}
     if compiler_options is not None:
@@ -224,7 +227,7 @@ def _named(
             near, parameters = did_you_mean(parameter, known), ", ".join(known) or "none"
             every = "; `donate=...` donates all of them" if option == "donate" else ""
             raise FunctreeValueError(
-                f"jit: {option}={parameter!r}: {signature.name} has no such parameter{near}; its "
-                f"parameters are {parameters}{every}"
+                f"jit: {option}={parameter!r}: {signature.name} has no such parameter (its "
+                f"parameters: {parameters}{every}){near}"
             )
     return frozenset(names)

@@ -109,7 +109,7 @@ class Jit(Function[_P, _T]):
         # How often the array at each path was placed.
         self._placings: Counter[Path] = Counter()
         # Without layouts and donation, a `Program` does not depend on its arguments' shardings. The
-        # key stays short, and JAX compiles one program for each set of shardings.
+        # key then stays short, and JAX compiles one program for each set of shardings.
         has_layouts = options.in_shardings is not None or options.out_shardings is not None
         self._by_shardings = has_layouts or bool(options.donated)
 
@@ -189,7 +189,7 @@ class Jit(Function[_P, _T]):
             mesh, wanted = by_in_shardings(flat.call, flat.arrays, self._layouts, mesh)
             shardings |= {i: sharding for i in moving if (sharding := wanted[i]) is not None}
         others = {i: array for i, array in moving.items() if not self._has_entry(paths[i])}
-        # Inside `shard_map`, arrays are local, but the rules are about global arrays.
+        # Inside `shard_map`, arrays are local, but the rules describe global arrays.
         is_global = not jax.sharding.get_abstract_mesh().manual_axes
         if others and rules is not None and mesh is not None and is_global:
             shardings |= by_rules(flat.call, others, rules, self._signature, mesh)
@@ -264,12 +264,13 @@ class Jit(Function[_P, _T]):
         return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
-        """Return the mesh of a call, unless its arguments determine it."""
+        """Return the mesh of a call; None if its arguments determine it."""
         if self._options.mesh is not None:
             return self._options.mesh
         mesh = current_mesh()
         if isinstance(mesh, AbstractMesh) and not tracing():
-            # For example in an eager `jax.sharding.auto_axes`, whose arrays have the devices.
+            # For example, an eager `jax.sharding.auto_axes` sets such a mesh. The arrays have the
+            # devices.
             return with_devices_of(mesh, arrays)
         return mesh
 
@@ -280,7 +281,7 @@ class Jit(Function[_P, _T]):
         """
         group, mesh = flat.group, surroundings.mesh
         donated = donated_indices(group.paths, self._options.donated)
-        # If no mesh is known, the layouts of the result may bring one.
+        # If no mesh is known, the layouts of the result may still have one.
         several = self._options.out_shardings is not None if mesh is None else mesh.size > 1
         if several:
             donated = tuple(i for i in donated if not _is_spread(flat.arrays[i]))
@@ -295,7 +296,8 @@ class Jit(Function[_P, _T]):
     ) -> Shardings | None:
         """Return the sharding of each array of a result.
 
-        It comes from `out_shardings`, or otherwise from the donated argument that it replaces.
+        It comes from `out_shardings`, or otherwise from the donated argument that the array
+        replaces.
         """
         name, layouts = self._signature.name, self._options.out_shardings
         # Built only now, since the constructors of some classes refuse abstract arrays.
@@ -348,7 +350,7 @@ def _is_spread(array: AnyArray) -> bool:
 
 
 def _named_sharding(array: AnyArray) -> NamedSharding | None:
-    """Return the sharding of an array on a mesh, otherwise None.
+    """Return the sharding of an array on a mesh, or None for any other array.
 
     For a traced array, the sharding is unknown.
     """
@@ -388,7 +390,7 @@ def _uses_mesh(jaxpr: Any) -> bool:
 
 
 def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
-    """Make a program run on the mesh of its arguments, even if its result depends on none.
+    """Make a program run on the mesh of its arguments, even if its result depends on none of them.
 
     JAX drops unused arguments, and takes the devices from the others. If it dropped all arguments
     on the mesh, the program would run on the default device.
@@ -404,7 +406,7 @@ def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Pro
         raise ShardingError(
             f"{program.name} constrains arrays on the mesh of its arguments, but its result "
             "depends on no argument on that mesh. JAX drops unused arguments, and the constraints "
-            f"with them: {NO_MESH} with a `Mesh`"
+            f"with them: {NO_MESH}, where `mesh` is a `Mesh`"
         )
     return program
 
@@ -497,7 +499,7 @@ class CheckedJit(Jit[_P, _T]):
 
 
 def _facts(program: Program, flat: FlatCall) -> Facts:
-    """Return what must be the same in all processes: arguments, mesh and lowered program."""
+    """Return what must be the same in all processes: settings, arguments, mesh and program."""
     arguments: list[str] = []
     for path, x in zip(program.group.paths, flat.arrays, strict=True):
         # Each process has its own copy of such an array, and the copies must have equal values.

@@ -124,7 +124,7 @@ def is_unplaced(array: Any) -> bool:
 def is_worth_telling(array: AnyArray) -> bool:
     """Return whether to warn about an array if it is replicated or moved.
 
-    Random keys, which differ in each step, and small arrays cause no warning.
+    Random keys, which differ in each step, and small arrays do not warrant a warning.
     """
     is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return not is_key and array.size >= _SMALLEST
@@ -337,7 +337,7 @@ def by_in_shardings(
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
     """Return the mesh of `in_shardings`, and the sharding that they give to each array.
 
-    An array that may have any sharding has None.
+    For an array that may have any sharding, it is None.
 
     Raises:
         ShardingError: if a layout does not fit.
