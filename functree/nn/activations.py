@@ -68,7 +68,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
 @contextmanager
 def unsharded_sequence() -> Iterator[None]:
-    """Change the ambient rules to leave "seq" unsharded, for a model with a cache.
+    """Override the ambient rules in a context to leave "seq" unsharded, for a model with a cache.
 
     Examples:
         >>> from functree.nn.activations import unsharded_sequence

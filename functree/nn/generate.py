@@ -58,7 +58,7 @@ IntArray = Int[Array | np.ndarray, "..."]
 
 
 class Sampling(NamedTuple):
-    """The options for choosing the next token; as arrays, all their values share one program.
+    """The options for choosing the next token, as arrays, so that all values share one program.
 
     Attributes:
         key: the random key; None to choose the likeliest token.
@@ -158,7 +158,7 @@ def generate(
     ends: Any = np.asarray(seq, np.int32) if lengths is None else lengths
     # Without known lengths, padding could count as tokens of the prompt.
     if _is_known(ends):
-        # No longer than leaves room for the new tokens.
+        # The padding leaves room for the new tokens.
         padded = _padded(prompts, min(_bucket(seq), model.max_seq - length))
     stop_tokens: Any = tuple(map(np.int32, stops))
     padding: Any = np.asarray(pad, _dtype(prompts, vocab, pad))

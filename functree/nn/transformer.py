@@ -128,7 +128,7 @@ class Transformer(eqx.Module, ShownByPlan):
         return config_of(self, "before" if block is None else block.norms)
 
     def __matrix_dimensions__(self) -> Matrices:
-        """Declare for `ft.nn.matrix_dimensions` that `unembed` is not a matrix, in any class."""
+        """Declare that `unembed` is not a matrix, whatever its class; see `matrix_dimensions`."""
         return {"unembed": None}
 
     @classmethod

@@ -225,8 +225,7 @@ def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
         Array([300, 103], dtype=int32)
     """
     # A narrow dtype may overflow in sums, and may be unable to represent the number of rows, with
-    # which JAX compares indices. A cast from a wide dtype would overflow: 2 ** 32 + 5 would be row
-    # 5.
+    # which JAX compares indices. A cast from a wide dtype would overflow: 2**32 + 5 would be row 5.
     own, wanted = jnp.iinfo(index.dtype), jnp.iinfo(jnp.int32)
     if own.max > wanted.max:
         # Not `jnp.clip`, which would cast a NumPy array first.

@@ -54,7 +54,7 @@ def zigzag(
     check("zigzag: invalid arguments", x=(x, _TOKENS), parts=(parts, SIZE))
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
-        why = f"the sequence length {seq} is not divisible by {pieces}, two pieces per part"
+        why = f"the sequence length {seq} is not divisible by {pieces}, twice the number of parts"
         remedy = f"pad it to a multiple of {pieces}"
         problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
         raise parameter_error("zigzag: invalid arguments", [problem], right_type=True)

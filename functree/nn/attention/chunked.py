@@ -96,7 +96,7 @@ def unchunked(
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
-    # Cast to the dtype of the values, so that narrow arrays are multiplied, with a wide sum.
+    # Cast to the dtype of the values: the product has narrow operands and a wide sum.
     weights = weights.astype(query.dtype)
     products: list[Array] = []
     first = 0
@@ -128,7 +128,7 @@ class _Chunks(NamedTuple):
     def keys_of(self, i: Index) -> tuple[Index, Index]:
         """Return the first chunk of keys that chunk `i` of the queries attends to, and the end.
 
-        With positions from the user, the range covers all chunks, since positions are known only
+        With explicit positions, the range covers all chunks, since the positions are known only
         when the program runs.
         """
         if not self.mask.is_by_order:
@@ -172,8 +172,8 @@ class _Chunks(NamedTuple):
     ) -> _Sums:
         """Apply `add` to sums, chunk by chunk, but skip chunks in which no query attends to a key.
 
-        With positions from the user, chunks are skipped at run time: about half of them, if the
-        tokens of each chunk are close to each other, as after `ft.nn.zigzag`.
+        With explicit positions, chunks are skipped at run time: about half of them, if the tokens
+        of each chunk are close to each other, as after `ft.nn.zigzag`.
 
         Args:
             add: adds one chunk to the sums.
@@ -311,8 +311,7 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Cast to the dtype of the heads, as the weights are, so that narrow arrays are
-            # multiplied.
+            # Cast to the dtype of the heads, as the weights are, for products of narrow operands.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
             # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
             # loops carry it, in the wide dtype.
