@@ -18,20 +18,20 @@ from functree.errors import count, listed, warn
 from functree.tree.arrays import on_device
 from functree.tree.paths import Path
 
-# A NumPy or JAX array: both have the same functions.
+# A NumPy or JAX array. Both have the methods that are used here.
 _Array = Any
 
 
 class Loss(NamedTuple):
-    """Record of a cast array.
+    """Record of the values that an array lost in a cast.
 
     Attributes:
         path: its path.
         size: the number of its elements.
         before: its dtype before the cast.
         after: its dtype after the cast.
-        lost: how many of its values were lost. For an array on devices, this is an array too, so
-            that the next cast does not wait for it.
+        lost: how many of its values were lost. For an array on devices, this number is an array
+            too, so that the next cast does not wait for it.
     """
 
     path: Path
@@ -41,11 +41,11 @@ class Loss(NamedTuple):
     lost: int | jax.Array
 
     def __str__(self) -> str:
-        return f"`{self.path}` {int(self.lost)} of {self.size} ({self.before} as {self.after})"
+        return f"`{self.path}` {int(self.lost)} of {self.size} ({self.before} to {self.after})"
 
 
 def warn_of_losses(where: object, losses: Iterable[Loss], remedy: str) -> None:
-    """Warn about arrays that lost values, by path."""
+    """Warn about arrays that lost values, and list their paths."""
     found = [str(loss) for loss in losses if int(loss.lost)]
     if found:
         warn(
@@ -67,12 +67,12 @@ def cast_on_devices(
 
 def cast_on_host(array: _Array, dtype: Any) -> _Array:
     """Cast an array in host memory."""
-    # NumPy warns about some losses only, without the array's path.
+    # NumPy warns about only some losses, and without the array's path.
     with np.errstate(all="ignore"):
         return _cast(array, dtype)
 
 
-# Elements that are checked at once: masks of a whole array would take several times its memory.
+# Elements that are checked at once. Masks of a whole array would take several times its memory.
 _BLOCK = 2**20
 
 
@@ -93,8 +93,8 @@ def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
 def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether the smallest and the largest value show that no value is lost.
 
-    For weights that are cast to shorter floats, this takes a tenth of the time of checking each
-    value.
+    For weights that are cast to shorter floats, this takes a tenth of the time that checking each
+    value would.
     """
     if not array.size or not (_is_float(array.dtype) and _is_float(dtype)):
         return False
@@ -103,12 +103,12 @@ def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
     return float(info.min) <= float(array.min()) and float(array.max()) <= float(info.max)
 
 
-# Cached, since a new function would be compiled for each array.
+# Cached, since JAX compiles each new function again.
 @functools.lru_cache(maxsize=256)
 def _caster(
     dtype: np.dtype, sharding: Sharding
 ) -> Callable[[jax.Array], tuple[jax.Array, jax.Array]]:
-    """Build a program that casts an array and counts the lost values at once."""
+    """Build one program that casts an array and counts the lost values."""
 
     def cast_and_count(array: jax.Array) -> tuple[jax.Array, jax.Array]:
         cast = _cast(array, dtype)
@@ -118,7 +118,7 @@ def _caster(
 
     whole = None
     if isinstance(sharding, NamedSharding):
-        whole = sharding.update(spec=PartitionSpec())  # readable in all processes
+        whole = sharding.update(spec=PartitionSpec())  # so that all processes can read it
     return jax.jit(cast_and_count, out_shardings=(sharding, whole))
 
 
@@ -132,7 +132,7 @@ def _cast(array: _Array, dtype: np.dtype) -> _Array:
 
 def _can_lose(before: Any, after: Any) -> bool:
     """Return whether a cast may lose values, apart from rounding."""
-    if before == after:  # for example dtypes of random keys, which NumPy does not have
+    if before == after:  # for example, dtypes of random keys, which NumPy does not have
         return False
     if jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(after, jnp.inexact):
         # NumPy calls such a cast safe, although large integers are rounded.
@@ -147,7 +147,7 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         x: the array before the cast.
         cast: the array after the cast.
         dtype: the dtype after the cast.
-        xp: numpy or `jax.numpy`.
+        xp: `numpy` or `jax.numpy`.
     """
     if _is_complex(x.dtype):
         if not _is_complex(dtype):
@@ -169,7 +169,7 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         low, high = 0, 1
         if not _is_flag(dtype):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-        # Compare with the next power of two, which is always a float: the largest integer may not
+        # Compare with the next power of two, which is exact as a float. The largest integer may not
         # be. The result of the cast is not used, since it differs between devices.
         return ~((xp.trunc(x) == x) & (x >= float(low)) & (x < float(high + 1)))
     back = y.astype(x.dtype)

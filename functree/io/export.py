@@ -37,18 +37,19 @@ def _are_names(value: object) -> bool:
     return TEXTS.fits(value)
 
 
-_NAMES = Takes("names of axes, or a dict from names to expressions", _are_names)
+_NAMES = Takes("axis names, or a dict from axis names to expressions", _are_names)
 
 
 class Exported:
     """Exported function. `ft.export` builds it.
 
-    It takes and returns arrays in the order of their paths, since `jax.export` serializes no
-    modules. Callers do not need the modules' classes.
+    It takes and returns separate arrays in the order of their paths, since `jax.export` does not
+    serialize modules. Callers do not need the modules' classes.
 
     Attributes:
-        exported: JAX's `jax.export.Exported`, with types, shardings and platforms.
-        paths: the path of each argument; None after `deserialize`, since the bytes have no paths.
+        exported: the `jax.export.Exported`, with types, shardings and platforms.
+        paths: the path of each argument; None after `deserialize`, since the bytes contain no
+            paths.
 
     Examples:
         >>> double = ft.export(
@@ -65,7 +66,7 @@ class Exported:
         self.paths: tuple[Path, ...] | None = paths
 
     def call(self, *arrays: Any) -> tuple[jax.Array, ...]:
-        """Run the function.
+        """Call the exported function.
 
         Sharded arguments must be on a mesh with as many devices as the function was exported for.
 
@@ -74,7 +75,7 @@ class Exported:
 
         Raises:
             FunctreeError: if the number of arguments is wrong.
-            FunctreeError: if an argument has a different shape or dtype, or is deleted.
+            FunctreeError: if an argument has a different shape or dtype, or was deleted.
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
@@ -102,7 +103,7 @@ class Exported:
         """
         import_extra("flatbuffers", "export")
         data = bytes(self.exported.serialize())
-        # After the data: flatbuffers' data contain their own length.
+        # The digest can follow the data, since flatbuffers stores the length of its data.
         return data + _MARK + _digest(data)
 
     @classmethod
@@ -143,7 +144,7 @@ class Exported:
 
     def _misfits(self, arrays: Sequence[object]) -> Iterator[Problem]:
         """Yield a problem for each argument whose shape or dtype differs from the exported one."""
-        # JAX would name an argument by its number.
+        # JAX's error would name only the argument's number.
         for i, (array, wanted) in enumerate(zip(arrays, self.exported.in_avals, strict=True)):
             path = Path((i,)) if self.paths is None else self.paths[i]
             why = f"was exported as {array_text(wanted)}"
@@ -156,7 +157,7 @@ class Exported:
         return ", ".join(map(str, self.paths or ()))
 
 
-# The mark between a function's bytes and their digest.
+# The marker between a function's bytes and their digest.
 _MARK = b"\0functree:sha256:"
 
 
@@ -170,20 +171,20 @@ def _checked(data: bytes) -> bytes:
     Raises:
         FunctreeError: if there is no digest, or it differs.
     """
-    # Checked first, since JAX trusts offsets and sizes in the bytes: one flipped bit may end the
+    # Checked first, since JAX trusts offsets and sizes in the bytes: one flipped bit may crash the
     # process.
     function, mark, digest = data.rpartition(_MARK)
     if not mark:
         raise FunctreeValueError(
             f"these bytes are not an exported function: the {count(len(data), 'byte')} do not end "
-            "with a digest of `ft.Exported.serialize`, so they are incomplete, or come from "
+            "with a digest from `ft.Exported.serialize`, so they are incomplete, or come from "
             "`jax.export`; if you trust them, read them with "
             "`jax.export.deserialize(bytearray(data))`"
         )
     if _digest(function) != digest:
         raise FunctreeValueError(
             "these bytes are not an exported function: their digest differs, so they have changed "
-            "since they were written"
+            "since they were written; export the function again"
         )
     return function
 
@@ -228,12 +229,12 @@ def export(
         f: a function of `ft.jit`, or a method.
         *args: its arguments, which may be abstract arrays with shardings.
         platforms: platforms such as `("cpu", "tpu", "cuda")`; by default this process's platform.
-        symbolic: the axes whose sizes are not fixed, by their names in the parameters' annotations:
-            `["batch"]`. A dict gives expressions of JAX's symbolic sizes: `{"batch": "8*b"}`.
+        symbolic: the names of axes whose sizes are not fixed, as in the parameters' annotations:
+            `["batch"]`. A dict maps the names to JAX's symbolic expressions: `{"batch": "8*b"}`.
 
     Raises:
         FunctreeError: if `f` is not a function of `ft.jit`.
-        FunctreeError: if no argument has an axis in `symbolic`.
+        FunctreeError: if `symbolic` has an axis that no argument has.
 
     Examples:
         >>> @ft.jit
@@ -288,7 +289,7 @@ def _with_symbols(
             problems.append(Problem(None, None, f'"{name}"', why, _ANNOTATE))
     if problems:
         raise FunctreeValueError(f"export: invalid options for {f.__name__}", problems)
-    # In one scope, two sizes with the same name are the same size.
+    # In one scope, sizes with the same name are equal.
     scope = jax.export.SymbolicScope()
     sizes: dict[str, object] = {}
     for name, text in expressions.items():
@@ -299,7 +300,7 @@ def _with_symbols(
     return positional[len(bound.args) :]
 
 
-_ANNOTATE = 'name the axes of the parameter: `x: Float[Array, "batch embed"]`'
+_ANNOTATE = 'annotate the parameter with its axes: `x: Float[Array, "batch embed"]`'
 
 
 def _with_sizes(leaf: Leaf, sizes: Mapping[str, object]) -> AnyArray:

@@ -1,4 +1,4 @@
-"""Optional packages are imported on use, and their errors become functree's errors."""
+"""`import_extra` imports optional packages, and `ForeignErrors` converts their errors."""
 
 import importlib
 import importlib.util
@@ -10,18 +10,22 @@ from functree.errors import FunctreeError
 
 
 def import_extra(package: str, extra: str) -> ModuleType:
-    """Import a package of an extra.
+    """Import an optional package.
+
+    Args:
+        package: the package.
+        extra: the extra of functree that installs it.
 
     Raises:
         FunctreeError: if it is not installed.
     """
     if not _is_installed(package):
-        raise FunctreeError(f"`{package}` is not installed: pip install 'functree[{extra}]'")
+        raise FunctreeError(f"`{package}` is not installed: run `pip install 'functree[{extra}]'`")
     return importlib.import_module(package)
 
 
 def _is_installed(package: str) -> bool:
-    # Without importing it: an ImportError inside an installed package is a different problem.
+    # Without importing it, since an ImportError inside an installed package is a different problem.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -29,10 +33,10 @@ def _is_installed(package: str) -> bool:
 
 
 class ForeignErrors:
-    """Block that converts errors of other packages into errors of functree.
+    """Context manager that converts errors of other packages into functree's errors.
 
     The original error is chained as the cause. Orbax raises all classes of errors, including
-    `Exception` itself. Errors of a device, such as one that is out of memory, are not converted.
+    `Exception` itself. Errors of JAX's runtime, such as a device out of memory, are not converted.
 
     Args:
         kind: the class of the new error.

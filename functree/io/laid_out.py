@@ -1,4 +1,4 @@
-"""`laid_out` finds the sharding of each array that is read, from `like` and a layout."""
+"""`laid_out` finds the sharding of each array that is read, from a layout or from `like`."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -26,8 +26,15 @@ def laid_out(
 ) -> tuple[Leaves, list[Sharding | None]]:
     """Return the arrays in `like`, and the sharding of each.
 
-    The sharding comes from the layout, or without a layout from the array in `like`. It is None for
-    arrays without one.
+    The sharding comes from the layout. Without a layout, it comes from the array in `like`, and is
+    None for an array without a sharding.
+
+    Args:
+        like: the tree.
+        layout: its layout, or None.
+        mesh: the mesh, or None for the ambient mesh.
+        only: a filter for the arrays that the layout must fit. With a layout, the sharding of each
+            other array is None.
 
     Raises:
         ShardingError: if the layout does not fit the arrays that `only` matches.
@@ -70,13 +77,13 @@ def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
     elif isinstance(sharding, NamedSharding) and (missing := without_devices(sharding.mesh)):
         yield leaf.problem(f"cannot be created: {missing}", "")
     elif (where := partly(sharding)) is not None:
-        yield leaf.problem(where, "pass a layout on a mesh of all devices")
+        yield leaf.problem(where, "pass a layout with a mesh of all devices")
     elif not is_enabled(value.dtype):
         yield leaf.problem(not_enabled(value.dtype), ENABLE)
 
 
 def partly(value: object) -> str | None:
-    """Say on which processes' devices an array or a sharding is, or return None if on all."""
+    """Describe which processes have an array's or sharding's devices, or return None if all do."""
     sharding = getattr(value, "sharding", value)
     if jax.process_count() == 1 or not isinstance(sharding, jax.sharding.Sharding):
         return None
@@ -88,12 +95,12 @@ def partly(value: object) -> str | None:
 
 
 def is_enabled(dtype: Any) -> bool:
-    """Return whether JAX's configuration has a dtype: 8-byte dtypes are off by default."""
+    """Return whether JAX's configuration enables a dtype. By default, it disables 64-bit dtypes."""
     return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def not_enabled(dtype: Any) -> str:
-    """Say that JAX's configuration does not have a dtype."""
+    """Write for a message that JAX's configuration disables a dtype."""
     return f"JAX has no {np.dtype(dtype)} without `jax_enable_x64`"
 
 

@@ -228,7 +228,7 @@ HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
     "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
     "a dtype of integers": (
         tensor(dtype="I32"),
-        "lm_head.weight has the dtype I32, but weights have",
+        "lm_head.weight has the dtype I32, but weights must be",
     ),
     "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }
@@ -344,8 +344,11 @@ VALUES_FILES: dict[str, tuple[Change, str]] = {
     "parts of other rank": (in_parts(4), f"{HEAD}cannot be read: "),
     "deep": (in_head(lambda head: DEEP), f"{HEAD}cannot be read: {TOO_DEEP}"),
     "a dtype that nobody knows": (in_head(lambda head: head | {"data_type": "x"}), "data_type"),
-    "a pipe": (no_file("manifest.ocdbt"), "manifest.ocdbt cannot be read: it is not a file"),
-    "another pipe": (no_file("_METADATA"), "_METADATA cannot be read: it is not a file"),
+    "a pipe": (
+        no_file("manifest.ocdbt"),
+        "manifest.ocdbt cannot be read: it is not a regular file",
+    ),
+    "another pipe": (no_file("_METADATA"), "_METADATA cannot be read: it is not a regular file"),
 }
 
 

@@ -99,7 +99,7 @@ def test_a_checkpoint_in_a_bucket(run: str, emulator: Emulator) -> None:
     assert found.meta == {"tokens": 4096} and found["w"].spec == ft.P("data", None)
     assert f"{path}: 4 arrays" in str(found)
 
-    with raises(f"{path} is already a checkpoint: save to another path, or with", *()):
+    with raises(f"{path} is already a checkpoint: save to another path, or pass", *()):
         ft.save(path, tree())
     ft.save(path, tree(5), overwrite=True)
     assert value(ft.restore(path, tree())) == 5
@@ -121,9 +121,11 @@ def test_the_checkpoints_of_a_run(run: str, emulator: Emulator) -> None:
     assert checkpoints.steps == (20, 21)
     assert {name.partition("/")[0] for name in below(emulator, run)} == {"20", "21"}
     assert value(ft.Checkpoints(run).restore(tree(), 20)) == 20
-    with raises(f"{run} is not a checkpoint: it has the checkpoints of several steps", f"{run}/21"):
+    with raises(
+        f"{run} is not a checkpoint: it has a checkpoint for each step of a run", f"{run}/21"
+    ):
         ft.restore(run, tree())
-    with raises(f"{run}/none is not a checkpoint: there is no such folder"):
+    with raises(f"{run}/none is not a checkpoint: the folder does not exist"):
         ft.inspect(f"{run}/none")
 
 
@@ -132,7 +134,7 @@ def test_nothing_else_is_ever_removed(run: str, emulator: Emulator) -> None:
     for name in mine:
         put(emulator, name)
     small = {"n": np.arange(2)}
-    with raises(f"{run}/7 is not a checkpoint, but has `arrays-"):
+    with raises(f"{run}/7 is not a checkpoint, but contains `arrays-"):
         ft.save(f"{run}/7", small, overwrite=True)
     for name in mine:
         emulator.objects.delete("bucket", name.removeprefix(f"{BUCKET}/"), {})
@@ -272,7 +274,7 @@ ADDRESSES = {
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
     "gs:/bucket/run": [
         "gs:/bucket/run has lost a slash",
-        "pass the address of a bucket as a string",
+        "pass the bucket's address as a string",
     ],
     "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
     "gs://bucket//run": ["is not the address of a folder in a bucket"],
@@ -321,7 +323,7 @@ def test_paths_that_are_no_addresses(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_without_the_extra(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real = util.find_spec
     monkeypatch.setattr(util, "find_spec", lambda name: None if name == package else real(name))
-    with raises(f"`{package}` is not installed: pip install 'functree[gcs]'"):
+    with raises(f"`{package}` is not installed: run `pip install 'functree[gcs]'`"):
         ft.inspect("gs://bucket/run")
 
 

@@ -130,7 +130,7 @@ def test_restore(what: str, saved: str, tmp_path: Path) -> None:
         ft.FunctreeWarning,
         match=re.escape(
             f"1 array lost values that the new dtype cannot hold: `a.0` "
-            f"2 of 4 ({np.dtype(saved)} as int8); give these arrays in `like` the dtype that was saved"
+            f"2 of 4 ({np.dtype(saved)} to int8); give these arrays in `like` the dtype that was saved"
         ),
     ) as caught:
         found = ft.restore(tmp_path / "c", like, cast=True)
@@ -144,7 +144,7 @@ def test_restore(what: str, saved: str, tmp_path: Path) -> None:
 
 def test_a_number_of_numpy(tmp_path: Path) -> None:
     ft.save(tmp_path / "c", {"a": np.float32(0.5)})
-    with pytest.warns(ft.FunctreeWarning, match="`a` 1 of 1 .float32 as int32."):
+    with pytest.warns(ft.FunctreeWarning, match="`a` 1 of 1 .float32 to int32."):
         assert type(ft.restore(tmp_path / "c", {"a": np.int32(0)}, cast=True)["a"]) is np.int32
 
 
@@ -186,7 +186,7 @@ def published(folder: Path, value: float) -> None:
 def test_load_weights(tmp_path: Path) -> None:
     published(tmp_path / "m", 1e6)
     with pytest.warns(
-        ft.FunctreeWarning, match="2 arrays .*1 of 128 .float32 as float16.* 1 of .*`param_dtype="
+        ft.FunctreeWarning, match="2 arrays .*1 of 128 .float32 to float16.* 1 of .*`param_dtype="
     ) as caught:
         ft.load_weights(tmp_path / "m", ft.P("data"), MESH, param_dtype=jnp.float16)
     assert len(caught) == 1

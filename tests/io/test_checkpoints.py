@@ -346,7 +346,7 @@ def test_one_array_at_two_places(tmp_path: Path) -> None:
     apart = ft.restore(tmp_path / "tied", {"a": w, "b": w + 1})
     assert not buffers(apart["a"]) & buffers(apart["b"]) and bits(apart["b"]) == bits(w)
     with raises(
-        "b   f32[1024]", "one array with `a` in `like`, but two arrays were saved", "ft.copy"
+        "b   f32[1024]", "is the same array as `a` in `like`, but two arrays were saved", "ft.copy"
     ):
         ft.restore(tmp_path / "apart", {"a": w, "b": w})
 
@@ -370,7 +370,7 @@ def test_without_digests(tmp_path: Path) -> None:
     assert_same(found, tied)
     assert found["a"] is found["b"]
     ft.save(tmp_path / "apart", {"a": w, "b": w + 1}, verify=False)
-    with raises("is one array with `a` in `like`, but two arrays were saved"):
+    with raises("is the same array as `a` in `like`, but two arrays were saved"):
         ft.restore(tmp_path / "apart", {"a": w, "b": w}, verify=False)
 
 

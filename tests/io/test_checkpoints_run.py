@@ -66,7 +66,7 @@ def test_which_are_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["20", "21"]
     again = ft.Checkpoints(tmp_path)
     assert again.steps == (20, 21) and "2 steps, latest 21" in repr(again)
-    with raises("it has the checkpoints of several steps: pass one of them, such as ", "/21"):
+    with raises("it has a checkpoint for each step of a run: pass one of these, such as ", "/21"):
         ft.inspect(tmp_path)
 
 
@@ -83,9 +83,12 @@ def test_an_array_may_be_donated_while_it_is_saved(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     checkpoints = ft.Checkpoints(tmp_path / "run")
     assert (checkpoints.steps, checkpoints.latest) == ((), None)
-    with raises("has no checkpoint: its steps are none", error=ft.CheckpointError):
+    with raises("has no checkpoint (saved steps: none)", error=ft.CheckpointError):
         checkpoints.restore(tree(0))
-    with raises("`save` writes in the background", "with ft.Checkpoints(folder) as checkpoints:"):
+    with raises(
+        "Checkpoints.save was called outside a `with` statement",
+        "with ft.Checkpoints(folder) as checkpoints:",
+    ):
         checkpoints.save(0, tree(0))
     with checkpoints:
         checkpoints.save(3, tree(3))
@@ -93,7 +96,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             checkpoints.save(3, tree(4))
         with pytest.warns(ft.FunctreeWarning, match="step 2 is saved, but .* from step 3 of .*run"):
             assert checkpoints.save(2, tree(2))
-        with raises("has no checkpoint of step 4: its steps are 2, 3", error=ft.CheckpointError):
+        with raises("has no checkpoint for step 4 (saved steps: 2, 3)", error=ft.CheckpointError):
             checkpoints.restore(tree(0), 4)
 
 

@@ -111,18 +111,18 @@ MEETING = (
     "give each child a key of its own in the class's `tree_flatten_with_keys`",
 )
 NO_TEXT = (
-    "has a key in its path without a unique text",
-    "use a string or a number as the key",
+    "has a path that cannot be read back from its text",
+    "use strings or integers as keys",
 )
 PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "abstract": (
         lambda: [jnp.ones(2), x(2)],
         "is abstract, and has no values",
-        "save the concrete tree, not its `ft.abstract`",
+        "save the concrete tree instead",
     ),
     "deleted": (
         lambda: [gone()],
-        "was donated, and no longer has values",
+        "was donated or deleted, and has no values",
         "save the state that the step returned",
     ),
     "a dtype": (
@@ -187,7 +187,10 @@ NOT_JSON: dict[str, tuple[Any, str]] = {
     "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
     "a number as a key": ({"a": {3: "x"}}, "`a key of meta['a']` is 3, which is not JSON"),
     "a text of another class": ({"a": np.str_("x")}, "`meta['a']` is "),
-    "bytes": (b"x", "`meta` is b'x', which is not JSON: use strings, numbers, lists and dicts"),
+    "bytes": (
+        b"x",
+        "`meta` is b'x', which is not JSON: use strings, numbers, lists and dicts",
+    ),
 }
 
 

@@ -164,7 +164,7 @@ def test_bytes_that_are_not_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
             ft.Exported.deserialize(flipped(data, 72))
         for bad in (plain, data[:900]):
             with raises(
-                "do not end with a digest of `ft.Exported.serialize`, so they are incomplete"
+                "do not end with a digest from `ft.Exported.serialize`, so they are incomplete"
             ):
                 ft.Exported.deserialize(bad)
     # The remedy, and the bytes without functree
@@ -205,5 +205,5 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with raises("Exported.deserialize: invalid arguments", "data=", "it must be bytes"):
         ft.Exported.deserialize("text")  # type: ignore[arg-type]
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with raises("`flatbuffers` is not installed: pip install 'functree[export]'"):
+    with raises("`flatbuffers` is not installed: run `pip install 'functree[export]'`"):
         exported.serialize()

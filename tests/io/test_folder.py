@@ -103,7 +103,7 @@ def test_what_stays_beside_a_checkpoint(what: str, how: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("what", FOREIGN)
 def test_what_is_in_the_way_of_a_checkpoint(what: str, tmp_path: Path) -> None:
     file(tmp_path / "7" / what)
-    refused = raises("is not a checkpoint, but has `", "in it: save to another path")
+    refused = raises("is not a checkpoint, but contains `", "`: save to another path")
     for overwrite in (False, True):
         with refused:
             ft.save(tmp_path / "7", TREE, overwrite=overwrite)

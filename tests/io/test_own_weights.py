@@ -284,7 +284,7 @@ def test_one_array_in_two_places(tmp_path: Path) -> None:
     )
     assert apart["a"] is not apart["b"]
     with raises(
-        "b   f32[8, 4]", "is one array with `a` in `like`, but has a different name", "ft.copy"
+        "b   f32[8, 4]", "is the same array as `a` in `like`, but has a different name", "ft.copy"
     ):
         ft.load_tensors(file, {"a": x, "b": x}, {"a": "w", "b": "v"})
 
@@ -311,7 +311,7 @@ def test_cast(tmp_path: Path) -> None:
     assert wide.dtype == np.float32
     np.testing.assert_array_equal(wide, narrow.astype(np.float32))
     like = abstract("float16", x=(3,))
-    with warns("a.safetensors: 1 array", "`x` 1 of 3 (bfloat16 as float16)", "in `like` the dtype"):
+    with warns("a.safetensors: 1 array", "`x` 1 of 3 (bfloat16 to float16)", "in `like` the dtype"):
         ft.load_tensors(file, like, {"x": "w"}, P(), MESH, cast=True)
     with raises("JAX has no float64 without `jax_enable_x64`"):
         ft.load_tensors(file, abstract("float64", x=(3,)), {"x": "w"}, P(), MESH, cast=True)
@@ -330,13 +330,13 @@ ALL = ["l.*", "qkv", "big", "[se]*"]
 CORRECT = "correct the name in `table`, or the shape in `like`"
 PARTS = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
 NUMBERS = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
-NO_PARTS = "the 3 parts are 0 to 2, and the range has none of them"
+NO_PARTS = "the range is empty, or exceeds the 3 parts, which are numbered from 0"
 # A table and what is left out, for `x.0` and `x.1` (8, 4) ─► where something is wrong, what, and what
 # to do.
 REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]] = {
     "the transpose": (
         {"x.*": "l.*.t"}, ALL,
-        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if it is transposed, write "x.*": "l.*.t.T"\n{CORRECT}')],
+        [("x.0, x.1", "the files have `l.*.t` as f32[4, 8], not as f32[8, 4]", f'if its dimensions are reversed, write "x.*": "l.*.t.T"\n{CORRECT}')],
     ),
     "another shape": (
         {"x.0": "l.0.w", "x.1": "big"}, ["l.*", "qkv", "[se]*"],
@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         {"x.*": "qkv[3/3]"}, ALL,
         [
             ('"x.*": "qkv[3/3]"', "the pattern has 1 `*`, but the name has 0",
-             "write as many `*` in a name as in its pattern, for the same texts"),
+             "write as many `*` in a name as in its pattern: they stand for the same texts"),
             ('"x.*": "qkv[3/3]"', NO_PARTS, PARTS),
         ],
     ),
@@ -368,7 +368,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "no name": (
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
-            ("x.1", "no pattern of `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
+            ("x.1", "no pattern in `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
             ("l.1.w", "no array is read from it", 'add rows for them to `table`, or pass left_out=["l.1.w"]'),
         ],
     ),
@@ -389,8 +389,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         [
             ('"y.*": "l.*.t"', "matches no array; did you mean `x.*`?", ""),
             ('"x.1": "l.1.t"', "matches only arrays that an earlier pattern names", "write the narrower pattern first"),
-            ('left_out "l.*.hh"', "matches no tensor of the files; did you mean `l.*.h`?", ""),
-            ('left_out "l.0.w"', "each tensor that it matches is read", ""),
+            ('left_out "l.*.hh"', "matches no tensor in the files; did you mean `l.*.h`?", ""),
+            ('left_out "l.0.w"', "matches only tensors that are read", ""),
         ],
     ),
 }  # fmt: skip
@@ -430,14 +430,14 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
     "no dimension of layers": (
-        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` needs a dimension with a tensor for each element"]
+        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` needs a nonempty dimension with a tensor for each element"]
     ),
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]
     ),
     "experts that are joined": (
         Experts(S((2, 4, 8), "float32")), {"up": "e.T"},  # type: ignore[arg-type]
-        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if it is transposed, write "up": "e"'],
+        ["`e.T` as f32[8, 8], not as f32[2, 8, 4]", 'if its dimensions are reversed, write "up": "e"'],
     ),
     "a random key": (
         {"x": jax.random.key(0)}, {"x": "big"}, ["x   key<fry>[]", "is a random key, which cannot be read from a tensor"]

@@ -92,7 +92,7 @@ def test_what_is_static(what: str, tmp_path: Path) -> None:
     kept = static_texts({"w": w, "a": [value]})
     assert list(kept) == ["a.0"] and text in kept["a.0"] and len(kept["a.0"]) < 300
     assert ft.restore(tmp_path / "c", {"w": w, "a": [equal]})["a"][0] is equal
-    with warns("are not restored, and come from `like`: `a.0` was ") as caught:
+    with warns("are not restored, but come from `like`: `a.0` was ") as caught:
         assert ft.restore(tmp_path / "c", {"w": w, "a": [other]})["a"][0] is other
     assert len(caught) == 1
 
@@ -114,9 +114,9 @@ def test_what_a_warning_says_to_do(tmp_path: Path) -> None:
     with pytest.warns(ft.FunctreeWarning) as caught:
         ft.restore(tmp_path / "c", {"w": np.ones(2), "step": 0, "name": "sgd"})
     assert [str(one.message) for one in caught] == [
-        "Python numbers are not restored, and come from `like`: `step` was 17 and is 0; convert "
-        "numbers that should be saved: `jnp.asarray(...)`",
-        "static leaves are not restored, and come from `like`: `name` was 'adam' and is 'sgd'; "
+        "Python numbers are not restored, but come from `like`: `step` was 17 and is 0; convert "
+        "numbers that should be saved into arrays: `jnp.asarray(...)`",
+        "static leaves are not restored, but come from `like`: `name` was 'adam' and is 'sgd'; "
         "build `like` like the saved tree, or save these values in `meta=`",
     ]
 

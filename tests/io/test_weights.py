@@ -250,13 +250,13 @@ def test_what_is_refused(copied: Path) -> None:
       no array is read from it
 
 Try: `model.layers.1.mlp.gate_proj.weight`: did you mean `model.layers.2.mlp.gate_proj.weight`?
-     use files and a `config.json` of the same model"""
+     use files and a `config.json` from the same model"""
     assert str(caught.value) == told
 
 
 def test_layers_of_several_dtypes(copied: Path) -> None:
     changed(copied, **{GATE: tensors(copied)[GATE].astype("float16")})
-    why = f"its layers have different dtypes: the files have `{GATE}` as f16[48, 32], but the first as f32"
+    why = f"its layers have different dtypes: the files have `{GATE}` as f16[48, 32], but the first layer is f32"
     with raises("1 problem\n", why, "pass `param_dtype=` to give all layers one dtype"):
         load(copied)
     gate = load(copied, param_dtype=jnp.float32).blocks.layer.mlp.gate
@@ -325,7 +325,7 @@ def test_an_index_that_is_none(text: str, copied: Path) -> None:
 
 def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with raises("`safetensors` is not installed: pip install 'functree[weights]'"):
+    with raises("`safetensors` is not installed: run `pip install 'functree[weights]'`"):
         load(MODELS / "llama")
 
 
@@ -354,11 +354,11 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     ):
         ft.save_weights(tmp_path, model)
     sizes: Any = dict(embed=8, layers=1, heads=2, kv_heads=2, head_dim=4, hidden=8)
-    other_options = "use the options of one of these, or save it with `ft.save`"
+    other_options = "use the options of one of these families, or save any model with `ft.save`"
     options: Any = {"window": 4, "qk_norm": True}
     config = ft.nn.TransformerConfig(16, **sizes, **options)
     said = ("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options)
-    with raises("no published family computes the same as this model", *said):
+    with raises("no published family computes the same function as this model", *said):
         ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
     assert not (tmp_path / "new").exists()
 
@@ -391,7 +391,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
     "an int8 norm": (
         "norm.scale",
         lambda x: x.astype("int8"),
-        "weights have one of float64, float32",
+        "the dtype must be one of float64, float32",
     ),
     "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) there"),
     "no array": ("norm.scale", lambda x: 1.0, "the family has an array there"),
@@ -413,7 +413,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
     "an attention function": (
         "blocks.layer.attn.attention",
         lambda x: _mine,
-        "no family has it",
+        "no family has this function",
     ),
     "other frequencies": (
         "blocks.layer.attn.rope_scaling",
@@ -442,7 +442,7 @@ def test_what_no_family_computes(case: str, tmp_path: Path) -> None:
         changed = eqx.tree_at(
             lambda model: functools.reduce(getattr, parent.split("."), model), model, changed
         )
-    with raises("no published family computes the same as this model") as error:
+    with raises("no published family computes the same function as this model") as error:
         ft.save_weights(tmp_path / "new", changed)
     assert not (tmp_path / "new").exists()
     [problem] = error.value.problems

@@ -36,14 +36,15 @@ T = TypeVar("T")
 class Checkpoints:
     """Checkpoints of a run: step `n` is the checkpoint `folder/n`.
 
-    Each checkpoint is written in the background while the next steps run. Use it in a `with`
-    statement, which waits for the last one. Readers never see a half-written checkpoint. If a
-    process was killed while writing, a `save` more than a day later removes the remains.
+    Each checkpoint is written in the background while the next steps run. Use `Checkpoints` in a
+    `with` statement, which waits for the last checkpoint. Readers never see a half-written
+    checkpoint. If a process was killed while writing, a `save` more than a day later removes the
+    leftovers.
 
     Args:
         folder: a folder that all processes see, or its address in a bucket: `gs://bucket/run`.
-        keep: how many of the newest checkpoints are kept; None for all.
-        every: saves only steps that are multiples of this number; None for each step.
+        keep: how many of the newest checkpoints are kept; None keeps all.
+        every: the interval of saved steps, which are multiples of it; None saves every step.
 
     Attributes:
         folder: the folder.
@@ -74,12 +75,12 @@ class Checkpoints:
         self._folder = folder_at(folder)
         self.folder: FilePath = self._folder.path
         self._keep, self._every = keep, every
-        # The steps that may have remains of a killed process; None for all.
+        # The steps that may have leftovers of a killed process; None for all.
         self._unswept: list[int] | None = None
-        # The steps of this run, which count as newer than earlier ones whatever their numbers.
+        # The steps that this run saved, which count as newer than all others.
         self._saved: set[int] = set()
         self._is_open = False  # whether the program is inside the `with` statement
-        # The writer in the background, and the future of its end.
+        # The background writer, and the future that ends with it.
         self._running: tuple[CheckpointWriter, Future[None]] | None = None
 
     def __enter__(self) -> Self:
@@ -100,15 +101,15 @@ class Checkpoints:
             if error is None:
                 self.wait()
             elif self._running is not None:
-                # Without the other processes, which may be in the middle of a step that this one
-                # never reaches.
+                # Wait without the other processes, which may be in the middle of a step that this
+                # one never reaches.
                 _, ended = self._running
                 _NOT_ASKED.pop(ended, None)
                 ended.result()
         except FunctreeError as failed:
             if error is None:
                 raise
-            # As a note, since the first error may be the cause of this one.
+            # Added as a note, since the first error may be the cause of this one.
             error.add_note(f"and the last checkpoint was not saved: {failed}")
 
     @property
@@ -123,7 +124,7 @@ class Checkpoints:
             for _ in range(_LOOKS):
                 listed = named_steps(self._folder)
                 # While the listed steps are checked, another process may remove them all because of
-                # `keep`. Newer steps exist then.
+                # `keep`. In that case, newer steps exist.
                 found = steps_with_manifest(self._folder, listed)
                 if found or not listed:
                     break
@@ -141,7 +142,7 @@ class Checkpoints:
             step: the step, at least 0.
             tree: the tree, as in `ft.save`.
             meta: JSON values, as in `ft.save`.
-            force: saves the step even if `every` skips it.
+            force: whether the step is saved even if `every` skips it.
 
         Returns:
             Whether the step is saved: False only if `every` skips it.
@@ -155,12 +156,12 @@ class Checkpoints:
         check("Checkpoints.save: invalid arguments", step=(step, EXTENT), force=(force, FLAG))
         if not self._is_open:
             raise FunctreeError(
-                "`save` writes in the background, and waits at the end of a `with` statement: "
-                "write `with ft.Checkpoints(folder) as checkpoints:` around the loop"
+                "Checkpoints.save was called outside a `with` statement, which waits for the last "
+                "checkpoint: write `with ft.Checkpoints(folder) as checkpoints:` around the loop"
             )
         if not force and self._every is not None and step % self._every != 0:
             return False
-        # One at a time: no step is skipped, and two writes would slow each other down.
+        # One write at a time: no step is skipped, and two writes would slow each other down.
         self.wait()
         with Agreement(f"{self.folder} cannot be written") as agreement:
             self._check_new(int(step))
@@ -168,7 +169,7 @@ class Checkpoints:
         writer = CheckpointWriter(
             self._folder.at(str(step)), tree, meta, verify=True, step=int(step)
         )
-        # An executor for one call, since its future raises the thread's error in `wait`.
+        # A new executor for each call, whose future raises the thread's error in `wait`.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
         ended = thread.submit(self._finish, writer, int(step))
         thread.shutdown(wait=False)
@@ -177,7 +178,7 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until the checkpoint in the background is complete.
+        """Wait until the background checkpoint is complete.
 
         Raises:
             CheckpointError: if it could not be written.
@@ -193,11 +194,11 @@ class Checkpoints:
                 lambda: running is None or is_done(running[1]),
             )
         except FunctreeError:
-            # The write may still run in this process, since orbax waits for the one that failed.
+            # The write may still run in this process, since orbax waits for the failed process.
             if running is not None:
                 writer, ended = running
                 writer.give_up()
-                ended.exception()  # waits; its error is a consequence of the one that is raised
+                ended.exception()  # waits; its error is only a consequence of the raised one
             raise
 
     def restore(
@@ -218,13 +219,13 @@ class Checkpoints:
             step: the step; by default the latest.
             layout: the layout of the tree, as in `ft.restore`.
             mesh: the mesh, as in `ft.restore`.
-            only: a filter of the arrays, as in `ft.restore`.
+            only: a filter for the arrays, as in `ft.restore`.
             cast: whether arrays may be cast, as in `ft.restore`.
             verify: whether digests are checked, as in `ft.restore`.
 
         Raises:
             CheckpointError: if `ft.restore` raises it.
-            CheckpointError: if there is no checkpoint, or none of this step.
+            CheckpointError: if there is no checkpoint, or none for this step.
         """
         check("Checkpoints.restore: invalid arguments", step=(step, EXTENT.or_none()))
         self.wait()
@@ -234,41 +235,41 @@ class Checkpoints:
             try:
                 return restore(path, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
-                # Another process may have removed the latest because of `keep`. A newer one exists
-                # then.
+                # Another process may have removed the latest because of `keep`. In that case, a
+                # newer one exists.
                 if step is not None or self._found(None) == found:
                     raise
 
     def _found(self, step: int | None) -> int:
-        """Find a step, or the latest.
+        """Check that a step has a checkpoint, or find the latest step.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or none of this step.
+            CheckpointError: if there is no checkpoint, or none for this step.
         """
         with Agreement(f"{self.folder} cannot be restored") as agreement:
             agreement.compare(lambda: {"step": [str(step)]})
             text = " ".join(map(str, self.steps))
-        # All use the first process's list: on a network file system, the others may see the latest
-        # step later, and would restore a different one.
+        # All use the first process's list: on a network file system, the others may not
+        # see the latest step yet, and would restore a different one.
         steps = list(map(int, text_of_first(text).split()))
         if steps and step is None:
             return steps[-1]
         if step is not None and step in steps:
             return int(step)
-        what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        what = "no checkpoint" if step is None else f"no checkpoint for step {step}"
         raise CheckpointFileError(
-            f"{self.folder} has {what}: its steps are {', '.join(map(str, steps)) or 'none'}"
+            f"{self.folder} has {what} (saved steps: {', '.join(map(str, steps)) or 'none'})"
         )
 
     def _check_new(self, step: int) -> None:
         """Raise CheckpointError if a step exists, and warn if a later one does."""
         with files(f"{self.folder} cannot be written"):
-            # Remains are removed here and not when the folder is opened, so that readers remove
+            # Leftovers are removed here, not when the folder is opened, so that readers remove
             # nothing.
             if jax.process_index() == 0:
                 if self._unswept is None:
                     self._unswept = named_steps(self._folder)
-                # Later saves look again at steps with remains that are too young to be removed.
+                # Later saves look again at steps with leftovers that are too recent to remove.
                 self._unswept = [one for one in self._unswept if sweep(self._folder.at(str(one)))]
             steps = self.steps
         if step in steps:
@@ -279,7 +280,7 @@ class Checkpoints:
         if steps and step < steps[-1]:
             warn(
                 f"step {step} is saved, but a restart would resume from step {steps[-1]} of "
-                f"{self.folder}: remove later steps to resume from this one"
+                f"{self.folder}: remove the later steps to resume from this one"
             )
 
     def __repr__(self) -> str:
@@ -294,8 +295,8 @@ class Checkpoints:
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
-            # A run that resumes from an earlier step saves lower numbers than exist. Sorted by
-            # number alone, its own checkpoints would be removed, beginning with the one just saved.
+            # A run that resumes from an earlier step saves lower numbers than already exist. If
+            # steps were sorted by number alone, its own checkpoints would be removed first.
             steps = sorted(self.steps, key=lambda one: (one == step, one in self._saved, one))
             for one in steps[: -self._keep]:
                 old = self._folder.at(str(one))
@@ -306,7 +307,7 @@ class Checkpoints:
                     remove_step(old)
 
 
-# The checkpoints whose result was not waited for, by their futures.
+# Checkpoints that nothing has waited for, by their futures.
 _NOT_ASKED: dict[Future[None], FilePath] = {}
 
 
@@ -321,5 +322,5 @@ def _report() -> None:
             )
 
 
-# How often the steps are listed, if all were removed before they were checked.
+# How often the steps are listed again, if all were removed before they were checked.
 _LOOKS = 3

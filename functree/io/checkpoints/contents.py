@@ -1,4 +1,4 @@
-"""`Contents` is what a checkpoint keeps of a tree: the stored arrays, and a manifest."""
+"""`Contents` holds the arrays and the manifest that a checkpoint stores for a tree."""
 
 import copy
 import json
@@ -26,7 +26,7 @@ from functree.tree.paths import Path
 
 
 class Contents(NamedTuple):
-    """Contents of a checkpoint.
+    """Arrays and manifest of a checkpoint.
 
     Attributes:
         stored: the arrays that are stored, by path.
@@ -38,7 +38,7 @@ class Contents(NamedTuple):
 
     @classmethod
     def of(cls, tree: Tree, meta: object, step: int | None) -> "Contents":
-        """Return the contents of a tree's checkpoint.
+        """Build the contents of a tree's checkpoint.
 
         Raises:
             CheckpointError: if an array cannot be saved, or its path cannot be read back.
@@ -55,7 +55,7 @@ class Contents(NamedTuple):
         if problems:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
-        # It is written later, in the background, and the training loop may change it until then.
+        # It is written later in the background, and the training loop may change it before that.
         meta = copy.deepcopy(meta)
         live, mesh = live_rows(leaves)
         rows: list[SavedArray] = []
@@ -85,13 +85,13 @@ class Contents(NamedTuple):
         return cls(stored, Manifest(tuple(rows), None, step, sizes, static_texts(tree), meta))
 
     def facts(self) -> Facts:
-        """Return what must be the same in all processes."""
+        """Return the facts that must be the same in all processes."""
         manifest = self.manifest
         arrays: list[str] = []
         for row in manifest.rows:
             arrays.append(f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}")
-        # Each process has its own NumPy arrays, and orbax writes the first process's. Values that
-        # differ would be lost silently. A JAX array is one array in all processes.
+        # Each process has its own NumPy arrays, and orbax writes the first process's. Different
+        # values would be lost silently. A JAX array is the same array in all processes.
         values: list[str] = []
         for path, value in self.stored.items():
             if not isinstance(value, jax.Array):
@@ -116,8 +116,8 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             )
         if not _is_readable(leaf.path):
             yield leaf.problem(
-                "has a key in its path without a unique text",
-                "use a string or a number as the key",
+                "has a path that cannot be read back from its text",
+                "use strings or integers as keys",
             )
 
 
@@ -127,12 +127,10 @@ def not_saveable(leaf: Leaf) -> Problem | None:
     if isinstance(value, Tracer):
         return leaf.problem("is traced, and has no values yet", "save it outside `jit`")
     if isinstance(value, jax.ShapeDtypeStruct):
-        return leaf.problem(
-            "is abstract, and has no values", "save the concrete tree, not its `ft.abstract`"
-        )
+        return leaf.problem("is abstract, and has no values", "save the concrete tree instead")
     if isinstance(value, jax.Array) and value.is_deleted():
         return leaf.problem(
-            "was donated, and no longer has values", "save the state that the step returned"
+            "was donated or deleted, and has no values", "save the state that the step returned"
         )
     if (where := partly(value)) is not None:
         return leaf.problem(
@@ -142,7 +140,7 @@ def not_saveable(leaf: Leaf) -> Problem | None:
 
 
 def _is_readable(path: Path) -> bool:
-    """Return whether a path's text is parsed as the same path."""
+    """Return whether a path's text parses as the same path."""
     # The text names the array in the manifest and for orbax. Keys of a user's class may have the
     # text of another path.
     try:
@@ -152,21 +150,21 @@ def _is_readable(path: Path) -> bool:
 
 
 def _check_meta(meta: object) -> None:
-    """Raise CheckpointError for values that JSON does not have, or would change."""
+    """Raise CheckpointError for values that JSON cannot hold, or would change."""
     for where, value in _not_json(meta, "meta", MOST_LEVELS // 2):
         if isinstance(value, dict | list):
             most = MOST_LEVELS // 2
-            raise CheckpointError(f"`meta` is nested more than {most} levels deep")
+            raise CheckpointError(f"`meta` is nested more than {most} levels deep: flatten it")
         raise CheckpointError(
             f"`{where}` is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
         )
 
 
 def _not_json(value: object, where: str, levels: int) -> Iterator[tuple[str, object]]:
-    """Yield the values that JSON would change, with their position.
+    """Yield the values that JSON would change, with their positions.
 
-    JSON turns tuples into lists, and number keys into strings. A list or dict that is nested more
-    than `levels` deep, such as in itself, is yielded too.
+    JSON turns tuples into lists, and numeric keys into strings. A list or dict that is nested more
+    than `levels` deep, for example inside itself, is yielded too.
     """
     if isinstance(value, dict | list) and not levels:
         yield where, value

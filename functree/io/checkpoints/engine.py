@@ -4,8 +4,8 @@ Random keys are stored as words, and dtypes that zarr lacks as bytes. An array a
 have the same bits in the same order, and therefore the same digest.
 
 Before orbax reads, the headers of the arrays are compared with the manifest, since tensorstore
-trusts them. It allocates chunks of any size, and parses nested JSON recursively. Either may end the
-process, which no `except` can prevent.
+trusts them. It allocates chunks of any size, and parses nested JSON recursively. Either may crash
+the process, which no `except` can prevent.
 """
 
 import math
@@ -32,32 +32,32 @@ from functree.tree.arrays import bits, is_key, keys_of, on_device, unsigned, wit
 
 StoredArray = jax.Array | np.ndarray
 
-# Not with `|`, in which `pyright --verifytypes` finds type arguments of `jax.ShapeDtypeStruct`.
+# Not with `|`, where `pyright --verifytypes` would find type arguments of `jax.ShapeDtypeStruct`.
 Target = Union[jax.ShapeDtypeStruct, np.ndarray]  # noqa: UP007
 """Target of a read: a JAX array with this sharding, or a NumPy array."""
 
 
 class Response(Protocol):
-    """A save that runs in the background."""
+    """Save that runs in the background."""
 
     def result(self, timeout: float | None = None) -> None:
         """Wait until the save has ended, for at most `timeout` seconds.
 
-        It raises the error of the background, or TimeoutError if the save still runs.
+        Raise the save's error, or TimeoutError if the save is still running.
         """
 
 
 def is_done(running: Response) -> bool:
-    """Return whether a save has ended, after waiting for a moment. Raise its error."""
-    # A short wait lets the processes report errors to each other. A process that waits in orbax for
-    # a failed process or a bucket does so for up to twenty minutes.
+    """Wait briefly, and return whether a save has ended. Raise the save's error."""
+    # Short waits let the processes report errors to each other. In orbax, a process may wait for a
+    # failed process or a bucket for up to twenty minutes.
     seconds = 0.25
     start = time.monotonic()
     try:
         running.result(timeout=seconds)
     except TimeoutError:
-        # Orbax too raises a TimeoutError in the background if it has waited too long. Less time has
-        # passed here in that case.
+        # Orbax also raises TimeoutError in the background if it has waited too long. In that case,
+        # less time has passed here.
         if time.monotonic() - start < seconds:
             raise
         return False
@@ -65,7 +65,7 @@ def is_done(running: Response) -> bool:
 
 
 def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
-    """Start to write arrays to a new folder. The arrays may be donated when this returns."""
+    """Start writing arrays to a new folder. The arrays may be donated once this returns."""
     orbax = import_orbax()
     if not arrays:  # orbax does not write an empty tree
         nothing: Future[None] = Future()
@@ -74,7 +74,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
     with _context(orbax):
         response: Response = orbax.save_async(folder, dict(arrays))
     if jax.process_count() > 1:
-        # Saves that have ended would only keep copies of arrays alive.
+        # Ended saves are dropped, since they would keep copies of arrays alive.
         _SAVES[:] = [one for one in _SAVES if _is_running(one)]
         _SAVES.append(response)
         _watch()
@@ -82,7 +82,7 @@ def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
 
 
 _SAVES: list[Response] = []
-# Set once a save has failed. Threads of orbax may still wait for other processes then.
+# Set once a save has failed. Orbax's threads may then still wait for other processes.
 _FAILED = threading.Event()
 
 
@@ -103,12 +103,12 @@ def _watch() -> ThreadPoolExecutor:
     """Start a thread that waits for the end of the program.
 
     Returns:
-        An executor whose thread ends with the program, as long as the cache keeps it.
+        An executor whose thread ends with the program. The cache keeps it alive until then.
     """
     executor = ThreadPoolExecutor(1)
-    # At the end of a program, Python tells the threads of all executors to end, and waits for each
-    # of them, including orbax's. Functions of `atexit` run only afterwards. The thread is started
-    # here, since a program that is ending cannot start one.
+    # At the end of a program, Python asks the threads of all executors to end, and waits for them,
+    # including orbax's. `atexit` functions run only afterwards. The thread is started here, since a
+    # program that is ending cannot start threads.
     worker = executor.submit(threading.current_thread).result()
     # Not a daemon: Python waits for it before JAX disconnects from the other processes, which two
     # threads must not do at once.
@@ -121,8 +121,9 @@ def _watch() -> ThreadPoolExecutor:
 def _end_saves(worker: threading.Thread) -> None:
     """Stop saves that still wait for other processes at the end of the program.
 
-    They would wait for minutes for a process that could not write, in threads that Python waits
-    for. The others have ended meanwhile, and JAX would end all processes with an error.
+    Otherwise, their threads would wait for minutes for a process that could not write, and Python
+    would wait for the threads. By then, the other processes have ended, and JAX would end all
+    processes with an error.
     """
     worker.join()
     if any(map(_is_running, _SAVES)) or _FAILED.is_set():
@@ -162,7 +163,7 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
 def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
     """Raise CheckpointFileError if a header differs from its target, or cannot be read.
 
-    Anything in the folder that is not a file is an error too.
+    An entry of the folder that is neither a file nor a folder is an error too.
     """
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
     for base in _databases(folder):
@@ -184,7 +185,7 @@ def _databases(folder: Path) -> list[dict[str, str]]:
             file = Path(inside, name)
             # Opening a pipe would wait for a writer.
             if not file.is_file():
-                raise CheckpointFileError(f"{file} cannot be read: it is not a file")
+                raise CheckpointFileError(f"{file} cannot be read: it is not a regular file")
     return [store_spec(database.parent) for database in folder.glob("*/manifest.ocdbt")]
 
 
@@ -222,21 +223,21 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
 
 
 def import_orbax() -> Any:
-    """Import orbax. Raise FunctreeError if it is not installed."""
+    """Import orbax, or raise FunctreeError if it is not installed."""
     # `Any`, since its types are unknown where it is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 
 
 def _context(orbax: Any) -> Any:
-    """Return the options with which orbax reads and writes."""
+    """Return the options for reading and writing with orbax."""
     context = orbax.Context()
     # Compression barely shrinks trained weights, and takes 2.4 times as long.
     context.array.saving.use_compression = False
     # The layout decides where arrays are placed, never the file.
     context.array.saving.enable_write_sharding_file = False
-    # If a program ends while orbax creates folders in the background, its other threads wait for
-    # minutes. With several processes, `_end_saves` ends that wait, and in the foreground all would
-    # wait for a process that cannot create them.
+    # If a program ends while orbax creates folders in the background, orbax's other threads wait
+    # for minutes. With several processes, `_end_saves` ends that wait. In the foreground, all
+    # processes would wait for a process that cannot create its folders.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     # Without this option, orbax refuses to read only some of the arrays.
     context.pytree.loading.partial_load = True
@@ -244,27 +245,27 @@ def _context(orbax: Any) -> Any:
 
 
 def _most_bytes(targets: Mapping[str, Target]) -> int:
-    """Limit the bytes that are read at once to a fifth of all, but at least the largest array.
+    """Return how many bytes are read at once: a fifth of all, but at least the largest array.
 
-    Until an array is on its device, it is in memory twice. Without a limit, this holds for half of
-    all bytes. A lower limit is slower, since orbax wakes all waiting reads whenever one ends.
+    Until an array is on its device, it is in memory twice. Without a limit, half of all bytes would
+    be. A lower limit is slower, since orbax wakes all waiting reads whenever one ends.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)
 
 
-# Versions of zarr differ in the dtypes that they support. One byte per element of these dtypes is
-# readable in every version.
+# Versions of zarr differ in the dtypes that they support. Every version can read these dtypes if
+# they are stored as one byte per element.
 _AS_BYTES = ("int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3")
 
 NOT_STORED = ("int1", "uint1", "float6_e2m3fn", "float6_e3m2fn")
-"""Dtypes that JAX has, but XLA cannot convert."""
+"""Dtypes that JAX has, but XLA cannot convert to bytes."""
 
 
 def stored_form(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], np.dtype]:
-    """Return the shape and the dtype with which an array is stored."""
+    """Return an array's stored shape and dtype."""
     if is_key(dtype):
-        # A key's words are a further dimension, whose size depends on the key's implementation.
+        # A key's words are an additional dimension, whose size depends on the key's implementation.
         words = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct(shape, dtype))
         return words.shape, words.dtype
     if str(dtype) in _AS_BYTES:
@@ -276,7 +277,7 @@ def to_stored(value: jax.Array | np.ndarray | np.generic) -> StoredArray:
     """Convert an array to its stored form, with the same sharding."""
     shape, dtype = stored_form(value.shape, value.dtype)
     if not isinstance(value, jax.Array):
-        return np.asarray(value).view(dtype)  # NumPy uses a byte per element anyway
+        return np.asarray(value).view(dtype)  # NumPy uses one byte per element anyway
     if value.dtype == dtype:
         return value
     # Computed shard by shard on the array's devices, so that nothing is moved.
@@ -284,7 +285,7 @@ def to_stored(value: jax.Array | np.ndarray | np.generic) -> StoredArray:
 
 
 def from_stored(stored: StoredArray, dtype: Any, sharding: Sharding | None) -> StoredArray:
-    """Convert a stored array back.
+    """Convert a stored array back to its original dtype.
 
     Args:
         stored: the stored array, with the sharding from `stored_sharding`.
@@ -302,7 +303,7 @@ def from_stored(stored: StoredArray, dtype: Any, sharding: Sharding | None) -> S
 
 
 def stored_sharding(sharding: Sharding, ndim: int) -> Sharding:
-    """Return the sharding of an array's stored form, whose further dimensions are unsharded."""
+    """Return the sharding of an array's stored form. Additional dimensions are unsharded."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return sharding.update(spec=of_rank(sharding.spec, ndim))
@@ -314,10 +315,10 @@ def _to_stored(value: jax.Array) -> jax.Array:
     return bits(value).astype(jnp.uint8)
 
 
-# Cached, since a new function would be compiled for each array.
+# Cached, since JAX compiles each new function again.
 @cache
 def _reader(dtype: Any) -> Callable[[jax.Array], jax.Array]:
-    """Return the function that converts a stored array to a dtype."""
+    """Return a function that converts stored arrays to a dtype."""
     if is_key(dtype):
         return keys_of(key_implementation(dtype) or "")
     return lambda stored: jax.lax.bitcast_convert_type(stored.astype(unsigned(dtype)), dtype)

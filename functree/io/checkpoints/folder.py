@@ -1,14 +1,15 @@
 """A checkpoint's folder holds a manifest, and a folder with the values of the arrays.
 
-It is on a disk or in a bucket. The manifest is written last, and names the folder with the values.
-A folder without a manifest is therefore not a checkpoint, and replacing the manifest replaces the
-whole checkpoint. Anything that the manifest does not name is not part of the checkpoint.
+The folder is on a disk or in a bucket. The manifest is written last, and names the folder with the
+values. A folder without a manifest is therefore not a checkpoint, and replacing the manifest
+replaces the whole checkpoint. Anything that the manifest does not name is not part of the
+checkpoint.
 
 Tensorstore writes the manifest only if no other writer has written one since this writer began. On
 a disk, it locks a file, and syncs the file and its folder. A bucket compares generations.
 
-A writer's folders have names with twelve random digits. If no manifest names such a folder, it is
-removed after a day. Nothing else is ever removed.
+A writer's folders have names with twelve random hexadecimal digits. If no manifest names such a
+folder, it is removed after a day. Files that functree did not write are never removed.
 """
 
 import os
@@ -39,7 +40,7 @@ Tensorstore alone would try for many minutes.
 ASKED_AFTER = 20.0
 """Seconds between checks that the bucket still answers, while orbax writes."""
 
-# For deleting everything below a prefix, which may be thousands of objects.
+# The deadline for deleting everything below a prefix, which may be thousands of objects.
 _LONG_DEADLINE = 900.0
 
 
@@ -48,8 +49,8 @@ class Found(NamedTuple):
 
     Attributes:
         data: its bytes; None if there is no manifest.
-        generation: unique for each manifest that is ever written there. It has a fixed value if
-            there is none.
+        generation: an identifier, which is unique for each manifest ever written there. Without a
+            manifest, it has a fixed value.
     """
 
     data: bytes | None
@@ -79,12 +80,12 @@ class Folder:
         """Read the manifest.
 
         Raises:
-            CheckpointFileError: if something that is not a file has its name.
+            CheckpointFileError: if something that is not a regular file has its name.
         """
         manifest = self.path / MANIFEST
         # Opening a pipe would wait for a writer, and reading a device may never end.
         if os.path.lexists(manifest) and not os.path.isfile(manifest):
-            raise CheckpointFileError(f"{manifest} cannot be read: it is not a file")
+            raise CheckpointFileError(f"{manifest} cannot be read: it is not a regular file")
         found = self._answer(self._store.read(MANIFEST))
         return Found(found.value if found.state == "value" else None, found.stamp.generation)
 
@@ -92,7 +93,7 @@ class Folder:
         """Write the manifest atomically, if the current one has this generation.
 
         Returns:
-            False if another writer was first.
+            Whether it was written: False if another writer was first.
         """
         data = text.encode()
         if self._answer(self._store.write(MANIFEST, data, if_equal=generation)).generation:
@@ -105,11 +106,11 @@ class Folder:
         self._answer(self._store.write(name, data))
 
     def names(self) -> list[str]:
-        """List the names in this folder. The list is empty if there is no folder."""
+        """List the names in this folder. The list is empty if the folder does not exist."""
         return os.listdir(self.path) if self.path.is_dir() else []
 
     def age(self, name: str) -> float:
-        """Return the seconds since something in this folder was last written."""
+        """Return the seconds since a file or folder inside this one was last written."""
         try:
             return time.time() - os.lstat(self.path / name).st_mtime
         except FileNotFoundError:
@@ -120,8 +121,8 @@ class Folder:
         return [name for name in names if (self.path / name / MANIFEST).is_file()]
 
     def obstacle(self) -> str:
-        """Describe what is at this path if it is not a folder. The text is empty if nothing is."""
-        # A single `stat`: another process may make or remove the folder between two.
+        """Describe the file or link that keeps this path from being a folder, or return ''."""
+        # A single call of `stat`: another process may make or remove the folder between two.
         try:
             is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
         except OSError:
@@ -141,7 +142,7 @@ class Folder:
         return True
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with its contents, which another process may remove too."""
+        """Remove a file or folder, which another process may remove at the same time."""
         path = self.path / name
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -155,7 +156,7 @@ class Folder:
 
     def check_reached(self) -> None:
         """Raise OSError if this folder has become unreachable. It is called often."""
-        # On a disk, writing itself raises an error.
+        # On a disk, writing raises the error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
         """Wait for the store's answer. Raise OSError if it refuses, or does not answer."""
@@ -165,19 +166,19 @@ class Folder:
             future.cancel()
             raise OSError(f"the bucket has not answered for {deadline:g} seconds") from None
         except (ValueError, NotImplementedError) as error:
-            # Tensorstore turns every status into one of these, such as a missing permission.
+            # Tensorstore raises one of these for every failure, such as a missing permission.
             raise OSError(str(error).partition("\n")[0]) from error
 
 
 class BucketFolder(Folder):
     """Folder at an address in a bucket, which exists if it has contents.
 
-    Where a `Folder` asks the operating system, it finds nothing at such an address.
+    The inherited methods that call the operating system find nothing at such an address.
 
     Args:
         path: the address.
         store: the `tensorstore.KvStore` of the contents.
-        files: a file system of fsspec, which lists by folder, as tensorstore does not.
+        files: an fsspec file system, which can list a single folder. Tensorstore cannot.
     """
 
     def __init__(self, path: Any, store: Any, files: Any):
@@ -193,7 +194,7 @@ class BucketFolder(Folder):
             paths = self._listed(self._files.ls, self._root, detail=False, refresh=True)
         except FileNotFoundError:
             return []
-        # If there is no such folder, gcsfs lists an object with its name.
+        # If the folder does not exist, gcsfs lists an object with its name.
         inside = [path for path in paths if path.startswith(f"{self._root}/")]
         return [path.rstrip("/").rpartition("/")[2] for path in inside]
 
@@ -204,7 +205,7 @@ class BucketFolder(Folder):
         return now - max(written, default=now)
 
     def with_manifest(self, names: Sequence[str]) -> list[str]:
-        # All at once, without reading their data.
+        # All requests run at once, and read no data.
         listed: list[Any] = []
         for name in names:
             key = f"{name}/{MANIFEST}"
@@ -215,18 +216,18 @@ class BucketFolder(Folder):
         return False
 
     def remove(self, name: str) -> None:
-        below = self._store.KeyRange(f"{name}/", f"{name}0")  # 0 comes after the slash
+        below = self._store.KeyRange(f"{name}/", f"{name}0")  # in ASCII, 0 comes after the slash
         self._answer(self._store.delete_range(below), _LONG_DEADLINE)
         self.write(name, None)
 
     def check_reached(self) -> None:
-        # Orbax alone tries for many minutes, in its own threads.
+        # Orbax alone would retry for many minutes, in its own threads.
         if time.monotonic() > self._reached + ASKED_AFTER:
             self.read()
             self._reached = time.monotonic()
 
     def _listed(self, ask: Any, path: str, **options: Any) -> Any:
-        # Without a timeout, gcsfs tries each request six times, and waits for each forever.
+        # Without a timeout, gcsfs tries each request six times, and may wait for each forever.
         try:
             return ask(path, **options, timeout=DEADLINE)
         except TimeoutError:
@@ -237,17 +238,17 @@ class BucketFolder(Folder):
 
 
 def files(failure: str) -> ForeignErrors:
-    """Convert errors of a block that reads or writes files into CheckpointFileError."""
+    """Convert errors in a block that reads or writes files into CheckpointFileError."""
     return ForeignErrors(CheckpointFileError, failure)
 
 
 # A scheme has at least two letters, since a Windows drive has one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# `Path` removes a slash of an address. A folder may have such a name, but hardly with these
+# `Path` removes a slash from an address. A folder could have such a name, but hardly one with these
 # schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 _IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
-# Orbax and fsspec search with shell patterns and resolve dots, and tensorstore refuses line ends.
+# Orbax and fsspec expand shell patterns and resolve dots, and tensorstore refuses line breaks.
 _UNUSABLE = re.compile(r"[*?\[\]#\x00-\x1f\x7f]|(?<=/)\.\.?(?=/|$)")
 
 
@@ -255,26 +256,26 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
     """Return the folder of a checkpoint, or of a run's checkpoints.
 
     Raises:
-        CheckpointError: if orbax cannot reach the address.
+        CheckpointError: if the address is not in a bucket that orbax can reach.
         CheckpointError: if the path cannot be made absolute.
-        FunctreeError: if the extra is not installed.
+        FunctreeError: if the extra for checkpoints or buckets is not installed.
     """
     text = os.fspath(path)
     if match := _ADDRESS.match(text):
         if match.group(1) == "gs":
             return _in_bucket(text)
         raise CheckpointError(
-            f"{text} cannot be used, since orbax reaches only buckets at `gs://`: save to such a "
-            "bucket, or to a file system that all processes share, and copy finished checkpoints"
+            f"{text} cannot be used, since orbax reaches only buckets at `gs://`: use a `gs://` "
+            "address, or save to a file system that all processes share and copy the checkpoints"
         )
     if match := _BROKEN_ADDRESS.match(text):
         raise CheckpointError(
-            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: pass the address "
-            "of a bucket as a string"
+            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: pass the "
+            "bucket's address as a string"
         )
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
     with files(f"{text} cannot be found"):  # an unknown user, or the current folder was removed
-        # Absolute at once, since a program may change its folder during a write in the background.
+        # Absolute from the start, since a program may change its folder during a background write.
         found = Path(text).expanduser().absolute()
         return Folder(found, tensorstore.KvStore.open(store_spec(found)).result())
 
@@ -290,19 +291,19 @@ def _in_bucket(address: str) -> BucketFolder:
             f"{address!r} contains {found.group()!r}, which orbax does not accept in a name: "
             "save to another address"
         )
-    # Orbax needs it to reach a bucket, and does not say that it is missing.
+    # Orbax needs gcsfs to reach a bucket, but does not report that it is missing.
     import_extra("gcsfs", "gcs")
     tensorstore: Any = import_extra("tensorstore", "gcs")
     fsspec: Any = import_extra("fsspec", "gcs")
     path: Any = import_extra("etils.epath", "gcs").Path(address.rstrip("/"))
     with files(f"{address} cannot be opened"):
         store = tensorstore.KvStore.open(store_spec(path)).result()
-        # Without a cache, since writes of other processes must be visible at once.
+        # Without a cache, since other processes' writes must be visible at once.
         return BucketFolder(path, store, fsspec.filesystem("gs", use_listings_cache=False))
 
 
 def store_spec(path: object) -> dict[str, str]:
-    """Return the spec with which tensorstore opens a folder, or an address in a bucket."""
+    """Return tensorstore's spec for a folder, or for an address in a bucket."""
     if not is_in_bucket(path):
         return {"driver": "file", "path": f"{path}/"}
     bucket, _, below = str(path).removeprefix("gs://").partition("/")
@@ -317,17 +318,17 @@ def is_in_bucket(path: object) -> bool:
 DAY = 24 * 3600.0
 """Seconds after which a writer may no longer write its manifest."""
 
-# The remains are removed an hour later. A writer that checked its clock just before has this time
-# to write the manifest, and clocks may differ by up to an hour.
+# Leftovers are removed an hour later. This gives a writer that has just checked its clock time to
+# write the manifest, and allows for clocks that differ by up to an hour.
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"
-"""Suffixes of files next to the values, with which processes notify each other.
+"""Suffixes of the files next to the values with which processes notify each other.
 
-The first process has begun to write here, or a process could not write its part.
+They mean that the first process has begun to write here, and that a process could not write.
 """
 
-# The values, orbax's temporary folders, the notes of processes, and the locks of earlier versions.
+# The values, orbax's temporary folders, processes' notes, and the locks of earlier versions.
 # If a process is killed while it writes a manifest, tensorstore leaves `functree.json.__lock`.
 _OWN = re.compile(
     rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
@@ -338,7 +339,7 @@ def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: if it is not a checkpoint, or its manifest has changed.
+        CheckpointError: if the folder is not a checkpoint, or its manifest has changed.
     """
     path = folder.path / MANIFEST
     with files(f"{path} cannot be read"):
@@ -350,7 +351,7 @@ def read_manifest(folder: Folder) -> Manifest:
 
 
 def _no_checkpoint(folder: Folder) -> str:
-    """Say why a folder is not a checkpoint."""
+    """Explain why a folder is not a checkpoint."""
     if obstacle := folder.obstacle():
         return f"it is {obstacle}"
     names = folder.names()
@@ -358,17 +359,17 @@ def _no_checkpoint(folder: Folder) -> str:
         return f"it has no {MANIFEST}, so it is still being written, or its writer was stopped"
     if steps := steps_with_manifest(folder, named_steps(folder)):
         latest = folder.path / str(steps[-1])
-        return f"it has the checkpoints of several steps: pass one of them, such as {latest}"
+        return f"it has a checkpoint for each step of a run: pass one of these, such as {latest}"
     if names or os.path.isdir(folder.path):
         return f"it has no {MANIFEST}"
-    return "there is no such folder"
+    return "the folder does not exist"
 
 
 def named_steps(folder: Folder) -> list[int]:
     """Return the steps that have a folder, even if it holds no checkpoint."""
     steps: list[int] = []
     for name in folder.names():
-        # `007`, or 7 in the digits of another script, would be the same step as `7`.
+        # `007`, or a 7 in another script's digits, would be the same step as `7`.
         if name.isascii() and name.isdigit() and str(int(name)) == name:
             steps.append(int(name))
     return sorted(steps)
@@ -387,7 +388,7 @@ class Draft:
         overwrite: whether an existing checkpoint is replaced.
 
     Attributes:
-        name: the new name of the folder with the values.
+        name: the name of the new folder with the values.
 
     Raises:
         CheckpointError: if the path holds something that must not be overwritten.
@@ -434,7 +435,8 @@ class Draft:
     def discard(self) -> None:
         """Remove the written files, if possible."""
         folder = self._folder
-        # Remains are swept after a day, as are later writes of orbax's threads and other processes.
+        # Anything that is left is swept after a day, including later writes by orbax's threads and
+        # other processes.
         with suppress(CheckpointError), files("the written files cannot be removed"):
             if self._is_committed:
                 # Despite the error, the manifest may exist. In a bucket, it may still appear.
@@ -447,7 +449,7 @@ class Draft:
 
 
 def _replaceable(folder: Folder, overwrite: bool) -> Found:
-    """Return the manifest, or its absence, which a new manifest may replace.
+    """Read the manifest that a new manifest may replace. There may be none.
 
     Raises:
         CheckpointError: if the path holds something that a checkpoint must not replace.
@@ -465,14 +467,14 @@ def _replaceable(folder: Folder, overwrite: bool) -> Found:
         if overwrite:
             return found
         raise CheckpointFileError(
-            f"{path} is already a checkpoint: save to another path, or with `overwrite=True`"
+            f"{path} is already a checkpoint: save to another path, or pass `overwrite=True`"
         )
-    # Files of other writers are no obstacle, even a manifest written just now: the first writer
+    # Files of other writers are not an obstacle, even a manifest written just now: the first writer
     # wins.
     others = [name for name in folder.names() if name != MANIFEST and not _OWN.fullmatch(name)]
     if others:
         raise CheckpointFileError(
-            f"{path} is not a checkpoint, but has `{min(others)}` in it: save to another path"
+            f"{path} is not a checkpoint, but contains `{min(others)}`: save to another path"
         )
     return found
 
@@ -484,7 +486,7 @@ def is_foreign(folder: Folder) -> bool:
     try:
         found = folder.read().data
         if found is None or found.startswith(BEGINNING):
-            return False  # also if another process just removed the checkpoint
+            return False  # even if another process has just removed the checkpoint
         read_manifest(folder)
     except CheckpointError:
         return True
@@ -492,7 +494,7 @@ def is_foreign(folder: Folder) -> bool:
 
 
 def _named(folder: Folder) -> str | None:
-    """Return the name of the values in a folder's manifest.
+    """Read the name of the folder with the values from a manifest.
 
     It is empty if there is no manifest, and None if the manifest is unreadable or names none.
     """
@@ -506,24 +508,24 @@ def _named(folder: Folder) -> str | None:
 
 
 def _remove_values(folder: Folder, values: str) -> None:
-    """Remove the values with a name, and the files next to them."""
+    """Remove a folder with values, and the files next to it."""
     for name in folder.names():
-        # The note of a failed process stays, since others may look for it later.
+        # A failed process's note stays, since other processes may look for it later.
         if name.startswith(values) and _OWN.fullmatch(name) and not name.endswith(FAILED):
             folder.remove(name)
 
 
 def sweep(folder: Folder) -> bool:
-    """Remove remains of writers that are older than a day, and the folder if it is then empty.
+    """Remove writers' leftovers that are older than a day, and the folder if it is then empty.
 
     Returns:
-        Whether there may be remains that are too young to be removed.
+        Whether there may be leftovers that are too recent to remove.
     """
     ages = {name: folder.age(name) for name in folder.names() if _OWN.fullmatch(name)}
     # The manifest is read after the ages, since a later manifest names nothing old.
     kept = _named(folder) if ages else None
     if kept is None:
-        return False  # nothing is there, or a manifest may name it
+        return False  # there are no leftovers, or an unreadable manifest may name them
     left = [name for name in ages if not kept or not name.startswith(kept)]
     old = [name for name in left if ages[name] > _REMOVED_AFTER]
     for name in old:
@@ -534,7 +536,7 @@ def sweep(folder: Folder) -> bool:
 
 
 def remove_step(folder: Folder) -> None:
-    """Remove a step's checkpoint, its manifest first, so that nobody reads half of it."""
+    """Remove a step's checkpoint, manifest first, so that no process reads half a checkpoint."""
     old = _named(folder)
     folder.write(MANIFEST, None)
     if old:

@@ -47,14 +47,14 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all arrays. An array at several paths is counted once."""
+        """Total bytes of all arrays. An array at several paths counts once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:
         """Return the row at a path, which may be an `ft.Path`, a tuple or a string."""
         if not isinstance(path, str | tuple):
             raise TypeError(
-                f"index a checkpoint with a path, not with {path!r}; `.rows` has its rows by index"
+                f"a checkpoint is indexed with a path, not with {path!r}: use `.rows` to index rows"
             )
         key = Path(path)
         for row in self.rows:
@@ -78,7 +78,8 @@ class Checkpoint:
     def diff(self, other: "Checkpoint | Plan") -> Diff:
         """Compare the checkpoint with another checkpoint, or with a plan.
 
-        The arrays, axes and specs are compared. The values are too, if both are checkpoints.
+        It compares mesh sizes, arrays, axes and specs. Between two checkpoints, it also compares
+        the digests of values.
 
         Raises:
             FunctreeError: if `other` is neither a checkpoint nor a plan.
@@ -125,10 +126,10 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
     """Read a checkpoint's metadata without loading its arrays.
 
     Args:
-        path: its folder, or its address in a bucket.
+        path: the folder of the checkpoint, or its address in a bucket.
 
     Raises:
-        CheckpointError: if it is not a checkpoint, or its manifest has changed.
+        CheckpointError: if `path` is not a checkpoint, or its manifest has changed.
 
     Examples:
         >>> ft.save(
@@ -147,8 +148,8 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _plan_row(row: SavedArray) -> Row:
-    """Convert a row for a plan's table, with the bytes of the whole array."""
-    # An array at several paths is counted at the first one, as in `total_bytes`.
+    """Convert a row to a plan's row, with the bytes of the whole array."""
+    # An array at several paths counts only at the first one, as in `total_bytes`.
     reason, own_bytes = "", row.bytes
     if row.same_as is not None:
         reason, own_bytes = f"the same array as {row.same_as}", 0

@@ -34,7 +34,7 @@ def new_values_name() -> str:
 
 
 class SavedArray(NamedTuple):
-    """Row of a checkpoint's manifest, for one array.
+    """Row of a checkpoint's manifest, which describes one array.
 
     Attributes:
         path: its path in the saved tree.
@@ -42,9 +42,9 @@ class SavedArray(NamedTuple):
         dtype: its dtype.
         axes: the names of its dimensions.
         spec: the spec that it was saved with; None if it had none.
-        bytes: the bytes of one copy.
+        bytes: the size of one copy in bytes.
         digest: the digest of its values as 8 hexadecimal digits; None if none was saved.
-        same_as: the first path of this array, if it occurs at several paths; otherwise None.
+        same_as: the array's first path, if this is a later path of the same array; otherwise None.
         buffer: whether it is annotated as an `ft.Buffer`.
 
     Examples:
@@ -66,7 +66,7 @@ class SavedArray(NamedTuple):
 
 
 class Manifest(NamedTuple):
-    """Manifest of a checkpoint.
+    """Description of a checkpoint's arrays and metadata.
 
     Attributes:
         rows: one row for each array.
@@ -86,7 +86,7 @@ class Manifest(NamedTuple):
     meta: Any
 
     def of_values(self, arrays: str | None, digests: Mapping[str, str]) -> "Manifest":
-        """Add the name of the folder with the values, and their digests by path."""
+        """Return a copy with the name of the folder with the values, and the values' digests."""
         rows: list[SavedArray] = []
         for row in self.rows:
             rows.append(row._replace(digest=digests.get(str(row.same_as or row.path))))
@@ -116,13 +116,14 @@ class Manifest(NamedTuple):
             # damaged, not newer.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(
-                    f"{where} has changed since it was written: its checksum differs"
+                    f"{where} has changed since it was written: its checksum differs; use "
+                    "another checkpoint"
                 )
             manifest = read_value(body, "checkpoint", cls)
             if kept is None:
                 raise FunctreeValueError("it has no `checksum`")
-            # The named folder is read, and removed with the checkpoint, so it must not be
-            # elsewhere.
+            # The named folder is read, and removed with the checkpoint, so it must be inside the
+            # checkpoint.
             if manifest.arrays is not None and not re.fullmatch(VALUES, manifest.arrays):
                 raise FunctreeValueError(f"{manifest.arrays!r} is not a folder of values")
             _check_rows(manifest.rows)
@@ -138,12 +139,12 @@ class Manifest(NamedTuple):
 
 def checksum(body: Mapping[str, Any]) -> str:
     """Compute the checksum of a manifest's values."""
-    # Of the values instead of the text, since the checksum is part of the same JSON.
+    # It covers the values instead of the text, since the checksum is part of the same JSON.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 def _check_rows(rows: Sequence[SavedArray]) -> None:
-    """Raise FunctreeError for rows that are inconsistent."""
+    """Raise FunctreeError for inconsistent rows."""
     # Another program or a person may have written them with a correct checksum.
     known: dict[Path, SavedArray] = {}
     for row in rows:

@@ -103,7 +103,7 @@ class _Wanted(NamedTuple):
                 return array, 0
             return cast_on_devices(array, like.dtype, sharding)
         lost = 0 if array.dtype == like.dtype else lost_on_host(np.asarray(array), like.dtype)
-        if sharding is not None:  # read as a NumPy array, since JAX has no such dtype
+        if sharding is not None:  # read as a NumPy array, since JAX has not enabled the dtype
             array = jax.make_array_from_callback(
                 array.shape, sharding, lambda index: cast_on_host(array[index], like.dtype)
             )
@@ -131,12 +131,12 @@ def restore(
         like: a tree like the saved one, which may be abstract. The result has its structure and its
             static leaves.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
-        mesh: a mesh, or None for the current mesh.
-        only: a filter of the arrays to restore. All other arrays come from `like`, and are neither
-            read nor compared. Classes and functions in the filter see only `like`. Each pattern,
-            class and function in it must match an array in the checkpoint or in `like`.
-        cast: whether an array is cast to the dtype in `like`. Values that this dtype cannot hold,
-            such as 300.7 in int8, are a warning by path. Rounding is not.
+        mesh: a mesh, or None for the ambient mesh.
+        only: a filter for the arrays to restore. All other arrays come from `like`, and are neither
+            read nor compared. Classes and functions in the filter match only arrays in `like`. Each
+            pattern, class and function must match an array in the checkpoint or in `like`.
+        cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
+            with values that the dtype cannot hold, such as 300.7 in int8. Rounding does not warn.
         verify: whether the digests of the values are checked.
 
     Raises:
@@ -190,7 +190,7 @@ def restore(
 
 
 def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts:
-    """Return what must be the same in all processes."""
+    """Return the facts that must be the same in all processes."""
     like: list[str] = []
     for leaf, _, sharding in wanted:
         where = "on the host" if sharding is None else sharding_text(sharding)
@@ -199,12 +199,12 @@ def _facts(manifest: Manifest, wanted: Sequence[_Wanted], verify: bool) -> Facts
 
 
 def _check_kept(leaves: Leaves, wanted: Sequence[_Wanted]) -> None:
-    """Raise FunctreeError if an array from `like` is deleted."""
+    """Raise FunctreeError if an array that comes from `like` is deleted."""
     read_from_files = {one.leaf.path for one in wanted}
     kept = [leaf for leaf in leaves.leaves if leaf.path not in read_from_files]
     if any(is_deleted(leaf.value) for leaf in kept):
         paths, values = [leaf.path for leaf in kept], [leaf.value for leaf in kept]
-        # Arrays that are read from files are not among them, and may be below the same key.
+        # `whole=False`, since arrays that are read from files may be below the same key.
         raise refuse_deleted("restore", paths, values, "array of `like`", whole=False)
 
 
@@ -219,12 +219,14 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
         else:  # it is only in the manifest
             stored[one.name] = np.empty(target.shape, target.dtype)
     if targets and manifest.arrays is None:
-        raise CheckpointFileError(f"{folder} cannot be read: its manifest names no arrays")
+        raise CheckpointFileError(
+            f"{folder} cannot be read: its manifest names no folder of arrays"
+        )
     return stored | _loaded(folder, folder / str(manifest.arrays), targets)
 
 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
-    """Read some arrays of a checkpoint.
+    """Read some of a checkpoint's arrays.
 
     Raises:
         CheckpointError: if one cannot be read. Orbax may not name it, so it is found by bisection.
@@ -236,18 +238,18 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
     except CheckpointError as error:
         names = list(targets)
         if len(names) == 1:
-            remedy = "restore another checkpoint: the files of this one, or the disk, are damaged"
+            remedy = "restore another checkpoint: this one's files, or the disk, may be damaged"
             problem = Problem(Path(names[0]), None, "", str(error), remedy)
             raise CheckpointFileError(f"{folder} cannot be restored", [problem]) from error
         for half in (names[: len(names) // 2], names[len(names) // 2 :]):
             _loaded(folder, values, {name: targets[name] for name in half})
-        raise  # both halves could be read this time
+        raise  # this time, both halves could be read
     check_dtypes(arrays, targets)
     return arrays
 
 
 def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]) -> None:
-    """Compare the digests of the arrays with the saved digests.
+    """Compare the arrays' digests with the saved digests.
 
     Raises:
         CheckpointError: if digests differ.
@@ -265,7 +267,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
             without += 1
         elif (found := digests[one.name]) != one.row.digest:
             why = "its values have changed since they were saved: their digest is "
-            remedy = "restore another checkpoint: the files of this one have changed"
+            remedy = "restore another checkpoint: this one's files have changed"
             problems.append(one.leaf.problem(f"{why}{found}, and was {one.row.digest}", remedy))
     if problems:
         raise CheckpointFileError(
@@ -280,7 +282,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
 def _arrays(
     folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, Any]
 ) -> dict[Path, Any]:
-    """Convert the stored arrays, by path.
+    """Convert the stored arrays, and return them by path.
 
     An array that occurs several times in `like`, or in the saved tree, is one array again.
     """
@@ -302,7 +304,7 @@ def _arrays(
             made[key] = array.copy() if one.name in used else array
             used.add(one.name)
         arrays[one.leaf.path] = made[key]
-    # Last, since reading a number waits for its device.
+    # Last, since reading the numbers waits for their devices.
     warn_of_losses(
         f"{folder} was restored", losses, "give these arrays in `like` the dtype that was saved"
     )
@@ -347,11 +349,11 @@ def _wanted_arrays(
     differ = {Path(problem.path or ()) for problem in problems}
     remedy = ""
     if only is not None and all(leaf.path in differ for leaf, _ in taken):
-        # A filter without these arrays would match nothing, which is an error.
-        remedy = f"correct `like`, or only={only!r}, which matches nothing else"
+        # A filter that excludes these arrays would match nothing, which is an error.
+        remedy = f"correct `like`, or only={only!r}, which matches no other array"
     elif not differ.issuperset((*rows, *known)):
         remedy = _remedy(differ, only)
-    # A different dtype has its own remedy.
+    # Problems with dtypes have their own remedies.
     problems = [one if one.remedy else one._replace(remedy=remedy) for one in problems]
     for leaf, to in taken:
         problems += misplaced(leaf, to)
@@ -374,7 +376,7 @@ _MOST = 6
 
 
 def _remedy(differ: Collection[Path], only: Filter | None) -> str:
-    """Say how to restore all other arrays."""
+    """Explain how to restore all other arrays."""
     if len(differ) > _MOST:
         return "exclude these with `only=`, to restore the rest and take these from `like`"
     # As JSON, so that keys with quotes or backslashes can be pasted.
@@ -409,37 +411,37 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
 def _matched(
     folder: FilePath, only: Filter, leaves: Sequence[Leaf], saved: Sequence[Leaf]
 ) -> list[Leaf]:
-    """Return the arrays that a filter matches and only the checkpoint has.
+    """Return the arrays that are only in the checkpoint, and that a filter matches.
 
     Raises:
-        CheckpointError: if the filter, or a pattern, class or function in it, matches no array.
-            With a typo, it would restore nothing, or under a `~` everything.
+        CheckpointError: if the filter, or a pattern, class or function in it, matches no array. A
+            typo would otherwise restore nothing, or everything under a `~`.
     """
     matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []
-    # Properties such as a dtype are exempt, since no array may have them.
+    # Properties such as a dtype are exempt: a filter may name one that no array has.
     functions = [part for part in atoms(only) if isinstance(part, FunctionFilter)]
     for part in (*naming(only), *functions):
         if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):
             lost.append(part)
     both = [*leaves, *saved]
     if not lost and not matched and both and not any(map(only, leaves)):
-        # Each part matches something, but not together. Or no array has the property.
+        # Each part matches an array, but no array matches all parts, or has the property.
         lost = [only]
     if lost:
         remedy = "correct the filter, or leave it out"
         raise CheckpointError(
-            f"only={only!r}: {listed([repr(part) for part in lost])} matches no array of {folder}, "
-            f"and none of `like`{meant(lost[0], both)}",
+            f"only={only!r}: no array of {folder} or `like` matches "
+            f"{listed([repr(part) for part in lost])}{meant(lost[0], both)}",
             [leaf.problem("does not match", remedy) for leaf in both],
         )
     return matched
 
 
 def _matches(item: Filter, leaf: Leaf) -> bool:
-    """Return whether a filter matches an array that only the checkpoint has.
+    """Return whether a filter matches an array that is only in the checkpoint.
 
-    Classes and functions see only `like`, and match no such array.
+    Classes and functions match only arrays in `like`.
     """
     match item:
         case Conjunction():
@@ -463,5 +465,5 @@ def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator
         other = first.setdefault(id(leaf.value), row)
         stored_once = (other.same_as or other.path) == (row.same_as or row.path)
         if not stored_once and (row.digest is None or row.digest != other.digest):
-            why = f"is one array with `{other.path}` in `like`, but two arrays were saved"
+            why = f"is the same array as `{other.path}` in `like`, but two arrays were saved"
             yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")

@@ -25,7 +25,7 @@ _NUMBERS = (bool, int, float, complex)
 def static_texts(tree: Tree) -> dict[str, str]:
     """Return the texts of a tree's static leaves by path.
 
-    Leaves whose text is an address are left out, since it differs between processes.
+    Leaves whose text contains an address are omitted, since it differs between processes.
     """
     texts: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
@@ -40,7 +40,7 @@ def static_texts(tree: Tree) -> dict[str, str]:
 def unsaveable(tree: Tree) -> Iterator[Problem]:
     """Yield a problem for each leaf that looks like an array, but has values that cannot be saved.
 
-    They would count as static leaves, and a restore would return the values from `like`.
+    Otherwise, they would count as static leaves, and a restore would return the values from `like`.
     """
     for path, leaf in leaves_of(tree):
         if isinstance(leaf, jax.Ref):
@@ -66,7 +66,7 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         if then is None or is_array(leaf):
             continue
         now = _text(leaf)
-        # Both are shortened, since the first versions kept texts of any length.
+        # Both are shortened, since functree's first versions saved texts of any length.
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
             kind.append(f"`{path}` was {_short(then)} and is {_short(now)}")
@@ -74,11 +74,11 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     for name, then in lost.items():
         others.append(f"`{name}` was {_short(then)} and is not in `like`")
     if numbers:
-        remedy = "convert numbers that should be saved: `jnp.asarray(...)`"
-        warn(f"Python numbers are not restored, and come from `like`: {listed(numbers)}; {remedy}")
+        remedy = "convert numbers that should be saved into arrays: `jnp.asarray(...)`"
+        warn(f"Python numbers are not restored, but come from `like`: {listed(numbers)}; {remedy}")
     if others:
         remedy = "build `like` like the saved tree, or save these values in `meta=`"
-        warn(f"static leaves are not restored, and come from `like`: {listed(others)}; {remedy}")
+        warn(f"static leaves are not restored, but come from `like`: {listed(others)}; {remedy}")
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
@@ -88,11 +88,11 @@ _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """Return a value's text, which is equal in all processes, or None if it is an address."""
+    """Return a value's text, which is equal in all processes, or None if it has an address."""
     try:
         return _structured(value)
     except (RecursionError, AttributeError, _OnlyAddressError):
-        return None  # it is an address, contains itself, or lacks one of its fields
+        return None  # it has an address, contains itself, or lacks one of its fields
 
 
 class _OnlyAddressError(Exception):
@@ -100,7 +100,7 @@ class _OnlyAddressError(Exception):
 
 
 def _structured(value: Any) -> str:
-    """Build the text of a value from its contents: a set's order differs between processes."""
+    """Build a value's text from its sorted contents. A set's order differs between processes."""
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return str(value) if value.name is None else f"{name}.{value.name}"
@@ -120,7 +120,7 @@ def _structured(value: Any) -> str:
         fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
         return _joined(name, map(_structured, fields))
     text = _REPR.repr_instance(value, 0)
-    # A string may contain anything. In other texts, an address would change with the next run.
+    # A string may look like an address. In other texts, an address changes with each run.
     if not isinstance(value, str | bytes) and _ADDRESS.search(text):
         raise _OnlyAddressError
     return text

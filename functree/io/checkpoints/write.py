@@ -46,19 +46,19 @@ def save(
 
     Args:
         path: a new folder that all processes see, or its address in a bucket: `gs://bucket/run/1`.
-        tree: modules and containers with concrete arrays. Other leaves are static and not saved.
-            `ft.restore` warns if they differ in `like`.
-        verify: whether digests of the values are saved, with which `ft.restore` detects changed
+        tree: modules and containers with concrete arrays. Other leaves are static, and are not
+            saved. `ft.restore` warns if they differ in `like`.
+        verify: whether digests of the values are saved. `ft.restore` uses them to detect changed
             data.
-        overwrite: whether a checkpoint at this path is replaced. This happens once the new one is
-            complete, and with `verify=True` was read back.
+        overwrite: whether a checkpoint at this path is replaced. It is replaced once the new one is
+            complete. With `verify=True`, the new values are also read back first.
         meta: JSON values that are saved with the arrays. `ft.inspect` returns them.
 
     Raises:
         CheckpointError: if the path holds a checkpoint, and `overwrite` is False.
         CheckpointError: if the path holds anything else.
         CheckpointError: if an array is traced, abstract, or not on devices of all processes.
-        CheckpointError: if a leaf is a mutable reference, or an array with a mask.
+        CheckpointError: if a leaf is a mutable reference, or a masked array.
         CheckpointError: if an array has a dtype that JAX lacks.
         CheckpointError: if `meta` is not JSON.
         CheckpointError: if the files cannot be written.
@@ -82,16 +82,16 @@ def save(
 
 
 class CheckpointWriter:
-    """Writer of one checkpoint: the values in the background, and then the manifest.
+    """Writer of one checkpoint. It writes the values in the background, then the manifest.
 
-    Once it is constructed, the arrays may be donated.
+    Once the writer is constructed, the arrays may be donated.
 
     Args:
         folder: the folder of the checkpoint.
         tree: the tree to save.
         meta: the user's JSON values.
         verify: whether digests are saved.
-        overwrite: whether an existing checkpoint is replaced, once the values were read back.
+        overwrite: whether an existing checkpoint is replaced, once the values have been read back.
         step: the step of `ft.Checkpoints`.
 
     Raises:
@@ -116,7 +116,7 @@ class CheckpointWriter:
             import_orbax()
             contents = Contents.of(tree, meta, step)
             agreement.compare(lambda: {**contents.facts(), "options": options})
-        # In one process, which chooses the name of the values and sends it to the others.
+        # Only the first process creates a draft. It sends the name of the values to the others.
         self._draft: Draft | None = None
         with Agreement(self._failure):
             if jax.process_index() == 0:
@@ -134,10 +134,10 @@ class CheckpointWriter:
             self._manifest, self._response = self._started(contents, verify, check=overwrite)
 
     def _started(self, contents: Contents, verify: bool, check: bool) -> tuple[Manifest, Response]:
-        """Start to write the values.
+        """Start writing the values.
 
-        References to the arrays are dropped, since they would use memory until everything is
-        written.
+        References to the arrays are dropped, since they would keep memory in use until everything
+        is written.
 
         Returns:
             The manifest, and the save that must end before it is written.
@@ -162,17 +162,17 @@ class CheckpointWriter:
             CheckpointError: if `save` would raise it.
         """
         with self._undone():
-            # With orbax alone, the others would wait for minutes for a process that cannot write.
+            # In orbax alone, the others would wait for minutes for a process that cannot write.
             wait_in_all(self._failure, self._is_written)
-            # Before the manifest replaces the earlier checkpoint, which must stay if the disk has
-            # wrong values.
+            # Read back before the manifest replaces the earlier checkpoint, which must stay if the
+            # disk has wrong values.
             self._read_back()
             self._commit()
 
     def finish_alone(self) -> None:
-        """Do the same as `finish` in the background, without communication.
+        """Do the same as `finish` in the background, without collectives.
 
-        Communication could come between the collectives of a step.
+        A collective here could come between the collectives of a step. Values are not read back.
 
         Raises:
             CheckpointError: if `save` would raise it.
@@ -199,18 +199,18 @@ class CheckpointWriter:
     def _check_others(self) -> None:
         """Raise CheckpointError if another process has noted that it could not write."""
         # A process that leaves `with Checkpoints` with an error does not communicate, and orbax
-        # would wait for up to twenty minutes.
+        # would wait for it for up to twenty minutes.
         with files(self._failure):
             if jax.process_count() > 1 and self._word in self._folder.names():
                 raise CheckpointFileError(self._another)
 
     def _tell_others(self) -> None:
         """Leave a note that this process could not write."""
-        # If another process failed first, files that it removed may be missing here. It is the
-        # cause.
+        # If another process failed first, files that it removed may be missing here. Then its
+        # failure is the cause.
         self._check_others()
         if jax.process_count() > 1:
-            # The note may be impossible to write, too.
+            # Writing the note may fail, too.
             with suppress(CheckpointError), files(self._failure):
                 self._folder.write(self._word, b"")
 
@@ -237,21 +237,22 @@ class CheckpointWriter:
 
     def _read_back(self) -> None:
         """Raise CheckpointError if the values on the disk differ from the saved ones."""
-        # Some arrays at a time, since all would take the memory of a second model.
+        # Some arrays at a time, since all at once would take the memory of a second model.
         while self._targets:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
                 stored = load_arrays(self._values, group)
             check_dtypes(stored, group)
-            # Each process reads separately, so copies may differ: `torn`.
+            # Each process reads separately, so copies may differ (`torn`).
             found, torn = digests_of(stored)
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
-                    f"{self._failure}: the values on the disk differ for {listed(differ)}"
+                    f"{self._failure}: the values on the disk differ for {listed(differ)}; check "
+                    "the disk"
                 )
 
     def _next_targets(self) -> dict[str, Target]:
-        """Take the next targets, of about a gibibyte."""
+        """Remove and return the next targets, about a gibibyte in all."""
         group: dict[str, Target] = {}
         size = 0
         while self._targets and size < 2**30:
@@ -264,16 +265,16 @@ class CheckpointWriter:
 # Seconds between searches for notes of other processes.
 _LOOKED_AFTER = 2.0
 
-# Seconds after which all machines see a file that one has written to a network file system.
+# Seconds after which all machines see a file that one of them wrote to a network file system.
 _SEEN_AFTER = 5
 
 
 def _check_seen(folder: Folder, name: str) -> None:
     """Raise CheckpointError if this process does not see files of the first process."""
     until = time.monotonic() + _SEEN_AFTER
-    # Before orbax begins: processes with separate folders would each write a part, without noticing
-    # that the others are missing. The folder is listed, since a network file system may cache that
-    # a file is missing.
+    # Checked before orbax begins: processes with separate folders would each write a part, without
+    # noticing that the other parts are missing. The folder is listed, since a network file system
+    # may cache that a file is missing.
     while jax.process_count() > 1 and f"{name}{BEGUN}" not in folder.names():
         if time.monotonic() > until:
             raise CheckpointFileError(
@@ -284,7 +285,7 @@ def _check_seen(folder: Folder, name: str) -> None:
 
 
 def _target(value: StoredArray) -> Target:
-    """Return the target to read back an array."""
+    """Return the target for reading an array back."""
     if isinstance(value, jax.Array):
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=value.sharding)
     return np.empty(value.shape, value.dtype)

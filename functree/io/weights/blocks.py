@@ -1,4 +1,4 @@
-"""A `TensorForm` says how a file's tensor holds one of our arrays, and reads blocks of it."""
+"""A `TensorForm` describes how a tensor in a file holds one of our arrays, and reads blocks."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | 
 
 
 def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[int]:
-    """Join the heads with the head size in a shape, as published models do."""
+    """Join `head_dim` with the dimension before it in a shape, as published models do."""
     sizes: list[int] = []
     for size, axis in zip(shape, axes, strict=True):
         # Without a dimension before it, this is the scale of a norm over one head.
@@ -49,13 +49,13 @@ def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[
 
 
 class TensorForm(NamedTuple):
-    """Form of an array in a file.
+    """Form in which a tensor in a file holds one of our arrays.
 
     Attributes:
-        shape: the shape of the array, without dimensions that have a tensor for each element.
+        shape: the shape of the array, without leading dimensions that have a tensor per element.
         joined: how many of these dimensions each dimension of the tensor joins, in our order.
             Dimensions of size 1 are not counted.
-        order: the dimensions of the tensor in our order.
+        order: the dimensions of the tensor, in the array's order.
         part: the part of the tensor that is the array.
         cut: the dimension of the tensor that is divided into parts.
     """
@@ -74,7 +74,7 @@ class TensorForm(NamedTuple):
 
         Dimensions may be joined at one place only, as heads are. With two places, (3, embed, heads,
         head_dim) would be read from (3 * heads * head_dim, embed) where the products happen to be
-        equal, which is silently wrong.
+        equal, which would be silently wrong.
 
         Args:
             shape: our shape, without the layers.
@@ -122,10 +122,10 @@ class TensorForm(NamedTuple):
         for number in self.joined:
             joined, ours = ours[:number], ours[number:]
             if not joined:
-                outer.append(slice(0, 1))  # a dimension of one
+                outer.append(slice(0, 1))  # a dimension of size 1
                 continue
-            # Of joined dimensions, only the first is sliced in the file. A block of the others
-            # would be many pieces there, so they are sliced in memory.
+            # Only the first of the joined dimensions is sliced in the file. A block of the others
+            # would be scattered there, so they are sliced in memory.
             first, others = taken[joined[0]], joined[1:]
             sizes = [self.shape[i] for i in others]
             rest = math.prod(sizes)

@@ -21,7 +21,7 @@ class Tensor(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its dtype.
-        source: an open slice of safetensors.
+        source: the slice object of safetensors, which reads on demand.
     """
 
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ ALL_DTYPES = {
     **{f"I{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"U{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
 }
-"""All dtypes in a `state_dict`, which may hold a count of batches, for example."""
+"""Dtypes that a `state_dict` may contain, for example in a count of batches."""
 
 
 def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> Mapping[str, Tensor]:
@@ -72,7 +72,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
 
     Raises:
         FunctreeError: if a file is not a safetensors file, or is incomplete.
-        FunctreeError: if two files have tensors with one name.
+        FunctreeError: if two files have a tensor with the same name.
         FunctreeError: if a tensor's dtype is not allowed.
     """
     safetensors = import_extra("safetensors", "weights")
@@ -100,7 +100,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
             kind = source.get_dtype()
             if kind not in dtypes:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, but weights have {', '.join(dtypes)}"
+                    f"{file}: {name} has the dtype {kind}, but weights must be {', '.join(dtypes)}"
                 )
             tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(dtypes[kind]), source)
     return tensors
@@ -110,7 +110,7 @@ def files_of(folder: Path) -> list[Path]:
     """Find the files with tensors in a folder: the files in the index, or all.
 
     Raises:
-        FunctreeError: if there is no file.
+        FunctreeError: if the folder has no safetensors file.
         FunctreeError: if the index is invalid.
         FunctreeError: if a file in the index is missing, or outside the folder.
     """
@@ -123,14 +123,14 @@ def files_of(folder: Path) -> list[Path]:
             raise FunctreeError(f"{folder} has no *.safetensors file")
         return found
     if not os.path.isfile(index):
-        raise FunctreeError(f"{index} cannot be read: it is not a file")
+        raise FunctreeError(f"{index} cannot be read: it is not a regular file")
     names = sorted(_file_names(index))
-    # Links in the folder are followed, since Hugging Face's cache consists of links. A path in a
-    # file must not lead elsewhere.
+    # Links in the folder are followed, since Hugging Face's cache consists of links. A path in
+    # the index must not lead elsewhere.
     if outside := [value_text(name) for name in names if not _is_inside(name)]:
         raise FunctreeError(f"{index} names files outside its folder: {listed(outside)}")
     if missing := [value_text(name)[1:-1] for name in names if not os.path.isfile(folder / name)]:
-        raise FunctreeError(f"{index} names missing files: {listed(missing)}")
+        raise FunctreeError(f"{index} names missing files: {listed(missing)}; download them")
     return [folder / name for name in names]
 
 
@@ -139,7 +139,7 @@ def is_folder(path: Path) -> bool:
     try:
         return stat.S_ISDIR(path.stat().st_mode)
     except PermissionError:
-        raise  # it may be one
+        raise  # it may be a folder
     except OSError:
         return False  # for example, the name is too long for the file system
 

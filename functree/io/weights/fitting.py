@@ -1,4 +1,4 @@
-"""`fitted` finds the tensors of each array, or everything that does not fit."""
+"""`fitted` finds the tensors that hold each array, and lists everything that does not fit."""
 
 import json
 import math
@@ -29,9 +29,9 @@ class Fault(NamedTuple):
     Attributes:
         why: the reason, with `{}` for the name of its tensor.
         name: the name of the tensor.
-        row: the name in the row of the table.
+        row: the name in the table's row.
         remedy: the remedy.
-        missing: the name of a tensor that the files lack; empty if they have all.
+        missing: the name of a tensor that the files lack; empty if none is missing.
     """
 
     why: str
@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Terms on which a function loads arrays.
+    """Rules for casts, and remedies, of a function that loads arrays.
 
     Attributes:
         dtypes: the dtype of the arrays. "like": as in `like`, which must agree with the files.
@@ -68,8 +68,7 @@ class Weight(NamedTuple):
         leaf: the array in `like`.
         sharding: the sharding that it is created with; None for a NumPy array.
         row: the row of the table that names it.
-        names: the name of its tensor, or the names for all layers, or for all experts of all
-            layers.
+        names: the names of its tensors: one, one per layer, or one per expert of each layer.
         tensors: all tensors in the files.
         terms: the rules for casts, and the remedies.
     """
@@ -88,7 +87,7 @@ class Weight(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape without these dimensions."""
+        """Shape without the dimensions that `stacked` counts."""
         return self.leaf.shape[self.stacked :]
 
     @property
@@ -105,13 +104,13 @@ class Weight(NamedTuple):
         return np.dtype(self.leaf.value.dtype)
 
     def array(self) -> tuple[jax.Array | np.ndarray, Loss]:
-        """Create the array, of which each device reads its own block.
+        """Create the array. Each device reads only its own block.
 
-        Also return the values that its dtype cannot hold, in the blocks of this process.
+        Also return how many values in this process's blocks the array's dtype cannot hold.
         """
         form = cast(TensorForm, self.form())  # there are no faults
         dtype, whole = self.dtype, self.leaf.shape
-        lost: dict[str, int] = {}  # by block, since several devices may have copies of one
+        lost: dict[str, int] = {}  # by block, since several devices may have copies of a block
 
         def read(name: str, index: Sequence[slice]) -> np.ndarray:
             found = form.read(self.tensors[name], index)
@@ -121,8 +120,8 @@ class Weight(NamedTuple):
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
                 return read(self.names[0], index)
-            # Cast layer by layer into the block. If float32 files are read as bfloat16, all layers
-            # of a large model would not fit into memory before the cast.
+            # Each layer is cast on its way into the block. If float32 files are read as bfloat16,
+            # all layers of a large model may not fit into memory before the cast.
             taken = [range(*part.indices(size)) for part, size in zip(index, whole, strict=True)]
             layers = np.empty(list(map(len, taken)), dtype)
             outer = taken[: self.stacked]
@@ -146,7 +145,7 @@ class Weight(NamedTuple):
         return TensorForm.fitting(self.shape, stored, self.row.name, self.kept)
 
     def faults(self) -> Iterator[Fault]:
-        """Yield the reasons why it cannot be read."""
+        """Yield the reasons why the array cannot be read."""
         if missing := [one for one in self.names if one not in self.tensors]:
             yield self._missing(missing)
             return
@@ -171,7 +170,7 @@ class Weight(NamedTuple):
         return Fault(why, name, row, self.terms.misfit, missing[0])
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
-        """Return why a tensor does not hold it, and a remedy, or None if it does."""
+        """Return why a tensor does not fit the array, and a remedy, or None if it fits."""
         found = f"the files have `{{}}` as {array_text(tensor)}"
         dtypes, wanted = self.terms.dtypes, dtype_text(self.dtype)
         if self.form() is None or tensor.shape != self.tensors[self.names[0]].shape:
@@ -183,7 +182,7 @@ class Weight(NamedTuple):
         if dtypes == "like" and tensor.dtype != self.dtype:
             return f"{found}, not as {wanted}", self.terms.dtype.format(dtype=wanted)
         if dtypes == "files" and tensor.dtype != self.dtype:
-            why = f"its layers have different dtypes: {found}, but the first as {wanted}"
+            why = f"its layers have different dtypes: {found}, but the first layer is {wanted}"
             return why, self.terms.dtype
         if dtypes == "files" and not is_enabled(tensor.dtype):
             return f"{found}: {not_enabled(tensor.dtype)}", f"{ENABLE}\n{self.terms.dtype}"
@@ -203,7 +202,7 @@ class Weight(NamedTuple):
         return f"{dtype_text(self.dtype)}[{', '.join(map(str, sizes))}]"
 
     def _transposed(self, stored: Sequence[int]) -> str:
-        """Return a remedy if the tensor holds the transpose, or an empty string."""
+        """Return a remedy if the tensor's dimensions are reversed, or an empty string."""
         name, row = self.row.name, self.row.row
         if name.order:
             return ""
@@ -211,7 +210,7 @@ class Weight(NamedTuple):
         if TensorForm.fitting(self.shape, stored, other, self.kept) is None:
             return ""
         row = f"{row}.T" if name.order is None else row.removesuffix(".T")
-        return f"if it is transposed, write {row_text(self.row.pattern, row)}"
+        return f"if its dimensions are reversed, write {row_text(self.row.pattern, row)}"
 
     def _other_order(self, stored: Sequence[int]) -> str:
         """Return a remedy if the tensor's elements are in a different order, or an empty string."""
@@ -259,7 +258,7 @@ def fitted(
         row, name = named[leaf.path], named[leaf.path].name
         stacked = len(name.places)
         if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
-            why = f"`{name.name}` needs a dimension with a tensor for each element"
+            why = f"`{name.name}` needs a nonempty dimension with a tensor for each element"
             problems.append(leaf.problem(why, ""))
             continue
         weight = Weight(leaf, sharding, row, name.tensors(leaf.shape), tensors, terms)
@@ -274,23 +273,23 @@ def fitted(
 def unread_problems(
     tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
-    """Yield problems of tensors that no array is read from, and of useless patterns in `left_out`.
+    """Yield problems for tensors that no array is read from, and for useless `left_out` patterns.
 
     Args:
         tensors: the names of all tensors in the files.
         read: the names of the tensors that are read.
         left_out: patterns for names of tensors that need not be read.
-        advice: the remedy for the others, before the list of their names. It may be empty.
+        advice: the remedy for unread tensors, before the list of their names. It may be empty.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
     for pattern in left_out:
         if any(fnmatchcase(name, pattern) for name in unread):
             continue
-        why = "each tensor that it matches is read"
+        why = "matches only tensors that are read"
         if not any(fnmatchcase(name, pattern) for name in tensors):
             near = did_you_mean(pattern, dict.fromkeys(map(_of_any_number, tensors)))
-            why = f"matches no tensor of the files{near}"
+            why = f"matches no tensor in the files{near}"
         yield Problem(None, None, f'left_out "{pattern}"', why)
     alike: dict[str, list[str]] = defaultdict(list)
     for name in unread:
@@ -311,7 +310,7 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
             continue
         other = first.setdefault(id(leaf.value), leaf)
         if named[leaf.path].text != named[other.path].text:
-            why = f"is one array with `{other.path}` in `like`, but has a different name"
+            why = f"is the same array as `{other.path}` in `like`, but has a different name"
             yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")
 
 
@@ -320,8 +319,8 @@ def _faulty(
 ) -> Iterator[Problem]:
     """Yield the problems of arrays that cannot be read.
 
-    If all arrays of a row have the same problem, it names the row instead of the tensor. Messages
-    then show it once for all layers.
+    If all arrays of a row have the same problem, the problem names the row instead of the tensor.
+    Messages then show it once for all layers.
     """
     searches = MAX_PATHS  # as many as a message shows, since each search looks at all names
     for of_row in faults:
@@ -338,18 +337,18 @@ def _faulty(
 
 
 def _nameless(leaves: Sequence[Leaf], unread: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """Yield the problems of arrays without a name, with the nearest tensor that would fit."""
+    """Yield the problems of arrays without a name, suggesting the nearest tensor that fits."""
     known: dict[str, str] = {}  # by the path with `*` for each number
     for leaf in leaves:
         path = ".".join("*" if type(key) is int else part_text(key) for key in leaf.path)
         # As many as a message shows, since each search looks at all names.
         if path not in known and len(known) < MAX_PATHS:
             known[path] = _row_for(leaf, path, unread)
-        yield leaf.problem("no pattern of `table` matches it", known.get(path, ""))
+        yield leaf.problem("no pattern in `table` matches it", known.get(path, ""))
 
 
 def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
-    """Suggest a row for an array and its counterparts in other layers, or an empty string."""
+    """Suggest a row for an array and its counterparts in other layers, or return ''."""
     fitting: dict[str, str] = {}
     for name, tensor in unread.items():
         for text in (name, f"{name}.T"):

@@ -64,14 +64,14 @@ _FILES = Takes(
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
 _TABLE = Takes(
-    "a mapping from paths to names, or to functions that return one",
+    "a mapping from paths to names, or to functions that return names",
     lambda table: (
         MAPPING.fits(table)
         and all(isinstance(path, str) for path in table)
         and all(isinstance(name, str) or callable(name) for name in table.values())
     ),
 )
-# The terms of `load_tensors` and of `load_weights`
+# The terms of `load_tensors` and `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
     dtype="pass cast=True to get it as {dtype}",
@@ -82,7 +82,7 @@ _OF_TENSORS = Terms(
 _OF_PUBLISHED = Terms(
     dtypes="files",
     dtype="pass `param_dtype=` to give all layers one dtype",
-    misfit="use files and a `config.json` of the same model",
+    misfit="use files and a `config.json` from the same model",
     unread="",
     lost="pass a `param_dtype=` that holds them, or None for the dtype of the files",
 )
@@ -100,7 +100,7 @@ def load_tensors(
 ) -> T:
     """Load safetensors files into your own tree, with a table of names.
 
-    The arrays are created sharded, and each process reads only the slices that its devices keep. If
+    The arrays are created sharded, and each process reads only the slices that its devices hold. If
     a tensor joins neighboring dimensions of an array, such as heads and head size, it is split
     like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
     problems, before anything is read.
@@ -112,11 +112,11 @@ def load_tensors(
       may have the name `"layers.{2*i+j}.w"`.
     - `{layer}`, and `{expert}` after it, count the elements of an array's leading dimensions, each
       of which has its own tensor.
-    - `[0/3]` after a name is the first of three equal parts of the tensor, and `[0:2/4]` are two of
-      four. The parts are along the first dimension that fits.
-    - `.T` after that is the transpose, and `.transpose(2, 0, 1)` reorders the dimensions.
-    - A function in place of a name gets the texts and numbers that the glob matched, and returns a
-      name.
+    - `[0/3]` after a name selects the first of three equal parts of the tensor, and `[0:2/4]` the
+      first two of four. The parts divide the first dimension that fits.
+    - `.T` after that transposes the tensor, and `.transpose(2, 0, 1)` reorders its dimensions.
+    - A function instead of a name receives the texts and numbers that the glob matched, and returns
+      a name.
 
     Args:
         files: a file, several files, or their folder.
@@ -125,15 +125,15 @@ def load_tensors(
         table: a mapping from globs of paths to names of tensors. The first glob that matches a path
             gives its name.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
-        mesh: a mesh, or None for the current mesh.
+        mesh: a mesh, or None for the ambient mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.
-        cast: whether an array is cast to the dtype in `like`. Values that this dtype cannot hold
-            are a warning by path. Rounding is not.
+        cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
+            with values that the dtype cannot hold. Rounding does not warn.
 
     Raises:
         FunctreeError: if an array has no name, or the files lack its tensor.
         FunctreeError: if a tensor has a different shape or dtype, or is not read.
-        FunctreeError: if a pattern matches nothing.
+        FunctreeError: if a pattern in `table` or `left_out` matches nothing.
         FunctreeError: if an array in `like` has no sharding, and there is no layout.
         FunctreeError: if a file is not a safetensors file.
         FunctreeError: if the processes have different files.
@@ -170,7 +170,7 @@ def load_tensors(
 
 
 def _listed(files: Any) -> Any:
-    """Return the argument `files` as a list."""
+    """Return the argument `files` as a list, if it is valid."""
     if isinstance(files, str | bytes | os.PathLike):
         return [files]
     return list(files) if isinstance(files, Iterable) else files
@@ -240,11 +240,11 @@ def _loaded(
 
 
 def _facts(weights: Sequence[Weight]) -> Facts:
-    """Return what must be the same in all processes."""
+    """Return the facts that must be the same in all processes."""
     arrays: list[str] = []
     names: list[str] = []
-    # Each machine has its own files, perhaps of another model with the same shapes. Arrays would
-    # mix both.
+    # Each machine has its own files, perhaps of a different model with the same shapes. Arrays
+    # would then mix both models.
     beginnings: dict[str, str] = {}
     for weight in weights:
         path, sharding = path_text(weight.leaf.path), weight.sharding
@@ -285,7 +285,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
                 array, loss = weight.array()
                 once[own[-1]] = _as_in(value, array)
                 losses.append(loss)
-    with Agreement(_failure(where)):  # the warning is an error if the user makes warnings errors
+    with Agreement(_failure(where)):  # a user may turn the warning into an error
         warn_of_losses(where, losses, remedy)
     # Each process has read its own files, so copies of a part may differ. With one process, there
     # is nothing to compare, and digests would read the whole model.
@@ -299,7 +299,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
 
 
 def _as_in(value: object, array: jax.Array | np.ndarray) -> _Array:
-    """Convert an array to its kind in `like`: JAX's, NumPy's or a NumPy scalar."""
+    """Convert an array to its kind in `like`: a JAX array, a NumPy array or a NumPy scalar."""
     if isinstance(array, jax.Array):
         return array
     if isinstance(value, jax.Array):
@@ -321,24 +321,24 @@ def load_weights(
     """Load a published model from `config.json` and `*.safetensors`.
 
     The families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe. The arrays
-    are created sharded, and each process reads only the slices that its devices keep. One error
+    are created sharded, and each process reads only the slices that its devices hold. One error
     lists all problems, before anything is read.
 
     Args:
         folder: the folder with the files.
         layout: the layout of the model.
         mesh: the mesh; by default the ambient mesh.
-        param_dtype: the dtype of the parameters; by default as in the files. Values that it cannot
-            hold, and that become infinite, are a warning by path. Float64 is an error without
+        param_dtype: the dtype of the parameters; by default as in the files. A warning lists the
+            paths of arrays with values that it cannot hold. Float64 is an error without
             `jax_enable_x64`.
-        **fields: `compute_dtype` (by default float32), `remat`, `attention`, `max_seq`, `capacity`,
-            `dispatch` and `dot_general` of the config.
+        **fields: fields of the config: `compute_dtype` (by default float32), `remat`, `attention`,
+            `max_seq`, `capacity`, `dispatch` and `dot_general`.
 
     Raises:
         FunctreeError: if the family is unknown, or a field of `config.json` is not understood.
         FunctreeError: if a weight is missing, has a different shape, or is not read.
         FunctreeError: if the processes have different files.
-        ShardingError: if the layout does not fit.
+        ShardingError: if the layout is None, or does not fit the model.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -357,7 +357,7 @@ def load_weights(
         param_dtype=(param_dtype, FLOATING.or_none()),
     )
     if layout is None:
-        raise ShardingError("load_weights: the layout is None: pass `P()` to replicate")
+        raise ShardingError("load_weights: the layout is None: pass `ft.P()` to replicate")
     if param_dtype is not None and not is_enabled(param_dtype):
         raise FunctreeValueError(f"{_failure(folder)}: {not_enabled(param_dtype)}; {ENABLE}")
     with Agreement(_failure(folder)):
@@ -366,7 +366,7 @@ def load_weights(
             tensors = open_tensors(files_of(published.file.parent))
         _check_sizes(published, tensors)
         table = published.names(published.config, tensors)
-        # The tensors decide, since the dtype in `config.json` is the dtype of the training.
+        # The tensors' dtype is used, since `config.json` has the dtype of the training.
         config, embed = published.config, tensors.get(table.get("embed.weight", ""))
         if param_dtype is not None:
             config = dataclasses.replace(config, param_dtype=param_dtype)
@@ -374,8 +374,8 @@ def load_weights(
             config = dataclasses.replace(config, param_dtype=embed.dtype)
         repeated = dict(_repeated(published, tensors))
     others = [problem for problem in repeated.values() if problem is not None]
-    # The plan is checked on an abstract model, so that a layout that does not fit is an error after
-    # a second, and not after 100 GB.
+    # The plan is checked for an abstract model, so that a layout that does not fit is reported
+    # after a second, not after reading 100 GB.
     model = abstract(Transformer.create)(config, key=jax.random.key(0))
     terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
     facts = {"config": facts_of(config)}
@@ -387,7 +387,7 @@ def load_weights(
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise FunctreeError for sizes in a config that the files cannot have.
 
-    Even an abstract model with such sizes might take forever.
+    Even creating an abstract model with such sizes might take forever.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     # Each layer has its own tensors, and each other size occurs in a tensor's shape.
@@ -408,21 +408,21 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
 _SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden".split()
 
 
-# Redundant tensors. Older files have the frequencies of the rotation, and the table of the logits
-# even if it is tied to the embedding. Other readers ignore both. Here, they must equal the values
-# that the model computes with.
+# Redundant tensors. Older files contain the rotary frequencies, and the table for the logits even
+# if it is tied to the embedding. Other readers ignore both. Here, they must equal the values that
+# the model computes with.
 
 _FREQUENCIES = ".rotary_emb.inv_freq"
-# They were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
+# Frequencies were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
 _TOLERANCE = 2.0**-7
-# Rows of two tables that are compared at a time, since whole tables may have gigabytes.
+# Rows of two tables that are compared at a time. Whole tables may take gigabytes.
 _ROWS = 4096
 
 
 def _repeated(
     published: PublishedConfig, tensors: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Problem | None]]:
-    """Yield the names of such tensors, each with its problem if its values differ."""
+    """Yield the names of redundant tensors, each with a problem if its values differ."""
     config = published.config
     names = published.names(dataclasses.replace(config, tie_embedding=False), tensors)
     table, head = names.get("embed.weight", ""), TensorName.parse(names.get("unembed.weight", ""))
@@ -451,7 +451,7 @@ def _are_frequencies(tensor: Tensor, config: TransformerConfig) -> bool:
 
 
 def _are_equal(table: Tensor, other: Tensor, transposed: bool) -> bool:
-    """Return whether two tables are equal, of which the second may be (embed, vocab)."""
+    """Return whether two (vocab, embed) tables are equal. The second may be transposed."""
     shape = other.shape[::-1] if transposed else other.shape
     if table.shape != shape:
         return False

@@ -1,6 +1,6 @@
-"""`save_weights` writes a `Transformer` as a published model's files.
+"""`save_weights` writes a `Transformer` to the files of a published model.
 
-These are `config.json` and `*.safetensors`.
+The files are `config.json` and `*.safetensors`.
 """
 
 import dataclasses
@@ -48,10 +48,10 @@ MOST_BYTES = 5 * 10**9
 def save_weights(folder: str | FilePath, model: Transformer) -> None:
     """Write a model in a published format, for `ft.load_weights` and other libraries.
 
-    The family is the one that computes the same function. Without experts, it is `qwen3` with norms
-    of queries and keys, `olmo2` with norms over all heads, `qwen2` with biases, `mistral` with a
-    window, and otherwise `llama`. With experts, it is `qwen3_moe` with norms of queries and keys,
-    `olmoe` with norms over all heads, and otherwise `mixtral`.
+    The model is saved in the family that computes the same function. Without experts, this is
+    `qwen3` for norms of queries and keys, `olmo2` for norms over all heads, `qwen2` for biases,
+    `mistral` for a window, and otherwise `llama`. With experts, it is `qwen3_moe` for norms of
+    queries and keys, `olmoe` for norms over all heads, and otherwise `mixtral`.
 
     Args:
         folder: a folder without weights, which is created if it does not exist.
@@ -60,7 +60,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     Raises:
         FunctreeError: if the folder already has weights.
         FunctreeError: if no family computes the same function, for example because of a user's
-            attention function. The error names the parts that differ by path.
+            attention function. The error lists the parts that differ by path.
         FunctreeError: if an array has no values, or is not on devices of all processes.
         FunctreeError: if the processes have different models.
 
@@ -89,7 +89,8 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
             there = _weights_in(folder)
         if there:
             raise FunctreeError(
-                f"{folder} already has {', '.join(there)}: save to another folder, or remove them"
+                f"{folder} already has {', '.join(there)}: save to another folder, or remove these "
+                "files"
             )
         facts = {
             "folder": [str(folder)],
@@ -108,12 +109,12 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
             if jax.process_index() == 0:
                 run()
 
-    # `config.json` is last, and the index comes after the files that it names. If the process is
+    # `config.json` comes last, and the index comes after the files that it names. If the process is
     # killed in between, no reader accepts the folder as a model.
     write(lambda: folder.mkdir(parents=True, exist_ok=True))
     for file, own in files.items():
         tensors = _tensors(own, names)
-        # Hugging Face's readers refuse a file without a format.
+        # Hugging Face's readers refuse a file without this metadata.
         write(partial(safetensors.save_file, tensors, folder / file, metadata={"format": "pt"}))
     if len(files) > 1:
         write(lambda: _write(folder / INDEX, _index(files, names)))
@@ -132,7 +133,7 @@ def _weights_in(folder: FilePath) -> list[str]:
 def _names(
     model: Transformer, leaves: Sequence[Leaf], family: str, failure: str
 ) -> dict[Path, TensorName]:
-    """Return the name of each array in a family, by path."""
+    """Return each array's tensor name in a family, by path."""
     table = families[family][1](model.config, ())
     named, problems = names_of(leaves, table, failure)
     names = {path: name.name for path, name in named.items()}
@@ -149,7 +150,7 @@ def _names(
 def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Divide the arrays into files.
 
-    There is one file, or several with at most `MOST_BYTES` or a single array each.
+    There is one file, or several. Each of these has at most `MOST_BYTES`, or a single array.
     """
     groups: list[list[Leaf]] = [[]]
     size = 0
@@ -168,7 +169,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
-    """Gather the tensors of some arrays in the first process, by name."""
+    """Gather the tensors of some arrays, by name. Only the first process returns any."""
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
         name = names[leaf.path]
@@ -185,7 +186,7 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
 
 
 def as_published(array: np.ndarray, axes: Sequence[str | None], name: TensorName) -> np.ndarray:
-    """Convert an array to a published tensor, in which heads and head size are joined."""
+    """Convert an array to a published tensor, which joins heads with the head size."""
     tensor = array.reshape(with_joined_heads(array.shape, axes))
     # Safetensors writes an array's memory. For a transposed view, it would write untransposed
     # values with the transposed shape.
@@ -202,14 +203,14 @@ def _on_host(array: jax.Array | np.ndarray) -> np.ndarray:
 def _layers(array: jax.Array | np.ndarray) -> Iterator[jax.Array | np.ndarray]:
     """Yield the layers of a stacked array.
 
-    One at a time, since all layers of a large model would not fit on a device.
+    It yields one layer at a time, since all layers of a large model may not fit on a device.
     """
     if isinstance(array, np.ndarray):
         yield from array
         return
     array = on_device(array)
     if isinstance(array.sharding, NamedSharding):
-        # The dimension of the layers may be sharded, and on Explicit axes JAX cannot slice it.
+        # The layers' dimension may be sharded, and JAX cannot slice it on Explicit mesh axes.
         spec = PartitionSpec(None, *of_rank(array.sharding.spec, array.ndim)[1:])
         array = with_sharding(jnp.asarray, array.sharding.update(spec=spec), array)
     for i in range(array.shape[0]):
@@ -250,13 +251,13 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
         **{theirs: getattr(config, ours) for theirs, ours in FIELDS.items()},
         "hidden_act": "silu",
         "rope_parameters": {"rope_theta": config.rope_theta, **rope},
-        # Older readers look here. Without it, they would use the default and compute a different
-        # result.
+        # Older readers read this field. Without it, they would use the default and compute a
+        # different result.
         "rope_theta": config.rope_theta,
         "rope_scaling": rope if config.rope_scaling else None,
         "dtype": str(config.param_dtype),
         "moe_intermediate_size": hidden,
-        # For old and new readers: the older ones call it "num_experts".
+        # Older readers call this field "num_experts".
         "num_experts": config.experts,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
@@ -274,13 +275,13 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
 # Fields of layers that do not affect the result, or that users choose when they load weights, such
 # as the dtype of activations and the capacity of experts.
 _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
-# The same for fields of the config, with the fields that every family supports.
+# The same kinds of fields in the config, and the fields that every family supports.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
-_HEADLINE = "save_weights: no published family computes the same as this model"
-_OPTIONS = "use the options of one of these, or save it with `ft.save`, which accepts any model"
+_HEADLINE = "save_weights: no published family computes the same function as this model"
+_OPTIONS = "use the options of one of these families, or save any model with `ft.save`"
 _REPLACE = "replace it with the family's array or layer, for example with `ft.select`"
 _PLAIN = (
-    "if it computes the same as `jax.nn.dot_product_attention`, move the arrays into a model with "
+    "if it is equivalent to `jax.nn.dot_product_attention`, move the arrays into a model with "
     '`attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
     'model.config, attention="auto"), key=jax.random.key(0))`, and `jax.tree.unflatten('
     "jax.tree.structure(plain), jax.tree.leaves(model))`"
@@ -288,13 +289,13 @@ _PLAIN = (
 
 
 def family_of_model(model: Transformer) -> str:
-    """Find the family whose models compute the same function.
+    """Find the family whose models compute the same function as a model.
 
     The files hold arrays, sizes and numbers. Everything else is compared: the class of each layer,
     which arrays exist, their shapes and kinds of dtype, and the numbers in the layers.
 
     Raises:
-        FunctreeError: if there is none. The error lists all parts that differ, by path.
+        FunctreeError: if there is no such family. The error lists all parts that differ, by path.
     """
     config = model.config
     # A subclass may compute different frequencies. It is reported by its path.
@@ -346,7 +347,7 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
     elif keys[-1] == "attention":
         # A name stands for one computation, whatever the kernel.
         if not isinstance(given, str):
-            yield Problem(Path(keys), None, _text(given), "no family has it", _PLAIN)
+            yield Problem(Path(keys), None, _text(given), "no family has this function", _PLAIN)
     elif is_array(given) or isinstance(given, eqx.Module) or given != published:
         why = f"the family has {_text(published)} there, according to the config"
         yield Problem(Path(keys), None, _text(given), why, _REPLACE)
@@ -361,7 +362,7 @@ def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> 
         yield Problem(Path(keys), None, shown(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
         # Integers, for example, which readers would load without their scales.
-        why = f"weights have one of {', '.join(DTYPES.values())}"
+        why = f"the dtype must be one of {', '.join(DTYPES.values())}"
         remedy = 'convert it: `jax.tree.map(lambda x: x.astype("float32"), model)`'
         yield Problem(Path(keys), None, shown(given), why, remedy)
 

@@ -1,4 +1,4 @@
-"""A table maps patterns of paths to names in files, which gives the tensors of each array."""
+"""`names_of` finds each array's tensors in a table from patterns of paths to names in files."""
 
 import ast
 import operator
@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"\{([^{}]*)\}")
 _SLOT = re.compile(rf"{_NUMBER.pattern}|(\.?)\*\*?")
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _VARIABLE = re.compile(r"\{([A-Za-z_]\w*)\}")
-# Indices of leading dimensions of an array, unless the pattern has a number with this name.
+# Indices of an array's leading dimensions, unless the pattern has a number with this name.
 _PLACES = ("layer", "expert")
 
 
@@ -30,12 +30,12 @@ _PLACES = ("layer", "expert")
 
 
 class Part(NamedTuple):
-    """Range of the equal parts into which a dimension of a tensor is divided.
+    """Range of the equal parts into which a tensor's dimension is divided.
 
     Attributes:
         first: the first part.
         stop: the part after the last.
-        of: the number of all parts.
+        of: the total number of parts.
     """
 
     first: int
@@ -52,7 +52,7 @@ class TensorName(NamedTuple):
     """Name of a tensor in a table, such as `layers.{layer}.qkv.weight[0/3].T`.
 
     Attributes:
-        name: its name, which may contain `{layer}` and `{expert}`.
+        name: the tensor's name in the files, which may contain `{layer}` and `{expert}`.
         part: the part of the tensor.
         order: the dimensions of the tensor in the array's order. Empty means reversed, and None
             means unchanged.
@@ -64,7 +64,7 @@ class TensorName(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "TensorName":
-        """Parse a name of a table.
+        """Parse a name from a table.
 
         Examples:
             >>> from functree.io.weights.table import TensorName
@@ -90,7 +90,7 @@ class TensorName(NamedTuple):
         return [place for place in _PLACES if place in used]
 
     def tensors(self, shape: Sequence[int]) -> list[str]:
-        """Return the names of the tensors that hold an array with a shape."""
+        """Return the names of the tensors that hold an array of this shape."""
         names: list[str] = []
         places = self.places
         for index in np.ndindex(*shape[: len(places)]):
@@ -143,7 +143,7 @@ class Named(NamedTuple):
         text: the name, with suffixes such as `.T`.
         name: the parsed name.
         pattern: the pattern of the row.
-        row: the name in the row, with wildcards. For a function, it is the name that it returned.
+        row: the name in the row, with wildcards, or the name that the row's function returned.
     """
 
     text: str
@@ -159,8 +159,8 @@ class _Row(NamedTuple):
         pattern: the pattern as it is written.
         name: the name in the row, or a function that returns it.
         glob: the pattern with `*` for each number.
-        numbers: for each wildcard of `glob`, the name of its number. It is empty for wildcards of
-            the pattern itself.
+        numbers: for each wildcard of `glob`, the name of its number. It is an empty string for a
+            wildcard of the pattern itself.
     """
 
     pattern: str
@@ -189,25 +189,25 @@ class _Row(NamedTuple):
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
 
     def problems(self) -> Iterator[Problem]:
-        """Yield problems of the row for any tree. A function is called only for an array."""
+        """Yield problems that the row has for any tree. A function is called only for an array."""
         if not isinstance(self.name, str):
             return
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
         ours = self.numbers.count("")
         if ours != theirs:
             why = f"the pattern has {ours} `*`, but the name has {theirs}"
-            remedy = "write as many `*` in a name as in its pattern, for the same texts"
+            remedy = "write as many `*` in a name as in its pattern: they stand for the same texts"
             yield Problem(None, None, self.text, why, remedy)
         yield from self.misread(self.name)
 
     def misread(self, text: object) -> Iterator[Problem]:
-        """Yield problems of a name's text."""
+        """Yield problems in the text of a name."""
         if not isinstance(text, str):
             yield Problem(None, None, self.text, f"returns {shown(text)} instead of a name")
             return
         part = TensorName.parse(text).part
         if not part.first < part.stop <= part.of:
-            why = f"the {part.of} parts are 0 to {part.of - 1}, and the range has none of them"
+            why = f"the range is empty, or exceeds the {part.of} parts, which are numbered from 0"
             remedy = "write `[0/3]` for the first of 3 parts, or `[0:2/4]` for the first two of 4"
             yield Problem(None, None, self.text, why, remedy)
         numbers = dict.fromkeys([*self.numbers, *_PLACES], 1)
@@ -252,7 +252,7 @@ class _Row(NamedTuple):
 
 
 def refusal(failure: str, problems: Sequence[Problem]) -> FunctreeValueError:
-    """Build the error for all problems."""
+    """Build one error for all problems."""
     return FunctreeValueError(f"{failure}: {count(len(problems), 'problem')}", problems)
 
 
@@ -272,7 +272,7 @@ def names_of(
     Raises:
         RuleError: if a pattern is not a glob.
         FunctreeValueError: if a name and its pattern have different numbers of wildcards.
-        FunctreeValueError: if a name asks for a part or number that cannot exist.
+        FunctreeValueError: if a name has a part or number that cannot exist.
     """
     rows = [_Row.of(pattern, name) for pattern, name in table.items()]
     if problems := [problem for row in rows for problem in row.problems()]:
