@@ -31,7 +31,10 @@ class Failure(Exception):
 
 @contextmanager
 def refusing(what: str = "") -> Iterator[None]:
-    """Convert functree's errors into a `Failure` that begins with `what` and names options."""
+    """Convert functree's errors into a `Failure`.
+
+    Its text begins with `what`, and names options as the command line does.
+    """
     try:
         yield
     except (FunctreeTypeError, RuleError, ShardingError) as error:

@@ -32,7 +32,7 @@ def laid_out(
     Args:
         like: the tree.
         layout: its layout, or None.
-        mesh: the mesh, or None for the ambient mesh.
+        mesh: the mesh, or None for the current mesh.
         only: a filter for the arrays that the layout must fit. With a layout, the sharding of each
             other array is None.
 
@@ -100,7 +100,7 @@ def is_enabled(dtype: Any) -> bool:
 
 
 def not_enabled(dtype: Any) -> str:
-    """Write for a message that JAX's configuration disables a dtype."""
+    """Explain that JAX's configuration does not enable a dtype."""
     return f"JAX has no {np.dtype(dtype)} without `jax_enable_x64`"
 
 

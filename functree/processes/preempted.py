@@ -13,11 +13,11 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Return whether the scheduler is about to reclaim this machine, so training should stop.
+    """Return whether the scheduler will reclaim this machine, so training should save and stop.
 
     Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
     If one process gets the signal, the call returns True in all of them at the same step, a few
-    steps later. Save a checkpoint and leave the loop then.
+    steps later.
 
     With one process, the first call starts to listen for SIGTERM. A second SIGTERM ends the process
     as usual.

@@ -249,8 +249,8 @@ class Checkpoints:
         with Agreement(f"{self.folder} cannot be restored") as agreement:
             agreement.compare(lambda: {"step": [str(step)]})
             text = " ".join(map(str, self.steps))
-        # All use the first process's list: on a network file system, the others may not
-        # see the latest step yet, and would restore a different one.
+        # All use the first process's list: on a network file system, the others may not see
+        # the latest step yet, and would restore a different one.
         steps = list(map(int, text_of_first(text).split()))
         if steps and step is None:
             return steps[-1]
@@ -322,5 +322,5 @@ def _report() -> None:
             )
 
 
-# How often the steps are listed again, if all were removed before they were checked.
+# How often the steps are listed at most, if all are removed before they are checked.
 _LOOKS = 3

@@ -55,7 +55,7 @@ class Contents(NamedTuple):
         if problems:
             raise CheckpointError(f"{count(len(problems), 'leaf')} cannot be saved", problems)
         _check_meta(meta)
-        # It is written later in the background, and the training loop may change it before that.
+        # `meta` is written later in the background. The training loop may change it before that.
         meta = copy.deepcopy(meta)
         live, mesh = live_rows(leaves)
         rows: list[SavedArray] = []

@@ -318,8 +318,8 @@ def is_in_bucket(path: object) -> bool:
 DAY = 24 * 3600.0
 """Seconds after which a writer may no longer write its manifest."""
 
-# Leftovers are removed an hour later. This gives a writer that has just checked its clock time to
-# write the manifest, and allows for clocks that differ by up to an hour.
+# Leftovers are removed an hour later. Until then, a writer that has just checked its clock can
+# write the manifest. Clocks may differ by up to an hour.
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"

@@ -131,7 +131,7 @@ def restore(
         like: a tree like the saved one, which may be abstract. The result has its structure and its
             static leaves.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
-        mesh: a mesh, or None for the ambient mesh.
+        mesh: a mesh, or None for the current mesh.
         only: a filter for the arrays to restore. All other arrays come from `like`, and are neither
             read nor compared. Classes and functions in the filter match only arrays in `like`. Each
             pattern, class and function must match an array in the checkpoint or in `like`.

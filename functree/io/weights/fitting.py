@@ -42,7 +42,7 @@ class Fault(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """Rules for casts, and remedies, of a function that loads arrays.
+    """Rules for casts, and remedies, for a function that loads arrays.
 
     Attributes:
         dtypes: the dtype of the arrays. "like": as in `like`, which must agree with the files.

@@ -125,7 +125,7 @@ def load_tensors(
         table: a mapping from globs of paths to names of tensors. The first glob that matches a path
             gives its name.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
-        mesh: a mesh, or None for the ambient mesh.
+        mesh: a mesh, or None for the current mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.
         cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
             with values that the dtype cannot hold. Rounding does not warn.
@@ -327,7 +327,7 @@ def load_weights(
     Args:
         folder: the folder with the files.
         layout: the layout of the model.
-        mesh: the mesh; by default the ambient mesh.
+        mesh: the mesh; by default the current mesh.
         param_dtype: the dtype of the parameters; by default as in the files. A warning lists the
             paths of arrays with values that it cannot hold. Float64 is an error without
             `jax_enable_x64`.

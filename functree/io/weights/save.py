@@ -60,7 +60,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
     Raises:
         FunctreeError: if the folder already has weights.
         FunctreeError: if no family computes the same function, for example because of a user's
-            attention function. The error lists the parts that differ by path.
+            attention function. The error lists the parts that differ, by path.
         FunctreeError: if an array has no values, or is not on devices of all processes.
         FunctreeError: if the processes have different models.
 
@@ -169,7 +169,7 @@ def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
 
 
 def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[str, np.ndarray]:
-    """Gather the tensors of some arrays, by name. Only the first process returns any."""
+    """Gather the tensors of some arrays, by name. All processes but the first return none."""
     tensors: dict[str, np.ndarray] = {}
     for leaf in leaves:
         name = names[leaf.path]
