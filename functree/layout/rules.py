@@ -420,7 +420,8 @@ def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iter
 
 
 _MISSING = (
-    "name an axis of the mesh, or drop such rules with `rules.on(mesh)` before adding `| FSDP(...)`"
+    "name an axis of the mesh, add it to the mesh with size 1, or drop the whole rule with "
+    "`rules.on(mesh)` before adding `| FSDP(...)`"
 )
 
 

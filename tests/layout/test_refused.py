@@ -226,7 +226,7 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         '  2.w   f32[8]   "hiden"\n'
         "      no rule names `hiden`; did you mean the rule for `hidden`?\n"
         "\n"
-        "Try: name an axis of the mesh, or drop such rules with `rules.on(mesh)` before adding `| FSDP(...)`\n"
+        "Try: name an axis of the mesh, add it to the mesh with size 1, or drop the whole rule with `rules.on(mesh)` before adding `| FSDP(...)`\n"
         '     pad "hidden" to 8, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "hidden" unsharded with `"hidden": None`\n'
         '     pad "embed" to 4, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "embed" unsharded with `"embed": None`\n'
         '     add `("vocab", None)` after its rules to leave it unsharded, or a fallback to another mesh axis\n'
