@@ -59,7 +59,8 @@ def ledger(
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
+            a function of `ft.jit`.
         FunctreeError: if `mesh` has a different number of devices than the program.
         FunctreeError: if the compiler does not return the program's text.
 
@@ -98,7 +99,8 @@ def layouts(
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
+            a function of `ft.jit`.
         FunctreeError: if this version of JAX does not have Shardy's passes.
 
     Examples:
@@ -157,7 +159,8 @@ def call_of(
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
+            a function of `ft.jit`.
     """
     check(f"{what}: invalid arguments", fn=(fn, FUNCTION))
     # Equinox returns a jitted method as an `eqx.Partial`, which has no `lower` of its own.
@@ -166,10 +169,16 @@ def call_of(
     # Other libraries have their own classes for jitted functions, all with a method `lower`.
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
-    elif in_shardings is not None or out_shardings is not None:
-        raise FunctreeValueError(
-            f"{what}: {_name(fn)} is already jitted: pass the layouts where you jit it"
-        )
+    else:
+        # A mesh names the mesh axes of another library's program. `ft.jit` has its own.
+        given = {"in_shardings": in_shardings, "out_shardings": out_shardings}
+        if isinstance(fn, Function):
+            given["mesh"] = mesh
+        refused = " and ".join(f"`{name}=`" for name, value in given.items() if value is not None)
+        if refused:
+            raise FunctreeValueError(
+                f"{what}: {_name(fn)} is already jitted: pass {refused} where you jit it"
+            )
     if isinstance(fn, Function):
         return _own_call(fn, args, kwargs)
     return _others_call(fn, args, kwargs, mesh)
