@@ -142,7 +142,7 @@ MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
 def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
-    """Explain why an array without a mesh is not on a mesh's devices; return None if it fits."""
+    """Explain why an array without a mesh is not on a mesh's devices; return None if it is."""
     if not isinstance(mesh, Mesh) or not is_concrete(array):
         return None
     if not array.committed or isinstance(array.sharding, NamedSharding):

@@ -63,8 +63,9 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
             # A tracer from the factory's trace, which has ended.
             if isinstance(one, Tracer):
                 raise Failure(
-                    f"{text}: the function closes over `{path}`, an array of the factory, which "
-                    "is only traced: pass it as an argument, or create it in the function"
+                    f"{text}: the function closes over `{path}`, an array that has no value, "
+                    "because the factory is only traced: pass it as an argument, or create it in "
+                    "the function"
                 )
         return step, tuple(args)
     raise Failure(

@@ -218,7 +218,7 @@ def given_layouts(options: Namespace) -> Mapping[str, LayoutTree]:
 
     def add(option: str, name: str, layout: LayoutTree) -> None:
         if name in layouts:
-            raise Failure(f"{option}: there is already a layout `{name}`: rename one of them")
+            raise Failure(f"{option}: two layouts are named `{name}`: rename one of them")
         layouts[name] = layout
 
     for text in options.layout or []:

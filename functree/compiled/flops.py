@@ -207,7 +207,7 @@ def _cublas_flops(hlo: Hlo, product: Instruction) -> int | None:
 
 
 def _cudnn_attention_flops(hlo: Hlo, kernel: Instruction, target: str) -> int | None:
-    """Count the flops of cuDNN attention, whose configuration has the shape of the scores."""
+    """Count the flops of cuDNN attention, whose configuration gives the scores' shape."""
     config = kernel.attribute("backend_config") or ""
     named = re.search(r'"intermediate_tensor_shape":\{[^}]*?"dimensions":\[([^\]]*)\]', config)
     if named is None:

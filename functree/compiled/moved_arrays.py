@@ -46,7 +46,7 @@ class MovedArray:
 
     @property
     def results(self) -> list[HloValue]:
-        """The values that contain the array: the collective's result, and the array's part."""
+        """The values that contain the array: the collective's result, and its element."""
         collective = self.instruction
         parts = range(len(collective.arrays)) if is_in_pieces(collective) else (self.index,)
         return [HloValue(collective), *(HloValue(collective, (part,)) for part in parts)]

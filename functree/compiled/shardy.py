@@ -403,7 +403,7 @@ class _Reader:
                 self._read(operation)
 
     def _is_type(self, constraint: Any) -> bool:
-        """Return whether a constraint is a value's own type, which JAX adds on Explicit axes."""
+        """Return whether JAX added a constraint for a value's type, as on Explicit axes."""
         known = self._indices.get(constraint.operands[0])
         if known is None or self._rows[known].op == CONSTRAINT:
             return False

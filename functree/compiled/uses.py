@@ -186,7 +186,7 @@ class ParameterUses:
         return any(map(self._is_read_from_data, passed))
 
     def _is_computed(self, instruction: Instruction) -> bool:
-        """Return whether an instruction may be a part of the arithmetic on slice indices."""
+        """Return whether an instruction may be part of the arithmetic on slice indices."""
         return instruction.opcode not in _NOT_ELEMENTWISE
 
     def _is_read_from_data(self, value: HloValue) -> bool:

@@ -131,7 +131,10 @@ def check_deleted(name: str, tree: Tree) -> None:
 
 
 # The method `delete` also deletes an array, and JAX does not record the cause.
-_REMEDY = "if it was donated, use the result of that call, or donate a copy (`ft.copy`) instead"
+_REMEDY = (
+    "if it was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) "
+    "instead"
+)
 
 
 def refuse_deleted(

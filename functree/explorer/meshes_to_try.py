@@ -47,7 +47,7 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
     Raises:
         ShardingError: if an entry of `meshes` is not a mesh, if a mesh does not have the target's
             number of devices, or if it has more devices than there are.
-        RuleError: if `meshes` has a number of devices, but the layouts name no mesh axes.
+        RuleError: if `meshes` contains a number of devices, but the layouts name no mesh axes.
     """
     by_key: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
     for mesh in _listed(meshes):

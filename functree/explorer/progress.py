@@ -1,4 +1,4 @@
-"""`shown_progress` shows the progress of long work on standard error."""
+"""`shown_progress` displays the progress of long-running work on standard error."""
 
 import math
 from collections.abc import Callable, Iterator

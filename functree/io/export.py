@@ -1,4 +1,4 @@
-"""`ft.export` turns a function of `ft.jit` into bytes that run without functree."""
+"""`ft.export` serializes a function from `ft.jit`, so that it runs without functree."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence

@@ -1,4 +1,4 @@
-"""`laid_out` finds the sharding of each array that is read, from a layout or from `like`."""
+"""`laid_out` uses a layout or `like` to find the sharding of each array that is read."""
 
 from collections.abc import Iterator
 from typing import Any

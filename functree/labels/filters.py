@@ -84,7 +84,7 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Filter that matches a leaf if its only part does not. `~` creates it."""
+    """Filter that matches the leaves that its single part does not match. `~` creates it."""
 
     parts: tuple[Filter, ...]
 

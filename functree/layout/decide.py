@@ -196,7 +196,7 @@ def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
 
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-    """Return the problems of the filters in some layouts, which do not depend on the mesh."""
+    """Return the problems with some layouts' filters, which do not depend on the mesh."""
     groups = grouped(leaves, parts, MeshView({}))
     return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
 

@@ -367,7 +367,7 @@ def leaf_problems(
 ) -> list[Problem]:
     """Return the problems of one leaf: the layouts' faults, and mismatches with the mesh.
 
-    `mentioned` has the axes that rules name.
+    `mentioned` contains the axes that rules name.
     """
     faults = list(decision.faults)
     for dim, dimension in enumerate(decision.dimensions):

@@ -189,7 +189,7 @@ def _change(row: Change) -> tuple[Hashable, ...]:
 
 
 def _common_what(rows: Sequence[Change]) -> str:
-    """Return the property of changes that share a line: `... for b.{0-3}.q, b.{0-3}.k`."""
+    """Format a property that several changes share: `... for b.{0-3}.q, b.{0-3}.k`."""
     what = rows[0].what
     if not isinstance(what, SharedWhat):
         return what

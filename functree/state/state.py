@@ -185,7 +185,7 @@ _OTHER = "pass the state that `ft.make_state` returned with this model"
 
 
 def _takes(dtype: DTypeLike, number: complex) -> bool:
-    """Return whether a dtype's kind fits a Python number: 1.5 is not an integer."""
+    """Return whether a dtype's kind fits a Python number: an integer dtype does not fit 1.5."""
     if isinstance(number, bool):  # before `int`, of which it is a subclass
         return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
     if isinstance(number, int):
@@ -265,7 +265,7 @@ def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
 
 
 def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
-    """Return the initial value of each piece of state in a model, by the token of its refs."""
+    """Return the initial value of each piece of state in a model, keyed by its refs' token."""
     by_path = {leaf.path: leaf for leaf in leaves}
     twice = {problem.path: problem for problem in meeting(leaves)}
     pieces: dict[object, Leaf] = {}

@@ -22,12 +22,12 @@ class Operation:
 
     Attributes:
         name: the name of JAX's primitive, such as `dot_general`.
-        source: its file and line, such as `model.py:12`; empty if it is on no
-            line of the user's code.
+        source: its file and line, such as `model.py:12`; empty if it does not come from a line of
+            the user's code.
         line: the text of this line.
         paths: the paths of the argument arrays among its inputs, even if they were transformed
             first. Activations have none.
-        shape: the shape of its result; in a shard_map, of the part on one device.
+        shape: the shape of its result; in a shard_map, the shape of the shard on one device.
         dtype: the dtype of its result.
         layout: the sharding of the result, in words; empty if it is unknown.
         difference: the largest difference from the result on one device; None if it is unknown, or
@@ -118,7 +118,7 @@ def described(
 
 
 def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """Format the devices with a bad result. The list is empty if all devices have one."""
+    """Format the devices with a bad result; empty if it is bad on all devices."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []

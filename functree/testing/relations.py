@@ -34,9 +34,9 @@ class Kind(Enum):
     """Kind of relation between the parts on devices and the whole value."""
 
     SAME = "each device has its part of the same value"
-    PARTIAL = "the devices have terms of a sum that is the value"
-    MEAN = "the devices have terms of a mean that is the value"
-    OTHER = "the devices have something else"
+    PARTIAL = "each device has one term, and the sum of the terms is the value"
+    MEAN = "each device has one term, and the mean of the terms is the value"
+    OTHER = "the devices have different values"
     UNKNOWN = "there is nothing to compare with"
 
 

@@ -23,7 +23,7 @@ from functree.tree.jaxprs import AnyJaxpr, inner_programs, is_random, scan_sizes
 T = TypeVar("T")
 
 Number = int
-"""Number of a value in a body."""
+"""Index of a value in a body."""
 
 # Equations that only run another program. Recomputed values count as saved, since they are equal.
 _CALLS = frozenset(

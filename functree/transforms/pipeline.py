@@ -328,8 +328,8 @@ def _batch_axes(x: Tree, stages: MeshAxes) -> MeshAxes:
     both = [axis for axis in axes if axis in stages]
     if both:
         raise FunctreeValueError(
-            f"Stacked.scan: the mesh axis `{both[0]}` shards both the batch and the stack, but a "
-            "stage's batch must be sharded over other devices: use two different mesh axes"
+            f"Stacked.scan: the mesh axis `{both[0]}` shards both the batch and the stack: "
+            "shard them over different mesh axes"
         )
     return axes
 

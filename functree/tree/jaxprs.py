@@ -211,8 +211,8 @@ class ScanSizes(NamedTuple):
 def scan_sizes(equation: Any) -> ScanSizes:
     """Count the constants and carried values of a `scan`.
 
-    The operation's parameters differ between JAX versions. Shapes show the numbers: only sliced
-    arrays and stacked results have one dimension less inside the loop.
+    The operation's parameters differ between JAX versions. The counts are derived from shapes: only
+    sliced arrays and stacked results have one dimension fewer inside the loop.
     """
     body: Any = equation.params["jaxpr"]
     open_body = getattr(body, "jaxpr", body)

@@ -352,7 +352,7 @@ def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     expected = raises(
         "total: 1 argument is deleted",
         "s   2 arrays\n      are all deleted",
-        "if it was donated, use the result of that call, or donate a copy (`ft.copy`) instead",
+        "if it was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) instead",
     )
     with expected:
         other(s, t)

@@ -188,7 +188,7 @@ WRONG: dict[str, str] = {
     f"plan wrong:tree {LAID}": "wrong cannot be imported: SyntaxError: '(' was never closed",
     # Functions
     f"ledger demo:nothing {LAID}": "demo:nothing returned a value of type dict instead of a function with its arguments",
-    f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array of the factory, which is only traced",
+    f"ledger demo:closing {LAID}": "demo:closing: the function closes over `scale`, an array that has no value, because the factory is only traced",
     f"ledger demo:late {LAID}": "raised_inside raised: demo.py:61: KeyError: 'later' (add `--traceback` to see the traceback)",
     f"explore demo:late {LAID}": "demo:late: the function raised: demo.py:61: KeyError: 'later'",
     f"ledger demo:fewer {LAID}": "ledger: error: demo:fewer: apply: missing a required argument: 'layer'",
@@ -202,8 +202,8 @@ WRONG: dict[str, str] = {
     # Layouts
     f"plan demo:tree {MESH}": "give a layout: `--layout module:name`, or `--rules",
     f"explore demo:call {MESH}": "give a layout: `--layout module:name`",
-    f"explore demo:call {MESH} --layout demo:layouts --layout demo:data": "--layout demo:data: there is already a layout `data`",
-    f"explore demo:call {LAID} --layout demo:layouts": "--rules and --fsdp: there is already a layout `rules`",
+    f"explore demo:call {MESH} --layout demo:layouts --layout demo:data": "--layout demo:data: two layouts are named `data`",
+    f"explore demo:call {LAID} --layout demo:layouts": "--rules and --fsdp: two layouts are named `rules`",
     f"plan demo:call {MESH} --layout demo:none": "the layouts are a tuple",
     f"plan demo:tree {MESH} --layout demo:rules --layout demo:data": "--layout is given 2 times, but only `explore` accepts several",
     f"ledger demo:call {LAID} --layout demo:rules": "--layout cannot be combined with --rules or --fsdp: give one or the other",

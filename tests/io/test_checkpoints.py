@@ -493,7 +493,7 @@ def test_after_surgery_the_rest_is_restored(trained: tuple[Path, Any]) -> None:
 
     like = ft.init(create, ft.AxisRules({**TENSOR, ...: None}), MESH)(jax.random.key(5))
     with raises(
-        "exclude these with `only=`, to restore the rest and take these from `like`",
+        "exclude these leaves with `only=`: they then come from `like`",
         error=ft.CheckpointError,
     ):
         ft.restore(path, like)

@@ -430,7 +430,7 @@ STACKED: dict[str, tuple[dict[str, Any], dict[str, str], list[str]]] = {
         ["x   f32[3, 8, 4]", "the files have no `l.2.w`", "`l.2.w`: did you mean `l."],
     ),
     "no dimension of layers": (
-        abstract(x=()), {"x": "l.{layer}.w"}, ["`l.{layer}.w` needs a nonempty dimension with a tensor for each element"]
+        abstract(x=()), {"x": "l.{layer}.w"}, ["its name `l.{layer}.w` stands for several tensors"]
     ),
     "layers of two shapes": (
         abstract(x=(2, 8, 4)), {"x": "sizes.{layer}"}, ["x   f32[2, 8, 4]", "the files have `sizes.1` as f32[4, 8]"]

@@ -417,7 +417,7 @@ NAMES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "unknown": (
         lambda: ft.accumulate(GRADIENT, 2, keys=("kye",), carry="stat"), FunctreeValueError,
         (
-            "accumulate: invalid names of parameters",
+            "accumulate: invalid parameter names",
             "keys='kye'", "_loss has no such parameter; did you mean `key`?",
             "carry='stat'", "did you mean `state`?",
             "Try: name one of its parameters: model, x, state, key",

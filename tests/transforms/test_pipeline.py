@@ -275,7 +275,7 @@ REFUSED: dict[str, tuple[Any, dict[str, int], dict[str, Any], tuple[str, ...]]] 
     ),
     "one mesh axis for both": (
         BOTH, {"pipe": 4}, {"microbatches": 2},
-        ("Stacked.scan: the mesh axis `pipe` shards both the batch and the stack", "two different mesh axes"),
+        ("Stacked.scan: the mesh axis `pipe` shards both the batch and the stack", "over different mesh axes"),
     ),
 }  # fmt: skip
 

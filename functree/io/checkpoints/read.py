@@ -86,7 +86,7 @@ class _Wanted(NamedTuple):
 
     @property
     def target(self) -> Any:
-        """Target of the read."""
+        """Array, or description of an array, that the stored array is read into."""
         shape, dtype = stored_form(self.row.shape, self.row.dtype)
         if self.sharding is None or not is_enabled(dtype):
             return np.empty(shape, dtype)
@@ -378,7 +378,7 @@ _MOST = 6
 def _remedy(differ: Collection[Path], only: Filter | None) -> str:
     """Explain how to restore all other arrays."""
     if len(differ) > _MOST:
-        return "exclude these with `only=`, to restore the rest and take these from `like`"
+        return "exclude these leaves with `only=`: they then come from `like`"
     # As JSON, so that keys with quotes or backslashes can be pasted.
     texts = [json.dumps(str(path), ensure_ascii=False) for path in sorted(differ, key=str)]
     globs = " | ".join(f"ft.glob({text})" for text in texts)
@@ -414,8 +414,8 @@ def _matched(
     """Return the arrays that are only in the checkpoint, and that a filter matches.
 
     Raises:
-        CheckpointError: if the filter, or a pattern, class or function in it, matches no array. A
-            typo would otherwise restore nothing, or everything under a `~`.
+        CheckpointError: if the filter, or a pattern, class or function in it, matches no array.
+            Otherwise, a typo would restore nothing, or everything if the filter is negated (`~`).
     """
     matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []

@@ -88,7 +88,7 @@ _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """Return a value's text, which is equal in all processes, or None if it has an address."""
+    """Return a value's text, equal in all processes, or None if it contains an address."""
     try:
         return _structured(value)
     except (RecursionError, AttributeError, _OnlyAddressError):

@@ -68,7 +68,8 @@ class Weight(NamedTuple):
         leaf: the array in `like`.
         sharding: the sharding that it is created with; None for a NumPy array.
         row: the row of the table that names it.
-        names: the names of its tensors: one, one per layer, or one per expert of each layer.
+        names: the names of its tensors. There is one name, one per layer, or one per expert of each
+            layer.
         tensors: all tensors in the files.
         terms: the rules for casts, and the remedies.
     """
@@ -258,7 +259,10 @@ def fitted(
         row, name = named[leaf.path], named[leaf.path].name
         stacked = len(name.places)
         if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
-            why = f"`{name.name}` needs a nonempty dimension with a tensor for each element"
+            why = (
+                f"its name `{name.name}` stands for several tensors, so the array needs a nonempty "
+                "leading dimension for each `*`"
+            )
             problems.append(leaf.problem(why, ""))
             continue
         weight = Weight(leaf, sharding, row, name.tensors(leaf.shape), tensors, terms)

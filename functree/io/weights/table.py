@@ -183,7 +183,7 @@ class _Row(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Row as it is written in the table."""
+        """Text of the row, as written in the table."""
         if isinstance(self.name, str):
             return row_text(self.pattern, self.name)
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'

@@ -196,7 +196,7 @@ def _wrong_rank(
     remedy = "change the annotation or the array"
     if have > max(ranks) + len(stack):
         remedy = (
-            f"{STACK}; otherwise {remedy}, or name its dimensions from outside "
+            f"{STACK}; otherwise {remedy}, or name its dimensions in the layout "
             "(`names={cls: ft.names(...)}`)"
         )
     return _misfit(value, path, stack, why, remedy)

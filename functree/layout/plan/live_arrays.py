@@ -61,7 +61,7 @@ def _with_parameters(state: Path, rows: Sequence[Row]) -> list[Row]:
 
 
 def _mesh_text(mesh: AnyMesh) -> str:
-    """Return the text of a different mesh, with its devices, since its sizes may be equal."""
+    """Format a different mesh with its devices, since both meshes may have equal sizes."""
     text = f"the mesh {mesh_view(mesh)}"
     if not isinstance(mesh, Mesh):
         return text

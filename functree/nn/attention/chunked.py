@@ -75,7 +75,7 @@ def unchunked(
     mask: Mask,
     attends_to_some: bool,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute attention as `chunked` does, with one array of all queries by all keys.
+    """Compute attention like `chunked`, but with one array of scores for all queries and keys.
 
     Args:
         query: the queries.

@@ -43,7 +43,7 @@ Context = Annotated[
     _Name,
     Takes(f"one of {', '.join(map(repr, _NAMES))}", TEXT.fits, lambda value: value in _NAMES),
 ]
-"""The name of the way in which the parts of a sequence attend to each other."""
+"""The name of the method by which the parts of a sequence attend to each other."""
 
 
 class Parts(NamedTuple):
@@ -104,7 +104,7 @@ def by_heads(
     Args:
         own: the device's part.
         parts: how the sequence is divided.
-        whole: computes attention of a whole sequence on one device.
+        whole: a function that computes attention over a whole sequence on one device.
     """
     key, value = own.key, own.value
     # If the number of parts does not divide the number of key heads, these are repeated until each

@@ -42,7 +42,7 @@ class Sorted(NamedTuple):
         return cls(order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
 
     def blocks(self, first: Int[Array, "blocks"], used: Int[Array, "blocks"], size: int) -> Array:
-        """Arrange assignments in blocks of rows; each block has consecutive places.
+        """Arrange assignments in blocks of rows, each with consecutive sorted positions.
 
         Args:
             first: the first place of each block.

@@ -119,7 +119,7 @@ class GradientFunction(NamedTuple):
                 if fault is not None:
                     problems.append(Problem(None, None, f"{role.value}={name!r}", *fault))
         if problems:
-            raise FunctreeValueError("accumulate: invalid names of parameters", problems)
+            raise FunctreeValueError("accumulate: invalid parameter names", problems)
 
     def _fault(self, name: str, role: Role, before: Role | None) -> tuple[str, str] | None:
         """Return why a name cannot have a role, and the remedy; None if it can.

@@ -1,8 +1,8 @@
 """Type checkers see gradient functions as these protocols; other transforms use `KnownGradient`.
 
 The types are protocols, so that a type checker can extract the type of the first parameter. A
-`Callable[Concatenate[M, P], M]` would extract it too. However, it loses the name of that parameter,
-and a lambda does not match it.
+`Callable[Concatenate[M, P], M]` would also make this possible. However, a `Callable` loses the name
+of that parameter, and does not accept a lambda.
 """
 
 from collections.abc import Callable, Sequence

@@ -202,7 +202,7 @@ class DefaultDictKind(RegisteredKind):
 class StateKind(RegisteredKind):
     """Kind of functree's states.
 
-    Each child has the path of its `StateRef` in the model, which may have several keys.
+    Each child has the path of its `StateRef` in the model. The path may have several keys.
     """
 
     def paths(self, node: StateMapping) -> Iterator[tuple[Keys, Tree]]:
@@ -250,7 +250,7 @@ def _place_of(marker: object) -> Keys:
 
 
 class PackedKind(RegisteredKind):
-    """Kind of packed trees. Arrays keep their paths in the tree that was packed."""
+    """Kind of packed trees. Each array keeps the path that it had before packing."""
 
     def paths(self, node: Tree) -> Iterator[tuple[Keys, Tree]]:
         return zip(node.static.paths, node.arrays, strict=True)
@@ -545,7 +545,7 @@ class TakeCode(Code):
         self.several(arrays, form.size)
 
     def array(self, at: str) -> None:
-        """Add the expression of an array."""
+        """Add the expression that reads an array."""
         self.arrays.append(at)
         self.size += 1
 
