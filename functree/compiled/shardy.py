@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from heapq import heapify, heappop, heappush
 from typing import Any, NamedTuple
 
 from jax.extend.mlir import ir, passmanager
@@ -26,8 +27,8 @@ from functree.errors import FunctreeError
 
 # The last pass moves the layouts of loop carries from data-flow edges to the loops.
 _PASSES = (
-    "symbol-dce, sdy-import-pipeline, sdy-user-priority-propagate{debug-sharding-origins=true}, "
-    "sdy-close-shardings, func.func(sdy-sink-data-flow-edges{sink-debug-sharding-origins=true})"
+    "symbol-dce, sdy-import-pipeline, sdy-user-priority-propagate, sdy-close-shardings, "
+    "func.func(sdy-sink-data-flow-edges)"
 )
 # These make the movement of arrays explicit, as operations.
 _COLLECTIVES = (
@@ -41,9 +42,17 @@ _MOVING = (
 # elements, and a `shard_map`'s contains the shards of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
+_SHARD_MAP = "sdy.manual_computation"
+_MOVES_DIMENSIONS = ("broadcast_in_dim", "manual_computation", "reshape", "transpose")
+# Shardy passes shardings through all other operations first.
+_PASS_LATER = frozenset({
+    "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
+    "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
+})  # fmt: skip
 ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
 """The `op` of the rows of arguments, results and constraints."""
-_ORIGIN_NAME = "sdy.sharding_origin_name"
+# The sharding of a constraint or a `shard_map` before propagation, which adds mesh axes to it.
+_WRITTEN = "functree.written"
 
 
 class Frame(NamedTuple):
@@ -158,6 +167,7 @@ def _propagated(
         _inline(main, functions)
         given = _given_shardings(main)
         _replace_groups(main, given)
+        _record_written(main)
         with _known_passes():
             manager = passmanager.PassManager.parse(f"builtin.module({passes})")
             manager.enable_verifier(False)  # saves a third of the time
@@ -269,9 +279,8 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
 def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     """Replace the groups made by `jax.experimental.shard_alike`, which `ft.grad` uses.
 
-    Propagation with origins crashes the process if a program has such a group. If a group contains
-    an argument with a sharding, its members are constrained to that sharding. Other groups are
-    dropped.
+    If a group contains an argument with a sharding, its members are constrained to that sharding.
+    Other groups are dropped.
     """
     groups: dict[int, list[Any]] = {}
     for operation in list(_all_inside(main)):
@@ -300,6 +309,21 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
             value.replace_all_uses_except(constraint.results[0], constraint)
 
 
+def _record_written(main: Any) -> None:
+    """Record the shardings that a program is written with, since propagation adds mesh axes."""
+    for operation in _all_inside(main):
+        if operation.name in (f"sdy.{CONSTRAINT}", _SHARD_MAP):
+            operation.attributes[_WRITTEN] = ir.StringAttr.get(_written(operation.attributes))
+    results = main.attributes["res_attrs"] if "res_attrs" in main.attributes else ()
+    texts = [ir.StringAttr.get(_sharding(attributes)) for attributes in results]
+    main.attributes[_WRITTEN] = ir.ArrayAttr.get(texts)
+
+
+def _written(attributes: Any) -> str:
+    names = ("sharding", "in_shardings", "out_shardings")
+    return " ".join(_text(attributes[name]) for name in names if name in attributes)
+
+
 def _is_array(value: Any) -> bool:
     """Return whether a value is an array, and not a token, which orders effects."""
     return isinstance(value.type, ir.RankedTensorType)
@@ -323,11 +347,12 @@ class _Reader:
 
     def __init__(self) -> None:
         self._rows: list[LaidOut] = []
-        # The user-facing names of Shardy's origins, and the index of each value's row.
-        self._origins: dict[str, str] = {}
-        self._indices: dict[Any, int] = {}
-        # The rows whose types are constraints, by Shardy's names for the constraints.
-        self._by_type: dict[str, int] = {}
+        self._indices: dict[Any, int] = {}  # of each value's row
+        # Rows with a given sharding, each of its mesh axes, and its origin in the user's words.
+        self._given: list[tuple[int, str, str]] = []
+        # Rows that share mesh axes: the operands and results of an operation.
+        self._groups: list[tuple[int, ...]] = []
+        self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
     def rows_of(
@@ -338,67 +363,106 @@ class _Reader:
         `given` holds the arguments whose sharding was given.
         """
         arguments = zip(_arguments(function), function.attributes["arg_attrs"], strict=True)
-        for i, (value, attributes) in enumerate(arguments):
+        for value, attributes in arguments:
             if not _is_array(value):
                 continue
-            spec, origins = _layout(attributes)
-            # Shardy may instead name a constraint with the same sharding as the argument.
+            spec = _sharding(attributes)
+            self._add(value, ARGUMENT, value.location, spec, ())
             if value in given:
-                origins = dict.fromkeys(origins, "self")
-            self._add(value, ARGUMENT, value.location, spec, origins, ())
-            self._origins[f"input: {i}"] = self._rows[-1].name
+                self._give(len(self._rows) - 1, spec, self._rows[-1].name)
         self._read_inside(function)
         self._read_results(function, results)
-        return tuple(row._replace(origins=self._named(row)) for row in self._rows)
+        origins = self._origins()
+        return tuple(
+            row._replace(origins=each) for row, each in zip(self._rows, origins, strict=True)
+        )
+
+    def _give(self, row: int, text: str, name: str) -> None:
+        """Record the name of the origin of a row's given sharding."""
+        axes = {axis.partition(":")[0]: None for axis, _ in _AXIS.findall(text)}
+        self._given += [(row, axis, name) for axis in axes]
 
     def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
         *_, last = _inside(function)
         arrays = [(i, value) for i, value in enumerate(last.operands) if _is_array(value)]
         attributes = function.attributes["res_attrs"] if arrays else ()
+        written = [text.value for text in function.attributes[_WRITTEN]]
         if names is None:
             names = [attributes[i]["jax.result_info"].value for i, _ in arrays]
         # A value may be returned several times.
         indices = [self._indices.get(value) for _, value in arrays]
         for (i, value), name, index in zip(arrays, names, indices, strict=True):
-            spec, origins = _layout(attributes[i])
+            spec = _sharding(attributes[i])
             if spec and index is not None:
                 # The value's own location is where the program was lowered.
-                self._add(value, RESULT, ir.Location.unknown(), spec, origins, (index,))
+                self._add(value, RESULT, ir.Location.unknown(), spec, (index,))
                 self._rows[-1] = self._rows[-1]._replace(name=name, expression=name)
-            self._origins[f"output: {i}"] = name
+                if index not in self._typed:
+                    self._give(len(self._rows) - 1, written[i], name)
 
-    def _named(self, row: LaidOut) -> dict[str, str]:
-        """Name the origins of a row."""
-        return {axis: self._origin(row, axis, ()) for axis in row.origins}
+    def _origins(self) -> list[dict[str, str]]:
+        """Trace each mesh axis of each row back to the nearest given sharding that has it.
 
-    def _origin(self, row: LaidOut, axis: str, seen: tuple[str, ...]) -> str:
-        """Return the name of whatever decided a row's sharding along a mesh axis.
+        Shardy visits operations in their order. A sharding reaches the results of later operations
+        in the same sweep, and the operands of earlier ones in the next sweep.
 
-        Shardy writes `input: 2`, `constraint_1`, `mc_0_input: 1`, or `self`.
+        Shardy can record origins, too, but this recording crashes the process on some programs: it
+        reads past the end of a list after some reshapes, and on groups of equal shardings.
         """
-        by = row.origins[axis]
-        first, _, _ = by.partition(": ")
-        shard_map = first.removesuffix("_input").removesuffix("_output")
-        known = self._origins.get(by) or self._origins.get(shard_map)
-        if known is not None or row.op in (ARGUMENT, RESULT):
-            return known or row.name
-        if row.op == CONSTRAINT:
-            return row.source or row.name
-        # On Explicit axes, an operation's type is its sharding, which follows from its operands.
-        made = self._rows[self._by_type[by]] if by in self._by_type else row
-        for operand in (self._rows[i] for i in made.operands):
-            if axis in operand.origins and operand.name not in seen:
-                return self._origin(operand, axis, (*seen, operand.name))
-        return made.source or made.name
+        groups: list[list[tuple[int, ...]]] = [[] for _ in self._rows]
+        for group in self._groups:
+            for i in group:
+                groups[i].append(group)
+        # A reshape may leave parts of a mesh axis, such as `model:(1)2`.
+        origins = [dict.fromkeys(sorted(named_axes(row.spec)), "") for row in self._rows]
+        waiting = [(0, 0, i, axis, name) for i, axis, name in self._given]
+        heapify(waiting)
+        while waiting:
+            phase, sweep, i, axis, name = heappop(waiting)
+            missing = [
+                part
+                for part, known in origins[i].items()
+                if not known and part.partition(":")[0] == axis
+            ]
+            if not missing:
+                continue
+            origins[i] |= dict.fromkeys(missing, name)
+            for group in groups[i]:
+                for other in group:
+                    if not self._may_pass(group[0], i, other, axis):
+                        continue
+                    needed, late = self._step(group[0], i, other)
+                    following = (phase, sweep + late) if needed <= phase else (needed, 0)
+                    heappush(waiting, (*following, other, axis, name))
+        return [
+            {axis: by or row.source or row.name for axis, by in each.items()}
+            for row, each in zip(self._rows, origins, strict=True)
+        ]
+
+    def _may_pass(self, made: int, here: int, there: int, axis: str) -> bool:
+        """Return whether an operation passes a mesh axis on, by the dimensions that it shards."""
+        if self._rows[made].op in _PASS_LATER or self._rows[made].op in _MOVES_DIMENSIONS:
+            return True
+        if len(self._rows[here].shape) != len(self._rows[there].shape):
+            return True
+        return _dimension(self._rows[here], axis) == _dimension(self._rows[there], axis)
+
+    def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
+        """Return the phase in which an operation passes a sharding on, and if in a later sweep."""
+        op = self._rows[made].op
+        late = int(there != made)
+        if made in self._typed and not late:
+            return 0, 0  # its type follows from its operands, when JAX traces it
+        if op == "broadcast_in_dim":
+            return (1, 1) if late else (2, 0)
+        if op not in _PASS_LATER:
+            return 0, late
+        return (1, late) if made in (here, there) else (2, 1)
 
     def _read_inside(self, around: Any) -> None:
         for operation in _inside(around):
             if operation.name == f"sdy.{CONSTRAINT}" and self._is_type(operation):
                 continue
-            if _ORIGIN_NAME in operation.attributes:
-                lines = lines_of(frame[:2] for frame in self._frames_of(operation.location))
-                known = _name(operation.location) if lines is None else lines.source
-                self._origins[operation.attributes[_ORIGIN_NAME].value] = known
             if operation.results and operation.name != "sdy.constant":
                 self._read(operation)
 
@@ -410,8 +474,7 @@ class _Reader:
         if self._rows[known].name != _name(constraint.location):
             return False
         self._indices[constraint.results[0]] = known
-        if _ORIGIN_NAME in constraint.attributes:
-            self._by_type[constraint.attributes[_ORIGIN_NAME].value] = known
+        self._typed.add(known)
         return True
 
     def _read(self, operation: Any) -> None:
@@ -419,27 +482,21 @@ class _Reader:
         attributes, is_loop = operation.attributes, operation.name in _ENTERED
         operands = [self._indices[x] for x in operation.operands if x in self._indices]
         specs = _texts(attributes, _SPEC, "sdy.sharding", "sharding", "out_shardings")
-        kept = _texts(attributes, _ORIGINS, "sdy.sharding_origins", "sdy.result_sharding_origins")
-        # jaxlib 0.10 keeps no origins for unsharded loop carries.
-        are_left_out = is_loop and len(kept) < len(operation.results)
-        origins = iter(kept)
         for i, value in enumerate(operation.results):
-            spec = specs[i] if i < len(specs) else ""
-            text = "" if are_left_out and not _AXIS.search(spec) else next(origins, "")
             if not _is_array(value):
                 continue
             # A loop carry depends on its initial value.
             many = len(operation.operands) == len(operation.results) > 1
             taken = [self._indices.get(operation.operands[i], -1)] if is_loop and many else operands
             made_of = tuple(x for x in taken if x >= 0)
-            self._add(
-                value,
-                operation.name,
-                operation.location,
-                spec,
-                dict(_ORIGIN.findall(text)),
-                made_of,
-            )
+            spec = specs[i] if i < len(specs) else ""
+            self._add(value, operation.name, operation.location, spec, made_of)
+            if _WRITTEN in attributes:
+                by = self._rows[-1].source or self._rows[-1].name
+                # A `shard_map` also shards its operands.
+                operands = made_of if operation.name == _SHARD_MAP else ()
+                for row in (self._indices[value], *operands):
+                    self._give(row, attributes[_WRITTEN].value, by)
         if is_loop:
             # A loop carry is sharded like the loop's result.
             for region in operation.regions:
@@ -449,6 +506,12 @@ class _Reader:
                     if outer in self._indices:
                         self._indices[inner] = self._indices[outer]
             self._read_inside(operation)
+            # So is what the region returns. A loop's condition returns a scalar.
+            for region in operation.regions:
+                *_, last = region.blocks[0].operations
+                for inner, outer in zip(last.operands, operation.results, strict=False):
+                    if inner in self._indices and outer in self._indices:
+                        self._groups.append((self._indices[outer], self._indices[inner]))
 
     def _add(
         self,
@@ -456,7 +519,6 @@ class _Reader:
         op: str,
         location: Any,
         spec: str,
-        origins: dict[str, str],
         operands: tuple[int, ...],
     ) -> None:
         self._indices[value] = len(self._rows)
@@ -466,9 +528,7 @@ class _Reader:
         if lines is not None:
             source, expression = lines.source, _expression(frames, lines.source)
         shape = tuple(value.type.shape)
-        # Shardy keeps origins for axes that the final sharding does not use, so drop these.
-        cuts = {axis.partition(":")[0] for axis, _ in _AXIS.findall(spec)}
-        origins = {axis: by for axis, by in origins.items() if axis.partition(":")[0] in cuts}
+        self._groups.append((len(self._rows), *operands))
         self._rows.append(
             LaidOut(
                 op.rpartition(".")[2],
@@ -477,7 +537,7 @@ class _Reader:
                 shape,
                 str(value.type.element_type),
                 _spec(spec, len(shape)),
-                origins,
+                {},
                 name,
                 operands,
             )
@@ -515,10 +575,6 @@ _SIZE = re.compile(r'"([^"]+)"=(\d+)')
 _SPEC = re.compile(r"<(?:@|mesh<).*?, \[((?:\{[^{}]*\},? ?)*)\]")
 _DIMENSION = re.compile(r"\{([^{}]*)\}")
 _AXIS = re.compile(r'"([^"]+)"(:\(\d+\)\d+)?')
-# `[{data = "input: 0"}, {}]`
-_ORIGINS = re.compile(r"\{([^{}]*)\}")
-_ORIGIN = re.compile(r'([^\s"{,][^"{,]*?)"? = "([^"]*)"')
-
 
 # MLIR escapes non-ASCII letters in a mesh axis name as `\C3\A4`. In a key, it escapes them twice.
 _ESCAPED = re.compile(r"(?:\\+[89A-F][0-9A-F])+")
@@ -532,11 +588,10 @@ def _unescaped(found: re.Match[str]) -> str:
     return bytes.fromhex(found[0].replace("\\", "")).decode(errors="replace")
 
 
-def _layout(attributes: Any) -> tuple[str, dict[str, str]]:
-    """Return the text of a spec, and the origins, of an argument or a result; empty if absent."""
-    texts = {attribute.name: _text(attribute.attr) for attribute in attributes}
-    origins = _ORIGIN.findall(texts.get("sdy.sharding_origins", ""))
-    return texts.get("sdy.sharding", ""), dict(origins)
+def _sharding(attributes: Any) -> str:
+    """Return the text of the sharding of an argument or a result; empty if it has none."""
+    texts = [_text(each.attr) for each in attributes if each.name == "sdy.sharding"]
+    return texts[0] if texts else ""
 
 
 def _texts(attributes: Any, each: re.Pattern[str], *names: str) -> list[str]:
@@ -555,6 +610,14 @@ def _spec(text: str, ndim: int) -> PartitionSpec:
         for dimension in _DIMENSION.findall(text)
     ]
     return of_rank(PartitionSpec(*entries), ndim)
+
+
+def _dimension(row: LaidOut, axis: str) -> int | None:
+    """Return the dimension that a mesh axis shards, or a part of it; None if there is none."""
+    for i, axes in enumerate(row.spec.partitions):
+        if axis in [name.partition(":")[0] for name in mesh_axes(axes)]:
+            return i
+    return None
 
 
 def _name(location: Any) -> str:

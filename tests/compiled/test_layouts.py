@@ -305,6 +305,19 @@ def test_explicit_axes():
     )
 
 
+def test_a_reshape_that_a_mesh_axis_does_not_divide():
+    """Shardy's own record of origins crashes the process here, in about half of the runs."""
+
+    def fused(w, x):
+        return (x @ w).reshape(16, 16, 3, 4, 16)
+
+    w, x = abstract(64, 192, spec=P(None, "model")), abstract(16, 16, 64, spec=P("data"))
+    for _ in range(8):
+        layouts = ft.layouts(jax.jit(fused), w, x)
+    [row] = rows_of(layouts, "dot_general")
+    assert row.origins == {"data": "x", "model": "w"}
+
+
 GIVEN = abstract(16, 64, spec=P("data"))
 
 

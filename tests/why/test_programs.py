@@ -50,6 +50,8 @@ def ledger_of(program: Program) -> ft.Ledger:
     mesh = ft.make_mesh(data=2, model=2, **{program.third: 2}, explicit=program.explicit)
     with jax.set_mesh(mesh):
         fn, args, layouts = program.make(mesh)
+        if hasattr(fn, "lower"):
+            return ft.ledger(fn, *args)
         return ft.ledger(fn, *args, mesh=mesh, **layouts)
 
 
