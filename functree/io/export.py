@@ -252,7 +252,7 @@ def export(
     name = getattr(f, "__name__", None) or shown(f)
     if not isinstance(f, Jit):
         raise FunctreeTypeError(
-            f"export takes a function of `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
+            f"export takes a function from `ft.jit`: write `ft.export(ft.jit({name}), ...)`"
         )
     check(
         f"export: invalid options for {name}",

@@ -74,7 +74,7 @@ FIELDS = {
 def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
     folder, size = copied(tmp_path), FIELDS[field]
     rewrite(folder / CONFIG, lambda given: given | {field: size})
-    why = "the files have 30 tensors with 29,408 elements"
+    why = "the files have only 30 tensors, with 29,408 elements in total"
     with refused(f"{CONFIG} has sizes that do not fit the files", f'"{field}": {size}'[:99], why):
         load(folder)
 
@@ -256,9 +256,12 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "a huge shape": (row(shape=[10**9, 10**9]), "it has 128 `bytes`, but an array of its shape"),
+    "a huge shape": (row(shape=[10**9, 10**9]), "`bytes` is 128, but an array of its shape"),
     "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
-    "a spec of other rank": (row(spec=["a", None, None]), "its `spec` has 3 entries, but it has 2"),
+    "a spec of other rank": (
+        row(spec=["a", None, None]),
+        "`spec` has 3 entries, but the array has 2",
+    ),
     "the same as itself": (row(same_as="w"), "`same_as` is w, but no earlier row"),
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "it has two rows"),
     "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
@@ -337,7 +340,7 @@ def no_file(name: str) -> Change:
     return replace
 
 
-HEAD = "the header of w in the files "
+HEAD = "the stored header of w "
 VALUES_FILES: dict[str, tuple[Change, str]] = {
     "huge parts": (in_parts(10**6, 10**6), f"{HEAD}has shape [4, 8] in chunks of [1000000"),
     "parts of nothing": (in_parts(0, 8), f"{HEAD}has shape [4, 8] in chunks of [0, 8]"),

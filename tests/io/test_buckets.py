@@ -273,7 +273,7 @@ ADDRESSES = {
     ],
     "GS://bucket/run": ["GS://bucket/run cannot be used"],
     "gs:/bucket/run": [
-        "gs:/bucket/run has lost a slash",
+        "gs:/bucket/run lacks a slash",
         "pass the bucket's address as a string",
     ],
     "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],

@@ -66,7 +66,9 @@ def test_which_are_kept(tmp_path: Path) -> None:
     assert sorted(one.name for one in tmp_path.iterdir()) == ["20", "21"]
     again = ft.Checkpoints(tmp_path)
     assert again.steps == (20, 21) and "2 steps, latest 21" in repr(again)
-    with raises("it has a checkpoint for each step of a run: pass one of these, such as ", "/21"):
+    with raises(
+        "it has a checkpoint for each step of a run: pass the folder of one step, such as ", "/21"
+    ):
         ft.inspect(tmp_path)
 
 
@@ -92,7 +94,11 @@ def test_what_is_refused(tmp_path: Path) -> None:
         checkpoints.save(0, tree(0))
     with checkpoints:
         checkpoints.save(3, tree(3))
-        with raises("already has step 3: remove ", "run/3 to replace it", error=ft.CheckpointError):
+        with raises(
+            "already has a checkpoint for step 3: to replace it, remove ",
+            "run/3",
+            error=ft.CheckpointError,
+        ):
             checkpoints.save(3, tree(4))
         with pytest.warns(ft.FunctreeWarning, match="step 2 is saved, but .* from step 3 of .*run"):
             assert checkpoints.save(2, tree(2))

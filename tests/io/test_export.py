@@ -183,7 +183,7 @@ def flipped(data: bytes, bit: int) -> bytes:
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     f = ft.jit(lambda x: x + 1)
     x = jnp.ones(3)
-    with raises("export takes a function of `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
+    with raises("export takes a function from `ft.jit`: write `ft.export(ft.jit(sin), ...)`"):
         ft.export(jnp.sin, x)
     with raises("takes a `jax.jit` function, but <lambda> is a functree function: write `ft.exp"):
         jax.export.export(f)(x)  # type: ignore[arg-type]

@@ -123,7 +123,9 @@ def test_an_address_is_no_folder_of_such_a_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with raises("not a URL: copy to or from a bucket with its own tools", error=ValueError):
+    with raises(
+        "not a URL: use the bucket's own tools to copy files to or from it", error=ValueError
+    ):
         DOORS[door][0](address, model)
     assert not listed(tmp_path)
 

@@ -224,7 +224,7 @@ FILES: dict[str, tuple[Callable[[Path], Any], list[str]]] = {
     "a name in two": (
         lambda folder: [folder / "a.safetensors", folder / "copy"], ["copy: another file also has a tensor 'w'"]
     ),
-    "no file": (lambda folder: [], ["it must be the path of a file", "or of a folder, or a list of files"]),
+    "no file": (lambda folder: [], ["it must be the path of a folder, a list of files, or the path of a file"]),
 }  # fmt: skip
 
 
@@ -300,7 +300,7 @@ def test_dtypes(dtype: str, tmp_path: Path) -> None:
     loaded = ft.load_tensors(file, abstract(dtype, x=(8, 4)), {"x": "w"}, P("data"), MESH)
     assert loaded["x"].dtype == jnp.dtype(dtype)
     np.testing.assert_array_equal(loaded["x"], given)
-    with raises("x   f32[8, 4]", "the files have `w` as", "pass cast=True to get it as f32"):
+    with raises("x   f32[8, 4]", "the files have `w` as", "pass cast=True to convert it to f32"):
         ft.load_tensors(file, abstract(x=(8, 4)), {"x": "w"}, P(), MESH)
 
 
@@ -344,7 +344,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     ),
     "another dtype of one layer": (
         {"x.*": "l.*.h"}, ALL,
-        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", "pass cast=True to get it as f32")],
+        [("x.1", "the files have `l.1.h` as f16[8, 4], not as f32", "pass cast=True to convert it to f32")],
     ),
     "a part that does not fit": (
         {"x.0": "l.0.w", "x.1": "qkv[0/3].T"}, ["l.*", "big", "[se]*"],
@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
             ("x.1", "no pattern in `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
-            ("l.1.w", "no array is read from it", 'add rows for them to `table`, or pass left_out=["l.1.w"]'),
+            ("l.1.w", "no array is read from it", 'add rows for these tensors to `table`, or pass left_out=["l.1.w"]'),
         ],
     ),
     "a number that the pattern lacks": (

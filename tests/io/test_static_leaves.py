@@ -114,10 +114,10 @@ def test_what_a_warning_says_to_do(tmp_path: Path) -> None:
     with pytest.warns(ft.FunctreeWarning) as caught:
         ft.restore(tmp_path / "c", {"w": np.ones(2), "step": 0, "name": "sgd"})
     assert [str(one.message) for one in caught] == [
-        "Python numbers are not restored, but come from `like`: `step` was 17 and is 0; convert "
-        "numbers that should be saved into arrays: `jnp.asarray(...)`",
+        "Python numbers are not restored, but come from `like`: `step` was 17 and is 0; to save "
+        "a number, convert it to an array: `jnp.asarray(...)`",
         "static leaves are not restored, but come from `like`: `name` was 'adam' and is 'sgd'; "
-        "build `like` like the saved tree, or save these values in `meta=`",
+        "build `like` in the same way as the saved tree, or save these values in `meta=`",
     ]
 
 

@@ -319,7 +319,7 @@ def test_the_table_of_the_logits_beside_a_tied_one(
 @pytest.mark.parametrize("text", ['{"weight_map": 1}', '{"weight_map": {"a": 1}}', "[]"])
 def test_an_index_that_is_none(text: str, copied: Path) -> None:
     (copied / "model.safetensors.index.json").write_text(text)
-    with raises('must have a "weight_map" from each weight to its file'):
+    with raises('must have a "weight_map" that maps each weight to its file'):
         load(copied)
 
 
@@ -393,22 +393,22 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
         lambda x: x.astype("int8"),
         "the dtype must be one of float64, float32",
     ),
-    "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) there"),
-    "no array": ("norm.scale", lambda x: 1.0, "the family has an array there"),
+    "another shape": ("norm.scale", lambda x: x[:1], "the family has the shape (32,) at this path"),
+    "no array": ("norm.scale", lambda x: 1.0, "the family has an array at this path"),
     "a subclass": (
         "blocks.layer.mlp",
         lambda x: _another(x, _Relu),
-        "the family has functree's MLP there",
+        "the family has functree's MLP at this path",
     ),
     "a bias": (
         "blocks.layer.attn.query_bias",
         lambda x: jnp.zeros((3, 4, 8)),
-        "the family has None there, according to the config",
+        "the family has None at this path, according to the config",
     ),
     "another eps": (
         "blocks.layer.attn_norm.eps",
         lambda x: 0.5,
-        "the family has 1e-06 there, according to the config",
+        "the family has 1e-06 at this path, according to the config",
     ),
     "an attention function": (
         "blocks.layer.attn.attention",
@@ -418,7 +418,7 @@ UNPUBLISHED: dict[str, tuple[str, Any, str]] = {
     "other frequencies": (
         "blocks.layer.attn.rope_scaling",
         lambda x: _Frequencies(8, 1, 4, 16),
-        "the family has None there, according to the config",
+        "the family has None at this path, according to the config",
     ),
 }
 

@@ -274,8 +274,8 @@ class Checkpoints:
             steps = self.steps
         if step in steps:
             raise CheckpointFileError(
-                f"{self.folder} already has step {step}: remove {self.folder / str(step)} to "
-                "replace it"
+                f"{self.folder} already has a checkpoint for step {step}: to replace it, remove "
+                f"{self.folder / str(step)}"
             )
         if steps and step < steps[-1]:
             warn(
@@ -302,7 +302,7 @@ class Checkpoints:
                 old = self._folder.at(str(one))
                 # A link leads to a checkpoint of another run.
                 if os.path.islink(old.path) or is_foreign(old):
-                    warn(f"{old.path} is not removed, since `ft.Checkpoints` did not write it")
+                    warn(f"{old.path} was not removed, since `ft.Checkpoints` did not write it")
                 else:
                     remove_step(old)
 

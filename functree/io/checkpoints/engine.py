@@ -197,13 +197,11 @@ def _check_head(name: str, text: bytes, shape: Sequence[int]) -> None:
         sizes = list(zip(chunk, shape, strict=True))
         fits = found == list(shape) and all(0 < part <= max(size, 1) for part, size in sizes)
     except (ValueError, LookupError, TypeError) as error:
-        raise CheckpointFileError(
-            f"the header of {name} in the files cannot be read: {error}"
-        ) from error
+        raise CheckpointFileError(f"the stored header of {name} cannot be read: {error}") from error
     if not fits:
         raise CheckpointFileError(
-            f"the header of {name} in the files has shape {value_text(found)} in chunks of "
-            f"{value_text(chunk)}, but the manifest has {list(shape)}"
+            f"the stored header of {name} has shape {value_text(found)} in chunks of "
+            f"{value_text(chunk)}, but the manifest has shape {list(shape)}"
         )
 
 

@@ -270,7 +270,7 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
         )
     if match := _BROKEN_ADDRESS.match(text):
         raise CheckpointError(
-            f"{text} has lost a slash, as in `Path('{match.group(1)}://bucket')`: pass the "
+            f"{text} lacks a slash, which `Path('{match.group(1)}://bucket')` removes: pass the "
             "bucket's address as a string"
         )
     tensorstore: Any = import_extra("tensorstore", "checkpoint")
@@ -359,7 +359,10 @@ def _no_checkpoint(folder: Folder) -> str:
         return f"it has no {MANIFEST}, so it is still being written, or its writer was stopped"
     if steps := steps_with_manifest(folder, named_steps(folder)):
         latest = folder.path / str(steps[-1])
-        return f"it has a checkpoint for each step of a run: pass one of these, such as {latest}"
+        return (
+            "it has a checkpoint for each step of a run: pass the folder of one step, such as "
+            f"{latest}"
+        )
     if names or os.path.isdir(folder.path):
         return f"it has no {MANIFEST}"
     return "the folder does not exist"

@@ -153,9 +153,11 @@ def _check_rows(rows: Sequence[SavedArray]) -> None:
         if row.path in known:
             why = "it has two rows"
         elif row.bytes != size:
-            why = f"it has {row.bytes} `bytes`, but an array of its shape and dtype has {size}"
+            why = f"`bytes` is {row.bytes}, but an array of its shape and dtype has {size} bytes"
         elif row.spec is not None and len(row.spec) > len(row.shape):
-            why = f"its `spec` has {len(row.spec)} entries, but it has {len(row.shape)} dimensions"
+            why = (
+                f"`spec` has {len(row.spec)} entries, but the array has {len(row.shape)} dimensions"
+            )
         elif first is None or (first.shape, first.dtype) != (row.shape, row.dtype):
             why = f"`same_as` is {row.same_as}, but no earlier row has this path, shape and dtype"
         if why:

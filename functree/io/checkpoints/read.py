@@ -385,7 +385,7 @@ def _remedy(differ: Collection[Path], only: Filter | None) -> str:
     written = f"~{globs}" if len(texts) == 1 else f"~({globs})"
     if only is not None:
         written = f"({only!r}) & {written}"
-    return f"restore the rest, and take these from `like`, with only={written}"
+    return f"restore the other leaves, and take these leaves from `like`, with only={written}"
 
 
 def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Problem]:
@@ -405,7 +405,7 @@ def _differences(leaf: Leaf, row: SavedArray | None, cast: bool) -> Iterator[Pro
             how = "build `like` with the same `jax.random.key(..., impl=)`"
         yield leaf.problem(f"was saved as {saved}: {other}", how)
     elif not cast:
-        yield leaf.problem(f"was saved as {saved}", f"pass cast=True to get it as {wanted}")
+        yield leaf.problem(f"was saved as {saved}", f"pass cast=True to convert it to {wanted}")
 
 
 def _matched(

@@ -74,10 +74,10 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
     for name, then in lost.items():
         others.append(f"`{name}` was {_short(then)} and is not in `like`")
     if numbers:
-        remedy = "convert numbers that should be saved into arrays: `jnp.asarray(...)`"
+        remedy = "to save a number, convert it to an array: `jnp.asarray(...)`"
         warn(f"Python numbers are not restored, but come from `like`: {listed(numbers)}; {remedy}")
     if others:
-        remedy = "build `like` like the saved tree, or save these values in `meta=`"
+        remedy = "build `like` in the same way as the saved tree, or save these values in `meta=`"
         warn(f"static leaves are not restored, but come from `like`: {listed(others)}; {remedy}")
 
 

@@ -247,8 +247,8 @@ class CheckpointWriter:
             found, torn = digests_of(stored)
             if differ := [name for name in group if torn or found[name] != self._digests[name]]:
                 raise CheckpointFileError(
-                    f"{self._failure}: the values on the disk differ for {listed(differ)}; check "
-                    "the disk"
+                    f"{self._failure}: the values of {listed(differ)} on the disk differ from the "
+                    "saved values; check the disk"
                 )
 
     def _next_targets(self) -> dict[str, Target]:

@@ -158,5 +158,5 @@ def _file_names(index: Path) -> set[str]:
         raise FunctreeError(f"{index} is not JSON: {error}") from None
     files = named.get("weight_map") if isinstance(named, dict) else None
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
-        raise FunctreeError(f'{index} must have a "weight_map" from each weight to its file')
+        raise FunctreeError(f'{index} must have a "weight_map" that maps each weight to its file')
     return set(files.values())

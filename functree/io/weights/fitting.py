@@ -219,7 +219,7 @@ class Weight(NamedTuple):
         if math.prod(self.shape) * part.of != math.prod(stored) * (part.stop - part.first):
             return ""
         return (
-            "load an array with the tensor's shape, and transpose it in a function of `ft.jit`: "
+            "load an array with the tensor's shape, and transpose it in an `ft.jit` function: "
             "no row can describe this order of the elements"
         )
 

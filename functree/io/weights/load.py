@@ -59,7 +59,7 @@ T = TypeVar("T")
 _Array = jax.Array | np.ndarray | np.generic
 _File = str | os.PathLike[str]
 _FILES = Takes(
-    f"{LOCAL_FILE.text}, or of a folder, or a list of files",
+    f"the path of a folder, a list of files, or {LOCAL_FILE.text}",
     lambda value: isinstance(value, list) and all(map(LOCAL_FILE.is_type, value)),
     lambda value: len(value) > 0 and all(map(LOCAL_FILE.is_value, value)),
 )
@@ -74,9 +74,9 @@ _TABLE = Takes(
 # The terms of `load_tensors` and `load_weights`
 _OF_TENSORS = Terms(
     dtypes="like",
-    dtype="pass cast=True to get it as {dtype}",
+    dtype="pass cast=True to convert it to {dtype}",
     misfit="correct the name in `table`, or the shape in `like`",
-    unread="add rows for them to `table`, or pass left_out=",
+    unread="add rows for these tensors to `table`, or pass left_out=",
     lost="give these arrays in `like` the dtype of the files",
 )
 _OF_PUBLISHED = Terms(
@@ -84,7 +84,7 @@ _OF_PUBLISHED = Terms(
     dtype="pass `param_dtype=` to give all layers one dtype",
     misfit="use files and a `config.json` from the same model",
     unread="",
-    lost="pass a `param_dtype=` that holds them, or None for the dtype of the files",
+    lost="pass a `param_dtype=` that can hold the values, or None for the files' dtype",
 )
 
 
@@ -398,7 +398,10 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
         if size is not None and size > number:
             given = [name for name, value in published.given.items() if value == size]
             what = "/".join(f'"{name}"' for name in given) or field
-            why = f"the files have {count(len(tensors), 'tensor')} with {elements:,} elements"
+            why = (
+                f"the files have only {count(len(tensors), 'tensor')}, with {elements:,} elements "
+                "in total"
+            )
             problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
         failure = f"{published.file} has sizes that do not fit the files"

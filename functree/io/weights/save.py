@@ -335,7 +335,7 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
     if isinstance(published, eqx.Module):
         # A subclass may compute a different result, as may another layer with the same arrays.
         if type(given) is not type(published):
-            why = f"the family has functree's {_text(published)} there"
+            why = f"the family has functree's {_text(published)} at this path"
             yield Problem(Path(keys), None, _text(given), why, _REPLACE)
             return
         for field in dataclasses.fields(published):
@@ -349,16 +349,18 @@ def _differences(given: object, published: object, keys: Keys) -> Iterator[Probl
         if not isinstance(given, str):
             yield Problem(Path(keys), None, _text(given), "no family has this function", _PLAIN)
     elif is_array(given) or isinstance(given, eqx.Module) or given != published:
-        why = f"the family has {_text(published)} there, according to the config"
+        why = f"the family has {_text(published)} at this path, according to the config"
         yield Problem(Path(keys), None, _text(given), why, _REPLACE)
 
 
 def _differences_of_array(given: object, shape: tuple[int, ...], keys: Keys) -> Iterator[Problem]:
     """Yield the problem of a value where a published model has an array."""
     if not is_array(given):
-        yield Problem(Path(keys), None, _text(given), "the family has an array there", _REPLACE)
+        yield Problem(
+            Path(keys), None, _text(given), "the family has an array at this path", _REPLACE
+        )
     elif given.shape != shape:
-        why = f"the family has the shape {shape} there"
+        why = f"the family has the shape {shape} at this path"
         yield Problem(Path(keys), None, shown(given), why, _REPLACE)
     elif str(given.dtype) not in DTYPES.values():
         # Integers, for example, which readers would load without their scales.
