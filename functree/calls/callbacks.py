@@ -35,8 +35,8 @@ def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding |
     if any(equation.primitive.name in _CALLBACKS for equation in all_equations(program)):
         raise ShardingError(
             f"{name} has host callbacks, which JAX lowers for GPUs only on a machine with a GPU: "
-            "to compile for `target=`, remove `jax.debug.print`, `jax.debug.callback`, "
-            "`jax.pure_callback` and `io_callback`"
+            "to compile for `target=`, remove the calls of `jax.debug.print`, "
+            "`jax.debug.callback`, `jax.pure_callback` and `io_callback`"
         )
 
 

@@ -110,7 +110,7 @@ def _check_devices(name: str, paths: Sequence[Path], arrays: Sequence[AnyArray])
         if array.sharding.device_set != other.sharding.device_set:
             devices, others = _devices_text(array), _devices_text(other)
             why = f"is committed to {devices}, but `{first_path}` is committed to {others}"
-            remedy = "move them to one device, or to one mesh with `ft.shard`"
+            remedy = "move all arguments to one device, or to one mesh with `ft.shard`"
             problems.append(array_problem(path, array, why, remedy))
     if problems:
         raise ShardingError(f"{name}: the arguments are on different devices", problems)
@@ -138,7 +138,7 @@ def _devices_text(array: jax.Array) -> str:
     return ", ".join(sorted(map(str, array.sharding.device_set)))
 
 
-MOVE = "move it to the function's mesh: `ft.shard(x, layout, mesh)`"
+MOVE = "move the argument to the function's mesh: `ft.shard(x, layout, mesh)`"
 
 
 def _other_devices(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
@@ -166,7 +166,7 @@ def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
         return why
     if isinstance(array_mesh, Mesh) and isinstance(mesh, Mesh):
         if array_mesh.devices.tolist() != mesh.devices.tolist():
-            return f"{why}, with different devices"
+            return f"{why}, which has different devices"
     # Inside `shard_map`, the types of the axes change.
     if AxisType.Manual in (*array_mesh.axis_types, *mesh.axis_types) or explicit == explicit_here:
         return None
@@ -257,7 +257,7 @@ def check_donated(
             why = f"{shared} `{paths[owner]}`, {how}"
             # An untied copy, since both paths may be in one argument.
             copy = f"`ft.copy({paths[i][0]}, untie=True)`"
-            remedy = f"pass it once, or pass {copy}, in which each path has its own array"
+            remedy = f"pass the array once, or pass {copy}, which gives each path its own array"
             problems.append(array_problem(paths[i], arrays[i], why, remedy))
             break
     if problems:

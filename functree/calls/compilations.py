@@ -50,10 +50,10 @@ class Difference(NamedTuple):
         before, now = self.text(self.before), self.text(self.now)
         text = f"{self.kind} {before} → {now}"
         if before == now and self.kind in ("mesh", "devices"):
-            text += " (different devices, or a different order)"
+            text += " (different devices, or the same devices in a different order)"
         elif before == now:
             # The values differ but their texts do not, as with two lambdas from one line.
-            text += " (a different object, which equals only itself: create it once)"
+            text += " (a different object, equal only to itself: create it once and reuse it)"
         return text
 
     def text(self, value: object) -> str:
@@ -293,7 +293,7 @@ class Log:
         self._numbers[changed.path] += 1
         if self._numbers[changed.path] == 2:
             warn(
-                f"{self.name} recompiles a second time because only `{changed.path}` differs "
-                f"({changed.before!r} earlier, {changed.now!r} now). A Python number is static: "
-                "pass an array, `jnp.asarray(...)`, to trace it",
+                f"{self.name} recompiles a second time only because `{changed.path}` differs "
+                f"({changed.before!r} before, {changed.now!r} now). A Python number is static: to "
+                "trace it, pass an array, `jnp.asarray(...)`",
             )

@@ -82,13 +82,13 @@ def _too_large(
     problems: list[Problem] = []
     for path in sorted(sizes, key=lambda path: -sizes[path])[:LARGEST]:
         array = arguments[path]
-        why = f"{bytes_text(sizes[path])} on each device, {sharding_text(array.sharding)}"
+        why = f"takes {bytes_text(sizes[path])} on each device, {sharding_text(array.sharding)}"
         problems.append(array_problem(path, array, why, SMALLER))
     kind, total = backend_text(mesh.devices.flat[0]), bytes_text(sum(sizes.values()))
     headline = f"{name} does not fit in the memory of a {kind}: {figures}"
     if not problems:
         return FunctreeError(headline, [Problem(None, None, name, figures, SMALLER)])
-    headline += f"\nIts arguments take {total} on each device; the largest:"
+    headline += f"\nThe arguments take {total} on each device; the largest:"
     return FunctreeError(headline, problems)
 
 

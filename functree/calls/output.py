@@ -66,7 +66,7 @@ class Output:
                 problems.append(unheld_problem(Path((RESULT, *path)), value))
         if problems:
             number = count(len(problems), "array")
-            raise FunctreeTypeError(f"{name}: JAX cannot hold {number} of the result", problems)
+            raise FunctreeTypeError(f"{name}: JAX cannot hold {number} in the result", problems)
         for path, value in skeleton.statics:
             texts = _outliving(value)
             if texts is not None:
@@ -156,12 +156,12 @@ def _outliving(value: object) -> tuple[str, str, str] | None:
             if isinstance(variable, Tracer):
                 remedy = (
                     "return the array as a leaf of the result, or create the object outside the "
-                    "trace and `ft.shard` it"
+                    "trace and shard it with `ft.shard`"
                 )
                 return "", f"closes over a traced array, `{path}`", remedy
     # For example, the body of a generator would run with the traced arrays that it holds.
     if runs_once(value):
-        return type(value).__name__, "computes only when it is used", "return a list or an array"
+        return type(value).__name__, "computes its elements lazily", "return a list or an array"
     return None
 
 

@@ -55,7 +55,7 @@ class ParameterLayouts:
         else:
             raise RuleError(
                 f"{option}: {written!r} is not a layout, a sequence with one layout per positional "
-                f"parameter, or a dict of layouts by parameter name{meant_rules(written)}"
+                f"parameter, or a dict from parameter names to layouts{meant_rules(written)}"
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
@@ -66,8 +66,8 @@ class ParameterLayouts:
             parameters = count(len(positional), "positional parameter")
             raise RuleError(
                 f"{have}, but {self.signature.name} has {parameters} "
-                f"({', '.join(positional) or 'none'}): give one layout for each, and "
-                "`None` for a parameter that is not an array"
+                f"({', '.join(positional) or 'none'}): give one layout for each "
+                "parameter, and `None` for a parameter that is not an array"
             )
         return dict(zip(positional, written, strict=True))
 

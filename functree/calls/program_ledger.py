@@ -126,7 +126,7 @@ def _mesh_of(
     if given is not None and mesh is not None and mesh.size != devices:
         raise FunctreeValueError(
             f"ledger: the program was compiled for {count(devices, 'device')}, but `mesh=` "
-            f"has {mesh.size}: shard the arguments over this mesh"
+            f"has {mesh.size}: shard the arguments over the mesh in `mesh=`"
         )
     return mesh
 

@@ -159,8 +159,8 @@ class Traced(Stage[jax.stages.Traced]):
         """
         if self._closes_over_refs:
             raise FunctreeError(
-                f"{self._program.name} closes over a `jax.Ref`, which exists only in this process: "
-                "pass and return its value"
+                f"{self._program.name} closes over a `jax.Ref`, which exists only in this process, "
+                "so it cannot be exported: pass and return the ref's value"
             )
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
@@ -189,7 +189,7 @@ class Traced(Stage[jax.stages.Traced]):
         if any(option.startswith("_") for option in refused):
             raise FunctreeTypeError(
                 f"`jax.export.export` takes a `jax.jit` function, but {name} is a functree "
-                f"function: write `ft.export({name}, *args)`, whose result "
+                f"function: write `ft.export({name}, *args).serialize()`, whose bytes "
                 "`jax.export.deserialize` can read"
             )
         for option in refused:
@@ -330,7 +330,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         functree.errors.FunctreeTypeError: <lambda>: 1 argument does not match the compiled program
         <BLANKLINE>
           x   f32[4]
-              shape (3,) when compiled, (4,) now
+              shape: (3,) when compiled, (4,) now
         <BLANKLINE>
         Try: call the function itself, which recompiles if necessary
     """
@@ -511,7 +511,7 @@ def _refuse(
     problems: list[Problem] = []
     for change in changes:
         before, now = change.text(change.before), change.text(change.now)
-        why = f"{change.kind} {before} when compiled, {now} now"
+        why = f"{change.kind}: {before} when compiled, {now} now"
         array = arrays.get(change.path)
         if array is None:
             problems.append(Problem(change.path, None, "", why, remedy))

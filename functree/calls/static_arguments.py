@@ -18,7 +18,7 @@ from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 from functree.tree.skeleton.static_value import PLAIN, StaticValue, is_hashable, runs_once
 
-HIJAX_REMEDY = "use the arrays in it, or use `jax.jit`, which accepts it"
+HIJAX_REMEDY = "use the value's arrays instead, or use `jax.jit`, which accepts the value"
 
 
 def is_hijax(value: object) -> bool:
@@ -121,7 +121,7 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
         remedy = "pass `jax.ShapeDtypeStruct(x.shape, x.dtype)`"
         return kind, "is the type of an array, so it can be neither traced nor static", remedy
     if is_hijax(static):
-        why = "has a type that `jax.experimental.hijax` defines"
+        why = "has a type from `jax.experimental.hijax`, which functree does not support"
         return kind, why, HIJAX_REMEDY
     # Looked up on the class, as Python does for special methods.
     if hasattr(type(static), "__jax_array__"):
@@ -131,9 +131,9 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
         why = "would be exhausted by the trace, and its arrays would be constants of the program"
         return kind, why, "pass a list or an array"
     if isinstance(static, StaticArgument) and not is_hashable(static):
-        remedy = "make it hashable"
+        remedy = "make the argument hashable"
         if is_array(value):
-            remedy = "remove it from `static_argnums` and `static_argnames`"
+            remedy = "remove the argument from `static_argnums` and `static_argnames`"
         return value_text(value), "is declared static, but is not hashable", remedy
     return None
 
@@ -194,8 +194,8 @@ _BY_IDENTITY = (
 def _remedy(cls: str) -> str:
     return (
         f"make {cls} an `eqx.Module`, or close over the object in a lambda, "
-        "`lambda x: obj.method(x)`. `ft.jit` also accepts it as an argument named in "
-        "`static_argnames=`"
+        "`lambda x: obj.method(x)`. `ft.jit` also accepts the object as an argument named "
+        "in `static_argnames=`"
     )
 
 

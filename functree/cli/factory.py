@@ -25,8 +25,8 @@ from functree.tree.arrays import AnyArray, Tree
 from functree.tree.skeleton.skeleton import Skeleton
 
 _FORMS = {
-    "factory": "write `module:factory`, with an installed module or one in the current folder",
-    "layout": "write `module:name`, with an installed module or one in the current folder",
+    "factory": "write `module:factory`, where the module is installed or in the current folder",
+    "layout": "write `module:name`, where the module is installed or in the current folder",
 }
 
 
@@ -46,7 +46,7 @@ def made(text: str) -> Tree:
                 f"{text} needs the value of an array, but factories are only traced", error
             ) from error
     if not is_call(value) and not Skeleton.apart(value)[1]:
-        raise Failure(f"{text} returned {_kind(value)} without arrays")
+        raise Failure(f"{text} returned {_kind(value)}, which has no arrays")
     return value
 
 
@@ -86,7 +86,8 @@ def _kind(value: object) -> str:
     if value is None:
         return "None"
     if isinstance(value, tuple):
-        return f"a tuple of {', '.join(type(one).__name__ for one in value) or 'nothing'}"
+        names = ", ".join(type(one).__name__ for one in value)
+        return f"a tuple of {names}" if names else "an empty tuple"
     return f"a value of type {type(value).__name__}"
 
 
@@ -131,8 +132,8 @@ def _found(text: str) -> Callable[[], Any]:
         pass
     except TypeError as error:
         raise Failure(
-            f"{text}{inspect.signature(value)} is called without arguments: {error}; give each "
-            "parameter a default value"
+            f"{text}{inspect.signature(value)} must accept a call without arguments: {error}; "
+            "give each parameter a default value"
         ) from error
     return value
 
@@ -187,7 +188,7 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
         jax.config.update("jax_platforms", "cpu")
         if len(jax.devices()) < devices:
             have = count(len(jax.devices()), "device")
-            raise Failure(f"--devices {devices}: JAX has already created {have}")
+            raise Failure(f"--devices {devices} cannot take effect: JAX has already created {have}")
     elif only_compile and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 

@@ -196,11 +196,12 @@ def _prepare(options: Namespace) -> None:
         for option, values in (("--mesh", options.mesh), ("--layout", options.layout)):
             if values is not None and len(values) > 1:
                 raise Failure(
-                    f"{option} is given {len(values)} times, but only `explore` accepts several"
+                    f"{option} is given {len(values)} times, but only `explore` accepts several "
+                    "values"
                 )
     if options.devices is not None and options.target is not None:
         raise Failure(
-            "--devices simulates CPUs, but --target has its own devices: give one of them"
+            "--devices simulates CPUs, but --target has its own devices: give only one of them"
         )
     target = None
     if options.target is not None:

@@ -31,7 +31,7 @@ A layout is a Python value in one of your modules. It may be a tuple of layouts
   layouts = {"tensor": (rules, ft.P("data")), "both": (layout, ft.P("data"))}
 
 Short rules need no module, and are tried in order. `none` leaves an axis
-unsharded, `data+model` is two mesh axes, and --fsdp shards what is left:
+unsharded, `data+model` is two mesh axes, and --fsdp shards the rest:
 
   --rules batch=data,hidden=model,...=none --fsdp data
 """
@@ -128,7 +128,7 @@ def _add_options(command: Parser, name: str) -> None:
         layout += " of the arguments; by default, the function's own layouts"
     elif name == "explore":
         again = "; may be given several times"
-        mesh += ", or a number of devices to divide in all ways; by default, all devices"
+        mesh += ", or a number of devices to arrange in every way; by default, all devices"
         layout = "a layout, or a dict of them"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
@@ -137,7 +137,7 @@ def _add_options(command: Parser, name: str) -> None:
     add("--mesh", metavar="data=8,model=4", action="append", help=f"{mesh}{again}")
     add("--layout", metavar="MODULE:NAME", action="append", help=f"{layout}{again}")
     add("--rules", metavar="batch=data,...=none", help="short rules instead of a layout")
-    leftover = "the mesh axis that shards what the rules leave unsharded"
+    leftover = "the mesh axis that shards dimensions that the rules leave unsharded"
     add("--fsdp", metavar="data", help=leftover)
     add("--target", metavar="tpu:v5e:4x8", help=target)
     command.set_defaults(devices=None)
@@ -157,7 +157,7 @@ def _number(text: str) -> int:
     return int(text)
 
 
-_SIZES = "write sizes by name, such as `--mesh data=8,model=4`"
+_SIZES = "write `name=size` pairs, such as `--mesh data=8,model=4`"
 
 
 def mesh_sizes(text: str) -> dict[str, int]:
@@ -170,7 +170,7 @@ def mesh_sizes(text: str) -> dict[str, int]:
     for part in text.split(","):
         match = re.fullmatch(r"\s*([^\s=,]+)\s*=\s*([0-9]{1,9})\s*", part)
         if match is None or int(match[2]) < 1:
-            raise Failure(f"--mesh {text!r}: {part!r} is not the size of a mesh axis: {_SIZES}")
+            raise Failure(f"--mesh {text!r}: {part!r} is not a mesh axis with its size: {_SIZES}")
         if match[1] in sizes:
             raise Failure(f"--mesh {text!r} gives `{match[1]}` twice: give one size")
         sizes[match[1]] = int(match[2])

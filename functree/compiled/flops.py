@@ -61,7 +61,7 @@ def count_flops(text: str) -> Flops:
     for name, number in unknown.items():
         sentences.append(f"{name}: the flops of {count(number, 'call')} are unknown and left out")
     if endless:
-        why = "a loop's length depends on data, so each counts once"
+        why = "a loop's length depends on data, so each operation counts once"
         sentences.append(f"the number of runs of {', '.join(endless)} is unknown: {why}")
     return Flops(total, tuple(sentences))
 

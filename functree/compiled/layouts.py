@@ -90,7 +90,7 @@ class Layouts:
             FunctreeError: if `other` is not a `Layouts`.
         """
         if not isinstance(other, Layouts):
-            raise FunctreeTypeError(f"diff: `other` must be layouts, not {shown(other)}")
+            raise FunctreeTypeError(f"diff: `other` must be an `ft.Layouts`, not {shown(other)}")
         differences = changes(
             _by_place(self.rows),
             _by_place(other.rows),

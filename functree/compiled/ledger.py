@@ -27,7 +27,7 @@ from functree.compiled.table import (
     warning_lines,
 )
 from functree.devices.meshes import MeshView
-from functree.errors import FunctreeTypeError
+from functree.errors import FunctreeTypeError, count
 from functree.layout.plan.page import PlanPage, parts_of
 from functree.layout.plan.plan import Plan
 from functree.report.diff import Change, Diff, SharedWhat, by_bytes, changes
@@ -357,7 +357,7 @@ class _Page(NamedTuple):
     def _cards(self) -> list[Card]:
         total = sum(collective.total for collective in self.ledger.collectives)
         return [
-            Card(bytes_text(total), "moved to each device in a run"),
+            Card(bytes_text(total), "moved to each device per run"),
             Card(bytes_text(self.ledger.memory.peak), "peak memory"),
             # Rounded down: 100 % means all.
             Card(
@@ -384,7 +384,7 @@ class _Page(NamedTuple):
         rows = rows_of_parameters(self.ledger.collectives)
         left_out = ""
         if most is not None and len(rows) > most:
-            more = f"and {len(rows) - most:,} smaller rows (`ledger.html()` shows all)"
+            more = f"and {count(len(rows) - most, 'smaller row')} (`ledger.html()` shows all)"
             left_out, rows = notes_html([], [more]), rows[:most]
         leaves = list(map(self._leaf, rows))
         tree = tree_html(leaves, "all parameters", "collective", named=False)
@@ -426,7 +426,9 @@ class _Page(NamedTuple):
         total = sum(segment.size for segment in whole)
         texts = [f"peak {bytes_text(memory.peak)}"]
         if memory.aliases:
-            texts.append(f"{bytes_text(memory.aliases)} of the results reuse donated arguments")
+            texts.append(
+                f"{bytes_text(memory.aliases)} of the results reuse the memory of donated arguments"
+            )
         tree = ""
         # A plan's tree already shows the arguments.
         if memory.arguments and self.plan is None:

@@ -221,7 +221,7 @@ class _Reader:
             collective.op for collective in collectives if collective.count is None
         )
         if endless:
-            why = "a loop's length depends on data, so each counts once"
+            why = "a loop's length depends on data, so each operation counts once"
             yield f"the number of runs of {', '.join(endless)} is unknown: {why}"
 
     def idle(

@@ -221,8 +221,9 @@ def _known_passes() -> Iterator[None]:
     except (ValueError, ir.MLIRError) as error:
         what = str(error).partition("\n")[0]
         raise FunctreeError(
-            f"layouts: this jaxlib has different Shardy passes ({what}). Install a jaxlib that "
-            "functree was tested with. Ledgers work, but without verdicts"
+            "layouts: this jaxlib's Shardy passes differ from the passes that functree uses "
+            f"({what}): install a jaxlib that functree was tested with. Ledgers work, but have no "
+            "verdicts"
         ) from error
 
 

@@ -36,14 +36,14 @@ _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
-_OPAQUE = "it is written in `shard_map`, or as a collective"
+_OPAQUE = "you wrote it in `shard_map`, or as an explicit collective"
 _APART = "keep the parts in separate arrays, or stack them along an unsharded dimension"
 # Advice for operations that always lose their sharding, by StableHLO's names.
 _HINTS = {
     "concatenate": f"concatenates along a sharded dimension: {_APART}",
     "dynamic_slice": f"slices a sharded dimension: {_APART}",
     "dynamic_update_slice": f"updates a part of a sharded dimension: {_APART}",
-    "fft": "transforms a sharded dimension: shard a different one, or write it in `shard_map`",
+    "fft": "transforms a sharded dimension: shard a different one, or write the FFT in `shard_map`",
     "gather": "indexes a sharded dimension: shard a different dimension of the table",
     "reshape": "merges or splits a sharded dimension: put the sharded part first",
     "reverse": "reverses a sharded dimension: shard a different one",
@@ -116,7 +116,7 @@ class Verdicts:
             return "neighboring shards need each other's edges"
         is_fsdp = self._is_fsdp(parameters)
         if collective.moves == "itself" and is_fsdp:
-            return "its weight is sharded over the batch's mesh axes"
+            return "the weight is sharded over the batch's mesh axes"
         if collective.moves == "gradient" and (is_sum or is_fsdp):
             return "a gradient is summed over the batch"
         if is_sum and collective.moves != "itself" and primitive.startswith(_REDUCTIONS):

@@ -96,10 +96,10 @@ def _first_devices(
     if needed > len(available):
         verb = "is" if len(available) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
-        raise ShardingError(
-            f"{requested} needs {count(needed, 'device')}, but there {verb} {len(available)}; "
-            f"on a CPU, set {flag} before you import jax"
-        )
+        have = f"there {verb} {len(available)}; on a CPU, set {flag} before you import jax"
+        if devices is not None:
+            have = f"`devices` has {len(available)}"
+        raise ShardingError(f"{requested} needs {count(needed, 'device')}, but {have}")
     return available[:needed]
 
 

@@ -66,7 +66,8 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         for name, size in mesh.items():
             if not isinstance(name, str) or not is_size(size):
                 raise ShardingError(
-                    f"a dict for a mesh maps names to positive integers, not {name!r}: {size!r}"
+                    "a dict of mesh sizes must map names to positive integers, not "
+                    f"{name!r}: {size!r}"
                 )
         # NumPy integers count as integers: `np.prod` returns one.
         return MeshView({name: int(size) for name, size in mesh.items()})
@@ -211,11 +212,11 @@ def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
     compile-only.
     """
     if isinstance(mesh, AbstractMesh):
-        return f"{mesh_view(mesh)} has no devices: {NO_MESH}, where `mesh` is a `Mesh`"
+        return f"the mesh {mesh_view(mesh)} has no devices: {NO_MESH}, where `mesh` is a `Mesh`"
     if not _is_compiled_for(mesh):
         return None
     kind = mesh.devices.flat[0].device_kind
-    return f"{mesh_view(mesh)} has compile-only devices ({kind}): {_ONLY_COMPILED}"
+    return f"the mesh {mesh_view(mesh)} has compile-only devices ({kind}): {_ONLY_COMPILED}"
 
 
 _ONLY_COMPILED = (

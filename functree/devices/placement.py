@@ -132,8 +132,8 @@ def check_deleted(name: str, tree: Tree) -> None:
 
 # The method `delete` also deletes an array, and JAX does not record the cause.
 _REMEDY = (
-    "if it was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) "
-    "instead"
+    "if an array was donated, use the result of the call that donated it, or donate a copy "
+    "(`ft.copy`) instead"
 )
 
 

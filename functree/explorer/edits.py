@@ -193,7 +193,7 @@ class Edits:
             text = f"shard `{what}` with {spec_text(sharding.spec)}, like `{path}`"
             yield Edit(text, None, what, changed.lower)
         changed = variant.with_outputs(dict.fromkeys(alike, None))
-        text = f"remove the layout of `{what}`, {spec_text(old.spec)}"
+        text = f"remove the layout {spec_text(old.spec)} of `{what}`"
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:

@@ -273,13 +273,13 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     needed = sum(row.bytes_per_device for row in rows)
     if needed <= memory:
         return ()
-    why = f"its arguments take {bytes_text(needed)} on each device, but {there} "
+    why = f"the arguments take {bytes_text(needed)} on each device, but {there} "
     why += bytes_text(round(memory))
     problems = [Problem(None, None, "", why, SMALLER)]
     rows.sort(key=lambda row: -row.bytes_per_device)
     for row in rows[:LARGEST]:
         spec = spec_text(row.spec or PartitionSpec())
-        each = f"{bytes_text(row.bytes_per_device)} on each device, {spec}"
+        each = f"takes {bytes_text(row.bytes_per_device)} on each device, {spec}"
         problems.append(Problem(row.path, row.shape, array_text(row), each))
     return tuple(problems)
 
@@ -291,8 +291,8 @@ def _may_not_fit(program: Memory, kind: Kind) -> str:
     """
     peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
     return (
-        f"may not fit: this machine's program needs {peak} of memory, but a {kind.name} has "
-        f"{there}; give a target to be sure"
+        f"may not fit: the program compiled for this machine needs {peak} of memory, but a "
+        f"{kind.name} has {there}; give a target to be sure"
     )
 
 
@@ -301,7 +301,7 @@ def _too_high(program: Memory, memory: float) -> Problem:
     arguments = sum(program.arguments.values())
     why = (
         f"the program needs {bytes_text(program.peak)} of memory, but each device has "
-        f"{bytes_text(round(memory))}; its arguments take {bytes_text(arguments)} on each device"
+        f"{bytes_text(round(memory))}; the arguments take {bytes_text(arguments)} on each device"
     )
     return Problem(None, None, "", why, SMALLER)
 

@@ -153,8 +153,9 @@ def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
             f"{count(target.size, 'device')}, or a different target"
         )
     if target is None and needed > len(jax.devices()):
+        verb = "is" if len(jax.devices()) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         raise ShardingError(
-            f"{have}, but there are {len(jax.devices())}: give a target, such as "
+            f"{have}, but there {verb} {len(jax.devices())}: give a target, such as "
             f'`target="tpu:v5e:2x4"`, or set {flag} before importing jax'
         )

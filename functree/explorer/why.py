@@ -18,7 +18,7 @@ from functree.compiled.shardy import moved_bytes
 from functree.compiled.sources import source_end
 from functree.compiled.table import VERDICTS
 from functree.compiled.verdicts import ASKED, COMPILER
-from functree.errors import USERS_ERRORS, FunctreeError
+from functree.errors import USERS_ERRORS, FunctreeError, count
 from functree.explorer.edits import Edit, Edits
 from functree.explorer.progress import shown_progress
 from functree.layout.layout import LayoutTree
@@ -136,7 +136,7 @@ class Why:
             text += f", {bytes_text(sizes[None])} unknown"
         if not self.fixes:
             text += "; no fix found"
-        text += f"; {self.tried} tried, {self.compiled} compiled"
+        text += f"; {count(self.tried, 'edit')} tried, {self.compiled} compiled"
         if self.data:
             text += f"; data: {', '.join(self.data)}"
         return text
@@ -181,7 +181,7 @@ def _verdict_text(row: WhyRow) -> str:
 
 
 def _cause_text(row: WhyRow) -> str:
-    return str(row.cause or "the mesh axes of its device groups are unknown")
+    return str(row.cause or "the collective's mesh axes are unknown")
 
 
 def _at(source: str | None) -> str:

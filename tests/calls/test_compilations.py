@@ -109,8 +109,8 @@ def test_a_third_compilation_for_a_number_warns():
             f(Linear(), {"lr": 0.4}, X)
         f(Linear(), {"lr": 0.5}, X)  # once
     assert str(caught[0].message) == (
-        "step recompiles a second time because only `lr.lr` differs (0.1 earlier, 0.4 now). A "
-        "Python number is static: pass an array, `jnp.asarray(...)`, to trace it"
+        "step recompiles a second time only because `lr.lr` differs (0.1 before, 0.4 now). A "
+        "Python number is static: to trace it, pass an array, `jnp.asarray(...)`"
     )
     assert caught[0].filename == __file__
 
@@ -182,7 +182,7 @@ def test_a_config_is_compared_field_by_field_and_functions_by_name():
     again = ft.jit(lambda x, act: act(x))
     for _ in range(2):
         again(jnp.ones(3), lambda x: x)
-    alike = "<lambda> (a different object, which equals only itself: create it once)"
+    alike = "<lambda> (a different object, equal only to itself: create it once and reuse it)"
     assert str(again.compilations[1]).endswith(alike)
 
 

@@ -222,8 +222,8 @@ def test_silent_failure_22_an_array_is_donated_twice(how: str, first: bool):
     assert str(caught.value) == (
         "total: 1 array shares memory with a donated array\n\n"
         f"  {path}   f32[8]\n      {shared} `{owner}`, {ending}\n\n"
-        f"Try: pass it once, or pass `ft.copy({path[0]}, untie=True)`, in which each path has its "
-        "own array"
+        f"Try: pass the array once, or pass `ft.copy({path[0]}, untie=True)`, which gives each path "
+        "its own array"
     )
     assert not x.is_deleted() and jax.sharding.get_mesh().empty
     assert len(f.compilations) == (0 if first else 1)
@@ -352,7 +352,7 @@ def test_a_donated_array_is_used_again(function: str, where: str, arrays: str):
     expected = raises(
         "total: 1 argument is deleted",
         "s   2 arrays\n      are all deleted",
-        "if it was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) instead",
+        "if an array was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) instead",
     )
     with expected:
         other(s, t)
@@ -363,7 +363,8 @@ def test_an_array_that_was_not_donated_is_deleted():
     x = jnp.ones(3)
     x.delete()
     with raises(
-        "<lambda>: 1 argument is deleted", "m   f32[3]\n      is deleted\n\nTry: if it was donated"
+        "<lambda>: 1 argument is deleted",
+        "m   f32[3]\n      is deleted\n\nTry: if an array was donated",
     ) as caught:
         ft.jit(lambda m: m)(x)
     assert "was donated to" not in str(caught.value)

@@ -48,7 +48,7 @@ def test_what_computes_after_the_trace_is_refused(kind: str, wrapper: str):
     with raises(
         "1 static value that would outlive the trace",
         f"result.a.0   {kind}",
-        "computes only when it is used",
+        "computes its elements lazily",
         "return a list or an array",
     ):
         WRAPPERS[wrapper](lambda x: {"a": [LATER[kind](x)]})(jnp.ones(2))

@@ -141,22 +141,22 @@ def test_a_compiled_step_donates_nothing_twice(mesh: Mesh, placed: tuple[MLP, Ar
 # What differs from the call that was compiled, and the path, the kind and the text of each problem.
 Wrong = Callable[[MLP, Array, Mesh], tuple[Any, ...]]
 WRONG: dict[str, tuple[Wrong, list[str], str]] = {
-    "shape": (lambda m, x, mesh: (m, x[:2]), ["x"], "shape (4, 8) when compiled, (2, 8) now"),
+    "shape": (lambda m, x, mesh: (m, x[:2]), ["x"], "shape: (4, 8) when compiled, (2, 8) now"),
     "dtype": (
         lambda m, x, mesh: (m, x.astype(jnp.int32)),
         ["x"],
-        "dtype float32 when compiled, int32 now",
+        "dtype: float32 when compiled, int32 now",
     ),
     "sharding": (
         lambda m, x, mesh: (ft.shard(m, P(), mesh), x),
         ["model.up", "model.down"],
-        "sharding P(None, 'model') on (data=2, model=4) when compiled, P(None, None) on",
+        "sharding: P(None, 'model') on (data=2, model=4) when compiled, P(None, None) on",
     ),
-    "static type": (lambda m, x, mesh: (m, x, 1), ["scale"], "static 1.0 when compiled, 1 now"),
+    "static type": (lambda m, x, mesh: (m, x, 1), ["scale"], "static: 1.0 when compiled, 1 now"),
     "nothing": (
         lambda m, x, mesh: (m, None),
         ["x"],
-        "structure an array when compiled, nothing now",
+        "structure: an array when compiled, nothing now",
     ),
 }
 
@@ -185,7 +185,7 @@ def test_what_is_put_there_is_told_from_what_lies_elsewhere_by_choice(
     assert float(compiled(model, np.ones((4, 8), np.float32))["loss"]) == 4096
     with pytest.raises(
         ft.FunctreeError,
-        match=r"(?s)1 argument does not match the compiled program.*x   f32\[4, 8\].*sharding P\('data'\)",
+        match=r"(?s)1 argument does not match the compiled program.*x   f32\[4, 8\].*sharding: P\('data'\)",
     ):
         compiled(model, jax.device_put(loose, jax.devices()[0]))
 
@@ -261,7 +261,7 @@ def test_an_abstract_mesh(mesh: Mesh, placed: tuple[MLP, Array]):
     text = function.trace(*abstract(elsewhere)).lower(lowering_platforms=("tpu",)).as_text()  # type: ignore[arg-type]
     assert '"model"=4' in text
     with pytest.raises(
-        ft.ShardingError, match=r"step cannot run: \(data=2, model=4\) has no devices"
+        ft.ShardingError, match=r"step cannot run: the mesh \(data=2, model=4\) has no devices"
     ):
         function(*placed)
 

@@ -69,7 +69,7 @@ def test_refused(door: str):
         "Trainer",
         "does not define `__eq__`, so its arrays would be constants of the program, and later",
         "Try: make Trainer an `eqx.Module`, or close over the object in a lambda",
-        "`ft.jit` also accepts it as an argument named in `static_argnames=`",
+        "`ft.jit` also accepts the object as an argument named in `static_argnames=`",
     ):
         DOORS[door]()
 

@@ -161,7 +161,7 @@ def test_explore_several_meshes_as_json(cli: Cli) -> None:
 def test_explore_where_nothing_fits(cli: Cli) -> None:
     code, out, err = cli(f"explore demo:huge {LAID}")
     assert (code, err) == (1, "")
-    assert "its arguments take 2.0 TiB on each device" in out
+    assert "the arguments take 2.0 TiB on each device" in out
 
 
 # Commands, and what the one line says.
@@ -175,14 +175,14 @@ WRONG: dict[str, str] = {
     f"plan dmeo:tree {LAID}": "functree plan: error: no module named `dmeo`; did you mean `demo`?",
     f"plan demo.sub:tree {LAID}": "no module named `demo.sub`",
     f"plan demo:tre {LAID}": "demo has no `tre`; did you mean `tree`?",
-    f"plan demo {LAID}": "'demo' is not a factory: write `module:factory`, with an installed module or",
+    f"plan demo {LAID}": "'demo' is not a factory: write `module:factory`, where the module is installed or",
     f"plan demo.py:tree {LAID}": "'demo.py:tree' names a file instead of a module: write `demo:tree`",
     f"plan demo:value {LAID}": "demo:value is 3, not a function",
-    f"plan demo:wants {LAID}": "demo:wants(config) is called without arguments: missing a required argument: 'config'; give",
+    f"plan demo:wants {LAID}": "demo:wants(config) must accept a call without arguments: missing a required argument: 'config'; give",
     f"plan demo:raising {LAID}": "demo:raising raised: demo.py:44: ValueError: no data (add `--traceback` to see the traceback)",
     f"plan demo:asks {LAID}": "demo:asks needs the value of an array, but factories are only traced: demo.py:48:",
     f"plan demo:own_error {LAID}": "demo:own_error raised: demo.py:77: Mine: \\x1b[31mred",
-    f"plan demo:no_return {LAID}": "demo:no_return returned None without arrays",
+    f"plan demo:no_return {LAID}": "demo:no_return returned None, which has no arrays",
     f"plan broken:tree {LAID}": "broken cannot be imported: broken.py:1: ModuleNotFoundError: No module named",
     f"plan ends:tree {LAID}": "ends cannot be imported: ends.py:2: SystemExit: 4",
     f"plan wrong:tree {LAID}": "wrong cannot be imported: SyntaxError: '(' was never closed",
@@ -196,27 +196,27 @@ WRONG: dict[str, str] = {
     # Meshes
     f"plan demo:tree {RULES}": "the following arguments are required: --mesh",
     f"ledger demo:call {RULES}": "a layout and --target need a mesh: add `--mesh data=8,model=4`",
-    f"plan demo:tree --mesh data=2,model {RULES}": "--mesh 'data=2,model': 'model' is not the size of a mesh axis: write sizes by name",
+    f"plan demo:tree --mesh data=2,model {RULES}": "--mesh 'data=2,model': 'model' is not a mesh axis with its size: write `name=size` pairs",
     f"plan demo:tree --mesh data=2,data=2 {RULES}": "--mesh 'data=2,data=2' gives `data` twice: give one size",
-    f"why demo:call {MESH} {LAID}": "--mesh is given 2 times, but only `explore` accepts several",
+    f"why demo:call {MESH} {LAID}": "--mesh is given 2 times, but only `explore` accepts several values",
     # Layouts
     f"plan demo:tree {MESH}": "give a layout: `--layout module:name`, or `--rules",
     f"explore demo:call {MESH}": "give a layout: `--layout module:name`",
     f"explore demo:call {MESH} --layout demo:layouts --layout demo:data": "--layout demo:data: two layouts are named `data`",
     f"explore demo:call {LAID} --layout demo:layouts": "--rules and --fsdp: two layouts are named `rules`",
     f"plan demo:call {MESH} --layout demo:none": "the layouts are a tuple",
-    f"plan demo:tree {MESH} --layout demo:rules --layout demo:data": "--layout is given 2 times, but only `explore` accepts several",
+    f"plan demo:tree {MESH} --layout demo:rules --layout demo:data": "--layout is given 2 times, but only `explore` accepts several values",
     f"ledger demo:call {LAID} --layout demo:rules": "--layout cannot be combined with --rules or --fsdp: give one or the other",
     f"plan demo:tree {MESH} --layout demo:rulse": "demo has no `rulse`; did you mean `rules`?",
-    f"ledger demo:call {MESH} --layout rules": "'rules' is not a layout: write `module:name`, with an installed module or",
+    f"ledger demo:call {MESH} --layout rules": "'rules' is not a layout: write `module:name`, where the module is installed or",
     f"plan demo:tree {MESH} --rules rules.toml": "--rules 'rules.toml': 'rules.toml' is not a rule: write rules such as `--rules batch=data,",
     # Devices
     f"ledger demo:call {LAID} --target v5e-8": """--target 'v5e-8' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs""",
     f"plan demo:tree {LAID} --target tpu:v5e:2x2": "--mesh data=2,model=4 needs 8 devices, but --target tpu:v5e:2x2 has 4",
     f"explore demo:call {RULES} --mesh 16": "--mesh 16 needs 16 devices, but there are 8: add `--devices 16` to simulate them, or",
-    f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, but --target has its own devices: give one of them",
+    f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, but --target has its own devices: give only one of them",
     f"ledger demo:call --mesh data=4,model=4 {RULES}": "data=4,model=4 needs 16 devices, but there are 8: add `--devices 16` to simulate them, or",
-    f"ledger demo:call {LAID} --devices 16": "--devices 16: JAX has already created 8 devices",
+    f"ledger demo:call {LAID} --devices 16": "--devices 16 cannot take effect: JAX has already created 8 devices",
     f"ledger demo:call {LAID} --devices eight": "argument --devices: 'eight' is not a positive integer",
     # Pages
     f"plan demo:tree {LAID} --html nowhere/out.html": "--html nowhere/out.html: there is no folder nowhere",

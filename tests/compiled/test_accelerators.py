@@ -410,12 +410,14 @@ def test_what_does_not_fit_is_refused(platform: str) -> None:
     text = str(caught.value)
     assert text.startswith(f"step does not fit in the memory of a {BACKENDS[platform]}: ")
     assert re.search(r"it needs [\d.]+ GiB, but the device has (15\.75|79\.1) GiB\n", text)
-    assert "Its arguments take 48 GiB on each device; the largest:" in text
+    assert "The arguments take 48 GiB on each device; the largest:" in text
     assert (
-        "model.wide   f32[131072, 65536]\n      32 GiB on each device, P(None, None) on (data=2, model=4)"
+        "model.wide   f32[131072, 65536]\n      takes 32 GiB on each device, P(None, None) on (data=2, model=4)"
         in text
     )
-    assert "model.big   f32[65536, 131072]\n      16 GiB on each device, P('data', None)" in text
+    assert (
+        "model.big   f32[65536, 131072]\n      takes 16 GiB on each device, P('data', None)" in text
+    )
     assert f"Try: {SMALLER}" in " ".join(text.split())
 
 
@@ -427,7 +429,7 @@ def test_arguments_in_the_memory_of_a_host_are_not_counted() -> None:
         out_shardings=ft.P(),
         mesh=mesh_of("tpu"),
     )
-    with raises("Its arguments take 9 GiB on each device", error=ft.FunctreeError) as caught:
+    with raises("The arguments take 9 GiB on each device", error=ft.FunctreeError) as caught:
         step.lower(big, big).compile()
     assert "far" not in str(caught.value)
 

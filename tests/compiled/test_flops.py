@@ -261,4 +261,6 @@ def test_a_loop_of_unknown_length_counts_once_and_that_is_said() -> None:
     assert found.total == 2 * 8**3
     assert len(found.not_understood) == 1
     assert found.not_understood[0].startswith("the number of runs of ")
-    assert found.not_understood[0].endswith("a loop's length depends on data, so each counts once")
+    assert found.not_understood[0].endswith(
+        "a loop's length depends on data, so each operation counts once"
+    )

@@ -399,7 +399,7 @@ def test_diff():
 
 def test_without_the_passes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shardy, "_PASSES", "sdy-there-is-no-such-pass")
-    message = re.compile("layouts: this jaxlib has different Shardy passes .*")
+    message = re.compile("layouts: this jaxlib's Shardy passes differ from .*")
     call: Any = (product, W, X)
     options: Any = {"in_shardings": (P("model"), P("data")), "mesh": MESH}
     for fn in (ft.layouts, partial(ft.why, progress=False)):

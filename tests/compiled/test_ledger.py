@@ -248,7 +248,9 @@ def test_a_loop_of_unknown_length_is_said() -> None:
     ledger = ft.ledger(halved, *shapes, **given)
     endless = [one for one in ledger.collectives if one.count is None]
     assert endless and all(one.total == one.bytes for one in endless)
-    assert "a loop's length depends on data, so each counts once" in ledger.not_understood[0]
+    assert (
+        "a loop's length depends on data, so each operation counts once" in ledger.not_understood[0]
+    )
     assert "not understood: the number of runs" in str(ledger)
 
 

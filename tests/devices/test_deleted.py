@@ -64,7 +64,7 @@ def test_the_text() -> None:
         "step: 2 arguments are deleted\n\n"
         "  ts   2 arrays\n      are all deleted\n\n"
         "  m.v   f32[2, 3]\n      is deleted\n\n"
-        "Try: if it was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) instead"
+        "Try: if an array was donated, use the result of the call that donated it, or donate a copy (`ft.copy`) instead"
     )
 
 

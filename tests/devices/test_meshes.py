@@ -36,7 +36,7 @@ def test_a_mesh_an_abstract_one_and_a_dict(mesh: Mesh) -> None:
 @pytest.mark.parametrize("bad", [{"data": 0}, {"data": 2.0}, {"data": True}, {3: 2}])
 def test_a_dict_that_is_no_mesh(bad: dict[Any, Any]) -> None:
     with pytest.raises(
-        ft.ShardingError, match="a dict for a mesh maps names to positive integers, not"
+        ft.ShardingError, match="a dict of mesh sizes must map names to positive integers, not"
     ):
         mesh_view(bad)
 
@@ -153,7 +153,7 @@ def test_another_abstract_mesh_has_no_devices() -> None:
 def test_meshes_on_which_nothing_can_run() -> None:
     assert without_devices(MESH) is None and without_devices(OTHER) is None
     assert without_devices(ABSTRACT) == (
-        "(data=2, model=4) has no devices: pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
+        "the mesh (data=2, model=4) has no devices: pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
         ", where `mesh` is a `Mesh`"
     )
 

@@ -166,12 +166,12 @@ def test_what_does_not_fit_is_dropped_on_paper() -> None:
     row = ranking[0]
     assert row.bytes_per_device == 36864 and row.peak_bytes is None
     assert row.problems[0].why == (
-        "its arguments take 36 KiB on each device, but each has 19.5 KiB"
+        "the arguments take 36 KiB on each device, but each has 19.5 KiB"
     )
     assert row.problems[0].remedy.startswith("shard the largest arguments over more mesh axes")
     assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
-    assert "16 KiB on each device, P(None, None)" in str(row.problems[1])
-    assert "cannot run:\n    data on data=2,model=4\n        its arguments take 36 KiB" in str(
+    assert "takes 16 KiB on each device, P(None, None)" in str(row.problems[1])
+    assert "cannot run:\n    data on data=2,model=4\n        the arguments take 36 KiB" in str(
         ranking
     )
 
@@ -182,7 +182,7 @@ def test_what_the_compiler_finds_too_large_is_no_candidate() -> None:
     assert row.score is None and row.peak_bytes is not None and row.peak_bytes > 40_000
     (problem,) = row.problems
     assert problem.why == (
-        "the program needs 56 KiB of memory, but each device has 39.1 KiB; its arguments take 36 KiB on "
+        "the program needs 56 KiB of memory, but each device has 39.1 KiB; the arguments take 36 KiB on "
         "each device"
     )
     assert "recompute activations in the backward pass (`remat=`)" in problem.remedy
@@ -201,8 +201,8 @@ def test_without_a_target_a_peak_above_the_memory_of_an_assumed_kind_is_a_note(
     between, large = explored_with(40_000), explored_with(60_000)
     assert between.score is not None and not between.problems and not large.notes
     assert between.notes == (
-        "data on data=2,model=4: may not fit: this machine's program needs 56 KiB of memory, but "
-        "a TPU v5e has 39.1 KiB; give a target to be sure",
+        "data on data=2,model=4: may not fit: the program compiled for this machine needs 56 KiB "
+        "of memory, but a TPU v5e has 39.1 KiB; give a target to be sure",
     )
     # The bytes of the arguments are the same on every machine.
     why = explored_with(20_000).problems[0].why

@@ -79,7 +79,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
         {"data": 0},
         {"data": DATA},
         None,
-        "a dict for a mesh maps names to positive integers",
+        "a dict of mesh sizes must map names to positive integers",
     ),
     "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices: the layouts name no"),
     "other devices than the target": (

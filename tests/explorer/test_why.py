@@ -423,7 +423,7 @@ def test_nothing_is_found():
     alone = why(jnp.sin, jnp.ones(3))
     assert words(alone) == (
         "sin moves 0 B to each device: 0 B asked for, 0 B avoidable, 0 B by the compiler's choice; "
-        "no fix found; 0 tried, 0 compiled"
+        "no fix found; 0 edits tried, 0 compiled"
     )
 
 

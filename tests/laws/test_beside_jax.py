@@ -96,8 +96,8 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.jit(lambda pair: pair.values)([Pair(X)]),
         (
             "pair.0   Pair\n",
-            "has a type that `jax.experimental.hijax` defines",
-            "use the arrays in it, or use `jax.",
+            "has a type from `jax.experimental.hijax`, which functree does not support",
+            "use the value's arrays instead, or use `jax.",
         ),
     ),
     "hijax as a result": (
@@ -114,11 +114,16 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "export": (
         lambda: jax.export.export(ft.jit(lambda x: x + 1))(X),
-        ("`jax.export.export` takes a `jax.jit` function", "write `ft.export(<lambda>, *args)`"),
+        (
+            "`jax.export.export` takes a `jax.jit` function",
+            "write `ft.export(<lambda>, *args).serialize()`",
+        ),
     ),
     "export of a closed ref": (
         exported_with_ref,
-        ("<lambda> closes over a `jax.Ref`, which exists only in this process: pass and return",),
+        (
+            "<lambda> closes over a `jax.Ref`, which exists only in this process, so it cannot be exported: pass and return",
+        ),
     ),
     "an option of lower": (
         lambda: ft.jit(lambda x: x).trace(X).lower(lowering_platform=("cpu",)),

@@ -132,7 +132,7 @@ def test_what_to_do_without_devices():
         f"arrays cannot be created on (data=2, model=4), which has no devices: {here}, where `mesh` is a `Mesh`"
     )
     assert error(MESH.abstract_mesh) == (
-        f"arrays cannot be created: (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
+        f"arrays cannot be created: the mesh (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
         "inside jit, use `ft.constrain(make(...), layout)` instead"
     )
     assert error(None).startswith("there is no mesh")
@@ -259,7 +259,7 @@ class Holder(eqx.Module):
 @pytest.mark.parametrize("case", KEPT)
 def test_a_traced_array_in_a_closure_is_an_error_by_path(case: str):
     keep, name = KEPT[case]
-    remedy = "return the array as a leaf of the result, or create the object outside the trace and `ft.shard` it"
+    remedy = "return the array as a leaf of the result, or create the object outside the trace and shard it with `ft.shard`"
     for wrap in (lambda make: ft.init(make, P(), MESH), ft.abstract, ft.jit):
         with raises("result.layers.1.act.fn", f"closes over a traced array, `{name}`", remedy):
             wrap(lambda key: Holder(keep, key))(jax.random.key(0))

@@ -300,7 +300,10 @@ def test_static_parameters(options: Any):
         f(X, n), f(X, n=n)
         assert seen[-1] == n and type(seen[-1]) is type(n)
     assert len(seen) == 3
-    for value, remedy in ((X, "remove it from `static_arg"), ([3], "make it hashable")):
+    for value, remedy in (
+        (X, "remove the argument from `static_arg"),
+        ([3], "make the argument hashable"),
+    ):
         told = "cannot be static", "n   ", "static, but is not hashable", remedy
         with raises(*told, error=FunctreeTypeError):
             f(X, value)

@@ -111,7 +111,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "too few": (
         (P(),),
         "in_shardings has 1 layout, but three has 3 positional parameters (a, b, c): give one layout "
-        "for each, and `None` for a parameter that is not an array",
+        "for each parameter, and `None` for a parameter that is not an array",
     ),
     "unknown name": (
         {"aa": P()},
@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no layout": (
         3,
         "in_shardings: 3 is not a layout, a sequence with one layout per positional parameter, or a "
-        "dict of layouts by parameter name",
+        "dict from parameter names to layouts",
     ),
 }
 
@@ -347,7 +347,7 @@ def test_the_context_brings_the_mesh():
 
 
 ELSEWHERE = {
-    "other devices": (REVERSED, "(data=2, model=4), with different devices"),
+    "other devices": (REVERSED, "(data=2, model=4), which has different devices"),
     "other shape": (TALL, "(data=4, model=2)"),
     "fewer devices": (HALF, "(data=2, model=2)"),
 }
@@ -365,7 +365,7 @@ def test_arguments_on_another_mesh(other: str, options: Any, first: bool):
     with raises(
         "<lambda> runs on mesh (data=2, model=4), but 1 argument is not on it",
         f"b   f32[8, 4]\n      is on the mesh {told}",
-        "move it to the function's mesh: `ft.shard(x, layout, mesh)`",
+        "move the argument to the function's mesh: `ft.shard(x, layout, mesh)`",
     ):
         f(a, lay(X, "data", mesh=mesh))
     assert jax.sharding.get_mesh().empty

@@ -324,7 +324,9 @@ def test_abstract_arrays_and_meshes():
     f = shard_map(ffn, mesh=MESH.abstract_mesh, rules=RULES)
     out = jax.eval_shape(f, *INPUTS)
     assert (out.shape, out.dtype) == ((4, 6), jnp.float32)
-    with pytest.raises(ft.ShardingError, match=r"cannot run: \(data=2, model=4\) has no devices"):
+    with pytest.raises(
+        ft.ShardingError, match=r"cannot run: the mesh \(data=2, model=4\) has no devices"
+    ):
         f(*INPUTS)
 
 
