@@ -35,7 +35,7 @@ def check_callbacks(name: str, program: AnyJaxpr, shardings: Iterable[Sharding |
     if any(equation.primitive.name in _CALLBACKS for equation in all_equations(program)):
         raise ShardingError(
             f"{name} has host callbacks, which JAX lowers for GPUs only on a machine with a GPU: "
-            "to compile for `target=`, remove the calls of `jax.debug.print`, "
+            "to compile for `target=`, remove the calls to `jax.debug.print`, "
             "`jax.debug.callback`, `jax.pure_callback` and `io_callback`"
         )
 

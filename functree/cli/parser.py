@@ -38,7 +38,7 @@ unsharded, `data+model` is two mesh axes, and --fsdp shards the rest:
 
 _CODES = """\
 exit codes: 0 success; 1 the layout has problems, or the program does not fit;
-2 the command failed; 130 it was interrupted.
+2 the command failed; 130 the command was interrupted.
 """
 
 

@@ -36,7 +36,7 @@ _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
 )  # fmt: skip
-_OPAQUE = "you wrote it in `shard_map`, or as an explicit collective"
+_OPAQUE = "it comes from a `shard_map` or an explicit collective"
 _APART = "keep the parts in separate arrays, or stack them along an unsharded dimension"
 # Advice for operations that always lose their sharding, by StableHLO's names.
 _HINTS = {

@@ -130,7 +130,7 @@ def _grid(
     for name, size in dcn.items():
         if name not in sizes:
             raise ShardingError(
-                f"make_mesh: the mesh has no mesh axis `{name}`, which `dcn` names"
+                f"make_mesh: `dcn` names `{name}`, which is not an axis of the mesh"
                 f"{did_you_mean(name, sizes)}"
             )
         if not is_size(size) or sizes[name] % size:

@@ -177,7 +177,7 @@ def device_memory(device: Device) -> int | None:
     return None
 
 
-EXAMPLES = '`"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs'
+EXAMPLES = '`"tpu:v5e:16x16"` for a TPU slice, or `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
 # The largest TPU slice has 9,216 chips. A compiler takes up to 20 µs to describe a chip, so a typo
 # with many digits would take minutes, or all memory.

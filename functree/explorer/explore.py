@@ -153,7 +153,7 @@ class _Exploration:
             return []
         platform = jax.devices()[0].platform.upper()
         return [
-            f"compiled for this machine's {platform} devices: programs for other accelerators may "
+            f"compiled for this machine's {platform} devices: programs for other devices may "
             "differ, so give a target"
         ]
 
@@ -279,7 +279,7 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
     rows.sort(key=lambda row: -row.bytes_per_device)
     for row in rows[:LARGEST]:
         spec = spec_text(row.spec or PartitionSpec())
-        each = f"takes {bytes_text(row.bytes_per_device)} on each device, {spec}"
+        each = f"takes {bytes_text(row.bytes_per_device)} on each device, with the spec {spec}"
         problems.append(Problem(row.path, row.shape, array_text(row), each))
     return tuple(problems)
 

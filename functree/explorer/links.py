@@ -49,7 +49,7 @@ def check_links(sizes: Mapping[str, int], hardware: Hardware) -> None:
     for axis, size in sizes.items():
         if size > 1 and axis not in links:
             raise FunctreeValueError(
-                f"hardware: `links` has no bandwidth for the mesh axis `{axis}`: add it"
+                f"hardware: `links` has no bandwidth for the mesh axis `{axis}`: add an entry"
                 f"{did_you_mean(axis, map(str, links))}"
             )
 

@@ -211,7 +211,7 @@ WRONG: dict[str, str] = {
     f"ledger demo:call {MESH} --layout rules": "'rules' is not a layout: write `module:name`, where the module is installed or",
     f"plan demo:tree {MESH} --rules rules.toml": "--rules 'rules.toml': 'rules.toml' is not a rule: write rules such as `--rules batch=data,",
     # Devices
-    f"ledger demo:call {LAID} --target v5e-8": """--target 'v5e-8' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs""",
+    f"ledger demo:call {LAID} --target v5e-8": """--target 'v5e-8' is not a target: write `"tpu:v5e:16x16"` for a TPU slice, or `"cuda:h100:8"` for GPUs""",
     f"plan demo:tree {LAID} --target tpu:v5e:2x2": "--mesh data=2,model=4 needs 8 devices, but --target tpu:v5e:2x2 has 4",
     f"explore demo:call {RULES} --mesh 16": "--mesh 16 needs 16 devices, but there are 8: add `--devices 16` to simulate them, or",
     f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, but --target has its own devices: give only one of them",

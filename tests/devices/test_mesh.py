@@ -48,7 +48,7 @@ def test_takes_the_devices_of_another_mesh():
         ({"devices": 8, "data": 2}, "devices=8.*is an option, so it cannot name a mesh axis"),
         (
             {"data": 8, "dcn": {"dta": 2}},
-            "the mesh has no mesh axis `dta`, which `dcn` names; did you mean `data`",
+            "`dcn` names `dta`, which is not an axis of the mesh; did you mean `data`",
         ),
         ({"data": 8, "dcn": {"data": 3}}, "does not divide data=8"),
         ({"data": 8, "dcn": {"data": 2}}, "needs 2 slices, but the devices are on 1"),

@@ -24,7 +24,7 @@ from functree.devices.targets import (
 from tests.lib.checks import raises
 
 REFUSED = {
-    "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a slice of TPUs""",
+    "v5e:2x4": """target='v5e:2x4' is not a target: write `"tpu:v5e:16x16"` for a TPU slice""",
     "": "is not a target",
     "tpu:v5:2x4": "`v5` is not one of v4, v5e, v5p, v6e, tpu7x; did you mean `v5",
     "cuda:h10:8": "`h10` is not one of a100, h100, h200, b200; did you mean `h100`?",
@@ -56,7 +56,7 @@ def test_options_that_exclude_each_other() -> None:
         ft.make_mesh(data=8, target="tpu:v5e:2x4", devices=[])
     with raises(
         "make_mesh(target=8): `target` is an option, so it cannot name a mesh axis; write "
-        '`"tpu:v5e:16x16"` for a slice of TPUs, or `"cuda:h100:8"` for GPUs',
+        '`"tpu:v5e:16x16"` for a TPU slice, or `"cuda:h100:8"` for GPUs',
         error=ft.ShardingError,
     ):
         ft.make_mesh(data=8, target=8)  # pyright: ignore[reportArgumentType]

@@ -170,7 +170,7 @@ def test_what_does_not_fit_is_dropped_on_paper() -> None:
     )
     assert row.problems[0].remedy.startswith("shard the largest arguments over more mesh axes")
     assert [str(one.path) for one in row.problems[1:]] == ["layer.up", "layer.down", "x"]
-    assert "takes 16 KiB on each device, P(None, None)" in str(row.problems[1])
+    assert "takes 16 KiB on each device, with the spec P(None, None)" in str(row.problems[1])
     assert "cannot run:\n    data on data=2,model=4\n        the arguments take 36 KiB" in str(
         ranking
     )
@@ -336,7 +336,9 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "other arguments": ({"args": (LAYER,)}, ("apply: missing a required argument",)),
     "links of other mesh axes": (
         {"hardware": dataclasses.replace(HARDWARE, links={"data": 1.0, "modle": 1.0})},
-        ("`links` has no bandwidth for the mesh axis `model`: add it; did you mean `modle`?",),
+        (
+            "`links` has no bandwidth for the mesh axis `model`: add an entry; did you mean `modle`?",
+        ),
     ),
 }
 

@@ -354,7 +354,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         {"x.*": "qkv[3/3]"}, ALL,
         [
             ('"x.*": "qkv[3/3]"', "the pattern has 1 `*`, but the name has 0",
-             "write as many `*` in a name as in its pattern: they stand for the same texts"),
+             "write as many `*` in the name as in the pattern: each `*` stands for the same text in both"),
             ('"x.*": "qkv[3/3]"', NO_PARTS, PARTS),
         ],
     ),

@@ -134,7 +134,9 @@ def not_saveable(leaf: Leaf) -> Problem | None:
         )
     if (where := partly(value)) is not None:
         return leaf.problem(
-            where, "place it on a mesh of all processes: `ft.shard(tree, ft.P(), mesh)`"
+            where,
+            "place the tree on a mesh with devices of all processes: "
+            "`ft.shard(tree, ft.P(), mesh)`",
         )
     return None
 

@@ -466,4 +466,4 @@ def _untied(leaves: Sequence[Leaf], rows: Mapping[Path, SavedArray]) -> Iterator
         stored_once = (other.same_as or other.path) == (row.same_as or row.path)
         if not stored_once and (row.digest is None or row.digest != other.digest):
             why = f"is the same array as `{other.path}` in `like`, but two arrays were saved"
-            yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")
+            yield leaf.problem(why, "untie the arrays in `like`: copy one of them with `ft.copy`")

@@ -93,7 +93,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
             # The folder may hold files of two models, for example.
             if name in tensors:
                 raise FunctreeError(
-                    f"{file}: another file also has a tensor {name!r}: load only one of them"
+                    f"{file}: another file also has a tensor {name!r}: load only one of the files"
                 )
             # An unread slice, whose shape and dtype come from the header of the file.
             source = handle.get_slice(name)

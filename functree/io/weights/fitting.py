@@ -315,7 +315,7 @@ def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Prob
         other = first.setdefault(id(leaf.value), leaf)
         if named[leaf.path].text != named[other.path].text:
             why = f"is the same array as `{other.path}` in `like`, but has a different name"
-            yield leaf.problem(why, "untie them in `like`: copy one with `ft.copy`")
+            yield leaf.problem(why, "untie the arrays in `like`: copy one of them with `ft.copy`")
 
 
 def _faulty(

@@ -140,7 +140,10 @@ def _names(
     for leaf in leaves:
         name = names.get(leaf.path)
         if name is None or name.part != WHOLE or name.order:
-            why = f'the table of `ft.nn.families["{family}"]` does not name a whole tensor for it'
+            why = (
+                f'the table of `ft.nn.families["{family}"]` does not name a whole tensor for this '
+                "array"
+            )
             problems.append(leaf.problem(why, "add a name, which may end with `.T`"))
     if problems:
         raise FunctreeValueError(failure, problems)
@@ -279,10 +282,10 @@ _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "save_weights: no published family computes the same function as this model"
 _OPTIONS = "use the options of one of these families, or save any model with `ft.save`"
-_REPLACE = "replace it with the family's array or layer, for example with `ft.select`"
+_REPLACE = "replace this part with the family's array or layer, for example with `ft.select`"
 _PLAIN = (
-    "if it is equivalent to `jax.nn.dot_product_attention`, move the arrays into a model with "
-    '`attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
+    "if the function is equivalent to `jax.nn.dot_product_attention`, move the arrays into a model "
+    'with `attention="auto"`: `plain = ft.abstract(ft.nn.Transformer.create)(dataclasses.replace('
     'model.config, attention="auto"), key=jax.random.key(0))`, and `jax.tree.unflatten('
     "jax.tree.structure(plain), jax.tree.leaves(model))`"
 )

@@ -196,7 +196,10 @@ class _Row(NamedTuple):
         ours = self.numbers.count("")
         if ours != theirs:
             why = f"the pattern has {ours} `*`, but the name has {theirs}"
-            remedy = "write as many `*` in a name as in its pattern: they stand for the same texts"
+            remedy = (
+                "write as many `*` in the name as in the pattern: each `*` stands for the same "
+                "text in both"
+            )
             yield Problem(None, None, self.text, why, remedy)
         yield from self.misread(self.name)
 
