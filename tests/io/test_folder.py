@@ -143,7 +143,7 @@ def test_a_manifest_of_another_is_not_replaced(what: str, tmp_path: Path) -> Non
     if what != "a folder":  # which is no step
         with (
             pytest.warns(
-                ft.FunctreeWarning, match="7 is not removed, since `ft.Checkpoints` did not"
+                ft.FunctreeWarning, match="7 was not removed, since `ft.Checkpoints` did not"
             ),
             ft.Checkpoints(tmp_path, keep=1) as checkpoints,
         ):
@@ -156,7 +156,7 @@ def test_a_link_to_the_checkpoint_of_another_run_is_not_followed(tmp_path: Path)
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "0").symlink_to(tmp_path / "other")
     with (
-        pytest.warns(ft.FunctreeWarning, match="0 is not removed, since `ft.Checkpoints` did not"),
+        pytest.warns(ft.FunctreeWarning, match="0 was not removed, since `ft.Checkpoints` did not"),
         ft.Checkpoints(tmp_path / "run", keep=1) as checkpoints,
     ):
         checkpoints.save(1, TREE)
