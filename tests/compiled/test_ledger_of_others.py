@@ -144,7 +144,7 @@ def test_gradients_without_names() -> None:
 
 def test_a_mesh_for_a_program_without_one() -> None:
     with raises(
-        "ledger: the program was compiled for 1 device, but `mesh=` has 8: shard the arguments over this mesh"
+        "ledger: the program was compiled for 1 device, but `mesh=` has 8: shard the arguments"
     ):
         ft.ledger(jax.jit(jnp.sin), BATCH, mesh=MESH)
     placed = jax.ShapeDtypeStruct((64, 64), "float32", sharding=NamedSharding(MESH, P("data")))
