@@ -66,7 +66,9 @@ class Output:
                 problems.append(unheld_problem(Path((RESULT, *path)), value))
         if problems:
             number = count(len(problems), "array")
-            raise FunctreeTypeError(f"{name}: JAX cannot hold {number} in the result", problems)
+            raise FunctreeTypeError(
+                f"{name}: JAX does not support {number} of the result", problems
+            )
         for path, value in skeleton.statics:
             texts = _outliving(value)
             if texts is not None:

@@ -547,10 +547,11 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
             if other.__name__ != cls.__name__:
                 continue
             if (other.__module__, other.__qualname__) != (cls.__module__, cls.__qualname__):
-                return f"; the tree has the class `{other.__module__}.{other.__qualname__}`"
+                name = f"{other.__module__}.{other.__qualname__}"
+                return f"; the tree contains instances of `{name}`"
             return (
-                f"; the tree has an earlier definition of `{cls.__name__}`: rebuild the tree with "
-                "the class as it is defined now, or write a pattern for its paths"
+                f"; the tree contains instances of an earlier definition of `{cls.__name__}`: "
+                "rebuild the tree with the current definition, or write a pattern for their paths"
             )
     return ""
 

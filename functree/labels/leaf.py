@@ -159,7 +159,7 @@ def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
             problems.append(
                 leaf.problem(
                     "is the path of several arrays: a class gives two of its children the same key",
-                    "give each child a key of its own in the class's `tree_flatten_with_keys`",
+                    "give each child a different key in the class's `tree_flatten_with_keys`",
                 )
             )
     return problems

@@ -116,7 +116,8 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
     except RecursionError:
         raise too_deep(tree) from None
     if walk.unheld:
-        raise FunctreeTypeError(f"JAX cannot hold {count(len(walk.unheld), 'leaf')}", walk.unheld)
+        unheld = count(len(walk.unheld), "leaf")
+        raise FunctreeTypeError(f"JAX does not support {unheld} of the tree", walk.unheld)
     # A field's names are checked here if arrays outside any module used them. Names that a module
     # used were checked at that module. Names that nothing used belong to a field without arrays.
     for node, path, given in walk.fields:
@@ -176,7 +177,7 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
         headline = f"the axes of {count(len(misfits), 'leaf')} cannot be determined"
         raise AxesError(headline, [*leaves.problems, *misfits])
     if leaves.problems:
-        raise AxesError("axes are given to leaves that do not exist", leaves.problems)
+        raise AxesError("`ft.names` gives axes to leaves that do not exist", leaves.problems)
     return leaves.skeleton.spread(leaf.axes for leaf in leaves.leaves)
 
 
@@ -471,7 +472,7 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
         if leaf.annotated and leaf.axes != new:
             why = f'is annotated "{leaf.axes}", but `axes=` gives it "{new}"'
             problems.append(
-                leaf.problem(why, "write `None` for it in `axes=` to keep its annotation")
+                leaf.problem(why, "write `None` for this array in `axes=` to keep the annotation")
             )
         elif len(new) != len(leaf.shape):
             why = (

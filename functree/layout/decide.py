@@ -350,9 +350,9 @@ def _conflicting(
             continue
         here, its = _sharded_text(decision), _sharded_text(there)
         if here != its:
-            differs = f"is laid out as {here} here and as {its} there"
-            why = f"is the same array as `{other.path}`, but {differs}"
-            problems.append(leaf.problem(why, "give both paths the same spec, or make two arrays"))
+            why = f"is the same array as `{other.path}`, which is laid out as {its}, not as {here}"
+            remedy = "give both paths the same spec, or put a separate array at each path"
+            problems.append(leaf.problem(why, remedy))
     return problems
 
 

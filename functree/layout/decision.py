@@ -216,7 +216,7 @@ def apply_spec(
     # Entries for dimensions that the leaf lacks are already a fault.
     for i, written in enumerate(spec.partitions[: len(dimensions)]):
         if written is PartitionSpec.UNCONSTRAINED:
-            why = f"dimension {i} is `P.UNCONSTRAINED`, which does not define its sharding"
+            why = f"entry {i} of the spec is `P.UNCONSTRAINED`, which does not define a sharding"
             faults.append((why, "write a mesh axis or `None`"))
             continue
         axes = mesh_axes(written)
@@ -325,7 +325,7 @@ def near_misses(
     for name, having in _closed_axes(leaves, decisions).items():
         near, form = near_name(name, unused), longer_form(name, unused)
         why = f'"{name}" has no rule except `...: None`'
-        remedy = f"write `{name}` or `{near or form}` in both places"
+        remedy = f"write `{name}` or `{near or form}` in both the rule and the axes"
         if near is not None:
             why += f", and no leaf has the axis `{near}` that a rule names"
             remedy += f', or add `"{name}": None` if they are different axes'
@@ -387,7 +387,7 @@ def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
     if near is not None:
         # One edit away, so this is a typo, either in the rule or in the annotation.
         hint = f"; did you mean the rule for `{near}`?"
-        remedy = f"write `{name}` or `{near}` in both places"
+        remedy = f"write `{name}` or `{near}` in both the rule and the axes"
     else:
         hint = did_you_mean(name, mentioned)
         remedy = f'add a rule for "{name}"'
@@ -406,7 +406,7 @@ def _dimension_faults(
         for axis in missing:
             near = did_you_mean(axis, mesh.sizes)
             why = f"{source} names `{axis}`, but the mesh {mesh} has no such axis{near}"
-            faults.append((why, "name an axis of the mesh"))
+            faults.append((why, "use an axis that the mesh has"))
     # Each mesh axis that an earlier dimension uses, or that this one repeats, is reported once.
     seen = {axis for dimension in decision.dimensions[:dim] for axis in dimension.mesh_axes}
     again = [axis for i, axis in enumerate(axes) if axis in seen or axis in axes[:i]]
@@ -430,7 +430,10 @@ def _indivisible(
     padded = -(-size // parts) * parts  # the next multiple
     if not source.is_rule:
         why = f"{text} has size {size}; {where}={parts} needs a multiple of {parts}"
-        return why, f"pad {text} to {padded}, or write `None` there to leave it unsharded"
+        return (
+            why,
+            f"pad {text} to {padded}, or write `None` in the spec to leave it unsharded",
+        )
     # `FSDP` shards only dimensions that it can divide, so a rule shards this dimension by its name.
     name = leaf.axes[dim]
     why = f"{text} has size {size}; {source} needs a multiple of {where}={parts}"

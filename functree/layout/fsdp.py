@@ -78,10 +78,12 @@ class FSDP(Layout):
         if axes is not None and not (named and all(map(is_axis_name, named))):
             raise RuleError(
                 f"FSDP: axes={axes!r} is not a list of axis names: write names, as in `('embed', "
-                "'hidden')` or `'embed hidden'`, or leave it out to allow every axis"
+                "'hidden')` or `'embed hidden'`, or omit `axes=` to allow every axis"
             )
         if not EXTENT.fits(min_size):
-            raise RuleError(f"FSDP: min_size={min_size!r}: give a number of elements, 0 or more")
+            raise RuleError(
+                f"FSDP: min_size={min_size!r} is not a number of elements: pass 0 or more"
+            )
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
                 f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: write `P()` to replicate"

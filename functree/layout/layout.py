@@ -203,7 +203,9 @@ class FunctionLayout(Layout):
         return getattr(self.function, "__qualname__", repr(self.function))
 
 
-PATHLESS = "give it its own layout: an entry of `in_shardings=`, or a pattern that names it"
+PATHLESS = (
+    "give this array its own layout, with an entry of `in_shardings=` or a pattern that names it"
+)
 LAYOUT_FUNCTION = (
     "write a layout function that takes a leaf's path and array, and returns a `PartitionSpec`: "
     "`lambda path, leaf: P(...)`"
@@ -227,8 +229,8 @@ class Composition(Layout):
         """
         if isinstance(first, NoLayout) or isinstance(then, NoLayout):
             raise RuleError(
-                "`|` combines layouts, and `None` is not a layout: leave it out, or write `P()` to "
-                "replicate"
+                "`|` combines layouts, and `None` is not a layout: remove `None`, or write `P()` "
+                "to replicate"
             )
         parts: list[Layout] = []
         for layout in (first, then):

@@ -144,6 +144,6 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 def nothing_to_train(name: str, wrt: FilterLike) -> FunctreeValueError:
     """Return the error for a filter that matches no array of a model."""
     return FunctreeValueError(
-        f"nothing to train: no array of {name} matches wrt={wrt!r}: "
+        f"no array of {name} matches wrt={wrt!r}, so there is nothing to train: "
         "pass a filter that matches its parameters"
     )

@@ -351,8 +351,8 @@ def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     # A mesh axis for all other axes would shard whichever comes first in each leaf.
     if closed and pairs[-1][1] is not None:
         raise RuleError(
-            f"`...: {pairs[-1][1]!r}`: only `None` is allowed for `...`: name each axis that you "
-            "want to shard"
+            f"AxisRules: `...: {pairs[-1][1]!r}` is invalid, since `...` allows only `None`: name "
+            "each axis that you want to shard"
         )
     return closed
 
@@ -383,7 +383,7 @@ def _checked_unnamed(unnamed: Any) -> Any:
     if unnamed == "error" or (isinstance(unnamed, PartitionSpec) and not unnamed.partitions):
         return unnamed
     # Any other spec would fit arrays of one rank only, and shard unnamed dimensions.
-    raise RuleError(f'AxisRules: unnamed={unnamed!r}: write `P()`, or "error"')
+    raise RuleError(f'AxisRules: unnamed={unnamed!r} is invalid: write `P()` or "error"')
 
 
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
@@ -415,13 +415,13 @@ def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iter
                 yield from missing_axes(f"rule {rule}", rule.mesh_axes, mesh, _MISSING)
         case FSDP():
             what = repr(layout)
-            yield from missing_axes(what, layout.mesh_axes, mesh, "name an axis of the mesh")
+            yield from missing_axes(what, layout.mesh_axes, mesh, "use an axis that the mesh has")
             yield from misspelt_axes(layout, leaves)
 
 
 _MISSING = (
-    "name an axis of the mesh, add it to the mesh with size 1, or drop the whole rule with "
-    "`rules.on(mesh)` before adding `| FSDP(...)`"
+    "use an axis that the mesh has, add the missing axis with size 1, or drop the whole rule "
+    "with `rules.on(mesh)` before adding `| FSDP(...)`"
 )
 
 

@@ -105,7 +105,9 @@ class StateSharding(Layout):
     ):
         pairs = written_pairs(rules, "StateSharding takes a mapping or (filter, layout) pairs")
         if unused not in ("error", "warn", "ignore"):
-            raise RuleError(f'StateSharding: unused={unused!r}: write "error", "warn" or "ignore"')
+            raise RuleError(
+                f'StateSharding: unused={unused!r} is invalid: write "error", "warn" or "ignore"'
+            )
         written = tuple([item for item, _ in pairs])
         layouts = tuple([layout for _, layout in pairs])
         for item, after in pairwise(written):
@@ -200,7 +202,7 @@ class StateSharding(Layout):
 
     def _unmatched(self) -> Fault:
         """Return the fault of a leaf that no filter matches."""
-        why = "no filter matches it; there are no filters"
+        why = "no filter matches it, since there are no filters"
         if self.filters:
             listed = ", ".join(map(_written, self.filters[:8]))
             why = f"no filter matches it; the filters are {listed}"

@@ -73,7 +73,7 @@ def _several(path: Path, parent: Tree) -> FunctreeValueError:
         f"is the path of several parts: {type(parent).__name__} gives two of its children the "
         "same key"
     )
-    remedy = "give each child a key of its own in the class's `tree_flatten_with_keys`"
+    remedy = "give each child a different key in the class's `tree_flatten_with_keys`"
     problem = Problem(path, None, "", why, remedy)
     return FunctreeValueError("several parts have the same path", [problem])
 

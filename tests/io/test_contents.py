@@ -108,7 +108,7 @@ class Meeting:
 
 MEETING = (
     "is the path of several arrays: a class gives two of its children the same key",
-    "give each child a key of its own in the class's `tree_flatten_with_keys`",
+    "give each child a different key in the class's `tree_flatten_with_keys`",
 )
 NO_TEXT = (
     "has a path that cannot be read back from its text",

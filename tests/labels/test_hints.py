@@ -304,7 +304,7 @@ def test_a_name_that_leads_nowhere(case: str) -> None:
     annotation, value, part, why = NOWHERE[case]
     remedy = "write an annotation that Python can evaluate"
     if why == UNKNOWN:
-        remedy = "define or import the name in the module of the class, not in a function or under"
+        remedy = "define or import the name in the class's module, not in a function or under"
     with pytest.raises(AxesError) as error:
         ft.tree_axes(hold(annotation, value, __name__))
     [problem] = error.value.problems

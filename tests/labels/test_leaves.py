@@ -272,7 +272,7 @@ def test_names_that_name_nothing_are_told(names: Any, unused: list[str]) -> None
     tree, sizes = Mixed(Halves(linear(), linear()), linear()), {"data": 1}
     plan = ft.plan(tree, ft.AxisRules({...: None}, names=names), sizes, check=False)
     assert list(plan.unused_names) == unused and plan.unused == ()
-    told = f"no leaf needed: {', '.join(f'names= of {name}' for name in unused)}"
+    told = f"not used by any leaf: {', '.join(f'names= of {name}' for name in unused)}"
     assert (told in str(plan)) == (told in plan.html()) == bool(unused)
 
 
@@ -325,7 +325,7 @@ ERRORS: dict[str, tuple[Any, Any, str, str, str]] = {
     ),
     "a tie": (
         AB | Float[Array, "c d"], x(2, 3), "w",
-        'is ambiguous: `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d" for an array of this rank and dtype', TIE,
+        'its annotation `Float[Array, "a b"] | Float[Array, "c d"]` allows "a b" or "c d" for an array of this rank and dtype', TIE,
     ),
     "names of no field": (
         Annotated[eqx.nn.Linear, ft.names(weigth="out in", bias="out")], linear(), "w",
@@ -367,7 +367,7 @@ class OtherName(eqx.Module):
 
 
 def test_names_for_the_root() -> None:
-    headline, own = "axes are given to leaves that do not exist\n\n  OtherName\n", OtherName(x(2))
+    headline, own = "`ft.names` gives axes to leaves that do not exist\n\n  OtherName\n", OtherName(x(2))
     with raises(headline, "but OtherName has no such leaf", error=AxesError):
         ft.tree_axes(own)
     with raises(

@@ -544,12 +544,12 @@ def test_a_class_of_another_cell() -> None:
     tree, again = {"net": cell()(jnp.ones(8))}, cell()
     told = (
         "filter Again",
-        "the tree has an earlier definition of `Again`",
-        "rebuild the tree with the class as it is defined now, or write",
+        "the tree contains instances of an earlier definition of `Again`",
+        "rebuild the tree with the current definition, or write",
     )
     with raises(*told, error=ft.ShardingError):
         ft.plan(tree, layout(again), MESH)
-    with raises("the tree has the class `functree.nn.linear.Linear`", error=ft.ShardingError):
+    with raises("the tree contains instances of `functree.nn.linear.Linear`", error=ft.ShardingError):
         linear = ft.nn.Linear(8, 8, key=jax.random.key(0))
         ft.plan({"net": linear}, layout(eqx.nn.Linear), MESH)
     # The remedies, to the letter.

@@ -185,7 +185,7 @@ def test_names_are_checked_against_the_composition() -> None:
 
 def test_none_cannot_be_joined() -> None:
     for make in (lambda: ft.FSDP("data") | None, lambda: None | ft.FSDP("data")):
-        with raises("`None` is not a layout: leave it out, or write `P()`", error=ft.RuleError):
+        with raises("`None` is not a layout: remove `None`, or write `P()`", error=ft.RuleError):
             make()
 
 

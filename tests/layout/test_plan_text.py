@@ -52,7 +52,7 @@ def test_the_whole_text() -> None:
         "\n"
         "mesh (data=2, model=4): 8 arrays, 720 B in all, 180 B on each device\n"
         "replicated over data: 8 arrays, 180 B per device; sharding would save 90 B (largest: head.w)\n"
-        "no leaf needed: vocab"
+        "not used by any leaf: vocab"
     )
     assert str(plan).endswith(plan.summary().splitlines()[-1])
 
@@ -285,7 +285,7 @@ def test_axes_with_several_sizes(case: str) -> None:
 def test_no_more_lines_than_can_be_read() -> None:
     many = [Swapped(x(8, n), x(n, 8)) for n in range(10, 20)]  # type: ignore[arg-type]
     lines = str(ft.plan(many, OF_EQUINOX, SIZES)).splitlines()
-    assert lines[-10] == HEADLINE and lines[-1] == "and 12 more, all in `.axis_sizes`"
+    assert lines[-10] == HEADLINE and lines[-1] == "and 12 more (see `.axis_sizes`)"
 
 
 def test_axis_sizes() -> None:

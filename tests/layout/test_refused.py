@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     # Entries of specs
     "rank": (W, P("data", None, None), ["w: P('data', None, None) has 3 entries for 2 dimensions"]),
     "unconstrained": (W, P(P.UNCONSTRAINED), [
-        "w: dimension 0 is `P.UNCONSTRAINED`, which does not define its sharding",
+        "w: entry 0 of the spec is `P.UNCONSTRAINED`, which does not define a sharding",
     ]),
     "unreduced": (W, P("data", unreduced={"model"}), [
         "w: P('data', unreduced={'model'}) describes partial sums, which exist only inside a computation",
@@ -81,7 +81,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "all at once": (EH, P("data") | ft.StateSharding({...: P("model", P.UNCONSTRAINED, None)}), [
         "w: P('model', P.UNCONSTRAINED, None) has 3 entries for 2 dimensions",
         "w: \"embed\" is already sharded over data, but P('model', P.UNCONSTRAINED, None) shards it over model",
-        "w: dimension 1 is `P.UNCONSTRAINED`, which does not define its sharding",
+        "w: entry 1 of the spec is `P.UNCONSTRAINED`, which does not define a sharding",
     ]),
     # Names
     "a name without a rule": (EH, ft.AxisRules({"embed": None, "hiden": "model"}), [
@@ -125,7 +125,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "filter Position: matches no leaf",
         "b: no filter matches it; the filters are 'a', Position",
     ]),
-    "no filters": (W, ft.StateSharding({}), ["w: no filter matches it; there are no filters"]),
+    "no filters": (W, ft.StateSharding({}), ["w: no filter matches it, since there are no filters"]),
     "a filter of nothing": (W, ft.StateSharding({"**.bais": P("data"), ...: P()}), [
         "filter '**.bais': matches no leaf",
     ]),
@@ -145,10 +145,10 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     # Others
     "no layout": ({"w": x(4), "n": 3}, {"w": None, "n": None}, ["w: no layout was given for this array (`None`)"]),
     "one array at two paths": (TIED, {"a": P("data"), "b": [P("model")]}, [
-        "b.0: is the same array as `a`, but is laid out as P('model', None) here and as P('data', None) there",
+        "b.0: is the same array as `a`, which is laid out as P('data', None), not as P('model', None)",
     ]),
     "one array in two memories": (TIED, {"a": ft.on_host(P("data")), "b": P("data")}, [
-        "b.0: is the same array as `a`, but is laid out as P('data', None) here and as P('data', None) in pinned_host there",
+        "b.0: is the same array as `a`, which is laid out as P('data', None) in pinned_host, not as P('data', None)",
     ]),
     "a plan of another tree": (W, ft.plan({"v": x(4)}, P(), SIZES), ["w: the plan has no row for it"]),
     "a plan of live arrays": (W, ft.plan({"w": jnp.ones((8,6))}), [
@@ -158,18 +158,18 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 
 # What each family says to do, by one of its cases; the whole text below has others.
 REMEDIES = {
-    "a size by a spec": "pad dimension 1 to 8, or write `None` there to leave it unsharded",
+    "a size by a spec": "pad dimension 1 to 8, or write `None` in the spec to leave it unsharded",
     "sizes by FSDP": "pad one of them, raise `min_size`, or pass `otherwise=P()` to leave such leaves unchanged",
-    "a mesh axis of a spec": "name an axis of the mesh",
-    "a mesh axis of FSDP": "name an axis of the mesh",
+    "a mesh axis of a spec": "use an axis that the mesh has",
+    "a mesh axis of FSDP": "use an axis that the mesh has",
     "a mesh axis twice": "use the mesh axis once: it can shard only one dimension of an array",
     "rank": "write at most one entry for each dimension",
     "unconstrained": "write a mesh axis or `None`",
     "unreduced": "write a spec without `unreduced` and `reduced`",
     "no mesh axis": "write names of mesh axes, or `None`",
     "no spec": "return `P(...)` for every leaf, or `P()` to replicate it",
-    "a name without a rule": 'write `hidden` or `hiden` in both places, or `"hidden": None` to leave it unsharded',
-    "a typo behind the ellipsis": 'write `hidden` or `hiden` in both places, or add `"hidden": None` if they are different axes',
+    "a name without a rule": 'write `hidden` or `hiden` in both the rule and the axes, or `"hidden": None` to leave it unsharded',
+    "a typo behind the ellipsis": 'write `hidden` or `hiden` in both the rule and the axes, or add `"hidden": None` if they are different axes',
     "no names": (
         'annotate it (`Float[Array, "..."]`), pass `names=` to the rules, lay it out with a path filter, or have '
         "these rules leave it unsharded with `unnamed=P()`"
@@ -185,7 +185,7 @@ REMEDIES = {
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
     "a hidden filter": "remove it, or move it before the earlier filters if it should decide about these leaves",
     "no layout": "write `P()` to replicate it",
-    "one array at two paths": "give both paths the same spec, or make two arrays",
+    "one array at two paths": "give both paths the same spec, or put a separate array at each path",
     "a plan of another tree": "use a plan of the tree that contains this leaf",
 }  # fmt: skip
 
@@ -226,11 +226,11 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         '  2.w   f32[8]   "hiden"\n'
         "      no rule names `hiden`; did you mean the rule for `hidden`?\n"
         "\n"
-        "Try: name an axis of the mesh, add it to the mesh with size 1, or drop the whole rule with `rules.on(mesh)` before adding `| FSDP(...)`\n"
+        "Try: use an axis that the mesh has, add the missing axis with size 1, or drop the whole rule with `rules.on(mesh)` before adding `| FSDP(...)`\n"
         '     pad "hidden" to 8, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "hidden" unsharded with `"hidden": None`\n'
         '     pad "embed" to 4, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "embed" unsharded with `"embed": None`\n'
         '     add `("vocab", None)` after its rules to leave it unsharded, or a fallback to another mesh axis\n'
-        '     write `hiden` or `hidden` in both places, or `"hiden": None` to leave it unsharded'
+        '     write `hiden` or `hidden` in both the rule and the axes, or `"hiden": None` to leave it unsharded'
     )
     assert caught.value.problems == ft.plan(tree, rules, SIZES, check=False).problems
     assert [(str(p.path), p.shape) for p in caught.value.problems] == [

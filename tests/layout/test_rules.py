@@ -110,7 +110,7 @@ def test_what_is_unused_is_listed() -> None:
         assert ft.plan(tree, layout, SIZES).unused == ("b",)
     plan = ft.plan(tree, {"a": rules, "b": ft.AxisRules({"hidden": None, "seq": None})}, SIZES)
     assert plan.unused == ("b", "seq")
-    assert "no leaf needed: b, seq" in str(plan) and "b, seq" in plan.html()
+    assert "not used by any leaf: b, seq" in str(plan) and "b, seq" in plan.html()
 
 
 # Near misses behind `...`
@@ -136,7 +136,7 @@ LONGER_FORMS = [("heads", "head"), ("hidden", "hidden_dim"), ("entry", "entries"
 def test_a_longer_form_behind_the_ellipsis(name: str, rule: str) -> None:
     text = (
         rf'"{name}" has no rule except `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
-        rf"no leaf has the axis `{rule}` that a rule names: write `{name}` or `{rule}` in both places, or add "
+        rf"no leaf has the axis `{rule}` that a rule names: write `{name}` or `{rule}` in both the rule and the axes, or add "
         rf'`"{name}": None` to the rules if they are different axes'
     )
     tree = {"a": module(name), "b": module(name)}
@@ -281,7 +281,7 @@ def test_arrays_without_names_may_be_left_to_another_layout() -> None:
     assert plan["bare"].spec == P(None, "data") and plan["named.w"].spec == P("data", "model")
     assert rules.on({"data": 2}).unnamed == P()
     for unnamed in (P("data"), None, "warn", P(None)):
-        with pytest.raises(ft.RuleError, match=r'unnamed=.*: write `P\(\)`, or "error"'):
+        with pytest.raises(ft.RuleError, match=r'unnamed=.* is invalid: write `P\(\)` or "error"'):
             ft.AxisRules({"embed": None}, unnamed=unnamed)  # pyright: ignore
 
 
@@ -337,7 +337,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "None among mesh axes": ({"a": ("data", None)}, "mesh axes must be non-empty strings"),
     "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice: name it once"),
     "... first": ({...: None, "a": "data"}, "`...` may only be the last rule, since no rule after it would apply: move"),
-    "... to an axis": ({...: "data"}, "`...: 'data'`: only `None` is allowed for `...`: name each axis that you want"),
+    "... to an axis": ({...: "data"}, "AxisRules: `...: 'data'` is invalid, since `...` allows only `None`: name each axis that you want"),
     "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply, since `('a', None)` comes first: remove one"),
 }  # fmt: skip
 

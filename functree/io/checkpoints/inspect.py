@@ -60,7 +60,9 @@ class Checkpoint:
         for row in self.rows:
             if row.path == key:
                 return row
-        raise KeyError(f"no array at `{key}`{did_you_mean(key, [row.path for row in self.rows])}")
+        raise KeyError(
+            f"there is no array at `{key}`{did_you_mean(key, [row.path for row in self.rows])}"
+        )
 
     def __iter__(self) -> Iterator[SavedArray]:
         return iter(self.rows)

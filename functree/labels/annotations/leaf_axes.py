@@ -127,7 +127,7 @@ def _chosen(
     if len(options) == 1:
         return options[0]
     texts = " or ".join(f'"{option.axes}"' for option in options)
-    why = f"is ambiguous: `{hint.text}` allows {texts} for an array of this rank and dtype"
+    why = f"its annotation `{hint.text}` allows {texts} for an array of this rank and dtype"
     remedy = (
         "give the alternatives different ranks or dtypes, or name the axes with "
         "`Annotated[Array, ft.Axes(...)]`"
@@ -205,8 +205,8 @@ def _wrong_rank(
 def _unresolved(value: AnyArray, path: Path, hint: Hint, stack: tuple[str, ...]) -> LeafAxes:
     # Resolve it again for the text of Python's error.
     remedy = (
-        "define or import the name in the module of the class, "
-        "not in a function or under TYPE_CHECKING"
+        "define or import the name in the class's module, "
+        "not in a function or under `TYPE_CHECKING`"
     )
     try:
         _ = hint.settled
@@ -254,7 +254,7 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
         return why, 'write `Float[Array, "..."]` instead'
     if isinstance(node, list | tuple | dict):
         inner = hint.text if hint.forms else 'Float[Array, "..."]'
-        return why, f"write `PyTree[{inner}]` (for any structure)"
+        return why, f"write `PyTree[{inner}]`, which allows any structure"
     return why, f"write `Annotated[{type(node).__name__}, ft.names(...)]`"
 
 

@@ -66,7 +66,10 @@ class PlanPage(NamedTuple):
         copies = sum(map(saved_by_sharding, self.rows))
         return [
             Card(bytes_text(_each(self.rows)), "on each device"),
-            Card(bytes_text(sum(row.bytes_global for row in self.rows)), "in all, each array once"),
+            Card(
+                bytes_text(sum(row.bytes_global for row in self.rows)),
+                "in total, each array counted once",
+            ),
             Card(bytes_text(copies), "redundant on each device"),
             Card(f"{len(self.rows):,}", f"arrays on {MeshView(self.sizes).devices:,} devices"),
         ]

@@ -126,15 +126,15 @@ class Plan(Layout):
     def _tree(self) -> Skeleton:
         """Return the tree without its arrays."""
         if self._skeleton is None:
-            why = "this plan was read from JSON or a pickle, which contain only the tree's paths"
+            why = "this plan was read from JSON or a pickle, so it contains only the tree's paths"
             raise ShardingError(f"{why}: use it as a layout, `ft.plan(tree, plan, mesh)`")
         return self._skeleton
 
     def sharding(self, row: Row) -> NamedSharding:
         """Return the sharding of a row."""
         if self.mesh is None:
-            what = f"this plan was made for the sizes {self.view}, without devices"
-            raise ShardingError(f"{what}: plan with a `Mesh` to get shardings")
+            what = f"this plan was made for the sizes {self.view} only, without devices"
+            raise ShardingError(f"{what}: make a plan with a `Mesh` to get shardings")
         if row.spec is None:
             raise ShardingError(f"{path_text(row.path)} has no PartitionSpec: {row.reason}")
         return NamedSharding(row.mesh or self.mesh, row.spec, memory_kind=row.memory_kind)
@@ -170,7 +170,7 @@ class Plan(Layout):
             )
         key = Path(path)
         if key not in self._by_path:
-            raise KeyError(f"no array at `{key}`{did_you_mean(key, self._by_path)}")
+            raise KeyError(f"there is no array at `{key}`{did_you_mean(key, self._by_path)}")
         return self._by_path[key]
 
     def __iter__(self) -> Iterator[Row]:
@@ -198,7 +198,7 @@ class Plan(Layout):
         if row.spec is None:
             return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
         if row.mesh is not None:
-            why = f"the plan has it on a different mesh: {row.reason}"
+            why = f"the plan places it on a different mesh: {row.reason}"
             return before.wrong((why, "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         kind = row.memory_kind or before.memory_kind
@@ -329,7 +329,7 @@ class Plan(Layout):
         notes += replicated(self.rows, self.sizes)
         unused = [*self.unused, *map("names= of {}".format, self.unused_names)]
         if unused:
-            notes.append(f"no leaf needed: {', '.join(unused)}")
+            notes.append(f"not used by any leaf: {', '.join(unused)}")
         return notes + several_sizes(self.rows)
 
     def _problem_texts(self) -> list[str]:

@@ -248,7 +248,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
             lines.setdefault(key, text)
     texts = list(lines.values())
     if len(texts) > MOST:
-        texts[MOST:] = [f"and {len(texts) - MOST} more, all in `.axis_sizes`"]
+        texts[MOST:] = [f"and {len(texts) - MOST} more (see `.axis_sizes`)"]
     return [HEADLINE, *texts] if texts else []
 
 
