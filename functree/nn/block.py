@@ -139,7 +139,8 @@ class Block(eqx.Module):
                 "`with_losses`"
             )
             raise FunctreeValueError(
-                "Transformer: no expert losses", [Problem(None, None, what, why, remedy)]
+                "Transformer: the expert losses cannot be computed",
+                [Problem(None, None, what, why, remedy)],
             )
         return y, losses
 

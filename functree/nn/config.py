@@ -248,7 +248,7 @@ def layer_of(tree: Tree, kind: type[L]) -> L:
     """Return the first layer as `first_layer` does, or raise a FunctreeError."""
     layer = first_layer(tree, kind)
     if layer is None:
-        raise FunctreeValueError(f"{_UNKNOWN}: there is no `ft.nn.{kind.__name__}`")
+        raise FunctreeValueError(f"{_UNKNOWN}: none of them is an `ft.nn.{kind.__name__}`")
     return layer
 
 

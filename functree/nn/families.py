@@ -103,7 +103,7 @@ class ConfigReader:
         first = next(iter(values), "")
         for name, value in values.items():
             if value != values[first]:
-                self._refuse(f'"{name}"', f'its {what} differs from "{first}"')
+                self._refuse(f'"{name}"', f'its {what} differs from the {what} of "{first}"')
         return values.get(first, default)
 
     def unread_problems(self) -> list[Problem]:
@@ -273,7 +273,7 @@ def _qwen(read: ConfigReader, architecture: str, kv_heads: Any = None) -> dict[s
     read.only("use_mrope", False)
     read.size("sliding_window", None)
     read("max_window_layers", "an integer", lambda value: isinstance(value, int), 0)
-    read("layer_types", 'a list of "full_attention"', _is_full_attention, None)
+    read("layer_types", 'a list whose entries are all "full_attention"', _is_full_attention, None)
     return _common(read, architecture, kv_heads=kv_heads)
 
 
@@ -529,7 +529,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
         # For example, numbers of heads that do not divide each other. The message needs the file,
         # since users did not write these fields themselves.
         raise FunctreeValueError(
-            f"{file}: invalid fields of a TransformerConfig", error.problems
+            f"{file}: the fields do not form a valid TransformerConfig", error.problems
         ) from None
     return PublishedConfig(file, given, config, families[family][1])
 
@@ -560,7 +560,7 @@ def _read_file(path: str | Path) -> tuple[Path, dict[str, Any]]:
     except ValueError as error:
         raise FunctreeValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(given, dict):
-        raise FunctreeValueError(f"{file}: it must be a JSON object with the fields of a config")
+        raise FunctreeValueError(f"{file} must contain a JSON object with the fields of a config")
     return file, given
 
 
@@ -571,7 +571,8 @@ def _family(file: Path, given: Mapping[str, Any]) -> str:
         return name
     if isinstance(name, str) and name in _REFUSED:
         raise FunctreeValueError(
-            f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` has no {_REFUSED[name]}'
+            f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` does not support '
+            f"{_REFUSED[name]}"
         )
     raise FunctreeValueError(
         f'{file}: "model_type": {value_text(name)} is not one of {", ".join(families)}. For '

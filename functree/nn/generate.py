@@ -47,7 +47,7 @@ _PROMPTS = Takes(
     "an array of integers of shape (batch, seq), with at least one token",
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
-_STOP = Takes("a token, or several", POSITIONS.fits)
+_STOP = Takes("a token, or several tokens", POSITIONS.fits)
 # The minimum length to which prompts are padded: 1, 2, 4 and 8 would be separate programs.
 _LEAST = 16
 # Dividing by a smaller temperature would make logits infinite in float32.
@@ -176,7 +176,7 @@ def _prompt_problems(
     problems: list[Problem] = []
     batch, seq = prompts.shape
     if seq + length > model.max_seq:
-        why = f"with prompts of length {seq}, it exceeds the model's max_seq={model.max_seq}"
+        why = f"added to prompts of length {seq}, it exceeds the model's max_seq={model.max_seq}"
         remedy = "shorten the prompts or length=, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
@@ -189,7 +189,7 @@ def _prompt_problems(
             problems.append(Problem(None, None, f"lengths={lengths}", why))
     # If the prompts' values are unknown, a token outside the vocabulary gives logits of NaN.
     if _is_known(prompts) and len(unknown := _outside(_read(prompts, lengths), vocab)):
-        why = f"some tokens are outside the vocabulary of {vocab}: {_first_few(unknown)}"
+        why = f"some tokens are outside the vocabulary of size {vocab}: {_first_few(unknown)}"
         problems.append(Problem(None, None, "prompts", why))
     return problems
 
@@ -207,7 +207,7 @@ def _option_problems(
     problems: list[Problem] = []
     if len(unknown := _outside(stops, vocab)):
         what = f"stop={_first_few(unknown)}"
-        problems.append(Problem(None, None, what, f"it is outside the vocabulary of {vocab}"))
+        problems.append(Problem(None, None, what, f"it is outside the vocabulary of size {vocab}"))
     if not _INT32.min <= pad <= _INT32.max:
         problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:

@@ -168,7 +168,7 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
 _TAKES = (
     "map the name of a field, or a path below the module, to the dimensions summed over and the "
     "dimensions of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
-    "`MuonDimensionNumbers`, or None for no matrix"
+    "`MuonDimensionNumbers`, or None if the array is not a matrix"
 )
 _RETURNS = "return a mapping: " + _TAKES
 
@@ -181,7 +181,7 @@ def _place(node: Tree, name: object) -> Keys:
     for key in keys:
         below = dict(children(node) or ())
         if key not in below:
-            raise ValueError(f"there is no {key!r}{did_you_mean(key, below)}")
+            raise ValueError(f"the module has no {key!r} at this path{did_you_mean(key, below)}")
         node = below[key]
     return keys
 

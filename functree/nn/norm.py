@@ -30,7 +30,7 @@ def _as_tuple(size: int | tuple[int, ...]) -> tuple[int, ...]:
 Sizes = Annotated[
     int | tuple[int, ...],
     Takes(
-        "a positive integer, or a tuple of them",
+        "a positive integer, or a tuple of positive integers",
         lambda size: all(map(SIZE.is_type, _as_tuple(size))),
         lambda size: len(_as_tuple(size)) > 0 and all(map(SIZE.is_value, _as_tuple(size))),
     ),

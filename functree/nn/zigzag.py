@@ -71,6 +71,7 @@ def _ordered(x: Any, index: np.ndarray) -> Any:
     # tokens.
     if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
         raise FunctreeValueError(
-            f"zigzag: the sequence of {shown(x)} is already sharded. Reorder it before you place it"
+            f"zigzag: the sequence of {shown(x)} is already sharded. Call `zigzag` before "
+            "you place the array"
         )
     return jnp.take(x, index, axis=1)

@@ -149,7 +149,9 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
     keys = [problem for problem in problems if problem.remedy == _NO_KEYS]
     if keys:
         raise FunctreeTypeError(
-            f"`ft.layerwise` cannot map an optimizer with {count(len(keys), 'random key')}", keys
+            f"`ft.layerwise` cannot map an optimizer whose state has "
+            f"{count(len(keys), 'random key')}",
+            keys,
         )
     if problems:
         raise FunctreeValueError(
@@ -161,11 +163,11 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
 
 
 _OUTSIDE = (
-    "move transforms that combine several leaves outside: "
+    "move transforms that combine several leaves outside `ft.layerwise`: "
     "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`"
 )
 _NO_KEYS = (
-    "move transforms that draw random numbers outside: "
+    "move transforms that draw random numbers outside `ft.layerwise`: "
     "`optax.chain(ft.layerwise(optax.lamb(1e-3)), optax.add_noise(0.1, 0.5, 0))`"
 )
 

@@ -201,8 +201,9 @@ def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimens
         if own is None or not stack_sizes(leaf):
             continue
         if any(dim >= 0 for dim in jax.tree.leaves(tuple(own))):
-            why = f"is in a stack, but its dimensions are {own.reduction_axis}, {own.output_axis}"
+            pair = f"({own.reduction_axis}, {own.output_axis})"
+            why = f"is in a stack, but its dimensions {pair} are not all counted from the end"
             problems.append(leaf.problem(why, "count them from the end: `(-2, -1)`"))
     if problems:
-        raise FunctreeValueError("muon: invalid dimensions of matrices in stacks", problems)
+        raise FunctreeValueError("muon: matrices in stacks have invalid dimensions", problems)
     return each

@@ -293,7 +293,8 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
             remedy = "return a matrix of the same shape and dtype"
             problems.append(leaf.problem(f"the function returns {known[kind]} for it", remedy))
     if problems:
-        raise FunctreeTypeError(f"`ft.{name}` cannot be applied to these arrays", problems)
+        arrays = count(len(problems), "array")
+        raise FunctreeTypeError(f"`ft.{name}` cannot be applied to {arrays}", problems)
 
 
 _NOT_INSIDE = "remove `ft.layerwise`: `ft.{name}` already treats each layer separately"
@@ -315,7 +316,7 @@ def _check_axes(axes: Sequence[str], mesh: Mesh | AbstractMesh, name: str) -> No
     problems: list[Problem] = []
     for axis in axes:
         if axis not in mesh.axis_names:
-            why = f"mesh {mesh_view(mesh)} has no such axis"
+            why = f"the mesh {mesh_view(mesh)} has no such axis"
             why += did_you_mean(axis, mesh.axis_names)
             problems.append(Problem(None, None, f"over={axis!r}", why))
     if problems:

@@ -94,7 +94,7 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
     problems = []
     for leaf in leaves:
         if not _is_own(leaf.value):
-            problems.append(leaf.problem(_ALL, "leave it out, since it is already placed"))
+            problems.append(leaf.problem(_ALL, "leave this array out, since it is already placed"))
         elif is_key(leaf.value.dtype):
             problems.append(
                 leaf.problem(_KEYS, "make the same keys in all processes, with `local=False`")
@@ -103,7 +103,7 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
 
 
 _ALL = "has shards in other processes, so it cannot be the rows of this process"
-_KEYS = "has random keys, which `local=True` does not support"
+_KEYS = "contains random keys, which `local=True` does not support"
 
 
 def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Plan) -> None:
@@ -111,7 +111,8 @@ def _check_sizes(leaves: Sequence[Leaf], shapes: Sequence[AnyArray], planned: Pl
     problems = []
     for leaf, before, after in zip(leaves, shapes, _whole_shapes(leaves, planned), strict=True):
         if after.shape != before.shape:
-            why = f"its layout changes with its size, so its rows do not form {array_text(before)}"
+            text = array_text(before)
+            why = f"its layout depends on its size, so the processes' rows do not form {text}"
             problems.append(leaf.problem(why, "lay it out with a spec: `ft.P(...)`"))
     _raise_local(problems)
 

@@ -144,7 +144,7 @@ def spec(axes: str | Axes) -> PartitionSpec:
     if rules is None or rules.rules is None:
         raise ShardingError(
             "spec: there are no ambient `AxisRules`: enter `with ft.axis_rules(rules):` around the "
-            "call that traces this"
+            "function that calls `ft.spec`"
         )
     mesh = current_mesh()
     if mesh is None:

@@ -139,7 +139,7 @@ def _no_rules(layout: Layout | None, axes: Axes, mesh: Mesh | AbstractMesh) -> s
     """Write the message for an array without rules for its axes."""
     text = (
         f"constrain: no rules lay out `{axes}` on mesh {mesh_view(mesh)}: enter "
-        "`with ft.axis_rules(rules):` with `AxisRules`, or pass them as `rules=`"
+        "`with ft.axis_rules(rules):`, where `rules` are `AxisRules`, or pass them as `rules=`"
     )
     # A layout for parameters, such as `FSDP`, has no rules for activations.
     if layout is not None:
@@ -219,7 +219,7 @@ def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     if name not in of_array:
         raise AxesError(
             f'axis_shards("{name}", "{of_array}"): the axes do not contain `{name}`: '
-            "use one of them"
+            "name one of these axes"
         )
     mesh = current_mesh()
     if mesh is None or not has_axis_rules():

@@ -128,7 +128,7 @@ def _planned(
         )
     missing = without_devices(planned.mesh)
     if missing is not None:
-        raise ShardingError(f"shard: arrays cannot be placed: {missing}")
+        raise ShardingError(f"shard: arrays cannot be placed, since {missing}")
     return leaves, planned
 
 

@@ -243,7 +243,7 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
         found = attend(*half)
     close(found, oracle(*half), 1e-2)
     with raises(
-        'the kernel "splash" does not support this call: it supports bfloat16 and float32, but the queries are float16'
+        'the kernel "splash" does not support this call: it supports bfloat16 and float32, but the queries have dtype float16'
     ):
         attend(*half, implementation="splash")
     monkeypatch.undo()

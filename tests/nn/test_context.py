@@ -244,7 +244,7 @@ def test_zigzag() -> None:
         ft.nn.zigzag(np.zeros((1, 12)), 4)
     mesh = ft.make_mesh(context=8, explicit=True)
     sharded = ft.shard(jnp.zeros((1, 16)), ft.P(None, "context"), mesh)
-    with raises("already sharded", "before you place it"):
+    with raises("already sharded", "before you place the array"):
         ft.nn.zigzag(sharded, 8)
 
 

@@ -146,7 +146,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a misspelled field": ("llama", {"vocab_sise": 96}, "did you mean `vocab_size`?"),
     "two values for one": (
-        "llama", {"rope_theta": 1.0}, 'its rope_theta differs from "rope_parameters"'
+        "llama", {"rope_theta": 1.0}, 'its rope_theta differs from the rope_theta of "rope_parameters"'
     ),
     "other layers": (
         "llama", {"model_type": "deepseek"}, '"model_type": "deepseek" cannot be loaded'
@@ -185,7 +185,7 @@ def test_all_problems_at_once(tmp_path: Path) -> None:
 def test_files_that_are_none(tmp_path: Path) -> None:
     with raises("config.json: there is no such file", error=ft.FunctreeError):
         ft.nn.config_from_json(tmp_path)
-    for text, said in (("{", "config.json is not JSON: "), ("[]", "it must be a JSON object")):
+    for text, said in (("{", "config.json is not JSON: "), ("[]", "must contain a JSON object")):
         (tmp_path / "config.json").write_text(text)
         with raises(said, error=ft.FunctreeError):
             ft.nn.config_from_json(tmp_path)

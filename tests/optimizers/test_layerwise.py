@@ -337,7 +337,7 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
         with pytest.raises(ft.FunctreeError) as caught, jax.numpy_dtype_promotion("standard"):
             ft.layerwise(tx).init(MODEL)
         text = str(caught.value)
-        assert "`ft.layerwise` cannot map an optimizer with 1 random key" in text
+        assert "`ft.layerwise` cannot map an optimizer whose state has 1 random key" in text
         assert (
             "is a random key" in text and "move transforms that draw random numbers outside" in text
         )

@@ -464,7 +464,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no array": (lambda: of_weights(lambda x: (x, x)), ("the function returns a tuple for it",)),
     "dimensions counted from the front": (
         lambda: muon(muon_weight_dimension_numbers=counted_from_the_front),
-        ("muon: invalid dimensions of matrices in stacks", "is in a stack, but its dimensions are 1, 2",
+        ("muon: matrices in stacks have invalid dimensions", "is in a stack, but its dimensions (1, 2) are not all",
          "count them from the end"),
     ),
     "inside of layerwise": (

@@ -351,7 +351,7 @@ def other_setting() -> Any:
         return ft.init(make, LAYOUT, MESH)(jax.random.key(0))
 
 
-@differing("<lambda> does not run", "settings", "precision = float32", "precision = bfloat16")
+@differing("<lambda> cannot run", "settings", "precision = float32", "precision = bfloat16")
 def other_setting_of_a_later_call() -> Any:
     """For which JAX compiles again."""
     f, x = ft.jit(lambda x: x @ x.T, check_processes=True), place(batch(0))
@@ -480,7 +480,7 @@ def other_batch() -> Any:
     return place(batch(differs(0, 1)))
 
 
-@differing("f does not run", "sdy.sharding_constraint", '{"data"}, {}')
+@differing("f cannot run", "sdy.sharding_constraint", '{"data"}, {}')
 def other_collectives() -> Any:
     """A constraint inside, which without the check would wait for ever."""
 
@@ -491,7 +491,7 @@ def other_collectives() -> Any:
     return ft.jit(f, mesh=MESH, check_processes=True)(place(batch(0)))
 
 
-@differing("f does not run: process {odd} of {count} failed with ValueError:\nmine alone")
+@differing("f cannot run: process {odd} of {count} failed with ValueError:\nmine alone")
 def an_error_in_one() -> Any:
     def f(x: Any) -> Any:
         if RANK == ODD:

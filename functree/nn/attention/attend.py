@@ -196,7 +196,7 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
         return 'with context="ring", attention runs in chunks'
     if parts.how == "gather":
         if kernel.of_part is None:
-            return 'it needs queries and keys from the same tokens, unlike context="gather"'
+            return 'it needs queries and keys from the same tokens, but context="gather" adds keys'
         own = given.query.shape[1] // parts.number
         if own % TILE:
             return f"a part of the sequence has {own} tokens, which is not a multiple of {TILE}"

@@ -309,7 +309,7 @@ def _why_not_splash(arrays: Sequence[Array], window: int | None) -> str | None:
         )
     dtype = arrays[0].dtype.name
     if dtype not in _DTYPES:
-        return f"it supports {' and '.join(_DTYPES)}, but the queries are {dtype}"
+        return f"it supports {' and '.join(_DTYPES)}, but the queries have dtype {dtype}"
     return None
 
 

@@ -362,7 +362,7 @@ def context_problems(attention: Implementation, context: Context) -> Iterator[Pr
         ["context='ring'"]
     """
     if callable(attention) and context != "auto":
-        why = "a function passed as `attention=` receives whole sequences"
+        why = "it has no effect: a function passed as `attention=` receives whole sequences"
         yield Problem(
             None, None, f"context={context!r}", why, 'omit context=, or pass attention="auto"'
         )
