@@ -133,7 +133,7 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
     try:
         data = parsed(text)
     except ValueError as error:
-        raise FunctreeValueError(f"not the JSON of a {kind}: {error}") from error
+        raise FunctreeValueError(f"the text is not the JSON of a {kind}: {error}") from error
     return read_value(data, kind, cls)
 
 
@@ -144,7 +144,7 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
     if isinstance(data, dict):
         actual = data.get("functree")
     if not actual:
-        raise FunctreeValueError(f"not the JSON of a {kind}")
+        raise FunctreeValueError(f"the text is not the JSON of a {kind}")
     if actual != kind:
         name = actual if isinstance(actual, str) else value_text(actual)
         raise FunctreeValueError(f"this is the JSON of a {name}, not of a {kind}")

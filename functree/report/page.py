@@ -509,5 +509,5 @@ def _title(blocks: int, cuts: Sequence[tuple[str, ...]], sizes: Mapping[str, int
     copies = [axis for axis, size in sizes.items() if size > 1 and axis not in used]
     if not copies:
         return f"{blocks} blocks, one on each device"
-    what = "whole, on each of" if blocks == 1 else f"{blocks} blocks, each on"
+    what = "whole array on each of" if blocks == 1 else f"{blocks} blocks, each on"
     return f"{what} {_parts(copies, sizes)} devices: copies over {', '.join(copies)}"

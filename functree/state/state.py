@@ -56,7 +56,7 @@ class State(StateMapping):
         if isinstance(key, str | tuple):
             path = Path(key)
             if path not in self._values:
-                raise KeyError(f"no state at `{path}`{did_you_mean(path, self._values)}")
+                raise KeyError(f"there is no state at `{path}`{did_you_mean(path, self._values)}")
             return self._values[path]
         value = self._values[self._known(key)]
         # `jax.tree.map` may have replaced the arrays with other values.
@@ -69,12 +69,13 @@ class State(StateMapping):
             if shape[len(shape) - len(key.shape) :] == key.shape:
                 why = "it covers all layers: run them with `stacked.scan(..., state=state)`"
             raise StateError(
-                f"the state at `{key.path}` has shape {shape}, but its ref has {key.shape}: {why}"
+                f"the state at `{key.path}` has shape {shape}, but its ref declares "
+                f"{key.shape}: {why}"
             )
         if value.dtype != key.dtype:
             have, want = array_text(value), array_text(key)
             raise StateError(
-                f"the state at `{key.path}` is {have}, but its ref is {want}: {_OTHER}"
+                f"the state at `{key.path}` is {have}, but its ref declares {want}: {_OTHER}"
             )
         return value
 
@@ -121,7 +122,7 @@ class State(StateMapping):
             if isinstance(key, str):
                 key = Path.parse(key)
             if key not in changed:
-                raise StateError(f"no state at `{key}`{did_you_mean(key, self._values)}")
+                raise StateError(f"there is no state at `{key}`{did_you_mean(key, self._values)}")
             changed[key] = value
         return State(self._entries, changed)
 
@@ -149,7 +150,7 @@ class State(StateMapping):
             )
         if ref.path not in self._values:
             raise StateError(
-                f"no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}"
+                f"there is no state at `{ref.path}`{did_you_mean(ref.path, self._values)}; {_OTHER}"
             )
         return ref.path
 

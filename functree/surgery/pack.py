@@ -120,6 +120,6 @@ def unpack(packed: Packed[T]) -> T:
     """
     if not isinstance(packed, Packed):
         raise FunctreeTypeError(
-            f"unpack: the argument is of class {type(packed).__name__}: pass a result of `ft.pack`"
+            f"unpack: the argument has type {type(packed).__name__}: pass a result of `ft.pack`"
         )
     return packed.tree

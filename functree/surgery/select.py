@@ -143,7 +143,8 @@ class Selection(Generic[T]):
         if self._found_by is None:
             raise FunctreeValueError(
                 f"select({type(self._tree).__name__}){self._asked}.innermost(): an exact choice "
-                "has no innermost parts: call it right after `.under(cls)` or `.where(...)`"
+                "has no innermost parts: call `.innermost()` right after `.under(cls)` or "
+                "`.where(...)`"
             )
         paths: list[Path] = []
         fits, within = self._found_by
@@ -185,7 +186,7 @@ class Selection(Generic[T]):
         check("expect: invalid arguments", number=(number, EXTENT))
         if len(self._paths) != number:
             raise self._refuse(
-                f"select: expected {count(number, 'part')}, found {len(self._paths)}",
+                f"select: expected {count(number, 'part')}, but found {len(self._paths)}",
                 "select more or fewer parts",
             )
         return self
@@ -510,7 +511,7 @@ def _path_below(path: Path, node: Tree, below: Path) -> Path:
             if is_dataclass(node) and key in [field.name for field in fields(node)]:
                 hint = "; it is a static field, not a part of the tree"
             raise FunctreeValueError(
-                f"at: there is no `{below}`: `{here}` has no `{Path((key,))}`{hint}"
+                f"at: `{below}` does not exist, since `{here}` has no `{Path((key,))}`{hint}"
             )
         node = known[key]
     return Path((*path, *below))

@@ -133,8 +133,7 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     """
     if not isinstance(static, Skeleton):
         raise FunctreeTypeError(
-            f"merge: `static` is of class {type(static).__name__}: "
-            "pass the first result of `ft.split`"
+            f"merge: `static` has type {type(static).__name__}: pass the first result of `ft.split`"
         )
     columns = [_arrays_of(static, part, index) for index, part in enumerate(parts)]
     values, problems = [], []
@@ -163,7 +162,7 @@ def _arrays_of(static: Skeleton, part: Tree, index: int) -> list[Tree]:
     if not equal(tree_structure(part, is_leaf=_is_none), structure):
         have = tree_structure(part).num_leaves
         raise FunctreeValueError(
-            f"merge: the structure of part {index} differs from the tree that was split: it is a "
+            f"merge: part {index} does not have the structure of the tree that was split: it is a "
             f"{type(part).__name__} with {count(have, 'leaf')}; keep the structure of the tree, "
             "with None for all other leaves"
         )

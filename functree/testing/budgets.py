@@ -56,8 +56,8 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         >>> ft.testing.assert_layout(plan, "layouts/missing.txt")
         Traceback (most recent call last):
             ...
-        AssertionError: there is no file layouts/missing.txt: write it with
-        FUNCTREE_UPDATE...
+        AssertionError: the file layouts/missing.txt does not exist: create it
+        with FUNCTREE_UPDATE...
     """
     if not isinstance(plan, Plan):
         raise FunctreeTypeError(
@@ -73,7 +73,9 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     # A missing file is an error. If it were written, a test whose file was never committed would
     # always pass in CI.
     if not path.exists():
-        raise AssertionError(f"there is no file {path}: write it with {UPDATE}=1, and review it")
+        raise AssertionError(
+            f"the file {path} does not exist: create it with {UPDATE}=1, and review it"
+        )
     before = path.read_text(encoding="utf-8")
     if before == text:
         return
@@ -83,7 +85,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     raise AssertionError(
         "\n".join(
             [
-                f"the layout differs from {path}: if that is intended, run with {UPDATE}=1",
+                f"the layout differs from {path}: if this is intended, set {UPDATE}=1",
                 "",
                 *lines,
             ]
@@ -287,7 +289,7 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
-            f"at_most={shown(at_most)}: pass a number of bytes, or a dict with one for each kind",
+            f"at_most={shown(at_most)}: pass a number of bytes, or a dict from kinds to numbers",
             right_type=all(map(EXTENT.is_type, budgets.values())),
         )
     return budgets

@@ -93,7 +93,7 @@ def assert_same_as_unsharded(
     check_deleted("assert_same_as_unsharded", args)
     missing = without_devices(mesh)
     if missing is not None:
-        raise ShardingError(f"assert_same_as_unsharded runs the function: {missing}")
+        raise ShardingError(f"assert_same_as_unsharded runs the function, but {missing}")
     both = Both.of(fn, args, layouts, mesh)
     # The arguments are copied for each call, since they may be donated.
     expected, found = both.unsharded(*both.on_device()), both.sharded(*both.on_mesh())
@@ -111,9 +111,9 @@ def _explanation(first: Operation | None) -> str:
     if first is not None:
         return f"the first operation whose values differ is {first}"
     return (
-        "no operation differs by more than rounding: increase `rtol` and `atol` if sums in a "
-        "different order explain the difference; otherwise, the XLA compiler causes it, but only "
-        "while no values are recorded"
+        "no operation differs by more than rounding. If sums in a different order explain the "
+        "difference, increase `rtol` and `atol`. Otherwise, the XLA compiler causes the "
+        "difference, which disappears while values are recorded"
     )
 
 

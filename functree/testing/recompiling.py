@@ -158,7 +158,7 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
         if shared and (shared, -len(own)) > most:
             new, most = part, (shared, -len(own))
     if not most[0]:
-        yield f"  {name}: no part of the result has its paths"
+        yield f"  {name}: no part of the result has the same paths"
         return
     for difference in _differences(state, new):
         # The program has no sharding for an array that the step does not use.

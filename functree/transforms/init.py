@@ -178,7 +178,7 @@ class Init(Function[_P, _T]):
         if isinstance(planned.mesh, AbstractMesh):
             inside = "inside jit, use `ft.constrain(make(...), layout)` instead"
             raise ShardingError(
-                f"arrays cannot be created: {without_devices(planned.mesh)}; {inside}"
+                f"arrays cannot be created, since {without_devices(planned.mesh)}; {inside}"
             )
         # An array at two paths of the result is one output of the program, so two rows may have the
         # same index.

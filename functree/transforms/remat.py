@@ -108,7 +108,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         >>> layers.scan(jnp.ones((5, 4)), remat=ft.offload("mlp_gates"))
         Traceback (most recent call last):
             ...
-        functree.errors.FunctreeValueError: offload: 1 name without a value in MLP
+        functree.errors.FunctreeValueError: offload: 1 name matches no value in MLP
         <BLANKLINE>
           "mlp_gates"
               no value has this name; did you mean `mlp_gate`?
@@ -118,7 +118,7 @@ def offload(*names: str, others: Remat = "full") -> Policy:
     """
     if not names:
         raise FunctreeValueError(
-            'offload: no names: pass the names of values, as in `offload("hidden")`'
+            'offload needs at least one name: pass the names of values, as in `offload("hidden")`'
         )
     for name in names:
         if not (isinstance(name, str) and name.isidentifier()):
@@ -154,8 +154,9 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
             why = f"no value has this name{did_you_mean(name, known)}"
             problems.append(Problem(None, None, f'"{name}"', why, remedy))
     if problems:
+        verb = "matches" if len(problems) == 1 else "match"
         raise FunctreeValueError(
-            f"offload: {count(len(problems), 'name')} without a value in {layer}", problems
+            f"offload: {count(len(problems), 'name')} {verb} no value in {layer}", problems
         )
 
 

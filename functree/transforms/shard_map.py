@@ -341,7 +341,7 @@ class Mapped(Function[_P, _T]):
             )
         for axis in wanted:
             if axis not in free:
-                why = f"is not in the mesh {view}{did_you_mean(axis, free)}"
+                why = f"is not an axis of the mesh {view}{did_you_mean(axis, free)}"
                 if axis in outer.manual_axes:
                     why = f"is already Manual on the mesh {view}: remove it"
                 raise ShardingError(f"{name}: `{axis}` in `axis_names` {why}")

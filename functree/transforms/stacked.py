@@ -454,7 +454,7 @@ def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tu
         given = count(len(args), "argument")
         raise FunctreeValueError(
             f"Stacked.scan: divided={divided!r} is out of range, since the call has {given} after "
-            "`x`: count their positions from 0"
+            "`x`: count these arguments from 0"
         )
     return positions
 

@@ -84,7 +84,8 @@ def typed(
         >>> up(jnp.ones((4, 6)), jnp.ones((5, 8)))
         Traceback (most recent call last):
             ...
-        functree.errors.AxesError: up: annotation mismatch in 1 array
+        functree.errors.AxesError: up: 1 array does not match its
+        annotation
         <BLANKLINE>
           w   f32[5, 8]   "embed hidden"
               "embed" has size 5 here, and 6 in `x`
@@ -201,7 +202,7 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
             remedy = "apply `ft.constrain`, or pass `constrain=True` to `ft.typed`"
             problems.append(leaf.problem(why, remedy))
     if problems:
-        number = count(len(problems), "array")
+        number = f"{count(len(problems), 'array')} {'is' if len(problems) == 1 else 'are'}"
         raise ShardingError(f"{name}: {number} not sharded as the ambient rules require", problems)
 
 
@@ -290,9 +291,10 @@ def check_sizes(
             problems.append(_problem(leaf, form, why, _REMEDY))
     if problems:
         # One array may have several problems.
-        number = count(len({problem.path for problem in problems}), "array")
+        number = len({problem.path for problem in problems})
+        fails = "does not match its annotation" if number == 1 else "do not match their annotations"
         shapes = f" ({where} shapes)" if where else ""
-        raise AxesError(f"{name}: annotation mismatch in {number}{shapes}", problems)
+        raise AxesError(f"{name}: {count(number, 'array')} {fails}{shapes}", problems)
     return sizes
 
 

@@ -291,7 +291,7 @@ DIFFER: list[tuple[list[Any], list[Any], str, str]] = [
 
 @pytest.mark.parametrize(("hints", "shapes", "path", "why"), DIFFER)
 def test_sizes_that_differ(hints: list[Any], shapes: list[Any], path: str, why: str):
-    with raises("f: annotation mismatch in 1 array", error=ft.AxesError) as caught:
+    with raises("f: 1 array does not match its annotation", error=ft.AxesError) as caught:
         checked(dict(zip("xy", hints, strict=True)), *map(ones, shapes))
     (problem,) = caught.value.problems
     assert str(problem.path) == path and problem.why.startswith(why)

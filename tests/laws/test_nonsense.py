@@ -556,7 +556,7 @@ def _elsewhere(checkpoints: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_arguments_of_the_table_are_sense(name: str):
     use, arguments = USES[name][0], arguments_of(name)
     if name == "testing.assert_layout":  # there is no such file, which is the message
-        with raises("there is no file missing.txt", error=AssertionError):
+        with raises("the file missing.txt does not exist", error=AssertionError):
             use(**arguments)
         return
     use(**arguments)

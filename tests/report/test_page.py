@@ -235,7 +235,7 @@ def test_the_title_tells_copies() -> None:
     for cuts in ([(), ()], [("model",), ()], [("data",), ("model",)]):
         pictures.of((8, 8), cuts)
     assert re.findall("<title>(.*?)</title>", pictures.definitions()) == [
-        "whole, on each of 8 devices: copies over data, model",
+        "whole array on each of 8 devices: copies over data, model",
         "4 blocks, each on 2 devices: copies over data",
         "8 blocks, one on each device",
     ]

@@ -600,7 +600,7 @@ MISUSE: dict[str, tuple[Callable[[], Any], str]] = {
     "swapped for a plan": (lambda: ft.plan_optimizer(LAYER, TX, P(), SIZES), "an instance of Linear is not an optimizer"),  # type: ignore[arg-type]
     "nothing to train": (
         lambda: ft.TrainState.create(net(), TX, wrt=ft.larger_than(10**6)),
-        "nothing to train: no array of Net matches wrt=larger_than(1000000)",
+        "no array of Net matches wrt=larger_than(1000000), so there is nothing to train",
     ),
     "nothing matched": (
         lambda: ft.TrainState.create(net(), TX, wrt="nothing"), "glob('nothing') matches no leaf of Net"

@@ -259,7 +259,7 @@ def test_innermost_of_an_exact_choice_is_an_error() -> None:
     """It would silently be the outermost."""
     whole = ft.select([1, [2, [3]]])
     for exact in (whole, whole.under(list).at("1"), whole.under(list).innermost()):
-        with raises("call it right after `.under(cls)` or `.where(...)`"):
+        with raises("call `.innermost()` right after `.under(cls)` or `.where(...)`"):
             exact.innermost()
 
 
@@ -433,11 +433,11 @@ def test_traced_and_abstract_trees() -> None:
 CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     "get of several": (
         lambda s: s.under(Norm).get(),
-        ("select: expected 1 part, found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more or"),
+        ("select: expected 1 part, but found 3", 'layers.1, pair.0, heads."a.b"   Norm', "select more or"),
     ),
     "expect": (
         lambda s: s.where("**.bias").expect(3),
-        ("expected 3 parts, found 2", "layers.0.bias, heads.z.bias   f32[3]"),
+        ("expected 3 parts, but found 2", "layers.0.bias, heads.z.bias   f32[3]"),
     ),
     "set_each": (
         lambda s: s.under(Norm).set_each([1]),
@@ -445,7 +445,7 @@ CASES: dict[str, tuple[Callable[[ft.Selection[Any]], Any], tuple[str, ...]]] = {
     ),
     "nothing at a path": (
         lambda s: s.at("layers.0.weigth"),
-        ("at: there is no `layers.0.weigth`", "`layers.0` has no `weigth`", "did you mean `weight`?"),
+        ("at: `layers.0.weigth` does not exist", "`layers.0` has no `weigth`", "did you mean `weight`?"),
     ),
     "a static field": (lambda s: s.at("layers.0.name"), ("`layers.0` has no `name`", "a static field")),
     "at: a slice": (lambda s: s.at(lambda m: [m.pair[:1]]), ("returned (Norm(", "which is not a part of the tree")),
@@ -501,5 +501,5 @@ def test_a_path_is_not_the_text_of_a_key_of_a_dict() -> None:
     assert ft.select(tree).at("a.b").get() == 2
     assert ft.select(tree).at(ft.Path(("a.b",))).get() == 1
     assert ft.select(tree).at('a."c.d"').paths() == (ft.Path(("a", "c.d")),)
-    with raises("there is no `a.c.d`: `a` has no `c`"):
+    with raises("`a.c.d` does not exist, since `a` has no `c`"):
         ft.select(tree).at("a.c.d")

@@ -140,7 +140,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
         ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
     ),
-    "not a static": (lambda: ft.merge({"w": 1}), ("merge: `static` is of class dict: pass the first result of `ft.split`",)),  # type: ignore[arg-type]
+    "not a static": (lambda: ft.merge({"w": 1}), ("merge: `static` has type dict: pass the first result of `ft.split`",)),  # type: ignore[arg-type]
     "missing": (
         lambda: ft.merge(*ft.split(model(), "**.bias", ...)[:2]),
         ("3 leaves cannot be merged", "layers.0.weight, layers.1.weight", "is in no part", "in exactly one"),
@@ -148,7 +148,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "twice": (lambda: ft.merge(*(s := ft.split({"w": np.ones(2)})), s[1]), ("w", "is in 2 parts")),
     "another structure": (
         lambda: ft.merge(ft.split({"w": np.ones(2)})[0], {"v": np.ones(2)}),
-        ("merge: the structure of part 0 differs", "a dict with 1 leaf", "with None for all other"),
+        ("merge: part 0 does not have the structure", "a dict with 1 leaf", "with None for all other"),
     ),
     "too many": (
         lambda: ft.merge(ft.split({"n": 1, "w": np.ones(2)})[0], {"n": 1, "w": np.ones(2)}),

@@ -46,7 +46,7 @@ def test_a_golden_layout_is_written_and_compared(
     before = ft.plan(tree, ft.P("model"), SIZES)
     monkeypatch.delenv("FUNCTREE_UPDATE_GOLDEN", raising=False)
     with raises(
-        "there is no file ", "write it with FUNCTREE_UPDATE_GOLDEN=1", error=AssertionError
+        "the file ", "does not exist: create it with FUNCTREE_UPDATE_GOLDEN=1", error=AssertionError
     ):
         assert_layout(before, file)
     monkeypatch.setenv("FUNCTREE_UPDATE_GOLDEN", "1")
@@ -64,7 +64,7 @@ def test_a_golden_layout_is_written_and_compared(
     for told in (
         "the layout differs from",
         "-head  f32[16, 4]  P('model', None)  64 B\n+head  f32[16, 4]  P(None, None)  256 B",
-        "run with FUNCTREE_UPDATE_GOLDEN=1",
+        "set FUNCTREE_UPDATE_GOLDEN=1",
     ):
         assert told in str(caught.value)
 
@@ -212,7 +212,7 @@ OPEN = {
     "shape": (lambda s: {**s, "w": s["w"][:4]}, "state.w: shape (8, 4) → (4, 4)"),
     "structure": (grown, "state.more: structure nothing → an array"),
     "missing": (lambda s: {"w": s["w"]}, "state.n: structure an array → nothing"),
-    "nothing": (lambda s: s["w"].sum(), "state: no part of the result has its paths"),
+    "nothing": (lambda s: s["w"].sum(), "state: no part of the result has the same paths"),
     "sharding": (
         lambda s: {**s, "w": ft.constrain(s["w"], ft.P(None, "model"))},
         "state.w: sharding P('model', None) on (data=2, model=4) → P(None, 'model') on (data=2, model=4)",

@@ -290,7 +290,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 def test_what_the_rules_do_not_fit(case: str):
     rules, tree, told = REFUSED[case]
     with raises(
-        "step: the rules do not fit", "(uncommitted) on mesh", error=ft.ShardingError
+        "step: the rules do not fit", "the uncommitted arguments on mesh", error=ft.ShardingError
     ) as caught:
         ft.jit(step, rules=rules, mesh=MESH)(tree, X)
     assert all(part in str(caught.value) for part in told), str(caught.value)

@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] =
 
 @pytest.mark.parametrize("argnums", [-3, (0, -2), ()])
 def test_argnums_that_are_not_there(argnums: Any):
-    told = "argnums=", "2 positional arguments", "pass existing positions, each once"
+    told = "argnums=", "2 positional arguments", "pass the positions of different arguments"
     with raises(*told, error=FunctreeValueError):
         grad(loss, argnums=argnums)(MODEL, X)
 
@@ -343,7 +343,7 @@ def test_several_arguments_have_one_layout_or_one_each():
     assert specs(one) == (P("data", None),) * 2
     each = jax.jit(grad(f, argnums=(0, 1), layout=(P("data"), P(None, "model"))))(a, b)
     assert specs(each) == (P("data", None), P(None, "model"))
-    with raises("grad: 3 layouts for 2 arguments", error=ft.RuleError):
+    with raises("grad: got 3 layouts for 2 arguments", error=ft.RuleError):
         grad(f, argnums=(0, 1), layout=(P(),) * 3)
 
 

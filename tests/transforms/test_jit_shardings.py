@@ -163,9 +163,9 @@ def test_silent_failure_21_a_committed_array_that_lies_otherwise():
     wrong = Model(lay(jnp.ones((4, 8)), "data"), jax.device_put(jnp.ones(8), jax.devices()[0]))
     with raises(
         "in_shardings does not fit 2 leaves on mesh (data=2, model=4)",
-        "model.w   f32[4, 8]   \"embed hidden\"\n      is sharded P('data') but `in_shardings` asks for P(None, 'model')",
+        "model.w   f32[4, 8]   \"embed hidden\"\n      is sharded P('data'), but `in_shardings` specifies P(None, 'model')",
         "`ft.jit` does not move arrays implicitly",
-        "model.b   f32[8]   \"hidden\"\n      is sharded on cpu:0 but `in_shardings` asks for P('model') on (data=2, model=4)",
+        "model.b   f32[8]   \"hidden\"\n      is sharded on cpu:0, but `in_shardings` specifies P('model') on (data=2, model=4)",
         "move it once: `ft.shard(x, layout, mesh)`",
     ):
         f(wrong, lay(X, "data"))
@@ -177,7 +177,7 @@ def test_silent_failure_21_a_committed_array_that_lies_otherwise():
 def test_an_array_that_is_committed_later():
     f = ft.jit(lambda x: x * 1, in_shardings=(P("data"),), mesh=MESH)
     f(jnp.asarray(X))
-    with raises("x   f32[8, 4]\n      is sharded on cpu:0 but `in_shardings` asks for"):
+    with raises("x   f32[8, 4]\n      is sharded on cpu:0, but `in_shardings` specifies"):
         f(jax.device_put(X, jax.devices()[0]))
 
 
@@ -187,7 +187,7 @@ def test_an_abstract_array_that_is_sharded_otherwise(mesh: Any):
     f = ft.jit(lambda tree: tree["x"] * 2, in_shardings=P("data"), mesh=mesh)
     other = NamedSharding(mesh, P(None, "model"))
     tree = {"x": jax.ShapeDtypeStruct(BATCH.shape, BATCH.dtype, sharding=other)}
-    with raises("tree.x", "is sharded P(None, 'model') but `in_shardings` asks for P('data'"):
+    with raises("tree.x", "is sharded P(None, 'model'), but `in_shardings` specifies P('data'"):
         f.lower(tree)
 
 
@@ -218,8 +218,8 @@ def test_silent_failure_31_in_explicit_mode():
     f = ft.jit(lambda tree: tree["a"] * 2, in_shardings=P("data"), mesh=EXPLICIT)
     with raises(
         "in_shardings does not fit 2 leaves",
-        "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes its type in the body would be unsharded",
-        "tree.b   f32[8, 4]\n      is uncommitted and on no mesh: on Explicit axes",
+        "tree.a   f32[8, 4]\n      is a NumPy array: on Explicit axes, its type in the body would be unsharded",
+        "tree.b   f32[8, 4]\n      is uncommitted and not on a mesh: on Explicit axes",
         "move it first: `ft.shard(x, layout, mesh)`",
     ):
         f({"a": X, "b": jnp.asarray(X)})
@@ -279,7 +279,7 @@ def test_host_memory():
     assert (x.sharding.memory_kind, y.sharding.memory_kind) == ("pinned_host", "device")
     np.testing.assert_array_equal(y, X * 3)
     assert len(f.compilations) == 1
-    with raises("x   f32[8, 4]", "but `in_shardings` asks for", "in pinned_host"):
+    with raises("x   f32[8, 4]", "but `in_shardings` specifies", "in pinned_host"):
         f(y, x)
 
 

@@ -172,7 +172,7 @@ WRONG = [
 @pytest.mark.parametrize(("shapes", "x", "message"), WRONG)
 def test_arrays_that_are_not_as_annotated(shapes: Any, x: Array, message: str):
     f = shard_map(ffn, mesh=MESH, rules=RULES, shapes=shapes)
-    headline = rf"(?s)^ffn: annotation mismatch in \d arrays? \({shapes} shapes\)"
+    headline = rf"(?s)^ffn: \d arrays? (does|do) not match \w+ annotations? \({shapes} shapes\)"
     with pytest.raises(ft.AxesError, match=f"{headline}.*{message}"):
         f(x, jnp.ones((5, 8)), jnp.ones((8, 6)))
 
@@ -549,7 +549,7 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"axis_names": {"dta"}},
         ft.ShardingError,
-        "`dta` in `axis_names` is not in the mesh (data=2, model=4); did you",
+        "`dta` in `axis_names` is not an axis of the mesh (data=2, model=4); did you",
     ),
     ({"axis_names": "data"}, TypeError, "axis_names='data' is a string: pass a set"),
     (

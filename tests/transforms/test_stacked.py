@@ -494,10 +494,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: SAME["first"],
         "Stacked: invalid index 'first': use an integer, a scalar integer array or a slice",
     ),
-    "nothing to offload": (offload, "offload: no names: pass the names of values, as in"),
+    "nothing to offload": (offload, "offload needs at least one name: pass the names of values, as in"),
     "no names in a layer": (
         lambda: SAME.scan(X, remat=offload("wide")),
-        'offload: 1 name without a value in Returns\n\n  "wide"\n'
+        'offload: 1 name matches no value in Returns\n\n  "wide"\n'
         "      no value has this name\n\nTry: name a value: `x = jax.ad_checkpoint.checkpoint_name(x",
     ),
     "another shape": (

@@ -44,7 +44,7 @@ def test_a_mismatch_is_told_in_our_words(wrap: Callable[[Any], Any]):
     for _ in range(2):  # also of a trace that has failed before
         with pytest.raises(
             ft.AxesError,
-            match=r'(?s)^up: annotation mismatch in 1 array.*w   f32\[5, 8\].*"embed" has size 5 here, and 6 in `x`',
+            match=r'(?s)^up: 1 array does not match its annotation.*w   f32\[5, 8\].*"embed" has size 5 here, and 6 in `x`',
         ):
             wrap(typed(up))(X, jnp.ones((5, 8)))
 
@@ -106,7 +106,7 @@ def test_types_that_are_not_as_the_rules_say():
         return jax.sharding.reshard(x, P())
 
     told = (
-        "up: 1 array not sharded as the ambient rules require",
+        "up: 1 array is not sharded as the ambient rules require",
         "w   f32[6, 8]",
         "is sharded P(None, None), but",
     )

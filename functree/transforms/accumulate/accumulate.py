@@ -48,8 +48,8 @@ def _is_names(value: object) -> bool:
 
 
 _Names = str | Iterable[str]
-_NAMES = Takes("the name of a parameter, or several in a tuple", _is_names)
-_MESH_AXES = Takes("the name of a mesh axis, or several in a tuple", _is_names)
+_NAMES = Takes("the name of a parameter, or a tuple of names", _is_names)
+_MESH_AXES = Takes("the name of a mesh axis, or a tuple of names", _is_names)
 
 
 @checked("accumulate: invalid arguments")
@@ -624,8 +624,8 @@ def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
             remedy = f'leave it out, and average the gradients with `jax.lax.pmean(g, "{axis}")`'
         elif axis not in mesh.axis_names:
             near = did_you_mean(axis, mesh.axis_names)
-            why = f"mesh {mesh_view(mesh)} has no such axis{near}"
-            remedy = "name one of its mesh axes"
+            why = f"the mesh {mesh_view(mesh)} has no such axis{near}"
+            remedy = "use an axis that the mesh has"
         else:
             continue
         problem = Problem(None, None, f"over={axis!r}", why, remedy)

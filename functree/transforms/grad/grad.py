@@ -267,7 +267,7 @@ def _positional(
         given = count(have, "positional argument")
         raise FunctreeValueError(
             f"grad: argnums={argnums} does not fit a call with {given}: "
-            "pass existing positions, each once"
+            "pass the positions of different arguments"
         )
     return _Call(args, kwargs, places)
 
@@ -279,7 +279,7 @@ def _one_each(layout: LayoutTree, argnums: int | Sequence[int]) -> tuple[LayoutT
     layouts = layout if type(layout) is tuple else (layout,) * len(argnums)
     if len(layouts) != len(argnums):
         have, want = count(len(layouts), "layout"), count(len(argnums), "argument")
-        raise RuleError(f"grad: {have} for {want}: pass one layout for each argument")
+        raise RuleError(f"grad: got {have} for {want}: pass one layout for each argument")
     return layouts
 
 

@@ -495,7 +495,7 @@ class CheckedJit(Jit[_P, _T]):
         return super()._placed(flat, rules)
 
     def _agreement(self) -> Agreement:
-        return Agreement(f"{self.__name__} does not run", f"{self.__name__}(...)")
+        return Agreement(f"{self.__name__} cannot run", f"{self.__name__}(...)")
 
 
 def _facts(program: Program, flat: FlatCall) -> Facts:

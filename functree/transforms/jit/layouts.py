@@ -175,8 +175,10 @@ def by_rules(
     problems = without_repeats(problems, followed_paths(decided.leaves))
     name = signature.name
     if problems:
-        at_fault = leaves_at_fault(problems) or "the call"
-        headline = f"{name}: the rules do not fit {at_fault} (uncommitted) on mesh {view}"
+        at_fault = "the uncommitted arguments"
+        if wrong := leaves_at_fault(problems):
+            at_fault = f"{wrong} among {at_fault}"
+        headline = f"{name}: the rules do not fit {at_fault} on mesh {view}"
         raise ShardingError(headline, problems)
     replicated = [
         decided.leaves[i]
@@ -397,7 +399,7 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
     ):
         have, want = spec_text(current.spec), spec_text(wanted.spec)
     why = (
-        f"is sharded {have} but `in_shardings` asks for {want}; `ft.jit` does not move arrays "
+        f"is sharded {have}, but `in_shardings` specifies {want}; `ft.jit` does not move arrays "
         "implicitly"
     )
     return why, "move it once: `ft.shard(x, layout, mesh)`"
@@ -408,12 +410,12 @@ def _untyped(array: AnyArray) -> Fault:
 
     JAX would move it, but not change its type.
     """
-    state = "is uncommitted and on no mesh"
+    state = "is uncommitted and not on a mesh"
     if isinstance(array, np.ndarray | np.generic):
         state = "is a NumPy array"
     why = (
-        f"{state}: on Explicit axes its type in the body would be unsharded, whatever "
-        "`in_shardings` asks for"
+        f"{state}: on Explicit axes, its type in the body would be unsharded, whatever "
+        "`in_shardings` specifies"
     )
     return why, "move it first: `ft.shard(x, layout, mesh)`"
 
