@@ -132,7 +132,7 @@ def test_what_to_do_without_devices():
         f"arrays cannot be created on (data=2, model=4), which has no devices: {here}, where `mesh` is a `Mesh`"
     )
     assert error(MESH.abstract_mesh) == (
-        f"arrays cannot be created, since (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
+        f"arrays cannot be created, since the mesh (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
         "inside jit, use `ft.constrain(make(...), layout)` instead"
     )
     assert error(None).startswith("there is no mesh")
