@@ -43,12 +43,13 @@ _MOVING = (
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
 _SHARD_MAP = "sdy.manual_computation"
-_MOVES_DIMENSIONS = ("broadcast_in_dim", "manual_computation", "reshape", "transpose")
 # Shardy passes shardings through all other operations first.
 _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
 })  # fmt: skip
+# The dimensions of their results are not those of their operands.
+_MOVES_DIMENSIONS = _PASS_LATER | {"broadcast_in_dim", "manual_computation", "reshape", "transpose"}
 ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
 """The `op` of the rows of arguments, results and constraints."""
 # The sharding of a constraint or a `shard_map` before propagation, which adds mesh axes to it.
@@ -380,7 +381,7 @@ class _Reader:
 
     def _give(self, row: int, text: str, name: str) -> None:
         """Record the name of the origin of a row's given sharding."""
-        axes = {axis.partition(":")[0]: None for axis, _ in _AXIS.findall(text)}
+        axes = dict.fromkeys(axis for axis, _ in _AXIS.findall(text))
         self._given += [(row, axis, name) for axis in axes]
 
     def _read_results(self, function: Any, names: Sequence[str] | None) -> None:
@@ -414,39 +415,32 @@ class _Reader:
         for group in self._groups:
             for i in group:
                 groups[i].append(group)
-        # A reshape may leave parts of a mesh axis, such as `model:(1)2`.
-        origins = [dict.fromkeys(sorted(named_axes(row.spec)), "") for row in self._rows]
+        dimensions = [_dimensions(row.spec) for row in self._rows]
+        origins: list[dict[str, str]] = [{} for _ in self._rows]
         waiting = [(0, 0, i, axis, name) for i, axis, name in self._given]
         heapify(waiting)
         while waiting:
             phase, sweep, i, axis, name = heappop(waiting)
-            missing = [
-                part
-                for part, known in origins[i].items()
-                if not known and part.partition(":")[0] == axis
-            ]
-            if not missing:
+            if axis in origins[i] or axis not in dimensions[i]:
                 continue
-            origins[i] |= dict.fromkeys(missing, name)
+            origins[i][axis] = name
             for group in groups[i]:
+                moves = self._rows[group[0]].op in _MOVES_DIMENSIONS
                 for other in group:
-                    if not self._may_pass(group[0], i, other, axis):
+                    if axis in origins[other] or axis not in dimensions[other]:
+                        continue
+                    if not moves and dimensions[i][axis] != dimensions[other][axis]:
                         continue
                     needed, late = self._step(group[0], i, other)
-                    following = (phase, sweep + late) if needed <= phase else (needed, 0)
-                    heappush(waiting, (*following, other, axis, name))
+                    if needed <= phase:
+                        heappush(waiting, (phase, sweep + late, other, axis, name))
+                    else:
+                        heappush(waiting, (needed, 0, other, axis, name))
         return [
-            {axis: by or row.source or row.name for axis, by in each.items()}
-            for row, each in zip(self._rows, origins, strict=True)
+            {part: named.get(_whole(part)) or row.source or row.name for part in parts}
+            for row, named in zip(self._rows, origins, strict=True)
+            for parts in [sorted(named_axes(row.spec))]
         ]
-
-    def _may_pass(self, made: int, here: int, there: int, axis: str) -> bool:
-        """Return whether an operation passes a mesh axis on, by the dimensions that it shards."""
-        if self._rows[made].op in _PASS_LATER or self._rows[made].op in _MOVES_DIMENSIONS:
-            return True
-        if len(self._rows[here].shape) != len(self._rows[there].shape):
-            return True
-        return _dimension(self._rows[here], axis) == _dimension(self._rows[there], axis)
 
     def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
         """Return the phase in which an operation passes a sharding on, and if in a later sweep."""
@@ -613,12 +607,14 @@ def _spec(text: str, ndim: int) -> PartitionSpec:
     return of_rank(PartitionSpec(*entries), ndim)
 
 
-def _dimension(row: LaidOut, axis: str) -> int | None:
-    """Return the dimension that a mesh axis shards, or a part of it; None if there is none."""
-    for i, axes in enumerate(row.spec.partitions):
-        if axis in [name.partition(":")[0] for name in mesh_axes(axes)]:
-            return i
-    return None
+def _dimensions(spec: PartitionSpec) -> dict[str, int]:
+    """Return the dimension that each mesh axis, or a part of it, shards."""
+    return {_whole(part): i for i, axes in enumerate(spec.partitions) for part in mesh_axes(axes)}
+
+
+def _whole(part: str) -> str:
+    """Return the mesh axis of a part, such as `model:(1)2`, which a reshape may leave."""
+    return part.partition(":")[0]
 
 
 def _name(location: Any) -> str:
