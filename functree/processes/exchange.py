@@ -224,7 +224,7 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
     except jax.errors.JaxRuntimeError as error:
         # Only this error reveals that another process has ended.
         text = (
-            f"{place.failure}: not all processes reached {place}: a process ended, is late, or "
+            f"{place.failure}: not all processes reached {place}: a process has ended, is late, or "
             "cannot be reached; read its output\n"
             f"{str(error).splitlines()[0]}"
         )

@@ -171,7 +171,7 @@ APARTS: dict[str, list[list[str]]] = {
     "left": [
         [
             "check_processes: not all processes reached comparison 1 (`ft.check_processes`): ",
-            "a process ended, is late, or cannot be reached; read its output",
+            "a process has ended, is late, or cannot be reached; read its output",
         ],
         [],
     ],
