@@ -48,7 +48,7 @@ _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
 })  # fmt: skip
-# The dimensions of their results are not those of their operands.
+# The dimensions of their results differ from the dimensions of their operands.
 _MOVES_DIMENSIONS = _PASS_LATER | {"broadcast_in_dim", "manual_computation", "reshape", "transpose"}
 ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
 """The `op` of the rows of arguments, results and constraints."""
