@@ -216,7 +216,7 @@ def test_a_layout_without_axis_rules_lays_out_no_activation(case: str):
     layout, x = FOR_PARAMETERS[case], lay(jnp.ones((4, 8)), "data")
     told = [
         "constrain: no rules lay out `batch hidden` on mesh (data=2, model=4)",
-        "with `AxisRules`",
+        "where `rules` are `AxisRules`",
         "has no rules for axes, so combine it as `AxisRules(...) | layout`",
     ]
     with raises(*told, error=ft.ShardingError):
