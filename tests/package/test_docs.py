@@ -60,7 +60,7 @@ def test_the_versions_that_pages_name_are_those_of_the_package() -> None:
     python = package["requires-python"].removeprefix(">=")
     [jax] = [one for one in package["dependencies"] if re.match(r"jax\W", one)]
     least, above = re.fullmatch(r"jax>=([\d.]+),<0\.(\d+)", jax).groups()  # pyright: ignore
-    said = f"functree needs Python {python} or newer and JAX {least} up to 0.{int(above) - 1}."
+    said = f"functree needs Python {python} or newer, and JAX {least} to 0.{int(above) - 1}."
     for page in ("README.md", "docs/index.md"):
         assert said in PAGES[page]
     for badge in (f"python-{python}+", f"JAX-{least}_to_0.{int(above) - 1}"):
