@@ -417,10 +417,12 @@ class _Reader:
                 groups[i].append(group)
         dimensions = [_dimensions(row.spec) for row in self._rows]
         origins: list[dict[str, str]] = [{} for _ in self._rows]
-        waiting = [(0, 0, i, axis, name) for i, axis, name in self._given]
+        # Of several that arrive at once, the first given one decides: arguments, then results.
+        waiting = [(0, 0, i, source) for source, (i, _, _) in enumerate(self._given)]
         heapify(waiting)
         while waiting:
-            phase, sweep, i, axis, name = heappop(waiting)
+            phase, sweep, i, source = heappop(waiting)
+            _, axis, name = self._given[source]
             if axis in origins[i] or axis not in dimensions[i]:
                 continue
             origins[i][axis] = name
@@ -433,9 +435,9 @@ class _Reader:
                         continue
                     needed, late = self._step(group[0], i, other)
                     if needed <= phase:
-                        heappush(waiting, (phase, sweep + late, other, axis, name))
+                        heappush(waiting, (phase, sweep + late, other, source))
                     else:
-                        heappush(waiting, (needed, 0, other, axis, name))
+                        heappush(waiting, (needed, 0, other, source))
         return [
             {part: named.get(_whole(part)) or row.source or row.name for part in parts}
             for row, named in zip(self._rows, origins, strict=True)
