@@ -35,7 +35,7 @@ FIGURES = [
         2**18,
     ),
     ("docs/models.md", "accumulates over chunks of {} keys", CHUNK, 1),
-    ("docs/several-hosts.md", "A process that waits for a minute", LONG, 60),
+    ("docs/several-hosts.md", "A process that has waited for a minute", LONG, 60),
     ("docs/testing.md", "the first {} iterations", KEPT_ITERATIONS, 1),
     ("docs/weights.md", "are split into files of {} GB", MOST_BYTES, 10**9),
     ("functree/io/checkpoints/folder.py", "is removed after a day", DAY, 24 * 3600),
