@@ -245,7 +245,7 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
 
     Args:
         headline: the first line of the error: the function's name, and what failed.
-        *others: further problems of values whose types are right.
+        *others: further problems with values of the right type.
         **given: for each parameter, its value and the values that it accepts.
 
     Raises:

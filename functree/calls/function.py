@@ -192,7 +192,7 @@ class Function(Generic[_P, _T]):
         """Read the options that calls need into attributes."""
 
     def _rules(self) -> Layout | None:
-        """Return the axis rules for the body of a call made now: its own, or the ambient rules."""
+        """Return the rules for a call made now: the function's own, or the ambient rules."""
         return self._options.rules if self._options.rules is not None else ambient_rules()
 
     @abstractmethod

@@ -109,7 +109,7 @@ class Stage(Generic[_Stage]):
         return tree_structure(self.out_info)
 
     def _arguments(self, tree: Tree) -> tuple[Args, dict[str, Tree]]:
-        """Convert a tree from JAX to `(args, kwargs)` of the function."""
+        """Convert JAX's tree to the function's `(args, kwargs)`."""
         return self._call.arguments(self._call.values(tree))
 
     def __repr__(self) -> str:

@@ -129,7 +129,7 @@ def _add_options(command: Parser, name: str) -> None:
     elif name == "explore":
         again = "; may be given several times"
         mesh += ", or a number of devices to arrange in every way; by default, all devices"
-        layout = "a layout, or a dict of them"
+        layout = "a layout, or a dict of layouts"
     else:
         example, mesh = "demo:state", f"{mesh} (required)"
         target = "check that the mesh has as many devices as this target: tpu:v5e:4x8"

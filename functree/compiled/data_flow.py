@@ -74,7 +74,8 @@ def is_in_pieces(one: Instruction) -> bool:
 def is_combined(one: Instruction) -> bool:
     """Return whether the compiler combined several collectives into this instruction.
 
-    Its name mentions all of them, so it is less informative than the values that are moved.
+    The instruction's name mentions all of the collectives, so the name is less informative than the
+    moved values.
     """
     return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
 

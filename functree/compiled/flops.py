@@ -67,7 +67,7 @@ def count_flops(text: str) -> Flops:
 
 
 def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
-    """Yield the instructions that multiply, with the flops of one run; None if unknown."""
+    """Yield each instruction that multiplies, with the flops of a run; None if unknown."""
     for opcode in ("dot", "scaled-dot"):
         for instruction in hlo.by_opcode.get(opcode, ()):
             yield instruction, _dot_flops(hlo, instruction)

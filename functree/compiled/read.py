@@ -182,7 +182,7 @@ class _Reader:
         return self._groups[text]
 
     def _described(self, moved: MovedArray) -> tuple[str | None, str | None, str]:
-        """Return the source, calling line and JAX's name of the nearest instruction with lines."""
+        """Return the lines and the JAX name of the nearest instruction that has source lines."""
         nearest = list(self._provenance.phases.described(moved))
         if moved.arrays > 1:
             # A combined collective has its first array's line, but each moved value has its own.

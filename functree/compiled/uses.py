@@ -288,7 +288,7 @@ class ParameterUses:
         return _outputs_of(self._updated, moved)
 
     def is_updated_with(self, output: int, parameters: Iterable[int]) -> bool:
-        """Return whether an optimizer computes an output from all of some parameters."""
+        """Return whether an optimizer computes an output from all of the given parameters."""
         values = [HloValue(self._flow.hlo.parameters[parameter]) for parameter in parameters]
         return all(self._updated.get(value, 0) & 1 << output for value in values)
 

@@ -269,7 +269,8 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
     sizes = tuple(map(int, numbers))
     if len(sizes) == 1 and sizes[0] > GPUS_OF_A_HOST and sizes[0] % GPUS_OF_A_HOST:
         raise ShardingError(
-            f"target={shown(text)}: above {GPUS_OF_A_HOST} GPUs, use a multiple of {GPUS_OF_A_HOST}"
+            f"target={shown(text)}: for more than {GPUS_OF_A_HOST} GPUs, use a multiple of "
+            f"{GPUS_OF_A_HOST}"
         )
     return sizes
 

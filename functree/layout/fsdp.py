@@ -143,7 +143,7 @@ class FSDP(Layout):
         return start
 
     def _stays(self, leaf: Leaf, start: Decision, free: Sequence[int]) -> str:
-        """Return why a leaf stays unchanged; empty if it does not."""
+        """Return why a leaf stays unchanged, or an empty string if it changes."""
         if leaf.value.size < self.min_size:
             return f"fewer than {self.min_size} elements"
         # A mesh axis can shard only one dimension of an array.

@@ -314,7 +314,7 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
 
     Args:
         written: the user's value.
-        wanted: the beginning of the error, which says what is expected.
+        wanted: the beginning of the error message, which names the expected value.
 
     Raises:
         RuleError: if the value is neither.

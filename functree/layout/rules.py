@@ -387,7 +387,7 @@ def _checked_unnamed(unnamed: Any) -> Any:
 
 
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
-    """Return the pairs of `names=`, in an order that does not depend on the order of writing.
+    """Return the pairs of `names=`, in an order that does not depend on how they were written.
 
     Raises:
         RuleError: if `names` is invalid.

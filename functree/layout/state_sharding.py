@@ -66,7 +66,7 @@ class StateSharding(Layout):
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
             last.
         unused: `"error"`, `"warn"` or `"ignore"`, for a filter that matches no leaf, or only leaves
-            that earlier filters match. A last `...` may match nothing.
+            that earlier filters match. A final `...` may match nothing.
 
     Raises:
         RuleError: if `...` is not last.

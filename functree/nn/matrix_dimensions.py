@@ -221,7 +221,7 @@ def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
 
 
 def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
-    """Return why an array, or a layer of a stack, has too few dimensions; empty if it has all."""
+    """Return why an array, or a layer of a stack, has too few dimensions; empty if it has not."""
     # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
     stacked = len(stack_sizes(leaf))
     has = len(leaf.shape) - stacked

@@ -91,7 +91,7 @@ def with_decision(value: AnyArray, decision: Decision, mesh: Mesh | AbstractMesh
 def _by_axes(x: Any, axes: Axes, rules: LayoutLike) -> Any:
     """Constrain an array using the names of its dimensions.
 
-    Models constrain many activations, so this reads no tree and makes no plan.
+    Models constrain many activations, so this function reads no tree and makes no plan.
     """
     layout = ambient_rules() if rules is None else as_layout(rules)
     if not is_array(x):

@@ -26,7 +26,7 @@ class Finding:
     """First operation whose values differ.
 
     Attributes:
-        scope: its body.
+        scope: the body that contains the operation.
         index: its index in the body.
         result: the index of the result that differs.
         relation: the relation between the parts on devices and the value on one device.

@@ -53,14 +53,14 @@ def ledger(
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
-        mesh: the mesh of the program. For a function that another library jitted, it only names
-            the mesh axes if the program's shardings do not share one mesh.
+        mesh: the mesh of the program. For a function jitted by another library, the mesh is used
+            only to name the mesh axes, if the program's shardings do not share one mesh.
         **kwargs: its keyword arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
-            a function of `ft.jit`.
+        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a mesh is passed for a function made with `ft.jit`.
         FunctreeError: if `mesh` has a different number of devices than the program.
         FunctreeError: if the compiler does not return the program's text.
 

@@ -211,8 +211,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             FunctreeError: if a layer changes the shape or dtype of `x`.
             FunctreeError: if a layer does not return the tuple that `collect` or `state=` requires.
             FunctreeError: if a layer does not have a parameter that `each` names.
-            FunctreeError: if an array in `each` has a different leading size; the message has its
-                path.
+            FunctreeError: if the leading size of an array in `each` is not the number of layers;
+                the message gives the array's path.
             FunctreeError: if `remat` is invalid, or offloads a name that no value of a layer has.
             FunctreeError: if the stack's axis is sharded and `microbatches` is missing.
             FunctreeError: if the layers of a pipeline return more than `x`.

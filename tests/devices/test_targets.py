@@ -84,7 +84,7 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 UNASKED = {
     "tpu:v5e:8": "write the shape of a slice as `16x16` or `4x4x8`",
     "cuda:h100:2x4": "write the number of GPUs at the end, as in `cuda:h100:8`",
-    "cuda:h100:12": "above 8 GPUs, use a multiple of 8",
+    "cuda:h100:12": "for more than 8 GPUs, use a multiple of 8",
     "tpu:v5e:0x4": "write the shape of a slice as `16x16` or `4x4x8`",
     "tpu:v5e:-2x-4": "write the shape of a slice as",
     "cuda:h100:99999992": "a target has at most 131,072 chips",

@@ -367,7 +367,10 @@ class OtherName(eqx.Module):
 
 
 def test_names_for_the_root() -> None:
-    headline, own = "`ft.names` gives axes to leaves that do not exist\n\n  OtherName\n", OtherName(x(2))
+    headline, own = (
+        "`ft.names` gives axes to leaves that do not exist\n\n  OtherName\n",
+        OtherName(x(2)),
+    )
     with raises(headline, "but OtherName has no such leaf", error=AxesError):
         ft.tree_axes(own)
     with raises(

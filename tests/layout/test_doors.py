@@ -549,7 +549,9 @@ def test_a_class_of_another_cell() -> None:
     )
     with raises(*told, error=ft.ShardingError):
         ft.plan(tree, layout(again), MESH)
-    with raises("the tree contains instances of `functree.nn.linear.Linear`", error=ft.ShardingError):
+    with raises(
+        "the tree contains instances of `functree.nn.linear.Linear`", error=ft.ShardingError
+    ):
         linear = ft.nn.Linear(8, 8, key=jax.random.key(0))
         ft.plan({"net": linear}, layout(eqx.nn.Linear), MESH)
     # The remedies, to the letter.

@@ -137,5 +137,7 @@ def test_arrays_on_several_meshes_are_told_apart() -> None:
         assert told[key] == (tree[key].sharding.mesh, f"{now}, on the mesh {text}")
     assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
     assert "replicated" not in plan.summary(), "each is sharded over the mesh that it is on"
-    with raises('"other axes"', "the plan places it on a different mesh", "make a plan for each mesh"):
+    with raises(
+        '"other axes"', "the plan places it on a different mesh", "make a plan for each mesh"
+    ):
         ft.plan(tree, plan)

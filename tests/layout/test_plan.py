@@ -114,7 +114,9 @@ def test_shardings_have_memory_kinds_and_need_a_mesh(mesh: Mesh) -> None:
     }  # fmt: skip
     placed = jax.device_put(tree, plan.shardings)
     assert placed["b"].sharding.memory_kind == "pinned_host"
-    with raises("made for the sizes (data=2, model=4) only, without devices: make a plan with a `Mesh`"):
+    with raises(
+        "made for the sizes (data=2, model=4) only, without devices: make a plan with a `Mesh`"
+    ):
         _ = ft.plan(tree, P(), SIZES).shardings
 
 

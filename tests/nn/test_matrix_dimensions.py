@@ -196,7 +196,10 @@ def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
     [
         (["weight"], ("Told.__matrix_dimensions__", "returns ['weight']", "a mapping")),
         ({3: (-2, -1)}, ("of 3", "3 is not the name of a field")),
-        ({"wieght": (-2, -1)}, ("of 'wieght'", "has no 'wieght' at this path; did you mean `weight`?")),
+        (
+            {"wieght": (-2, -1)},
+            ("of 'wieght'", "has no 'wieght' at this path; did you mean `weight`?"),
+        ),
         ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
         ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
         ({"weight": (-1, (-1, -2))}, ("a dimension occurs twice",)),

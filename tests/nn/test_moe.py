@@ -437,5 +437,9 @@ def test_losses_that_are_not_there() -> None:
         lambda: dense.with_losses(TOKENS),
         lambda: nn.cross_entropy(dense, TOKENS, TOKENS, balance=0.1),
     ):
-        with raises("the expert losses cannot be computed", "this layer has no experts", error=ft.FunctreeError):
+        with raises(
+            "the expert losses cannot be computed",
+            "this layer has no experts",
+            error=ft.FunctreeError,
+        ):
             call()

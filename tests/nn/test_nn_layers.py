@@ -207,7 +207,9 @@ def test_a_norm_over_several_dimensions() -> None:
     ):
         nn.RMSNorm((4, 2))
     for size, axes in (((), ft.Axes()), ((4, 0), "heads head_dim"), (0, "embed")):
-        with pytest.raises(ft.FunctreeError, match="a positive integer, or a tuple of positive integers"):
+        with pytest.raises(
+            ft.FunctreeError, match="a positive integer, or a tuple of positive integers"
+        ):
             nn.RMSNorm(size, axes=axes)
 
 

@@ -202,9 +202,7 @@ def test_tolerances_that_rounding_exceeds_are_told() -> None:
     x = jax.random.normal(jax.random.key(0), (64, 64))
     with pytest.raises(AssertionError) as caught:
         assert_same_as_unsharded(sums, (x,), (P("data", "model"),), MESH, 0.0, 0.0)
-    assert "no operation differs by more than rounding. If sums" in str(
-        caught.value
-    )
+    assert "no operation differs by more than rounding. If sums" in str(caught.value)
 
 
 def test_the_compiler_is_told() -> None:

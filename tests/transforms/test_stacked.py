@@ -494,7 +494,10 @@ ERRORS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: SAME["first"],
         "Stacked: invalid index 'first': use an integer, a scalar integer array or a slice",
     ),
-    "nothing to offload": (offload, "offload needs at least one name: pass the names of values, as in"),
+    "nothing to offload": (
+        offload,
+        "offload needs at least one name: pass the names of values, as in",
+    ),
     "no names in a layer": (
         lambda: SAME.scan(X, remat=offload("wide")),
         'offload: 1 name matches no value in Returns\n\n  "wide"\n'

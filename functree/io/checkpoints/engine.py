@@ -48,7 +48,7 @@ class Response(Protocol):
 
 
 def is_done(running: Response) -> bool:
-    """Wait briefly, and return whether a save has ended. Raise the save's error."""
+    """Wait briefly, and return whether a save has ended. Raise the save's error, if any."""
     # Short waits let the processes report errors to each other. In orbax, a process may wait for a
     # failed process or a bucket for up to twenty minutes.
     seconds = 0.25

@@ -72,7 +72,7 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
             kind.append(f"`{path}` was saved as {_short(then)} and is {_short(now)} in `like`")
     # These are None or missing in `like`. An array there is a separate error.
     for name, then in lost.items():
-        others.append(f"`{name}` was saved as {_short(then)} and is missing in `like`")
+        others.append(f"`{name}` was saved as {_short(then)}, but is missing from `like`")
     if numbers:
         remedy = "to save a number, convert it to an array: `jnp.asarray(...)`"
         warn(f"Python numbers are not restored, but come from `like`: {listed(numbers)}; {remedy}")

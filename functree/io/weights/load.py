@@ -128,7 +128,7 @@ def load_tensors(
         mesh: a mesh, or None for the current mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.
         cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
-            with values that the dtype cannot hold. Rounding does not warn.
+            with values that the dtype cannot hold. Rounding causes no warning.
 
     Raises:
         FunctreeError: if an array has no name, or the files lack its tensor.
@@ -404,7 +404,7 @@ def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> N
             )
             problems.append(Problem(None, None, f"{what}: {value_text(size)}", why))
     if problems:
-        failure = f"{published.file} has sizes that do not fit the files"
+        failure = f"the sizes in {published.file} do not fit the tensors in the files"
         raise FunctreeError(failure, dict.fromkeys(problems))  # two fields may have the same size
 
 

@@ -294,7 +294,7 @@ class Hint:
         return replace(merge((element, self.below)), below=self.below)
 
     def forms_for(self, ndim: int) -> list[ArrayForm]:
-        """Return the alternatives for an array of this rank in the field itself."""
+        """Return the annotated forms that fit an array of this rank in the field itself."""
         return [form for form in self.forms if form.fits(ndim)]
 
     def at(self, path: Path) -> "Hint":

@@ -230,7 +230,7 @@ class Plan(Layout):
                 `str(plan)`.
 
         Raises:
-            FunctreeError: if `sort` has another value.
+            FunctreeError: if `sort` has any other value.
 
         Examples:
             >>> plan = ft.plan(

@@ -93,7 +93,7 @@ def array_of(row: Row) -> str:
 
 
 def sizes_of(row: Row, axis_text: Callable[[str], str]) -> str:
-    """Return an array's dtype and sizes, with a text for each mesh axis that divides a size."""
+    """Format an array's dtype and sizes, with a text for each mesh axis that divides a size."""
     sizes = list(map(str, row.shape))
     for dim, axes in enumerate(axes_of(row)):
         for axis in axes:

@@ -490,7 +490,7 @@ def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shard
 
 
 def _several(path: Path, arguments: Iterable[Path]) -> Problem:
-    """Build the problem of a part of the result that may replace several arguments."""
+    """Build the problem for a part of the result that may replace several arguments."""
     names = listed([f"`{argument}`" for argument in arguments])
     why = f"has the structure of the donated arguments {names}, which are sharded differently"
     remedy = "pass `out_shardings=` to choose how the result is sharded"

@@ -573,7 +573,7 @@ class TakeCode(Code):
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
     def leaf(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` is a different leaf. Not for arrays."""
+        """Reject trees in which the expression `at` is a different leaf, which is not an array."""
         differs = self.value(StaticValue(value).differs)
         self._refuse_others(value, at, f"{differs}({{found}})")
 
