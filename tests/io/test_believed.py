@@ -75,7 +75,7 @@ def test_a_size_that_no_tensor_has(field: str, tmp_path: Path) -> None:
     folder, size = copied(tmp_path), FIELDS[field]
     rewrite(folder / CONFIG, lambda given: given | {field: size})
     why = "the files have only 30 tensors, with 29,408 elements in total"
-    with refused(f"the sizes in {CONFIG} do not fit the tensors in the files", f'"{field}": {size}'[:99], why):
+    with refused(f"{CONFIG} do not fit the tensors in the files", f'"{field}": {size}'[:99], why):
         load(folder)
 
 

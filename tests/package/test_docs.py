@@ -65,7 +65,7 @@ def test_the_versions_that_pages_name_are_those_of_the_package() -> None:
         assert said in PAGES[page]
     for badge in (f"python-{python}+", f"JAX-{least}_to_0.{int(above) - 1}"):
         assert f"badge/{badge}-blue" in PAGES["README.md"]
-    assert f"Python {python} or newer" in PAGES["docs/faq.md"]
+    assert f"Python {python} or newer" in PAGES["docs/install.md"]
 
 
 SIGNATURES = re.findall(r"^`([\w.]+)\((.*?)\)(?: -> \w+)?`", PAGES["docs/map.md"], re.MULTILINE)
