@@ -198,7 +198,7 @@ def main():
     add("--folder", default="run", help="where checkpoints are saved")
     add("--steps", type=int, default=200, help="steps of the whole run")
     add("--batch", type=int, default=64, help="rows per step")
-    add("--every", type=int, default=25, help="steps between logs and saves")
+    add("--every", type=int, default=25, help="steps per log and save")
     add("--data", type=int, default=devices, help="size of the mesh axis")
     add("--model", type=int, default=1, help="size of the mesh axis")
     options = parser.parse_args()
