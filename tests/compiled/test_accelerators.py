@@ -308,7 +308,7 @@ def test_prints_are_no_collectives_and_loops_count_down() -> None:
     for fun in (ft.jit(printed, in_shardings=ft.P("data"), mesh=gpus), jax.jit(printed)):
         with raises(
             "printed has host callbacks, which JAX lowers for GPUs only on a machine with a GPU",
-            "to compile for `target=`, remove `jax.debug.print`",
+            "to compile for `target=`, remove the calls to `jax.debug.print`",
             error=ft.ShardingError,
         ):
             ft.ledger(fun, placed)
