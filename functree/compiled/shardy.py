@@ -282,7 +282,8 @@ def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
     """Replace the groups made by `jax.experimental.shard_alike`, which `ft.grad` uses.
 
     If a group contains an argument with a sharding, its members are constrained to that sharding.
-    Other groups are dropped.
+    Other groups are dropped. Shardy would keep no trace of a group, and the origins of its members
+    could not be found.
     """
     groups: dict[int, list[Any]] = {}
     for operation in list(_all_inside(main)):
@@ -353,7 +354,7 @@ class _Reader:
         # Rows with a given sharding, each of its mesh axes, and its origin in the user's words.
         self._given: list[tuple[int, str, str]] = []
         # Rows that share mesh axes: the operands and results of an operation.
-        self._groups: list[tuple[int, ...]] = []
+        self._linked: list[tuple[int, ...]] = []
         self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
@@ -411,13 +412,14 @@ class _Reader:
         Shardy can record origins, too, but this recording crashes the process on some programs: it
         reads past the end of a list after some reshapes, and on groups of equal shardings.
         """
-        groups: list[list[tuple[int, ...]]] = [[] for _ in self._rows]
-        for group in self._groups:
-            for i in group:
-                groups[i].append(group)
+        linked: list[list[tuple[int, ...]]] = [[] for _ in self._rows]
+        for rows in self._linked:
+            for i in rows:
+                linked[i].append(rows)
         dimensions = [_dimensions(row.spec) for row in self._rows]
         origins: list[dict[str, str]] = [{} for _ in self._rows]
-        # Of several that arrive at once, the first given one decides: arguments, then results.
+        # Of several that arrive at once, the first one given decides: arguments come first, and
+        # results last.
         waiting = [(0, 0, i, source) for source, (i, _, _) in enumerate(self._given)]
         heapify(waiting)
         while waiting:
@@ -426,14 +428,14 @@ class _Reader:
             if axis in origins[i] or axis not in dimensions[i]:
                 continue
             origins[i][axis] = name
-            for group in groups[i]:
-                moves = self._rows[group[0]].op in _MOVES_DIMENSIONS
-                for other in group:
+            for rows in linked[i]:
+                moves = self._rows[rows[0]].op in _MOVES_DIMENSIONS
+                for other in rows:
                     if axis in origins[other] or axis not in dimensions[other]:
                         continue
                     if not moves and dimensions[i][axis] != dimensions[other][axis]:
                         continue
-                    needed, late = self._step(group[0], i, other)
+                    needed, late = self._step(rows[0], i, other)
                     if needed <= phase:
                         heappush(waiting, (phase, sweep + late, other, source))
                     else:
@@ -508,7 +510,7 @@ class _Reader:
                 *_, last = region.blocks[0].operations
                 for inner, outer in zip(last.operands, operation.results, strict=False):
                     if inner in self._indices and outer in self._indices:
-                        self._groups.append((self._indices[outer], self._indices[inner]))
+                        self._linked.append((self._indices[outer], self._indices[inner]))
 
     def _add(
         self,
@@ -525,7 +527,7 @@ class _Reader:
         if lines is not None:
             source, expression = lines.source, _expression(frames, lines.source)
         shape = tuple(value.type.shape)
-        self._groups.append((len(self._rows), *operands))
+        self._linked.append((len(self._rows), *operands))
         self._rows.append(
             LaidOut(
                 op.rpartition(".")[2],
