@@ -167,7 +167,6 @@ def _propagated(
         main = functions["main"]
         _inline(main, functions)
         given = _given_shardings(main)
-        _replace_groups(main, given)
         _record_written(main)
         with _known_passes():
             manager = passmanager.PassManager.parse(f"builtin.module({passes})")
@@ -278,40 +277,6 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
     return shardings
 
 
-def _replace_groups(main: Any, shardings: Mapping[Any, Any]) -> None:
-    """Replace the groups made by `jax.experimental.shard_alike`, which `ft.grad` uses.
-
-    If a group contains an argument with a sharding, its members are constrained to that sharding.
-    Other groups are dropped. Shardy would keep no trace of a group, and the origins of its members
-    could not be found.
-    """
-    groups: dict[int, list[Any]] = {}
-    for operation in list(_all_inside(main)):
-        if operation.name == "sdy.sharding_group":
-            groups.setdefault(operation.attributes["group_id"].value, []).append(
-                operation.operands[0]
-            )
-            operation.erase()
-    for values in groups.values():
-        argument = next((value for value in values if value in shardings), None)
-        for value in values:
-            if argument is None or value in shardings:
-                continue
-            if isinstance(value.owner, ir.Block):  # an argument, or a loop carry
-                place = ir.InsertionPoint.at_block_begin(value.owner)
-            else:
-                place = ir.InsertionPoint.after(value.owner)
-            constraint = ir.Operation.create(
-                "sdy.sharding_constraint",
-                results=[value.type],
-                operands=[value],
-                attributes={"sharding": shardings[argument]},
-                loc=argument.location,
-                ip=place,
-            )
-            value.replace_all_uses_except(constraint.results[0], constraint)
-
-
 def _record_written(main: Any) -> None:
     """Record the shardings that a program is written with, since propagation adds mesh axes."""
     for operation in _all_inside(main):
@@ -353,8 +318,10 @@ class _Reader:
         self._indices: dict[Any, int] = {}  # of each value's row
         # Rows with a given sharding, each of its mesh axes, and its origin in the user's words.
         self._given: list[tuple[int, str, str]] = []
-        # Rows that share mesh axes: the operands and results of an operation.
+        # Rows that share mesh axes: the result of an operation and its operands.
         self._linked: list[tuple[int, ...]] = []
+        # Rows that `jax.experimental.shard_alike`, which `ft.grad` uses, makes equal.
+        self._groups: dict[int, list[int]] = {}
         self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
         self._frames: dict[Any, tuple[Frame, ...]] = {}
 
@@ -416,6 +383,10 @@ class _Reader:
         for rows in self._linked:
             for i in rows:
                 linked[i].append(rows)
+        alike: list[list[int]] = [[] for _ in self._rows]
+        for members in self._groups.values():
+            for i in members:
+                alike[i] += members
         dimensions = [_dimensions(row.spec) for row in self._rows]
         origins: list[dict[str, str]] = [{} for _ in self._rows]
         # Of several that arrive at once, the first one given decides: arguments come first, and
@@ -428,6 +399,8 @@ class _Reader:
             if axis in origins[i] or axis not in dimensions[i]:
                 continue
             origins[i][axis] = name
+            for other in alike[i]:
+                heappush(waiting, (phase, sweep, other, source))
             for rows in linked[i]:
                 moves = self._rows[rows[0]].op in _MOVES_DIMENSIONS
                 for other in rows:
@@ -462,6 +435,10 @@ class _Reader:
         for operation in _inside(around):
             if operation.name == f"sdy.{CONSTRAINT}" and self._is_type(operation):
                 continue
+            if operation.name == "sdy.sharding_group":
+                members = self._groups.setdefault(operation.attributes["group_id"].value, [])
+                if operation.operands[0] in self._indices:
+                    members.append(self._indices[operation.operands[0]])
             if operation.results and operation.name != "sdy.constant":
                 self._read(operation)
 
