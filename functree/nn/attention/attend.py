@@ -213,7 +213,7 @@ def _on_shards(
 
         def of_batches(*arrays: Array) -> Array:
             # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch,
-            # seq). This moves nothing on a shard. On whole arrays, it may need a gather.
+            # seq). On a shard, this reshape moves nothing. On whole arrays, it may need a gather.
             flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
             flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
             return compute(structure.unflatten(flat)).reshape(arrays[0].shape)
@@ -231,7 +231,7 @@ def _by_function(
     window: int | None,
     segments: Int[Array, "*batch seq"] | None,
 ) -> Float[Array, "*batch seq heads head_dim"]:
-    """Call a user's function with the arguments of JAX's function that are needed."""
+    """Call a user's function with the necessary arguments of `jax.nn.dot_product_attention`."""
     # Other arguments are omitted, not passed as None: the function may lack parameters for them.
     options: dict[str, bool | tuple[int, int] | Bool[Array, "*batch 1 seq seq"]] = {
         "is_causal": True

@@ -3,8 +3,8 @@
 The softmax is accumulated over chunks of keys. The backward pass recomputes the weights of each
 chunk from the logarithms of their sums: Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
 
-Inside, query heads are grouped by the key and value head that they use (Ainslie et al., "GQA",
-2023). `group` is the number of query heads in a group.
+Here, query heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023).
+`group` is the number of query heads in a group.
 """
 
 import functools
@@ -126,7 +126,7 @@ class _Chunks(NamedTuple):
     keys: int
 
     def keys_of(self, i: Index) -> tuple[Index, Index]:
-        """Return the first chunk of keys that chunk `i` of the queries attends to, and the end.
+        """Return the range of the chunks of keys that chunk `i` of the queries attends to.
 
         With explicit positions, the range covers all chunks, since the positions are known only
         when the program runs.
@@ -148,7 +148,7 @@ class _Chunks(NamedTuple):
         return jnp.maximum(0, query - self.mask.window + 1) // self.size
 
     def queries_of(self, j: Index) -> tuple[Index, Index]:
-        """Return the first chunk of queries that attend to chunk `j` of the keys, and the end."""
+        """Return the range of the chunks of queries that attend to chunk `j` of the keys."""
         if not self.mask.is_by_order:
             return 0, self.queries
         first, last = j, self.queries

@@ -4,7 +4,7 @@ The functions here are for the body of a shard_map over the mesh axes that shard
 device has the queries, keys and values of its own part, for all of its heads. There are three ways
 to attend to the tokens of other parts:
 
-- Devices exchange heads for sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
+- Devices exchange heads for parts of the sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 - Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
 - Devices pass keys and values around, and each adds their contribution to the results of its own
   queries (Liu et al., "Ring attention", 2023).
@@ -69,7 +69,7 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
     Args:
         axes: the mesh axes that shard the sequence but no heads.
         count: the number of devices along these axes.
-        context: the requested way.
+        context: the requested method.
         heads: the number of query heads on a device.
 
     Raises:
@@ -107,8 +107,8 @@ def by_heads(
         whole: a function that computes attention over a whole sequence on one device.
     """
     key, value = own.key, own.value
-    # If the number of parts does not divide the number of key heads, these are repeated until each
-    # device gets the ones that its query heads use.
+    # If the number of parts does not divide the number of key heads, the key heads are repeated
+    # until each device gets the ones that its query heads use.
     more = parts.number // math.gcd(parts.number, key.shape[2])
     if more > 1:
         key, value = (jnp.repeat(x, more, axis=2) for x in (key, value))
@@ -122,8 +122,8 @@ def by_heads(
 
 
 OfPart = Callable[[Inputs, Inputs, Array], Array]
-"""A function that computes attention of a part's queries to all keys, from the part, all keys with
-their values, and the index of the first query."""
+"""A function that computes attention of a part's queries to all keys. It takes the part, all keys
+with their values, and the index of the first query."""
 
 
 def by_gathering(
@@ -142,7 +142,7 @@ def by_gathering(
 
 
 def _gathered(arrays: T, parts: Parts) -> T:
-    """Gather arrays of one part's tokens from all parts, in order."""
+    """Gather the arrays of all parts' tokens, in order."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
 
 

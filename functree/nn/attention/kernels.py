@@ -17,7 +17,7 @@ from functree.nn.attention.mask import AXES, Inputs
 from functree.nn.weights import accumulator, as_int32
 
 TILE = 128
-"""The kernel for TPUs needs a number of tokens that is a multiple of this."""
+"""The kernel for TPUs needs a number of tokens that is a multiple of this number."""
 
 _BLOCKS = (512, 256, 128)
 # Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, which
@@ -37,7 +37,7 @@ class Kernel(NamedTuple):
         devices: the devices that it runs on, for messages.
         platform: the name of the platform for `jax.lax.platform_dependent`.
         run: computes attention from queries, keys, values, optional segments, and `window=`.
-        why_not: returns why it does not support some arrays and a window, or None if it does.
+        why_not: returns why it does not support given arrays and a window, or None if it does.
         of_part: computes attention of the queries in one part of the sequence to all keys; None if
             the kernel cannot.
     """
@@ -60,7 +60,8 @@ class CausalMask:
     """A causal mask with an optional window, in the form that the kernel for TPUs reads.
 
     It has the interface of the kernel's own `CausalMask` and `LocalMask`. To find out whether a
-    block is empty or full, these compute it as an array, which takes minutes for 131,072 tokens.
+    block is empty or full, those classes compute the block as an array. This takes minutes for
+    131,072 tokens.
     This class computes only blocks that are neither, and each distinct block once.
 
     Attributes:
@@ -92,7 +93,10 @@ class CausalMask:
         return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
-        """Compute which keys the queries attend to, from their indices; the kernel traces this."""
+        """Compute which keys the queries attend to, from their indices.
+
+        The kernel traces this method.
+        """
         visible = queries >= keys
         if self.window is not None:
             visible &= queries - keys < self.window
@@ -155,7 +159,8 @@ def splash(
         value: the values.
         segments: the segment of each token; None if there is only one segment.
         window: the maximum number of keys that a query attends to, including its own; None for all.
-        interpret: whether to run the kernel in JAX's interpreter, for tests: slowly, on any device.
+        interpret: whether to run the kernel in JAX's interpreter, for tests. The interpreter is
+            slow, but works on any device.
     """
     seq, heads = query.shape[1:3]
     pieces, more = _pieces(seq)
@@ -175,7 +180,7 @@ def splash(
 
 
 def _pieces(seq: int) -> tuple[int, int]:
-    """Return the number of pieces that the queries are divided into, and of padding tokens."""
+    """Return the number of pieces to divide the queries into, and the number of padding tokens."""
     if seq <= _LONG:
         return 1, -seq % TILE
     blocks = -(-seq // _LONG_BLOCK)
@@ -343,8 +348,8 @@ def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
         # Such a mask would be the large array that kernels avoid.
         return "it supports segments only through a mask of all queries by all keys"
-    # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises when
-    # the kernel is traced.
+    # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises an
+    # error when the kernel is traced.
     try:
         jax.eval_shape(lambda *arrays: cudnn(*arrays, window=window), *arrays)
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -88,14 +88,14 @@ class Attention(eqx.Module):
         attention: the implementation of attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`,
             `"cudnn"`, or a function that takes the arguments of `jax.nn.dot_product_attention`. The
             default is the kernel of the platform that the program is lowered for. On platforms
-            without one, attention runs in chunks, which never holds an array of all queries by all
+            without one, attention runs in chunks, and never holds an array of all queries by all
             keys.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for sequence: each
             gets the whole sequence for fewer heads. The number of parts must divide the number of
             heads on a device. With `"gather"`, each device gets all keys and values. With `"ring"`,
             devices pass keys and values around, part by part, and none holds all of them. `"auto"`
-            is `"heads"` if possible, otherwise `"gather"`.
+            chooses `"heads"` if possible, otherwise `"gather"`.
         init: the initializer of the four weights. It creates each weight as a matrix whose first
             dimension is summed over. The default is truncated normal with variance 1 / fan_in.
         key: the key for the weights.
@@ -214,7 +214,7 @@ class Attention(eqx.Module):
             FunctreeError: if the kernel that `attention` names does not support this call.
             FunctreeError: if `context="heads"` and the parts of the sequence do not divide the
                 heads on a device.
-            FunctreeError: if `in_order=False` and there are no positions, or `attention` is a
+            FunctreeError: if `in_order=False`, and there are no positions or `attention` is a
                 function.
             ShardingError: if the ambient rules do not fit the activations.
         """
@@ -230,7 +230,7 @@ class Attention(eqx.Module):
         filled: Int[Array, "batch"],
         cache: LayerCache,
     ) -> tuple[Float[Array, "batch seq embed"], LayerCache]:
-        """Compute the result for tokens that follow those in a cache, and their keys and values.
+        """Compute the result, keys and values for tokens that follow the tokens in a cache.
 
         Args:
             x: the tokens' vectors.
@@ -322,7 +322,7 @@ def _head_shapes(
         kv_heads = heads
     if head_dim is None:
         head_dim = embed // heads
-    # Checked again, since the default is 0 if there are more heads than `embed`.
+    # Checked again, since the default is 0 if `heads` is greater than `embed`.
     check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
     check("Attention: invalid arguments", *head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)

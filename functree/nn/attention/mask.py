@@ -61,7 +61,7 @@ class Mask(eqx.Module):
         window: the maximum number of keys that a query attends to, including its own; None for all.
         offset: without positions, the number of tokens from the first key to the first query. None
             if queries and keys are from the same part of a sequence.
-        keys: the number of keys before the padding; None if no key is padding.
+        keys: the number of keys before the padding; None if no padding has to be hidden.
 
     Examples:
         >>> from functree.nn.attention.mask import Mask

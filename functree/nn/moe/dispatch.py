@@ -46,8 +46,8 @@ class Tokens(NamedTuple):
         """Return the assignments that each expert has room for: `capacity` from each shard."""
         of_shards = self.experts.reshape(self.shards, -1)
         slots = jax.vmap(lambda shard: Sorted.of(shard, number).slots(capacity))(of_shards)
-        # Each shard numbers its assignments from 0. A slot without one has the number after the
-        # last.
+        # Each shard numbers its assignments from 0. A slot without an assignment has the number
+        # after the last one.
         each = of_shards.shape[1]
         offset = jnp.arange(self.shards)[:, None, None] * each
         slots = jnp.where(slots < each, slots + offset, self.experts.size)
@@ -85,14 +85,14 @@ class Tokens(NamedTuple):
         return total.at[assignments // self.top_k].add(weighted, mode="drop")
 
     def rows_at(self, experts: int) -> int:
-        """Return the most rows that these tokens can have at `experts` experts, all different."""
+        """Return the maximum number of rows of these tokens at `experts` experts."""
         return self.x.shape[0] * min(self.top_k, experts)
 
 
 def on_own_experts(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Compute what this device's experts contribute to tokens that all devices along `axes` have.
+    """Compute this device's share of the result for tokens that all devices along `axes` have.
 
     Args:
         tokens: the tokens.

@@ -59,7 +59,7 @@ class Sorted(NamedTuple):
         return jnp.where(row < used[:, None], assignments, nothing)
 
     def first(self, size: int) -> Int[Array, "rows"]:
-        """Return all assignments to the experts in `size` rows; the rows after them are empty."""
+        """Return `size` rows with all assignments to the experts; the rows after them are empty."""
         total = self.sizes.sum()
         return self.blocks(jnp.zeros_like(total)[None], total[None], size)[0]
 

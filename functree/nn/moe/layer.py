@@ -52,10 +52,10 @@ class MoE(eqx.Module):
     networks", 2017), as in Mixtral and Qwen 3.
 
     Rules that shard `"experts"` put the experts on different devices. The tokens are then moved to
-    their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` may be sharded
-    too (tensor parallelism inside each expert), and `"embed"` (FSDP). This needs Explicit mesh
-    axes, or the ambient `AxisRules` and an `x` with the axes "batch seq embed". If the sharding of
-    `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
+    their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` (tensor
+    parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. Moving tokens needs
+    Explicit mesh axes, or the ambient `AxisRules` and an `x` with the axes "batch seq embed". If
+    the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
 
     For `ft.offload` and other checkpoint policies, the products with `gate` and `up` are named
     `"moe_gate"` and `"moe_up"`.
@@ -198,7 +198,7 @@ class MoE(eqx.Module):
             router: the whole router.
             weights: the device's shards of gate, up and down.
             name: how tokens reach their experts.
-            shards: how everything is sharded.
+            shards: the sharding of tokens and experts.
         """
         tokens = x.reshape(-1, x.shape[-1])
         routing = route(tokens, router, self.top_k, self.normalize)
@@ -210,7 +210,8 @@ class MoE(eqx.Module):
         gate, up, down = _gathered(weights, shards.embed)
         experts = Experts(gate, up, down, self.dot_general)
         # Along these mesh axes, each device has partial sums. If they shard the tokens too, each
-        # device first gathers the other devices' tokens, and finally gets the sums of its own.
+        # device first gathers the other devices' tokens, and finally gets the sums for its own
+        # tokens.
         summed = shards.hidden if name != "gather" else (*shards.experts, *shards.hidden)
         over = tuple(axis for axis in summed if axis in shards.tokens)
         given = tokens, routing.experts, routing.weights

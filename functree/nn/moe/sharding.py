@@ -52,10 +52,13 @@ class Shards(NamedTuple):
         return devices_along(self.experts)
 
     def with_tokens_over_experts(self, shape: tuple[int, ...]) -> "Shards | None":
-        """Shard the tokens over the experts' mesh axes too, or return None if sizes do not divide.
+        """Shard the tokens over the experts' mesh axes too, if a size is divisible.
 
         Args:
             shape: the shape of the tokens.
+
+        Returns:
+            The new sharding, or None if no size is divisible by the number of shards.
         """
         more = tuple(axis for axis in self.experts if axis not in self.tokens)
         if not more:
@@ -121,11 +124,11 @@ def chosen_dispatch(
     top_k: int,
     capacity: float | None,
 ) -> tuple[DispatchName, Shards]:
-    """Choose a layer's dispatch, and how its tokens are sharded for it.
+    """Choose a layer's dispatch, and the sharding of its tokens and experts.
 
     Args:
         name: the requested dispatch.
-        shards: how the layer is sharded.
+        shards: the sharding of the layer.
         shape: the shape of the tokens.
         top_k: the number of experts for each token.
         capacity: the capacity factor.
