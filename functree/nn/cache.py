@@ -38,9 +38,9 @@ _AXES = "layers batch _ kv_heads head_dim"
 class Cache(eqx.Module):
     """The keys and values of the tokens so far, so that a model does not recompute them.
 
-    A cache is immutable: `logits, cache = model.decode(tokens, cache)`. Donate it to update it in
-    place. With a window, the cache drops tokens that no later token attends to. Without a window,
-    it has room for `length` tokens, and the logits of later tokens are NaN.
+    A cache is immutable: `logits, cache = model.decode(tokens, cache)`. If you donate the cache, it
+    is updated in place. With a window, the cache drops tokens that no later token attends to.
+    Without a window, it has room for `length` tokens, and the logits of later tokens are NaN.
 
     Args:
         key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of
@@ -98,7 +98,7 @@ class Cache(eqx.Module):
                 f"Cache.create: length={length} exceeds the model's max_seq={model.max_seq}. Pass "
                 "a shorter length, or create the model with a larger max_seq"
             )
-        # No token attends to one that is a window or more before it, so its slot is free again.
+        # No token attends to tokens that are a window or more before it, so their slots are free.
         slots, window = length, _window(model)
         if window is not None:
             slots = min(length, window)
@@ -111,7 +111,7 @@ class Cache(eqx.Module):
     def most_tokens(self, model: Any) -> int:
         """Return the maximum number of tokens in a row with this model."""
         slots, window = self.key.shape[2], _window(model)
-        # With a slot for each token of the window, a new token overwrites only one that nothing
+        # With a slot for each token of the window, a new token overwrites only a token that nothing
         # attends to. With fewer slots, it would overwrite a token that is still needed.
         if window is not None and slots >= window:
             return model.max_seq
@@ -161,7 +161,7 @@ def _window(model: Any) -> int | None:
 def _write_next(
     cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
 ) -> Slots:
-    """Write one more token to each row, in place."""
+    """Write one new token to each row, in place."""
     rows = jnp.arange(filled.shape[0])
     # Each row is written once, in order, at a slot that exists, so JAX need not check anything.
     return cached.at[:, rows, filled % cached.shape[2]].set(
@@ -172,7 +172,7 @@ def _write_next(
 def _write(
     cached: Slots, new: NewTokens, filled: Int[Array, "batch"], lengths: Int[Array, "batch"]
 ) -> Slots:
-    """Write more tokens to each row; each slot gets the last token that belongs there."""
+    """Write new tokens to each row; each slot gets the last token that belongs there."""
     # This gathers a token for each slot instead of scattering the tokens. Several tokens may belong
     # to one slot of a window, and a scatter does not define which of them remains.
     index = cached_positions(filled + lengths, cached.shape[2]) - filled[:, None]

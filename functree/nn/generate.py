@@ -48,7 +48,7 @@ _PROMPTS = Takes(
     lambda x: is_integers(x) and x.ndim == 2 and x.size > 0,
 )
 _STOP = Takes("a token, or several tokens", POSITIONS.fits)
-# The minimum length to which prompts are padded: 1, 2, 4 and 8 would be separate programs.
+# The minimum padded length of prompts. Lengths of 1, 2, 4 and 8 would need separate programs.
 _LEAST = 16
 # Dividing by a smaller temperature would make logits infinite in float32.
 _LEAST_TEMPERATURE = 1e-30
@@ -58,7 +58,7 @@ IntArray = Int[Array | np.ndarray, "..."]
 
 
 class Sampling(NamedTuple):
-    """The options for choosing the next token, as arrays, so that all values share one program.
+    """The options for choosing the next token, as arrays, so that one program serves all values.
 
     Attributes:
         key: the random key; None to choose the likeliest token.
@@ -89,25 +89,26 @@ def generate(
 ) -> Int[Array, "batch seq"]:
     """Continue prompts token by token, with a cache of keys and values.
 
-    Prompts that are padded to the same power of two share one compiled program, as do all values of
-    `temperature`, `top_k` and `top_p`.
+    Prompts are padded to a power of two, so that prompts of similar lengths share one compiled
+    program. All positive temperatures share a program too, as do all numbers for `top_k` or
+    `top_p`.
 
     `top_k` is from Fan et al., "Hierarchical neural story generation" (2018), `top_p` from Holtzman
     et al., "The curious case of neural text degeneration" (2020).
 
     Args:
         model: the model.
-        prompts: a prompt in each row, of any integer dtype.
+        prompts: an array of any integer dtype, with a prompt in each row.
         length: the number of new tokens.
-        lengths: the length of each prompt, if they differ; the rest of a row is padding. Each
-            prompt is continued at its own end.
+        lengths: the length of each prompt, if the lengths differ; the rest of a row is padding.
+            Each prompt is continued at its own end.
         key: the random key, for a `temperature` above 0.
         temperature: a divisor of the logits before tokens are drawn; 0 chooses the likeliest token.
         top_k: draw only from this number of likeliest tokens.
         top_p: draw only from the smallest set of likeliest tokens with at least this total
             probability.
         stop: a token, or several, after which a row ends.
-        pad: the padding after the end of a row.
+        pad: the token that fills a row after its end.
 
     Returns:
         The prompts, each followed by its new tokens: an array that is `length` wider. It has the
@@ -176,7 +177,7 @@ def _prompt_problems(
     problems: list[Problem] = []
     batch, seq = prompts.shape
     if seq + length > model.max_seq:
-        why = f"added to prompts of length {seq}, it exceeds the model's max_seq={model.max_seq}"
+        why = f"with prompts of length {seq}, rows would exceed the model's max_seq={model.max_seq}"
         remedy = "shorten the prompts or length=, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
@@ -206,8 +207,8 @@ def _option_problems(
     """Return the problems with the options."""
     problems: list[Problem] = []
     if len(unknown := _outside(stops, vocab)):
-        what = f"stop={_first_few(unknown)}"
-        problems.append(Problem(None, None, what, f"it is outside the vocabulary of size {vocab}"))
+        what, why = f"stop={_first_few(unknown)}", f"stop tokens must be from 0 to {vocab - 1}"
+        problems.append(Problem(None, None, what, why))
     if not _INT32.min <= pad <= _INT32.max:
         problems.append(Problem(None, None, f"pad={pad}", "it must fit in int32"))
     if temperature and key is None:
@@ -221,7 +222,7 @@ def _option_problems(
 
 
 def _read(prompts: IntArray, lengths: IntArray | None) -> np.ndarray:
-    """Return the tokens of known prompts, without their padding if that is known."""
+    """Return the tokens of known prompts, without their padding if `lengths` is known."""
     tokens = np.asarray(prompts)
     if lengths is None or not is_integers(lengths) or not _is_known(lengths):
         return tokens
@@ -243,7 +244,7 @@ def _first_few(tokens: np.ndarray) -> str:
 
 
 def _is_known(x: IntArray) -> bool:
-    """Return whether this process has an array's values: neither traced nor on other hosts."""
+    """Return whether an array's values are all in this process, and not traced."""
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
@@ -252,13 +253,13 @@ def _is_known(x: IntArray) -> bool:
 def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
     """Return the dtype of the result."""
     own = jnp.iinfo(prompts.dtype)
-    # The dtype needs one number more than there are tokens: the largest one of an unsigned dtype
-    # means -1.
+    # The dtype must hold one number more than there are tokens, since the largest number of an
+    # unsigned dtype means -1.
     holds_all = vocab <= own.max and own.min <= pad <= own.max
     return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
-# These run on the host: in JAX, each would be a separate program for each prompt length.
+# The functions below run on the host. In JAX, each would compile a program per prompt length.
 
 
 def _bucket(seq: int) -> int:
@@ -289,7 +290,8 @@ def _first_columns(tokens: Array, seq: int) -> Array:
 _Carry = tuple[
     Int[Array, ""], Int[Array, "batch"], Cache, Int[Array, "batch new+1"], Bool[Array, "batch"]
 ]
-"""The number of tokens so far, each row's last token, the cache, all tokens, and the ended rows."""
+"""The number of new tokens so far, each row's last token, the cache, all new tokens, and whether
+each row has ended."""
 
 
 @jit
@@ -300,11 +302,11 @@ def generation(
     sampling: Sampling,
     stops: tuple[Int[Array, ""], ...],
     pad: Int[Array, ""],
-    new_tokens: range,  # an integer would get a warning that it could be traced
+    new_tokens: range,  # an integer would cause a warning, since it could be traced
 ) -> Int[Array, "batch _"]:
     """Continue the prompts in one program.
 
-    Each row of the result has the prompt, the new tokens, then padding, in the dtype of `pad`.
+    Each row of the result contains the prompt, the new tokens, then padding, in the dtype of `pad`.
     """
     # On Explicit axes, prompts may arrive with a sharded sequence that no rule asks for.
     prompts, seq = gather_last(prompts), prompts.shape[1]
@@ -320,7 +322,7 @@ def generation(
     last, new = _read_prompts(model, prompts, given)
     with unsharded_sequence():
         tokens = _continued(model, last, new, lengths, sampling, stops, pad, (seq, length))
-    # A cast to an unsigned dtype turns -1 into its largest number.
+    # A cast to an unsigned dtype turns -1 into the dtype's largest number.
     return on_shards(_appended, [prompts, tokens, lengths], ["batch _", "batch _", "batch"]).astype(
         dtype
     )
@@ -350,7 +352,7 @@ def _read_prompts(
     if _context_parts() > 1 and seq % axis_shards("seq", "batch seq embed").parts == 0:
         features, new = model.features_with_cache(prompts, Cache.create(model, batch, 0))
         # A masked sum over the sharded sequence leaves the vectors where they are. No index equals
-        # -1, so a row without tokens has the sum 0, and `is_last` is false for it.
+        # -1, so for a row without tokens, the sum is 0 and `is_last` is false everywhere.
         index = jnp.broadcast_to(jnp.arange(seq)[None], prompts.shape)
         is_last = (index == lengths[:, None] - 1)[..., None]
         last = jnp.where(is_last, features, 0).sum(1, keepdims=True)
@@ -371,8 +373,8 @@ def _context_parts() -> int:
 def _last(
     x: Float[Array, "batch seq embed"], lengths: Int[Array, "batch"]
 ) -> Float[Array, "batch 1 embed"]:
-    """Return the vector of each row's last token, or NaN if the row does not have this token."""
-    # JAX gives NaN for an index beyond the last token too, but counts -1 from the end.
+    """Return the vector of each row's last token, or NaN if the row's length is invalid."""
+    # JAX gives NaN for an index after the end, but counts an index of -1 from the end.
     index = jnp.where(lengths > 0, lengths - 1, x.shape[1])
     return jnp.take_along_axis(x, index[:, None, None], axis=1, mode="fill")
 
@@ -394,10 +396,10 @@ def _continued(
         last: the vector of each prompt's last token.
         new: the keys and values of the prompts.
         lengths: the length of each prompt.
-        sampling: how a token is chosen.
+        sampling: the options for choosing a token.
         stops: the tokens after which a row ends.
-        pad: the padding after the end of a row.
-        sizes: the length of the longest prompt, and the number of new tokens.
+        pad: the token that fills a row after its end.
+        sizes: the padded length of the prompts, and the number of new tokens.
     """
     seq, length = sizes
     # The cache has room for the new tokens. Positions after the end of a shorter prompt were
@@ -406,7 +408,7 @@ def _continued(
     # (batch, 1, embed): logits are computed for the last tokens only.
     logits = model.logits(last)
     first = _next_token(logits[:, 0], sampling, jnp.int32(0))
-    # (batch, length + 1): one more, for the padding after the end.
+    # (batch, length + 1): the last column is the padding after the end.
     tokens = jnp.where(jnp.arange(length + 1)[None] == 0, first[:, None], pad)
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
@@ -437,9 +439,10 @@ def _appended(
     tokens: Int[Array, "batch new+1"],
     lengths: Int[Array, "batch"],
 ) -> Int[Array, "batch seq+new"]:
-    """Join each prompt and its new tokens, and repeat the last of these, which is padding."""
+    """Join each prompt and its new tokens, and repeat the last token, which is padding."""
     new = tokens.shape[1] - 1
-    # The new token at each position: negative for the prompt, clipped to the padding after the end.
+    # The index of the new token at each position: negative in the prompt, and clipped to the
+    # padding's index after the end.
     index = jnp.arange(prompts.shape[1] + new)[None] - lengths[:, None]
     following = jnp.take_along_axis(tokens, jnp.clip(index, 0, new), axis=1)
     return jnp.where(index < 0, jnp.pad(prompts, [(0, 0), (0, new)]), following)
@@ -481,8 +484,8 @@ def _drawn(
     if sampling.top_p is not None:
         falling = -jnp.sort(-logits, axis=-1)
         weights = jax.nn.softmax(falling)
-        # A token is kept if the likelier ones sum to less than `top_p`; the likeliest is always
-        # kept.
+        # A token is kept if the probabilities of likelier tokens sum to less than `top_p`. The
+        # likeliest token is always kept.
         kept = jnp.cumsum(weights, axis=-1) - weights < sampling.top_p
         lowest = jnp.min(jnp.where(kept | (falling == falling[:, :1]), falling, jnp.inf), axis=-1)
         logits = jnp.where(logits < lowest[:, None], least, logits)

@@ -73,8 +73,8 @@ class Transformer(eqx.Module, ShownByPlan):
         max_seq: the length of the longest sequence that the model accepts.
         remat: what the backward pass recomputes, as in `Stacked.scan`.
         microbatches: the number of micro-batches in the pipeline, as in `Stacked.scan`.
-        hidden: the config's `hidden`, if the experts have a different size, so that no layer has
-            it; `None` otherwise.
+        hidden: the config's `hidden`, if the config sets `expert_hidden`, since no layer then has
+            this size; `None` otherwise.
 
     Change the last four options with `dataclasses.replace(model, remat="full")`. The layers hold
     all other options, and `model.config` reads them from there.
@@ -215,16 +215,16 @@ class Transformer(eqx.Module, ShownByPlan):
             tokens: the tokens.
             positions: the position of each token, which determines the rotation of queries and
                 keys; by default 0, 1, 2, …
-            segments: the segment of each token, an integer. A token attends only to earlier tokens
-                of its own segment, so that one sequence can pack several texts. By default, all
-                tokens are in one segment.
+            segments: the segment of each token, an integer. A token attends only to tokens of its
+                own segment, so that one sequence can pack several texts. By default, all tokens are
+                in one segment.
             in_order: whether the tokens are in the order of their sequence. If not, as after
                 `ft.nn.zigzag`, a token attends to tokens whose positions are not after its own.
 
         Raises:
             FunctreeError: if the sequence is empty, or longer than `max_seq`.
             FunctreeError: if the shapes of positions or segments do not fit the tokens.
-            FunctreeError: if `in_order=False` and there are no positions, or `attention` is a
+            FunctreeError: if `in_order=False`, and there are no positions or `attention` is a
                 function.
             ShardingError: if the ambient rules do not fit the activations.
         """
@@ -239,8 +239,7 @@ class Transformer(eqx.Module, ShownByPlan):
     ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
         """Compute the logits, and the losses of the experts, summed over the blocks.
 
-        Arguments and errors are as in a call. If the model has no experts, a FunctreeError is
-        raised.
+        Arguments and errors are as in a call. A model without experts raises a FunctreeError too.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -337,7 +336,8 @@ class Transformer(eqx.Module, ShownByPlan):
         x = activation(self.embed(tokens), "batch seq embed")
         if positions is None:
             positions = next_positions(cache.filled, tokens.shape[1])
-        # Each layer reads its own part, and returns only the new tokens' keys and values.
+        # Each layer reads its own part of the cache, and returns only the new tokens' keys and
+        # values.
         blocks = dataclasses.replace(self.blocks, layer=self.blocks.layer.decode)
         x, new = blocks.scan(
             x,
@@ -419,7 +419,9 @@ def check_tokens(
         check_order(positions)
     seq = tokens.shape[-1]
     if not tokens.size:
-        raise FunctreeValueError(f"Transformer: tokens of shape {tokens.shape} are empty")
+        raise FunctreeValueError(
+            f"Transformer: tokens of shape {tokens.shape} are empty. Pass at least one token"
+        )
     if seq > max_seq:
         raise FunctreeValueError(
             f"Transformer: tokens of shape {tokens.shape} exceed max_seq={max_seq}. Shorten the "
@@ -450,7 +452,11 @@ def check_cache(model: Transformer, tokens: Tokens, cache: Cache) -> None:
         why = f"the shape must be ({rows}, seq), since the cache has {count(rows, 'row')}"
         problems.append(Problem(None, None, f"tokens of shape {tokens.shape}", why))
     if not cache.fits(model):
-        what, remedy = f"cache.key={shown(cache.key)}", "call ft.nn.Cache.create(model, ...)"
-        problems.append(Problem(None, None, what, "it is for a different model", remedy))
+        what, why = (
+            f"cache.key={shown(cache.key)}",
+            "it does not fit the model's layers, heads or compute_dtype",
+        )
+        remedy = "create the cache with ft.nn.Cache.create(model, ...)"
+        problems.append(Problem(None, None, what, why, remedy))
     if problems:
         raise FunctreeValueError(_HEADLINE, problems)

@@ -293,14 +293,14 @@ def test_draws_follow_the_probabilities() -> None:
 
 
 WRONG: list[tuple[dict[str, Any], str]] = [
-    ({"length": 60}, "length=60  added to prompts of length 9, it exceeds the model's max_seq=64"),
+    ({"length": 60}, "length=60  with prompts of length 9, rows would exceed the model's max_seq=64"),
     ({"temperature": 1.0}, "temperature=1.0  drawing tokens needs a key"),
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
     ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), one for each prompt"),
     ({"prompts": PROMPTS + 95}, "some tokens are outside the vocabulary of size 96: "),
     ({"prompts": -PROMPTS}, "prompts some tokens are outside the vocabulary of size 96: -"),
-    ({"stop": [3, 96]}, "stop=96  it is outside the vocabulary of size 96"),
+    ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),
     ({"pad": 2**31}, f"pad={2**31}  it must fit in int32"),
     ({"stop": "end"}, "it must be a token, or several tokens"),
     ({"prompts": PROMPTS[0]}, "it must be an array of integers of shape (batch, seq), with at least one token"),
@@ -325,7 +325,7 @@ def test_what_does_not_go_with_a_cache() -> None:
     foreign = jax.eval_shape(
         lambda: ft.nn.Cache.create(ft.nn.Transformer.create(other, key=jax.random.key(0)), 2, 12)
     )
-    with raises("it is for a different model") as error:
+    with raises("it does not fit the model's layers, heads or compute_dtype") as error:
         model("llama").decode(PROMPTS, foreign)
     assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
     with raises("they must be integers of shape (2, 9) or (9,)"):
