@@ -232,7 +232,7 @@ def config_of(model: Any, norms: Norms) -> TransformerConfig:
     )
 
 
-# The options whose names in the layer are their names in the config.
+# The options that have the same name in the layer and in the config.
 _OF_ATTENTION = ("rope_theta", "rope_scaling", "window", "attention", "context", "dot_general")
 _OF_EXPERTS = ("top_k", "capacity", "normalize", "dispatch")
 
@@ -294,7 +294,7 @@ def _qk_norm(attn: Attention) -> QKNorm:
 
 
 def _param_dtype(model: Any) -> np.dtype:
-    """Return the dtype of the first parameter that is not quantized."""
+    """Return the dtype of the first floating-point parameter."""
     for leaf in jax.tree.leaves(model):
         if is_array(leaf) and is_floating(leaf.dtype):
             return leaf.dtype

@@ -1,8 +1,8 @@
 """A published model's `config.json` becomes a `TransformerConfig` and a table of tensor names.
 
-A family is two functions: one reads the fields of `config.json`, the other makes the table of
-names. A field that no function reads is an error. If it were ignored, all weights would load, and
-the model would compute something different.
+A family consists of two functions: one reads the fields of `config.json`, the other makes the table
+of names. A field that neither reads causes an error. If it were ignored, all weights would load,
+and the model would compute something different.
 """
 
 import json
@@ -85,7 +85,7 @@ class ConfigReader:
         return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
-        """Accept only these values of a field; an absent field has the first."""
+        """Accept only these values of a field; the first is the default."""
         # Compared as JSON: `True` equals 1 in Python, but not in JSON.
         texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
@@ -155,7 +155,7 @@ SIZES = {
     "intermediate_size": "hidden",
     "max_position_embeddings": "max_seq",
 }
-"""The sizes that every `config.json` has, and the fields of `TransformerConfig` for them."""
+"""The sizes that every `config.json` contains, and the fields of `TransformerConfig` for them."""
 
 FIELDS = {
     **SIZES,
@@ -171,8 +171,8 @@ FIELDS = {
 """All fields that have a counterpart in `TransformerConfig`; each family has some of them."""
 
 
-# Configs. An absent field has the default of Hugging Face's class, which may differ from our
-# default: `rms_norm_eps` is 1e-6.
+# Configs. An absent field gets the default of Hugging Face's class, which may differ from our
+# default: there, `rms_norm_eps` is 1e-6.
 
 
 def _common(
@@ -227,7 +227,7 @@ def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
     }
 
 
-_ROPE = 'an object with "rope_type": "default" or "llama3", and without fields of other types'
+_ROPE = 'an object with "rope_type": "default" or "llama3", and no fields of other rope types'
 LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"]
 """The names of a `Llama3Rope`'s fields in a `config.json`, in the class's order."""
 
@@ -343,7 +343,7 @@ def _olmoe(read: ConfigReader) -> dict[str, Any]:
     }
 
 
-# Tables of names. Files have PyTorch's matrices, (out, in), which `.T` transposes.
+# Tables of names. Files contain PyTorch's matrices, (out, in), which `.T` transposes.
 
 
 def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
@@ -375,7 +375,10 @@ def _names(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str
 def _names_of_experts(
     config: TransformerConfig, tensors: Collection[str] = (), module: str = "mlp"
 ) -> dict[str, str]:
-    """Return the table for families with experts; files have one tensor per expert, or for all."""
+    """Return the table of names for families with experts.
+
+    Files contain one tensor per expert, or one tensor for all experts.
+    """
     first = f"model.layers.{{layer}}.{module}"
     names = _names(config) | {"blocks.layer.mlp.router": f"{first}.gate.weight.T"}
     if f"model.layers.0.{module}.experts.gate_up_proj" in tensors:
@@ -415,19 +418,19 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
 
 To load another model with the same layers, add its family to this dict.
 
-A family is two functions. The first takes a reader of `config.json`, and returns the fields of the
-`ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, is an error. Call the
-reader in these ways:
+A family consists of two functions. The first takes a reader of `config.json`, and returns the
+fields of the `ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, causes
+an error. Call the reader in these ways:
 
 - `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
   a field. A field without a default is required.
-- `read.only(name, value, *others)` accepts only these values; an absent field has the first.
+- `read.only(name, value, *others)` accepts only these values; the first is the default.
 - `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
   describes these values in messages.
 
 The second function takes the config and the names of the tensors in the files. There are no names
-if the model is being saved. The function returns the table from the paths of the `Transformer` to
-these names, as `ft.load_tensors` takes it.
+if the model is being saved. The function returns a table that maps the paths of the `Transformer`
+to these names, in the form that `ft.load_tensors` takes.
 
     >>> llama, names = ft.nn.families["llama"]
     >>> def my_llama(read):
@@ -439,7 +442,8 @@ these names, as `ft.load_tensors` takes it.
 
 # Reading a file
 
-# The fields that a user may choose when a model is loaded; the weights determine the others.
+# The fields that a user may choose when a model is loaded; the published model determines the
+# others.
 CHOSEN = (
     "compute_dtype",
     "remat",
@@ -467,7 +471,7 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
     """Read the config of a published model.
 
     Args:
-        path: its `config.json`, or the folder that contains it.
+        path: the model's `config.json`, or the folder that contains it.
         **fields: your own values for `compute_dtype`, `remat`, `attention`, `context`,
             `microbatches`, `max_seq`, `capacity`, `dispatch` or `dot_general`.
 
@@ -513,7 +517,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     problems = [*read.problems, *read.unread_problems()]
     for name in fields:
         if name not in CHOSEN:
-            why, remedy = "the weights determine it", f"pass only {', '.join(CHOSEN)}"
+            why, remedy = "the published model determines it", f"pass only {', '.join(CHOSEN)}"
             problems.append(Problem(None, None, f"{name}=", why, remedy))
     if problems:
         failure = f"{file}: cannot create a TransformerConfig: {count(len(problems), 'problem')}"

@@ -26,8 +26,8 @@ class Linear(eqx.Module):
     Args:
         in_size: the size of the last dimension of `x`.
         out_size: the size of the last dimension of the result.
-        axes: the names of the weight's two dimensions, input and output. The bias has the second
-            name.
+        axes: the names of the weight's two dimensions, input and output. The second also names the
+            bias's dimension.
         use_bias: whether to add a bias, which is initially zero.
         init: the initializer of the weight; by default truncated normal with variance `1 /
             in_size`.
@@ -87,8 +87,8 @@ class Linear(eqx.Module):
 
     def __matrix_dimensions__(self) -> Matrices:
         """Declare the weight for `ft.nn.matrix_dimensions`, unless it belongs to a vocabulary."""
-        # A vocabulary's weight has one vector per token, most of which get no gradient from a
-        # batch.
+        # A vocabulary's weight contains one vector per token. Muon's authors train such weights
+        # with AdamW.
         if "vocab" in self.axes:
             return {}
         return {"weight": (-2, -1)}

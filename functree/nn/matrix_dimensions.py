@@ -26,17 +26,19 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     an embedding, and the scales of the norms in a stack of layers. It excludes the weights of a
     stack, and the weights of attention, which have a dimension for the heads.
 
-    The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`.
-    Weights of a vocabulary are not matrices: the table of an embedding, the weight of a `Linear`
-    with the axis `"vocab"`, and the `unembed` of a `Transformer`. Neither are norms and biases.
+    The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`,
+    and the experts' weights in `MoE`. Weights of a vocabulary are not matrices: the table of an
+    embedding, the weight of a `Linear` with the axis `"vocab"`, and the `unembed` of a
+    `Transformer`. Norms, biases and routers are not matrices either.
 
     Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
     names to pairs: the dimensions summed over, and the dimensions of the result. Count dimensions
     from the end, so that they apply to a stack of layers too: `{"weight": (-2, -1)}`. Write several
-    dimensions as a tuple: `{"query": (-3, (-2, -1))}`. A `MuonDimensionNumbers` is accepted as
-    well. All other dimensions index separate matrices. None means that nothing below the field is a
-    matrix. A key may also be a path below the module: `"proj.weight"`. If nested modules declare
-    the same array, the outermost decides. An array that no module declares is not a matrix.
+    dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value may be a
+    `MuonDimensionNumbers`. All other dimensions index separate matrices. None means that nothing
+    below the field is a matrix. A key may also be a path below the module: `"proj.weight"`. If
+    nested modules declare the same array, the outermost decides. An array that no module declares
+    is not a matrix.
 
     Args:
         model: the model; it may be abstract.
@@ -99,7 +101,7 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
 
 def _unknown(keys: Keys, array: Tree) -> Problem:
-    """Return the problem of a parameter that the model does not have."""
+    """Return the problem for a parameter that the model does not have."""
     why = "the model passed to `matrix_dimensions` has no array at this path"
     remedy = "pass the model that you train to `ft.nn.matrix_dimensions`"
     return Problem(Path(keys), tuple(array.shape), shown(array), why, remedy)
@@ -118,7 +120,7 @@ class _Statement(NamedTuple):
 
 
 def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
-    """Map the path of each array in a model to its dimensions, or to None if it is no matrix."""
+    """Map the path of each array in a model to its dimensions, or to None if it is not a matrix."""
     about, problems, right_type = _statements(model)
     by_path: dict[Keys, MuonDimensionNumbers | None] = {}
     for leaf in read(model).leaves:
@@ -147,7 +149,9 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
             continue
         method = f"{type(node).__name__}.__matrix_dimensions__"
         if not isinstance(said, Mapping):
-            problems.append(Problem(Path(keys), None, method, f"returns {shown(said)}", _RETURNS))
+            problems.append(
+                Problem(Path(keys), None, method, f"it returns {shown(said)}", _RETURNS)
+            )
             right_type = False
             continue
         for name, value in said.items():
@@ -174,7 +178,12 @@ _RETURNS = "return a mapping: " + _TAKES
 
 
 def _place(node: Tree, name: object) -> Keys:
-    """Return the keys from a module to a named node. Raises TypeError or ValueError if invalid."""
+    """Return the keys from a module to a named node.
+
+    Raises:
+        TypeError: if `name` is not a string.
+        ValueError: if `name` is not a path in the module.
+    """
     if not isinstance(name, str):
         raise TypeError(f"{shown(name)} is not the name of a field")
     keys = Path.parse(name)
@@ -195,7 +204,7 @@ def _read(value: Any) -> MuonDimensionNumbers | None:
         raise TypeError(f"{shown(value)} is not a pair of dimensions")
     summed, given = map(_group, value)
     if not summed or not given:
-        raise ValueError(f"{shown(value)}: both parts need a dimension")
+        raise ValueError(f"{shown(value)}: both parts of the pair need a dimension")
     if max(*summed, *given) >= 0:
         why = "dimensions must be negative, counted from the end"
         raise ValueError(f"{shown(value)}: {why}")
@@ -221,7 +230,10 @@ def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
 
 
 def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
-    """Return why an array, or a layer of a stack, has too few dimensions; empty if it has not."""
+    """Return why an array, or a layer of a stack, has too few dimensions.
+
+    The text is empty if there are enough.
+    """
     # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
     stacked = len(stack_sizes(leaf))
     has = len(leaf.shape) - stacked

@@ -194,7 +194,7 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_a_field_that_the_weights_decide() -> None:
     with raises(
         "embed=",
-        "the weights determine it",
+        "the published model determines it",
         "pass only compute_dtype, remat",
         error=ft.FunctreeError,
     ):

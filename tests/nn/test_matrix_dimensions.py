@@ -203,7 +203,7 @@ def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
         ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
         ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
         ({"weight": (-1, (-1, -2))}, ("a dimension occurs twice",)),
-        ({"weight": ((), -1)}, ("((), -1): both parts need a dimension",)),
+        ({"weight": ((), -1)}, ("((), -1): both parts of the pair need a dimension",)),
         (
             {"table": (-2, -1)},
             ("table", "f32[5]", "(-2, -1) needs 2 dimensions, but the array has 1"),
