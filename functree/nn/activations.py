@@ -8,7 +8,7 @@ There are three ways to shard an activation:
   choice, using the names of the axes and the ambient `AxisRules`.
 - On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of a result
   from the types of its operands. `gather_last` and `indices_along` handle operations for which
-  it cannot. For products with weights, see `weights.py`.
+  JAX cannot. For products with weights, see `weights.py`.
 - `on_shards` leaves no choice to the compiler: it runs a `jax.shard_map` in which each device
   computes with its own batches and heads.
 """
@@ -59,8 +59,8 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
         (2, 3)
     """
     names = axes.split()
-    # There may be several batch dimensions. Rules have one "batch", and a spec has an entry for
-    # each dimension: `None` for the other batch dimensions would gather them.
+    # There may be several batch dimensions. Rules name only one, "batch", but a spec has an entry
+    # for each dimension: `None` for the other batch dimensions would gather them.
     if not has_axis_rules() or x.ndim > len(names):
         return x
     return constrain(x, " ".join(names[len(names) - x.ndim :]))
@@ -81,8 +81,8 @@ def unsharded_sequence() -> Iterator[None]:
     if rules is None:
         yield
         return
-    # A step may have a single token. Mesh axes do not divide it, so rules that shard "seq" would
-    # raise a ShardingError.
+    # A step may have a single token. Mesh axes do not divide a size of 1, so rules that shard "seq"
+    # would raise a ShardingError.
     with axis_rules(with_tables(rules, lambda table: with_rule(table, "seq", None))):
         yield
 
@@ -120,15 +120,15 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
     result: list[Array] = []
     for product in products:
         # A mesh axis shards only one dimension of an array. In the spec of the product's result,
-        # mesh axes that shard "hidden" are not available to "seq". Its first entries are
-        # the spec that the input needs.
+        # mesh axes that shard "hidden" are not available to "seq". The first entries of this spec
+        # are the entries that the input needs.
         of_result = tuple(spec(" ".join([*names, product])))
         outer = of_result[: len(names)]
         if outer not in gathered:
             used = [axis for entry in of_result for axis in mesh_axes(entry)]
             summed = without(PartitionSpec(embed), used)
-            # Constrained before the gather as well: otherwise the partitioner may instead gather
-            # the operands from which `x` is computed, which may have a wider dtype.
+            # Constrained before the gather as well: otherwise the partitioner may gather the
+            # operands from which `x` is computed, which may have a wider dtype.
             before = constrain_to(x, [*names, "embed"], [*between, embed])
             gathered[outer] = constrain_to(before, [*names, "embed"], [*outer, *summed])
         result.append(gathered[outer])
@@ -161,7 +161,7 @@ def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
 
 
 def entries_of(x: Array) -> Entries:
-    """Return the spec in the type of `x`, padded to its rank; it has Explicit axes only."""
+    """Return the spec in the type of `x`, with only Explicit axes, padded to the rank of `x`."""
     return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
@@ -188,14 +188,14 @@ def gather_last(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
 
 
 def indices_along(x: Shaped[Array, "*batch size"]) -> Int[Array, "*batch size"]:
-    """Return 0, 1, 2, … along the last dimension of `x`, with its shape and sharding.
+    """Return 0, 1, 2, … along the last dimension, in an array shaped and sharded like `x`.
 
     Examples:
         >>> from functree.nn.activations import indices_along
         >>> indices_along(jnp.ones((2, 3)))[0]
         Array([0, 1, 2], dtype=int32)
     """
-    # `jnp.arange` has a replicated type. Compared with the targets of a loss, it would give an
+    # `jnp.arange` returns a replicated type. Compared with the targets of a loss, it would give an
     # array as large as the logits, with the whole vocabulary on each device.
     sharding = out_sharding(explicit_mesh(x), entries_of(x))
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=sharding)
@@ -218,14 +218,14 @@ def is_partly_manual() -> bool:
 
 
 def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpec] | None:
-    """Return how the arrays are sharded, read from their types or the ambient rules.
+    """Return the arrays' specs, read from their types or from the ambient rules.
 
     Args:
         arrays: the arrays. On Explicit axes, they may have more leading dimensions than names.
         names: the names of each array's last dimensions, such as "batch _ heads _". The spec leaves
             a dimension named `_` unsharded. A dimension named `seq` is sharded like `seq` in the
-            first array, over the mesh axes that shard nothing else. These hold the parts of a
-            sequence that is sharded inside attention (context parallelism).
+            first array, over the mesh axes that shard nothing else. Inside attention, these axes
+            divide a sequence into parts (context parallelism).
 
     Returns:
         A spec for each array, or None if neither types nor rules determine the specs. Rules cover
@@ -347,9 +347,9 @@ def on_shards(
 ) -> Array:
     """Apply `fun` on each device to its shards; the result is sharded like the first array.
 
-    The compiler cannot partition a kernel, so kernels need this. Other computations benefit too:
-    nothing is left to the partitioner, and no device computes with another device's heads. If the
-    sharding of the arrays is unknown, `fun` is applied to the whole arrays.
+    The compiler cannot partition a kernel, so kernels need `on_shards`. Other computations benefit
+    too: nothing is left to the partitioner, and no device computes with another device's heads. If
+    the sharding of the arrays is unknown, `fun` is applied to the whole arrays.
 
     Args:
         fun: a function of the arrays, the first of which has heads. If each device has all key and
@@ -365,8 +365,8 @@ def on_shards(
     if specs is None:
         return fun(*arrays)
     wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
-    # Nothing differs along a mesh axis of size 1. If queries vary along one and keys do not, their
-    # gradients would have types that JAX does not expect.
+    # Nothing differs along a mesh axis of size 1. If queries vary along such an axis and keys do
+    # not, their gradients would have types that JAX does not expect.
     single = {name for name, size in mesh.shape.items() if size == 1}
     specs = [without(array_spec, single) for array_spec in specs]
     heads = specs[0][-2]
@@ -418,7 +418,7 @@ def _heads_of_queries(
     Args:
         x: keys or values with all heads.
         own: the number of query heads on this device.
-        total: the number of all query heads.
+        total: the number of query heads on all devices.
         axes: the mesh axes over which the query heads are sharded.
     """
     if own == total:

@@ -48,12 +48,12 @@ class BatchNorm(eqx.Module):
         size: the number of channels, which is the size of the last dimension.
         axis_name: the mesh axes of a shard_map, or axis names of a vmap, over which the batch is
             split.
-        eps: a number added to the variance, so that constant channels stay finite.
+        eps: a number added to the variance, so that the result for constant channels is finite.
         channelwise_affine: whether to scale and shift, with a weight (initially one) and a bias
             (initially zero).
         momentum: the weight of the old average in each update.
         inference: whether to use the averages without updating them; `eqx.nn.inference_mode` sets
-            it.
+            this field.
         axes: the name of the last dimension.
         param_dtype: the dtype of the weight and the bias. The averages are float32 or wider.
 
@@ -147,8 +147,8 @@ class BatchNorm(eqx.Module):
     ) -> tuple[Float[Array, "size"], Float[Array, "size"]]:
         if x.ndim == 1 and self.axis_name is None:
             raise FunctreeValueError(
-                f"BatchNorm: x of shape {x.shape} has no batch dimension. Call it on the whole "
-                "batch outside of `jax.vmap`, or name the mapped axis: "
+                f"BatchNorm: x of shape {x.shape} has no batch dimension. Call the layer on the "
+                "whole batch outside of `jax.vmap`, or name the mapped axis: "
                 '`BatchNorm(..., axis_name="batch")`, `jax.vmap(..., axis_name="batch")`'
             )
 

@@ -25,9 +25,9 @@ class Block(eqx.Module):
     With `norms="after"`, each norm applies to the layer's result, before the residual sum. A block
     takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
 
-    For `ft.offload` and other checkpoint policies, `x` is named `"block_input"`. If it is offloaded
-    and no other value is kept, a stack of blocks keeps no activations on the device. The attention
-    and the feed-forward layer name more values.
+    For `ft.offload` and other checkpoint policies, the block's input is named `"block_input"`. If
+    it is offloaded and no other value is kept, a stack of blocks keeps no activations on the
+    device. The attention and the feed-forward layer name more values.
 
     Args:
         attn_norm: the norm before the attention, or after it.

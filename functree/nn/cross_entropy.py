@@ -54,12 +54,12 @@ def cross_entropy(
     balance: float = 0.0,
     router_z: float = 0.0,
 ) -> Float[Array, ""]:
-    """Compute the mean cross-entropy of the next tokens, in nats, in float32.
+    """Compute the mean cross-entropy of the next tokens in nats, as a float32 number.
 
     The logits of all tokens would be the largest array of a training step. They are therefore
     computed for one chunk of the sequence at a time. If the loss is differentiated, its gradient is
     computed in the same pass, and no logits are computed twice. For this reason, `jax.jvp` can
-    differentiate it only if `chunk` covers the whole sequence.
+    differentiate the loss only if `chunk` covers the whole sequence.
 
     Args:
         model: the model.
@@ -71,8 +71,9 @@ def cross_entropy(
         in_order: as in a call of the model.
         chunk: the number of positions whose logits are held at once; the last chunk may have fewer.
             If the sequence is sharded while logits are computed, `chunk` applies to each shard.
-        mask: the positions that count; by default all. If no position counts, the loss is 0.
-            Numbers are weights of the positions; a negative or NaN weight makes the loss NaN.
+        mask: the positions that count; by default all. If no position counts, the mean is 0. A
+            numeric mask contains the positions' weights; a negative or NaN weight makes the loss
+            NaN.
         z_loss: the factor of the squared logsumexp of the logits, a penalty that keeps logits small
             (Chowdhery et al., "PaLM", 2022, uses 1e-4).
         balance: the factor of `MoELosses.balance`, summed over the blocks, a penalty that keeps
@@ -227,14 +228,14 @@ def _on_batches(
     if mesh.manual_axes:
         parts = [resharded(x, PartitionSpec(*batch, *entries_of(x)[2:])) for x in parts]
     elif AxisType.Explicit in mesh.axis_types:
-        # JAX 0.10 gathers operands along the other mesh axes if these are Explicit. It has no Auto
-        # axes inside a shard_map over Explicit ones.
+        # JAX 0.10 gathers operands along the other mesh axes if these are Explicit. It does not
+        # support Auto axes inside a shard_map over Explicit axes.
         mapped = jax.sharding.auto_axes(mapped, out_sharding=whole)
     return without_varying(mapped)(arrays, *parts)
 
 
 def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
-    """Return how batch and sequence are sharded for the logits; empty if that is unknown."""
+    """Return the spec entries of batch and sequence for the logits; empty if they are unknown."""
     if on_one_device():
         return ()
     specs = specs_of(arrays, ["batch seq _", "batch seq", "batch seq"])
@@ -260,8 +261,8 @@ def _sum(
 ) -> Float[Array, ""]:
     """Sum the losses, one chunk of the sequence at a time."""
     seq = x.shape[-2]
-    # The positions after the last full chunk are a smaller chunk, without padding. A sequence of
-    # one chunk has no loop, so it supports forward-mode and second derivatives.
+    # The positions after the last full chunk form a smaller chunk, without padding. A sequence of
+    # one chunk needs no loop, so it supports forward-mode and second derivatives.
     whole = seq // chunk * chunk if seq > chunk else 0
     total = jnp.zeros((), jnp.float32)
     if whole:
@@ -288,7 +289,7 @@ def _of_chunk(
     # over the vocabulary with 8 bits of precision.
     logits = head(x).astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    # The logit of the target is a masked sum: the vocabulary may be sharded, and an index would
+    # The logit of the target is a masked sum: the vocabulary may be sharded, and indexing would
     # gather the logits.
     is_target = indices_along(logits) == targets[..., None]
     loss = log_total - jnp.where(is_target, logits, 0).sum(-1)
@@ -362,7 +363,7 @@ def _backward(
     given: _Given,
     *args: object,
 ) -> Tree:
-    """Multiply the gradient by the cotangent, in the parameters' dtypes."""
+    """Multiply the gradient by the cotangent, and cast each result to its argument's dtype."""
     like = eqx.filter(given, eqx.is_inexact_array)
     return jax.tree.map(
         lambda d, w: (cotangent * d.astype(cotangent.dtype)).astype(w.dtype), gradient, like

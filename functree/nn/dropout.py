@@ -18,12 +18,12 @@ class Dropout(eqx.Module):
     The expected value is unchanged (Srivastava et al., "Dropout", 2014). In inference, the layer
     returns `x`. The result has the dtype of `x`.
 
-    The same key drops the same elements, however `x` is sharded. Inside shard_map, all shards would
-    drop the same elements: fold `jax.lax.axis_index` into the key there.
+    The same key drops the same elements, however `x` is sharded. Inside shard_map, one key drops
+    the same elements in all shards, so fold `jax.lax.axis_index` into the key.
 
     Args:
         p: the probability that an element is zeroed.
-        inference: whether to return `x` unchanged; `eqx.nn.inference_mode` sets it.
+        inference: whether to return `x` unchanged; `eqx.nn.inference_mode` sets this field.
 
     Raises:
         FunctreeError: if `p` is not in [0, 1).

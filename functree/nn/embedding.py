@@ -115,8 +115,8 @@ def lookup(
     names = ["batch", "seq"][2 - tokens.ndim :]
     # One spec covers tokens and table, so that each mesh axis shards only one of them.
     *outer, vocab, embed = spec(" ".join([*names, "vocab", "embed"]))
-    # The table is replicated along the mesh axes of the tokens. Under FSDP, this gathers it: the
-    # partitioner alone would move the vectors of all tokens instead.
+    # The table is replicated along the mesh axes of the tokens. Under FSDP, this gathers the table;
+    # the partitioner alone would move the vectors of all tokens instead.
     table = constrain_to(table, ["vocab", "embed"], [vocab, embed])
     # If rules shard the sequence between layers over the vocabulary's mesh axes, "seq" does not
     # have these axes in this spec. Each device then looks up the tokens of the whole sequence in

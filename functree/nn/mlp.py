@@ -97,7 +97,7 @@ class MLP(eqx.Module):
         # the same mesh axis, the partitioner alone would shard this array along the sequence
         # instead, using all-to-alls, and gather the weights.
         hidden = activation(jax.nn.silu(gated) * raised, "batch seq hidden")
-        # (batch, seq, embed). If "hidden" is sharded, each device has a partial sum. Adding these
-        # takes an all-reduce, or a reduce-scatter if "seq" is sharded between layers.
+        # (batch, seq, embed). If "hidden" is sharded, each device has a partial sum. Adding the
+        # partial sums takes an all-reduce, or a reduce-scatter if "seq" is sharded between layers.
         summed = product(hidden, down, dot_general=self.dot_general)
         return activation(summed, "batch seq embed")

@@ -1,4 +1,4 @@
-"""The layers in this module normalize vectors, then scale and shift them."""
+"""The layers in this module normalize and scale vectors; `LayerNorm` shifts them too."""
 
 from typing import Annotated
 
@@ -169,7 +169,11 @@ def one_axis(layer: str, axes: str | Axes) -> Axes:
 
 
 def named_axes(layer: str, axes: str | Axes, number: int) -> Axes:
-    """Return the names of a layer's last dimensions. Raises AxesError unless `number` are given."""
+    """Return the names of a layer's last dimensions.
+
+    Raises:
+        AxesError: if `axes` does not have `number` names.
+    """
     given = Axes.of(axes)
     if len(given) != number:
         remedy = 'name only the last dimension, as in "embed"'

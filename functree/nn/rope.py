@@ -72,9 +72,10 @@ class Llama3Rope:
         object.__setattr__(self, "original", int(self.original))
 
     def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
-        """Lower the frequencies of long waves."""
-        # The number of periods in an original sequence. If it is below 1, training never covered a
-        # whole period, so the angles are scaled back into the range that training covered.
+        """Return the scaled frequencies."""
+        # The number of periods in a sequence of the original length. If it is below 1, training
+        # never covered a whole period, so the angles are scaled back into the range that training
+        # covered.
         waves = self.original * frequencies / (2 * math.pi)
         kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor

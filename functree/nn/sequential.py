@@ -25,7 +25,7 @@ class Sequential(eqx.Module):
 
     Each layer receives the previous layer's result, usually an array. A layer that declares state
     is called with `state=` and returns `(x, state)`. A layer with a parameter `key` receives its
-    own key. To insert more layers, use `insert_after` of an `ft.select` selection.
+    own key. To insert more layers, use the `insert_after` method of an `ft.select` selection.
 
     Args:
         layers: modules, or functions of one argument.
@@ -59,7 +59,8 @@ class Sequential(eqx.Module):
             key: the random key, which is split for the layers.
 
         Returns:
-            The result of the last layer, or with `state` a pair of this result and the new state.
+            The result of the last layer or, if you pass `state`, a pair of this result and the new
+            state.
 
         Raises:
             FunctreeError: if a layer declares state and `state` is missing.
@@ -143,8 +144,8 @@ class Constrain(eqx.Module):
         self.rules = None if rules is None else as_layout(rules)
 
     def __call__(self, x: T) -> T:
-        # `constrain` raises for names without rules on a mesh. A layer does not, so the same model
-        # can run with a layout for parameters only.
+        # `constrain` raises an error for names without rules on a mesh. This layer does not, so the
+        # same model can run with a layout for parameters only.
         if isinstance(self.layout, Axes) and self.rules is None and not has_axis_rules():
             return x
         return constrain(x, self.layout, self.rules)

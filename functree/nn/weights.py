@@ -1,4 +1,4 @@
-"""This module initializes weights, casts them to the dtype of the computation, and multiplies.
+"""This module initializes weights, casts them for the computation, and multiplies by them.
 
 All products with weights are computed here. On Auto mesh axes, the compiler chooses the sharding of
 a product. On Explicit mesh axes, JAX requires `out_sharding=` if there are several possibilities,
@@ -30,7 +30,7 @@ Initializer = Annotated[Callable[[Any, tuple[int, ...], DTypeLike], Array], FUNC
 """An initializer as in `jax.nn.initializers`: (key, shape, dtype) ─► array."""
 
 fan_in: Initializer = jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal")
-"""The default for matrices: truncated normal, with variance 1 / fan_in, the size summed over.
+"""The default for matrices: truncated normal with variance 1 / fan_in (the size summed over).
 
 The variance of a product is then the variance of its input (LeCun et al., "Efficient BackProp",
 1998).
@@ -56,7 +56,7 @@ def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
 
 
 def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...]:
-    """Cast `x` and `weights` to `dtype`, or to the dtype of `x` if it is `None`.
+    """Cast `x` and `weights` to `dtype`, or to the dtype of `x` if `dtype` is `None`.
 
     Examples:
         >>> from functree.nn.weights import cast
@@ -160,9 +160,9 @@ def rows(
     kept, mesh = entries_of(index), explicit_mesh(index, table)
     of_table = _without_axes_of(kept, entries_of(table))
     if mesh is not None:
-        # The table leaves out the mesh axes of the tokens. Under FSDP, it is gathered, and its
-        # gradient is scattered in the backward pass. The partitioner alone would move the gradients
-        # of all rows that are looked up.
+        # The table's spec omits the mesh axes of the tokens. Under FSDP, the table is gathered, and
+        # its gradient is scattered in the backward pass. The partitioner alone would move the
+        # gradients of all rows that are looked up.
         table = jax.sharding.reshard(table, out_sharding(mesh, of_table))
         if mesh.manual_axes:
             # Inside a shard_map, JAX cannot differentiate a lookup with `out_sharding=`.
@@ -252,6 +252,6 @@ def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Flo
 
 
 def _without_axes_of(kept: Entries, entries: Entries) -> Entries:
-    """Remove the mesh axes in `kept` from `entries`: one axis shards one dimension of an array."""
+    """Remove the mesh axes in `kept` from `entries`: an axis shards only one dimension."""
     used = {axis for entry in kept for axis in mesh_axes(entry)}
     return tuple(without(PartitionSpec(*entries), used))

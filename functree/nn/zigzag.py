@@ -24,11 +24,11 @@ def zigzag(
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
     """Reorder a sequence so that causal attention is the same amount of work for each part.
 
-    In the usual order, the last part attends to all others and the first only to itself. `zigzag`
-    splits the sequence into two pieces per part. Part `i` gets piece `i` and the piece equally far
-    from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Reorder tokens, targets,
-    masks and segments in the same way, before you place them. Then pass the positions and
-    `in_order=False` to the model. The result for a NumPy array is a NumPy array.
+    In the usual order, the last part attends to all others, and the first part only to itself.
+    `zigzag` splits the sequence into two pieces per part. Part `i` gets piece `i` and the piece
+    equally far from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Reorder
+    tokens, targets, masks and segments in the same way, before you place them. Then pass the
+    positions and `in_order=False` to the model. The result for a NumPy array is a NumPy array.
 
     Only `context="gather"` and `"ring"` benefit: devices that exchange heads have equal work in any
     order. With `in_order=False`, attention runs in chunks, since the kernels mask by index.
@@ -42,7 +42,8 @@ def zigzag(
 
     Raises:
         FunctreeError: if `2 * parts` does not divide the sequence.
-        FunctreeError: if the sequence is sharded along Explicit axes.
+        FunctreeError: if the sequence is sharded over Explicit mesh axes.
+        FunctreeError: if `x` or `parts` is invalid.
 
     Examples:
         >>> tokens, positions = ft.nn.zigzag(jnp.arange(8)[None] * 10, 2)
@@ -55,7 +56,7 @@ def zigzag(
     seq, pieces = x.shape[1], 2 * int(parts)
     if seq % pieces:
         why = f"the sequence length {seq} is not divisible by {pieces}, twice the number of parts"
-        remedy = f"pad it to a multiple of {pieces}"
+        remedy = f"pad the sequence to a multiple of {pieces}"
         problem = Problem(None, None, f"x={shown(x)}, parts={parts}", why, remedy)
         raise parameter_error("zigzag: invalid arguments", [problem], right_type=True)
     first = np.arange(pieces // 2)
