@@ -345,7 +345,7 @@ def _beside(name: str, names: Sequence[str]) -> set[str]:
 def on_shards(
     fun: Callable[..., Array], arrays: Sequence[Array], names: Sequence[str], check_vma: bool = True
 ) -> Array:
-    """Apply `fun` on each device to its shards; the result is sharded like the first array.
+    """Apply `fun` to each device's shards; the result is sharded like the first array.
 
     The compiler cannot partition a kernel, so kernels need `on_shards`. Other computations benefit
     too: nothing is left to the partitioner, and no device computes with another device's heads. If

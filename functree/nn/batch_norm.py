@@ -59,7 +59,7 @@ class BatchNorm(eqx.Module):
 
     Raises:
         FunctreeError: if `size` is not a positive integer, or another argument is invalid.
-        FunctreeError: (when called) if `x` has no batch dimension and `axis_name` is None.
+        FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.
         AxesError: if `axes` is not one name.
 
     Examples:
@@ -124,7 +124,7 @@ class BatchNorm(eqx.Module):
             inference: overrides the field of this name; `None` uses the field.
 
         Raises:
-            FunctreeError: if `x` has no batch dimension and `axis_name` is None.
+            FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.
             FunctreeError: if `state` is not an `ft.State`.
         """
         check("BatchNorm: invalid state", state=(state, STATE))

@@ -49,7 +49,7 @@ class Head(eqx.Module):
     weights: Embedding | Linear
 
     def __call__(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits for the output of `Transformer.features`, in its dtype."""
+        """Compute the logits from the output of `Transformer.features`, in its dtype."""
         if isinstance(self.weights, Embedding):
             logits = self.weights.logits(x)
         else:
@@ -226,6 +226,8 @@ class Transformer(eqx.Module, ShownByPlan):
             FunctreeError: if the shapes of positions or segments do not fit the tokens.
             FunctreeError: if `in_order=False`, and there are no positions or `attention` is a
                 function.
+            FunctreeError: if a block's attention or experts cannot run, as in `ft.nn.Attention` and
+                `ft.nn.MoE`.
             ShardingError: if the ambient rules do not fit the activations.
         """
         return self.logits(self.features(tokens, positions, segments, in_order))
@@ -375,7 +377,7 @@ class Transformer(eqx.Module, ShownByPlan):
         )
 
     def logits(self, x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits for the output of `features`, in its dtype.
+        """Compute the logits from the output of `features`, in its dtype.
 
         Raises:
             ShardingError: if the ambient rules do not fit the activations.
@@ -405,7 +407,7 @@ def check_tokens(
     segments: Segments = None,
     in_order: bool = True,
 ) -> None:
-    """Raise a FunctreeError if a model cannot read the tokens, or other arguments do not fit them.
+    """Raise a FunctreeError if a model cannot read the tokens, or if other arguments do not fit.
 
     Args:
         max_seq: the length of the longest sequence that the model accepts.

@@ -182,7 +182,7 @@ def rows_on_shards(
     of_table: Entries,
     of_index: Entries,
 ) -> Float[Array, "*batch embed"]:
-    """Look up each device's own indices in its own rows, and sum the results; see `rows`.
+    """Look up each device's indices in the device's own rows, and sum the results; see `rows`.
 
     This is for the body of a shard_map that leaves some mesh axes to the compiler.
 
@@ -234,7 +234,7 @@ def as_int32(index: Int[Array, "*batch"]) -> Int[Array, "*batch"]:
 
 
 def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Broadcast a weight to the shape of `x`, along its last dimensions, and shard it like `x`.
+    """Broadcast a weight along the last dimensions of `x`, and shard the result like `x`.
 
     Examples:
         >>> from functree.nn.weights import broadcast_like

@@ -290,7 +290,7 @@ def _mask_class() -> Any:
 def _by_splash(
     kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Run the kernel under `vmap`, since it takes heads first and no batch dimension."""
+    """Run the kernel under `vmap`, since it expects heads first and no batch dimension."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     arrays = [x.transpose(0, 2, 1, 3) for x in arrays]

@@ -103,13 +103,13 @@ class Experts(NamedTuple):
     dot_general: DotGeneral | None = None
 
     def of_slots(self, rows: Float[Array, "experts rows embed"]) -> Array:
-        """Compute the result of each row, where all experts have the same number of rows."""
+        """Compute the result of each row, if all experts have the same number of rows."""
         return self._of_rows(rows, lambda x, w: product_of_each(x, w, self.dot_general))
 
     def of_groups(
         self, rows: Float[Array, "rows embed"], sizes: Int[Array, "experts"]
     ) -> Float[Array, "rows embed"]:
-        """Compute the result of each row, where the rows of the experts follow each other.
+        """Compute the result of each row, if the rows are grouped by expert, in the experts' order.
 
         Args:
             rows: the rows.

@@ -47,9 +47,9 @@ from functree.tree.interfaces import Matrices
 class MoE(eqx.Module):
     """A mixture of experts: the weighted sum of the results of `top_k` experts for each vector.
 
-    Each expert is an `ft.nn.MLP` with its own weights. A router, which computes in float32,
-    chooses the experts with the highest probabilities (Shazeer et al., "Outrageously large neural
-    networks", 2017), as in Mixtral and Qwen 3.
+    Each expert is an `ft.nn.MLP` with its own weights. A router, which computes in float32 or
+    wider, chooses the experts with the highest probabilities (Shazeer et al., "Outrageously large
+    neural networks", 2017), as in Mixtral and Qwen 3.
 
     Rules that shard `"experts"` put the experts on different devices. The tokens are then moved to
     their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` (tensor
