@@ -59,7 +59,8 @@ class BatchNorm(eqx.Module):
 
     Raises:
         FunctreeError: if `size` is not a positive integer, or another argument is invalid.
-        FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.
+        FunctreeError: (when called in training) if `x` has no batch dimension and `axis_name` is
+            None.
         AxesError: if `axes` is not one name.
 
     Examples:
