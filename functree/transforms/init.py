@@ -190,7 +190,7 @@ class Init(Function[_P, _T]):
 def _body(traces: Traces, group: CallGroup, rules: Layout | None, fresh: bool) -> Body:
     """Return the user's function as a function from arrays to arrays.
 
-    The body is for one group of its calls and one set of rules.
+    The body serves one group of calls and one set of rules.
     """
     signature, fun = traces.signature, traces.fun
 

@@ -94,13 +94,13 @@ def layouts(
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
-        mesh: the mesh, as in `ft.ledger`.
+        mesh: the mesh of the program. It is ignored for a function jitted by another library.
         **kwargs: its keyword arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
-            a function of `ft.jit`.
+        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a mesh is passed for a function made with `ft.jit`.
         FunctreeError: if this version of JAX does not have Shardy's passes.
 
     Examples:
@@ -119,7 +119,7 @@ def layouts(
 
 
 class LoweredCall(NamedTuple):
-    """Call of a function that functree or another library jitted.
+    """Lowered call of a function that functree or another library jitted.
 
     Attributes:
         name: the name of the function.
@@ -159,8 +159,8 @@ def call_of(
 
     Raises:
         FunctreeError: if `fn` is not a function.
-        FunctreeError: if a layout is passed for a function that is already jitted, or a mesh for
-            a function of `ft.jit`.
+        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a mesh is passed for a function made with `ft.jit`.
     """
     check(f"{what}: invalid arguments", fn=(fn, FUNCTION))
     # Equinox returns a jitted method as an `eqx.Partial`, which has no `lower` of its own.
@@ -170,7 +170,8 @@ def call_of(
     if not hasattr(fn, "lower"):
         fn = jit(fn, in_shardings=in_shardings, out_shardings=out_shardings, mesh=mesh)
     else:
-        # A mesh names the mesh axes of another library's program. `ft.jit` has its own.
+        # A mesh names the mesh axes of another library's program. A function made with `ft.jit` has
+        # its own mesh.
         given = {"in_shardings": in_shardings, "out_shardings": out_shardings}
         if isinstance(fn, Function):
             given["mesh"] = mesh
@@ -303,7 +304,7 @@ def _parameters(
 def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
     """Return the end of JAX's name for each array of a call: `['up']` for `params['up']`.
 
-    If the function's signature is known, each text is a whole name.
+    If the function's signature is known, each end is a whole name.
     """
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
@@ -319,9 +320,10 @@ def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) ->
 
 
 def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
-    """Return the indices of the arrays in a call that its program uses; empty if ambiguous.
+    """Return the indices of the arrays in a call that its program uses.
 
-    JAX drops unused arrays, so the remaining ones are recognized by the ends of JAX's names.
+    JAX drops unused arrays, so the remaining arrays are recognized by the ends of JAX's names. If
+    the names are ambiguous, the list is empty.
     """
     names = [row.name for row in layouts if row.op == ARGUMENT]
     if len(names) == len(ends):
@@ -333,7 +335,10 @@ def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
 
 
 def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
-    """Return the index of the first remaining end that fits each name, in order; -1 if none."""
+    """Return the index of the first remaining end that fits each name, in order.
+
+    If none fits, the index is -1.
+    """
     left = iter(enumerate(ends))
     return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
 
@@ -471,8 +476,8 @@ def _by_identity(
 def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
     """Map the paths by order, if JAX has the leaves in the order of the call.
 
-    Otherwise, the map is empty. This works for Flax's modules, whose variables JAX gets once even
-    if they are at several paths.
+    If the orders differ, the map is empty. Flax's modules can be mapped too, although JAX gets each
+    variable once, even if it is at several paths.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
     paths = [Path.of(path) for path, _ in entries]

@@ -20,8 +20,8 @@ Policy = Callable[..., Any]
 """A `jax.checkpoint` policy: a function of a primitive and its parameters that returns whether the
 primitive's result is kept."""
 
-#: The values that the backward pass recomputes: `"full"` or `"dots"`, `ft.offload(...)`, a policy
-#: of `jax.checkpoint_policies`, or `None` to recompute no values.
+#: A choice of the values that the backward pass recomputes: `"full"` or `"dots"`,
+#: `ft.offload(...)`, a policy of `jax.checkpoint_policies`, or `None` to recompute no values.
 Remat = str | Policy | None
 
 _POLICIES: dict[str, Policy] = {
@@ -162,7 +162,7 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
 
 def _names(program: AnyJaxpr) -> set[str]:
     """Return the names of the values in a program, including the programs inside it."""
-    # `jax.ad_checkpoint.checkpoint_name` adds such an equation.
+    # `jax.ad_checkpoint.checkpoint_name` adds an equation with the primitive `name`.
     named = (equation for equation in all_equations(program) if equation.primitive.name == "name")
     return {equation.params["name"] for equation in named}
 

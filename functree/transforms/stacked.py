@@ -185,16 +185,16 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             each: keyword arguments of the layers, as trees of arrays. Each layer gets its slice of
                 their leading dimension: `{"key": jax.random.split(key, len(layers))}`.
             collect: whether each layer returns `(x, out)`, where `out` is a tree of arrays. The
-                scan returns all `out` as one tree, whose arrays have one slice per layer.
+                scan returns the layers' `out` as one tree, whose arrays have one slice per layer.
             remat: the values to keep for the backward pass. `None` keeps all. `"full"` keeps only
                 the input of each layer, and `"dots"` also keeps the products with weights.
                 `ft.offload(...)` keeps named values in host memory. A policy of
                 `jax.checkpoint_policies` is accepted too.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
-            state: an `ft.State`. Each layer then gets `state=` and returns it last: `(x, state)`,
-                or `(x, out, state)`. A layer sees its own slice of the state that its `StateRef`s
-                declare. All layers share any other state, and pass it from one to the next. State
-                whose ref also occurs outside the stack is shared, too.
+            state: an `ft.State`. Each layer then gets `state=` and returns the new state last:
+                `(x, state)`, or `(x, out, state)`. A layer sees its own slice of the state that its
+                `StateRef`s declare. All layers share any other state, and pass it from one to the
+                next. State whose ref also occurs outside the stack is shared, too.
             microbatches: the number of micro-batches of a pipeline. If the stack's axis is sharded
                 (`{"layers": "pipe"}`), the layers run in pipeline stages. The first dimension of
                 `x` is then the batch, and random keys in `each` are split per micro-batch. If the
@@ -285,7 +285,7 @@ def _scanned(
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
     policy = remat_policy(remat)
 
-    # Shared state passes from layer to layer, like `x`. Each layer gets a slice of the rest.
+    # Shared state passes from layer to layer, like `x`. Each layer gets its slice of other state.
     def run(x: Tree, arrays: Tree, step: _Step) -> tuple[Tree, Tree]:
         return jax.lax.scan(step, (x, shared), (arrays, per_layer), unroll=unroll)
 
@@ -412,7 +412,7 @@ EACH = Takes(
 def check_each(layer: Tree, each: Mapping[str, Tree], depth: int) -> None:
     """Raise FunctreeError if `each` does not fit the layers.
 
-    A layer must have the parameters that it names, and its arrays one slice per layer.
+    A layer must have each parameter named in `each`, and each array must have one slice per layer.
     """
     if not each:
         return
@@ -460,7 +460,7 @@ def _divided_arguments(divided: int | Sequence[int], args: Sequence[Tree]) -> tu
 
 
 def _arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeDtypeStruct]]:
-    """Yield the stacked arrays with their paths."""
+    """Yield the arrays of a tree with their paths."""
     # Abstract arrays are included, since a stack may be planned before its arrays exist.
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if eqx.is_array(leaf) or isinstance(leaf, jax.ShapeDtypeStruct):

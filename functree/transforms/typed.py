@@ -67,7 +67,7 @@ def typed(
         A function with the same signature.
 
     Raises:
-        AxesError: (when called) if an array does not match its annotation. The message has the
+        AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
         ShardingError: (when called) with `constrain=True`, if an array cannot be constrained, or
@@ -94,7 +94,7 @@ def typed(
     check("typed: invalid arguments", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
-    from beartype import beartype  # its import takes a third as long as functree's
+    from beartype import beartype  # imported only here, since the import takes about 0.1 s
 
     signature, partial = Signature.of(fun)
     if isinstance(fun, type):
@@ -106,7 +106,7 @@ def typed(
     def check_and_constrain(record: Record, known: Sizes | None) -> tuple[Record, Sizes]:
         """Check a call or a result, and return it with the sizes of its axes.
 
-        With `constrain=True`, its annotated arrays are constrained.
+        With `constrain=True`, the annotated arrays are constrained.
         """
         leaves = read(record)
         sizes = check_sizes(signature.name, record, leaves.leaves, known)
@@ -159,7 +159,7 @@ def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def _needed(fun: AnyFunction) -> set[str]:
-    """Return the parameters that jaxtyping requires in a call. A wrapper may supply some."""
+    """Return the parameters that jaxtyping requires in a call; a wrapper may supply some."""
     parameters = inspected(fun).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
@@ -207,11 +207,11 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
 
 
 def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
-    """Return why the type of an array contradicts the rules; None if it agrees or has no spec."""
+    """Return why the type of an array contradicts the rules; None if it agrees or lacks a spec."""
     have = typed_spec(leaf.value)
     if have is None:
         return None
-    # Types do not record Auto and Manual axes, so these count as one device.
+    # Types do not record Auto and Manual axes, so these axes count as one device here.
     mesh = jax.typeof(leaf.value).sharding.mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
@@ -231,8 +231,9 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
 Sizes = dict[tuple[str, bool, Path | None], tuple[tuple[int, ...], Path]]
 """The sizes of the axes in one call, each with the path of its array.
 
-A variadic axis has several sizes. A key has the name of the axis and whether it is variadic. If the
-axis may differ by leaf (`?b`), the key also has the path of the leaf in its argument.
+A variadic axis has several sizes. A key consists of the axis's name and whether the axis is
+variadic. If the axis may differ by leaf (`?b`), the key also contains the leaf's path within its
+argument.
 """
 
 _REMEDY = "make the sizes equal, or give the axes different names"
@@ -248,22 +249,22 @@ def check_sizes(
 ) -> Sizes:
     """Compare the sizes of a record's axes with each other, and with known sizes.
 
-    The function's own annotations count. For a method, the annotations of the fields in `self`
-    count too. In any other module, names belong to that module, since two layers of one class may
-    have different sizes.
+    The axes come from the function's own annotations and, for a method, from the annotations of the
+    fields of `self`. In any other module, axis names belong to that module, since two layers of one
+    class may have different sizes.
 
     Args:
         name: the name of the function, for messages.
         record: a call or a result from `Signature`.
         leaves: its leaves, if they have already been read.
-        known: the sizes in the call, if the record is its result.
+        known: the sizes in the call, if the record is the result of that call.
         where: the kind of shapes that messages mention, `"global"` or `"local"`; may be empty.
 
     Returns:
         The known sizes and the sizes of this record.
 
     Raises:
-        AxesError: if arrays do not match their annotations. The message has each axis and both
+        AxesError: if arrays do not match their annotations. The message gives each axis and both
             sizes.
     """
     if leaves is None:
@@ -306,7 +307,7 @@ def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, A
     hints = field_hints(type(record))
     for leaf in leaves:
         hint = hints.get(leaf.path[0])
-        if hint is None or is_in_module(leaf):  # where the module's own annotations count
+        if hint is None or is_in_module(leaf):  # a module's own annotations name its axes
             continue
         if leaf.misfit is not None:
             yield leaf, ArrayForm(())  # no alternative fits
@@ -345,7 +346,7 @@ def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple
 
 
 def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
-    """Return the sizes of the fields of `self`, except for names with several sizes there."""
+    """Return the sizes of the axes in the fields of `self`, except axes with several sizes."""
     by_name: dict[str, dict[tuple[int, ...], Path]] = {}
     for leaf in leaves:
         is_field = leaf.path[0] == "self" and len(leaf.path) == 2
@@ -362,7 +363,7 @@ def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
 def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str | None:
     """Return why the size of a dimension does not fit the sizes so far, or None.
 
-    If the axis has no size yet, its size is added to `sizes`.
+    If the axis has no size yet, the dimension's size is added to `sizes`.
     """
     body = dim.body
     # In jaxtyping, a size of 1 always fits `#name`, since it is broadcast. `{name}` refers to
@@ -387,10 +388,11 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
 
 
 def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
-    """Return why a size differs from the value of an expression; None if it is equal."""
+    """Return why a size differs from the value of an expression; None if they are equal."""
     single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
     try:
-        # jaxtyping evaluates it in the same way. The text is the user's own annotation, not data.
+        # jaxtyping evaluates the expression in the same way. The text is the user's own annotation,
+        # not data.
         wanted = eval(expression, dict(_BUILTINS), single)
     except UNREADABLE as error:
         return f"`{expression}` cannot be evaluated: {error}"

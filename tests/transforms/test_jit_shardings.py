@@ -207,7 +207,7 @@ def test_silent_failure_31_an_array_that_is_moved_on_each_call(
     with pytest.warns(ft.FunctreeWarning) as caught:
         f({"x": array}, y)
     assert [str(w.message) for w in caught] == [
-        f"<lambda>: each call places `tree.x` again, with {layout}: call `ft.shard` once, before the calls"
+        f"<lambda>: each call places `tree.x` again, because of {layout}: call `ft.shard` once, before the calls"
     ]
     assert caught[0].filename == __file__
     f({"x": array}, y)  # once

@@ -73,28 +73,28 @@ def value_and_grad(
 
     On Auto axes, the type of a traced parameter has no sharding, and an unconstrained gradient
     silently loses the mesh axes of FSDP. Gradients are therefore constrained to `layout` if it is
-    given. Under ambient rules, they are otherwise sharded like their parameters. On Explicit axes,
+    given. Otherwise, under ambient rules, they are sharded like their parameters. On Explicit axes,
     the types have shardings, so ambient rules are not needed. Without a layout or rules, or without
     a mesh, JAX's gradients are returned unchanged.
 
     Inside `ft.shard_map`, JAX sums the gradient of a shared parameter over all shards. If the loss
     on each of `n` shards is the mean over its examples, the sum is `n` times the gradient of the
     overall mean. A loss that differs between shards is therefore an error there. Return
-    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need neither.
-    The check cannot detect a parameter that was gathered with `all_gather`: its gradient is still
-    the gradient of the summed losses. `check_vma=False` is always an error, since each shard then
-    computes only its own part of the gradient.
+    `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need no
+    reduction. The check cannot detect a parameter that was gathered with `all_gather`: its gradient
+    is still the gradient of the summed losses. `check_vma=False` is always an error, since each
+    shard then computes only its own part of the gradient.
 
     Args:
-        fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and anything. Its
-            arguments may have any type.
+        fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other
+            value. Its arguments may have any type.
         wrt: a filter. The leaves of the argument that it matches are differentiated; the others are
             constants.
         argnums: the position of the differentiated argument, or several positions. The argument
             may be passed by keyword.
         has_aux: whether `fn` returns `(value, aux)`.
-        layout: the layout of the argument, or a prefix tree of layouts. With several `argnums`, one
-            layout for all arguments, or a tuple with one for each.
+        layout: the layout of the argument, or a prefix tree of layouts. With several `argnums`,
+            pass one layout for all arguments, or a tuple with one layout for each argument.
 
     Returns:
         A function with `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has

@@ -96,7 +96,7 @@ class KnownGradient(NamedTuple):
 
 
 def known(fn: _F, gradient: KnownGradient) -> _F:
-    """Attach its description to a gradient function, and return the function."""
+    """Attach a description to a gradient function, and return the function."""
     setattr(fn, _ATTRIBUTE, gradient)
     return fn
 

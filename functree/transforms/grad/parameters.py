@@ -98,8 +98,9 @@ class Parameters(NamedTuple):
     def gradient(self, arrays: Sequence[Any]) -> Any:
         """Return the gradient as a tree like the argument, with None for other leaves.
 
-        It is laid out with `layout=`, if that was passed. Otherwise, under ambient rules, it is
-        sharded like the parameters. Without rules, JAX's gradient is returned unchanged.
+        The gradient is laid out with `layout=`, if a layout was passed. Otherwise, under ambient
+        rules, it is sharded like the parameters. Without rules, JAX's gradient is returned
+        unchanged.
         """
         # If the types have shardings, JAX has already laid out the gradient.
         if not self.parts or (not self.given and all(map(_typed, self.arrays))):
@@ -128,8 +129,9 @@ class Parameters(NamedTuple):
             if self.given and decision is not None:
                 gradient = with_decision(_tied(gradient, parameter), decision, mesh)
             else:
-                # The ambient layout does not decide: its specs and sizes are for the arguments of
-                # a program, and under `vmap` a parameter has fewer dimensions.
+                # The ambient layout does not decide the gradient's sharding: its specs and sizes
+                # are for the arguments of a program, and under `vmap` a parameter has fewer
+                # dimensions.
                 gradient = laid_out_as(parameter, gradient)
             laid_out.append(gradient)
         return self._tree(laid_out)
@@ -165,9 +167,9 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-        """Return the next of `arrays` for each differentiated leaf, and of `others` for the rest.
+        """Return the next of `arrays` for each differentiated leaf, and `others` for the rest.
 
-        `others` has one value for every leaf.
+        `others` has one value for every leaf, even for the differentiated ones.
         """
         new = iter(arrays)
         return [
@@ -247,9 +249,9 @@ def laid_out_as(parameter: Any, gradient: Any) -> Any:
 def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
     """Return the gradient, made to depend on its parameter.
 
-    The gradient of a linear function does not depend on the parameter. If nothing else does, JAX
-    drops the parameter, and with it the devices of its mesh. A constraint on the mesh then has no
-    effect. XLA removes the selection.
+    The gradient of a linear function does not depend on the parameter. If no other value depends on
+    the parameter, JAX drops the parameter and the devices of its mesh. A constraint on the mesh then
+    has no effect. XLA removes the selection.
     """
     if (
         not isinstance(parameter, Tracer)
@@ -304,7 +306,7 @@ class SummedFirst:
         if not self._is_needed or not entries:
             return None
         if not self._batch:
-            # No layout says over which mesh axes the gradient is summed.
+            # No layout determines over which mesh axes the gradient is summed.
             several = len(entries) > 1 and any(len(axes) > 1 for axes in entries)
             return _first_of_each(wanted) if several else None
         summed = without(wanted, self._batch)

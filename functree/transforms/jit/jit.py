@@ -68,11 +68,11 @@ def jit(
 
     Rules read the annotations of the function's parameters and result, and of the modules in them.
 
-    JAX and NumPy arrays are traced. Every other leaf is static, by type and value, including Python
-    numbers. Static data of modules is compared with `==`, as in JAX. Whatever is bound to the
-    function (`self`, the arguments of a partial, a callable module) is an argument too, and its
-    arrays are traced. As in JAX, a call returns before the computation is done. The function is
-    traced once for each compilation.
+    JAX and NumPy arrays are traced. Every other leaf, even a Python number, is static, and is
+    compared by type and value. Static data of modules is compared with `==`, as in JAX. Whatever is
+    bound to the function (`self`, the arguments of a partial, a callable module) is an argument
+    too, and its arrays are traced. As in JAX, a call returns before the computation is done. The
+    function is traced once for each compilation.
 
     NumPy arrays, and abstract arrays without a sharding, count as uncommitted below.
 
@@ -96,8 +96,8 @@ def jit(
         static_argnames: the names of parameters that are static.
         donate: the names or positions of parameters whose arrays may be overwritten; `...` for all,
             `None` for none. A part of the result with the structure, shapes and dtypes of a donated
-            argument keeps the shardings of that argument. An uncommitted array is copied to several
-            devices, and is not overwritten.
+            argument keeps the shardings of that argument. On several devices, an uncommitted array
+            is copied, and is not overwritten.
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.
@@ -117,7 +117,8 @@ def jit(
         FunctreeError: (when called) if a leaf is neither an array nor hashable.
         FunctreeError: (when called) if an argument is deleted, or an array is donated twice.
         FunctreeError: (when called) if the result is a generator.
-        FunctreeError: (when called) if the processes differ.
+        FunctreeError: (when called) with `check_processes`, if the settings, the arguments or the
+            program differ between processes.
         RuleError: if `in_shardings` does not have the structure of the parameters.
         RuleError: if `in_shardings` has a layout for a static parameter.
         RuleError: if `rules` is not a layout.

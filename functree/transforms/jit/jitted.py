@@ -85,9 +85,10 @@ class Jit(Function[_P, _T]):
     """Function that is compiled once for each structure of its arguments. `ft.jit` makes it.
 
     Attributes:
-        compilations: a record for each program that it has used, with the differences from the most
-            similar earlier program. Wrappers of one function with equal options share traces and
-            programs. The record of a program that another wrapper compiled is marked.
+        compilations: a record for each program that the function has used, with the differences
+            from the most similar earlier program. Wrappers of one function with equal options share
+            traces and programs. If another wrapper compiled a program, the program's record is
+            marked.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -213,8 +214,8 @@ class Jit(Function[_P, _T]):
         for by, paths in again.items():
             if paths:
                 warn(
-                    f"{self._signature.name}: each call places {listed(paths)} again, with {by}: "
-                    "call `ft.shard` once, before the calls"
+                    f"{self._signature.name}: each call places {listed(paths)} again, "
+                    f"because of {by}: call `ft.shard` once, before the calls"
                 )
 
     def _has_entry(self, path: Path) -> bool:
@@ -455,7 +456,7 @@ class CheckedJit(Jit[_P, _T]):
 
     def _set_up(self) -> None:
         super()._set_up()
-        self._agreed: set[Hashable] = set()  # compilations that are the same in all processes
+        self._agreed: set[Hashable] = set()  # the compilations on which all processes agree
         self._compares = False  # whether a call is prepared to run, and not only to be traced
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -463,7 +464,7 @@ class CheckedJit(Jit[_P, _T]):
         return super().__call__(*args, **kwargs)
 
     def _prepare(self, args: Args, kwargs: Kwargs) -> tuple[Program, FlatCall]:
-        """Prepare a call. Compare its compilation between processes, if it is a new one."""
+        """Prepare a call. Compare its compilation between processes, if the compilation is new."""
         if not self._compares:
             return super()._prepare(args, kwargs)
         try:
@@ -483,8 +484,8 @@ class CheckedJit(Jit[_P, _T]):
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
         """Place the arguments of a call, after comparing their values between processes.
 
-        `ft.shard` compares them too. JAX would compare them when it places them, but its message
-        has no paths.
+        `ft.shard` compares values too. JAX would compare them when it places arguments, but JAX's
+        message contains no paths.
         """
         if self._compares and (rules is not None or self._layouts is not None):
             pairs = zip(flat.group.paths, flat.arrays, strict=True)
@@ -499,7 +500,7 @@ class CheckedJit(Jit[_P, _T]):
 
 
 def _facts(program: Program, flat: FlatCall) -> Facts:
-    """Return what must be the same in all processes: settings, arguments, mesh and program."""
+    """Return the facts that must agree in all processes: settings, arguments, mesh and program."""
     arguments: list[str] = []
     for path, x in zip(program.group.paths, flat.arrays, strict=True):
         # Each process has its own copy of such an array, and the copies must have equal values.

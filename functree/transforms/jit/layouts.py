@@ -94,8 +94,8 @@ class Placement:
             new[i] = array
         return new
 
-    # Jitted, since only a jitted function has devices for a constraint on an abstract mesh. Made
-    # once, so that an eager `grad` or `vmap` compiles it once.
+    # The function is jitted, since only a jitted function has devices for a constraint on an
+    # abstract mesh. It is made once, so that an eager `grad` or `vmap` compiles it once.
     @cached_property
     def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def constrain(traced: dict[int, Any]) -> dict[int, Any]:
@@ -267,7 +267,7 @@ def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
 def _read_arguments(call: Any, rules: Layout, signature: Signature) -> tuple[Leaves, list[Part]]:
     """Read the leaves of a call, with the rules as the layout of each parameter.
 
-    The patterns of filters begin inside the argument.
+    The patterns of filters match paths within an argument.
     """
     leaves, parts = ParameterLayouts("rules", {}, signature, otherwise=rules).read(call)
     arrays = for_arrays(rules)
@@ -324,7 +324,7 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
 def planning_mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh | None:
     """Return the mesh for a plan.
 
-    Inside shard_map it is None, so that the plan raises its error for Manual axes.
+    Inside shard_map, the mesh is None, so that the plan raises its error for Manual axes.
     """
     if jax.sharding.get_abstract_mesh().manual_axes:
         return None
@@ -339,7 +339,7 @@ def by_in_shardings(
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
     """Return the mesh of `in_shardings`, and the sharding that they give to each array.
 
-    For an array that may have any sharding, it is None.
+    If an array may have any sharding, its sharding is None.
 
     Raises:
         ShardingError: if a layout does not fit.
@@ -347,7 +347,7 @@ def by_in_shardings(
     """
     leaves, parts = layouts.read(call)
     view = agreed_mesh(planning_mesh(mesh), own_meshes(parts))
-    # Its problems are raised below, together with wrongly sharded arrays.
+    # The plan's problems are raised below, together with the problems of wrongly sharded arrays.
     planned = plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
     problems = list(planned.problems)
     shardings: Shardings = [None] * len(arrays)
@@ -387,7 +387,7 @@ def _is_taken(array: Any, wanted: NamedSharding) -> bool:
 def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
     """Return the fault of an array that would have to move.
 
-    Moving it takes time, so users must request it.
+    Moving an array takes time, so users must request the move.
     """
     current = array.sharding
     have, want = sharding_text(current), sharding_text(wanted)
@@ -408,7 +408,7 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
 def _untyped(array: AnyArray) -> Fault:
     """Return the fault of an array whose type has no mesh, on Explicit axes.
 
-    JAX would move it, but not change its type.
+    JAX would move the array, but not change its type.
     """
     state = "is uncommitted and not on a mesh"
     if isinstance(array, np.ndarray | np.generic):
