@@ -1,6 +1,6 @@
 """`pipeline` runs the layers of a sharded stack on micro-batches, as a pipeline of stages.
 
-Each device along the mesh axes of the stack has the layers of one stage. In each tick, a stage
+Each device along the mesh axes of the stack holds the layers of one stage. In each tick, a stage
 applies its layers to one micro-batch, and passes the result to the next stage (Huang et al.,
 "GPipe", 2019). The pipeline is one `jax.shard_map` over the mesh axes of the stages and the batch.
 Gradients are therefore summed over the batch once, after the last tick. All other mesh axes are
@@ -190,7 +190,7 @@ def pipeline(
 
     Raises:
         FunctreeError: if the number of stages does not divide the number of layers.
-        FunctreeError: if the arrays in `x` do not share a leading dimension.
+        FunctreeError: if the leading dimensions of the arrays in `x` differ in size.
         FunctreeError: if the batch cannot be divided into equal micro-batches.
         FunctreeError: if an array of an argument in `divided` does not have the batch size.
         FunctreeError: if one mesh axis shards both the batch and the stack.
@@ -286,7 +286,7 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
             arriving,
         )
         y = run(inputs, microbatch)
-        # Only the results of the last stage count. Its results from before its first micro-batch
+        # Only the results of the last stage are used. Its results from before its first micro-batch
         # are overwritten.
         results = jax.tree.map(
             lambda all, new: jax.lax.dynamic_update_index_in_dim(all, new, microbatch, 0),
@@ -308,7 +308,7 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
 
 
 def _batch_size(x: Tree, microbatches: int) -> int:
-    """Return the size of the arrays' first dimension. Raise FunctreeError if it differs."""
+    """Return the size of the arrays' first dimension. Raise FunctreeError if the sizes differ."""
     sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(

@@ -152,7 +152,8 @@ class ManualMesh(NamedTuple):
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
         """Return the problems of `P`s that name a mesh axis which does not become Manual here.
 
-        Rules may name such axes, since they also serve other functions. Their specs drop the axes.
+        Rules may name such axes, since they also serve other functions. Specs from rules omit the
+        axes.
         """
         problems: list[Problem] = []
         for part in parts:
@@ -394,8 +395,8 @@ def _run_mapped(
 
     # JAX's messages and profiles show the name of the user's function.
     body.__name__ = body.__qualname__ = traced.__name__
-    # Empty means all axes. A list of all axes would be wrong under a `vmap` on an Explicit mesh,
-    # which removes an axis.
+    # An empty set means all axes. Naming all axes would be wrong under a `vmap` on an Explicit
+    # mesh, which removes an axis.
     axis_names = manual.axes
     if axis_names == set(manual.mesh.axis_names):
         axis_names = frozenset()
@@ -423,7 +424,7 @@ def _specs_of_result(
         parts = as_partial(parts)  # a result such as a loss need not use all rules
     specs, problems = manual.lay(leaves, parts, local=True)
     if options.check_vma and not problems:
-        # JAX checks this too, but its message has no path.
+        # JAX checks this too, but its message contains no path.
         for leaf, spec in zip(leaves.leaves, specs, strict=True):
             problems += manual.varying(leaf, spec)
     if problems:
@@ -474,7 +475,7 @@ def shard_map(
     Args:
         fun: a function, a method, a partial, or a callable module. Bound values, such as `self`,
             are arguments too.
-        mesh: a mesh. By default, it is the current mesh; without one, the mesh of the arguments.
+        mesh: a mesh. The default is the current mesh, or otherwise the mesh of the arguments.
         in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
             parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
             `*args` has a single entry. Use `None` for a value that is not an array, and for arrays
@@ -486,7 +487,8 @@ def shard_map(
         axis_names: the mesh axes that become Manual. By default, they are all mesh axes that are
             not Manual yet. Rules for other mesh axes do not apply.
         check_vma: whether to check, as in JAX, that all devices compute equal values where
-            `out_specs` replicates a result. Autodiff then inserts the collectives that this needs.
+            `out_specs` replicates a result. Autodiff then inserts the collectives that gradients
+            need.
         shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
             results outside, `"local"` for the arrays in the body, or `None` for no check.
 
@@ -499,9 +501,9 @@ def shard_map(
         RuleError: if `in_specs` does not have the structure of the parameters.
         RuleError: (when called) if a layout does not have the structure of its tree.
         ShardingError: (when called) if an array has no layout, or its layout does not fit. The
-            message has the paths.
+            message gives the paths.
         ShardingError: (when called) if there is no mesh.
-        AxesError: (when called) if an array does not match its annotation. The message has the
+        AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.
 
     Gradients:

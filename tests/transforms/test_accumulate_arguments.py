@@ -534,7 +534,7 @@ NOT_CARRIED: dict[str, tuple[Callable[..., Any], Any, tuple[str, ...]]] = {
             ft.grad(lambda w, x, a, b: (jnp.mean(x @ w), a), has_aux=True), 2, carry=("a", "b")
         ),
         (W, W),
-        ("does not return a tuple of the 2 next values of `a`, `b` as its aux", "is not a tuple of 2"),
+        ("does not return a tuple of the next values of `a`, `b` as its aux", "is not a tuple of 2"),
     ),
 }  # fmt: skip
 

@@ -66,7 +66,7 @@ def accumulate(
     """Run a gradient function over a batch in micro-batches, and average the results.
 
     One `lax.scan` runs all micro-batches, so only one needs memory at a time. If the loss is a mean
-    over the batch, the result equals the result for the whole batch. Micro-batch `i` has the
+    over the batch, the result equals the result for the whole batch. Micro-batch `i` contains the
     examples `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
 
     Without `over=`, gradients are reduced over devices in every micro-batch. With `over=`, they are
@@ -84,11 +84,11 @@ def accumulate(
             array with one key for each example is part of the batch.
         carry: the names of parameters, such as `state`, that each micro-batch takes from the
             previous one. `fn` returns the next value as its aux, or a tuple of values for several
-            names. The result has the last value.
+            names. The result contains the last value.
         weighted: whether `fn` returns sums, and as its aux the weight of the micro-batch, such as
             its number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
             by the sum of the weights, so a masked mean is exact for every `steps` and on every
-            mesh. The result has the sum of the weights.
+            mesh. The result contains the sum of the weights.
         over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
             axes. Parameters that are sharded over them are gathered once, before the loop.
             Gradients are reduced once, after the loop, and scattered where the parameter is
@@ -104,7 +104,8 @@ def accumulate(
         FunctreeError: if `steps` is not a positive integer.
         FunctreeError: if a name is not the name of a parameter, or the parameter is differentiated.
         FunctreeError: if a parameter has two roles.
-        FunctreeError: if `weighted`, `carry` or `over` is used, but `fn` is not from functree.
+        FunctreeError: if `weighted`, `carry` or `over` is used, but `fn` is not a gradient function
+            of functree.
         FunctreeError: (when called) if a leading dimension cannot be divided evenly into the
             micro-batches of all shards.
         FunctreeError: (when called) if no array is divided.
@@ -274,7 +275,7 @@ def _operands(call: Call, steps: int, shards: int) -> list[Any]:
 
 
 def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch, list[jax.Array]]:
-    """Trace one micro-batch, and run the loop over all of them.
+    """Trace one micro-batch, and run the loop over all micro-batches.
 
     Returns:
         The traced micro-batch, and the arrays of the result. Each is the sum over all
@@ -325,7 +326,7 @@ def _traced(call: Call, operands: Sequence[Any], steps: int) -> MicroBatch:
     traced = jax.make_jaxpr(compute)(jnp.zeros((), jnp.int32), *operands)
     skeleton, function = skeletons[-1], call.function
     run, types = jaxpr_as_fun(traced), traced.out_avals
-    # The aux has the weight first, then the carried arrays.
+    # The aux contains the weight first, then the carried arrays.
     aux, weight = list[int](), None
     if function.own_aux:
         aux = below([function.gradient.aux_place], skeleton.paths)
@@ -562,8 +563,8 @@ class Shards:
             parts: one array for each shard, along a leading dimension.
             spec: the spec of the sum.
         """
-        # For each dimension, its leading mesh axes that belong to the batch. They split it into
-        # blocks, which its other mesh axes split further.
+        # For each dimension, `blocks` lists its leading mesh axes that belong to the batch. These
+        # mesh axes split the dimension into blocks, which its other mesh axes split further.
         blocks: list[tuple[str, ...]] = []
         for partition in spec.partitions:
             blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(partition))))

@@ -37,7 +37,10 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Role(Enum):
-    """Role of an array in the loop over micro-batches. The value is the option that names it."""
+    """Role of an array in the loop over micro-batches.
+
+    Its value is the option that names the arrays with the role.
+    """
 
     SAME = None  # the same in each micro-batch
     BATCH = "batch"  # divided
@@ -101,8 +104,7 @@ class GradientFunction(NamedTuple):
             parts.append("the weight of the micro-batch")
         carried = [f"`{path}`" for path in self.named[Role.CARRIED]]
         if carried:
-            number = len(carried)
-            values = "the next value" if number == 1 else f"a tuple of the {number} next values"
+            values = "the next value" if len(carried) == 1 else "a tuple of the next values"
             parts.append(f"{values} of {', '.join(carried)}")
         return f"`({', '.join(parts)})`" if len(parts) > 1 else "".join(parts)
 
@@ -267,7 +269,7 @@ class Call(NamedTuple):
         return value
 
     def run(self, values: Sequence[Any]) -> Tree:
-        """Run the function with new values for the arrays. It raises the errors of `checked`."""
+        """Run the function with new values for the arrays. Raise the errors of `checked`."""
         function = self.function
         record = self.leaves.skeleton.fill(values)
         result = function.signature.run(function.partial.fun, record)
@@ -341,8 +343,8 @@ def refuse(
     Args:
         problems: the problems to raise.
         noun: a noun for the subject of each problem.
-        why: the rest of the headline, which says what cannot be done.
-        kind: the class of the error.
+        why: the rest of the headline, after the subject.
+        kind: the class of the error to raise.
     """
     if problems:
         raise kind(f"accumulate: {count(len(problems), noun)} {why}", problems)
@@ -350,7 +352,8 @@ def refuse(
 
 def _path(signature: Signature, name: str) -> Path:
     """Return the path of the argument with a name."""
-    # Any other name is an argument in `**more`. The name `more` itself means all of these.
+    # Any other name is an argument in `**more`. The name `more` itself means all arguments in
+    # `**more`.
     if name in signature.parameters or signature.by_name is None:
         return Path((name,))
     return Path((signature.by_name, name))

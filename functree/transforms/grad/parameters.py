@@ -250,8 +250,8 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
     """Return the gradient, made to depend on its parameter.
 
     The gradient of a linear function does not depend on the parameter. If no other value depends on
-    the parameter, JAX drops the parameter and the devices of its mesh. A constraint on the mesh then
-    has no effect. XLA removes the selection.
+    the parameter, JAX drops the parameter and the devices of its mesh. A constraint on the mesh
+    then has no effect. XLA removes the selection.
     """
     if (
         not isinstance(parameter, Tracer)
