@@ -59,8 +59,8 @@ class Exchange:
             shape: the shape of the parameter, including the dimensions of its stacks.
             spec: how the parameter is sharded.
             stacked: the number of leading dimensions that belong to stacks.
-            over: the mesh axes over which the layers are spread; None for all mesh axes that shard
-                the parameter.
+            over: the mesh axes over which the layers are spread, or None for all mesh axes that
+                shard the parameter.
         """
         entries: list[_Axes] = []
         for dim_entry in of_rank(spec, len(shape)).partitions:
@@ -128,7 +128,10 @@ class Exchange:
         return _product(self.sizes, (*self.sliced, *self.exchanged))
 
     def idle(self) -> Shaped[Array, ""] | None:
-        """Return whether this device has only copies of other devices' layers; None if none has."""
+        """Return whether this device has only copies of other devices' layers.
+
+        If no device has only copies, return None.
+        """
         if (self._devices - 1) * self.own < self.layers:
             return None
         return _index((*self.sliced, *self.exchanged)) * self.own >= self.layers

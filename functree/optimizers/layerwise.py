@@ -42,7 +42,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     An optimizer sees an array of an `ft.Stacked` as one leaf with a dimension for the layers. Most
     optimizers compute the same updates for this leaf as for separate layers. Optimizers that use
     the shape or the norm of a leaf, such as adafactor, lamb and muon, do not: they treat stacked
-    vectors as a matrix, and compute one norm for all layers. With `layerwise`, the result is the
+    vectors as a matrix, or compute one norm for all layers. With `layerwise`, the result is the
     same as for a list of the layers. Nothing changes for leaves outside stacks.
 
     `jax.vmap` maps the optimizer over the dimension of the layers, so the compiled program does not
@@ -111,7 +111,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """Return a state's shardings; None unless all parameters share a set of several devices.
+    """Return a state's shardings, or None unless all parameters share a set of several devices.
 
     State with the shape of its parameter is sharded like the parameter, since `jnp.zeros_like` of
     one layer does not see how the stack is sharded.

@@ -178,7 +178,7 @@ def _orthogonalize(
 
 
 def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimensionNumbers | None]:
-    """Return each matrix's dimensions, as optax's Muon takes them; None for other arrays.
+    """Return each matrix's dimensions, as optax's Muon takes them, or None for other arrays.
 
     Raises:
         FunctreeError: if the dimensions in a stack are not counted from the end.

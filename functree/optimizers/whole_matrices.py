@@ -110,8 +110,8 @@ def of_each_matrix(
     """Create a transform like `on_whole_matrices`, with a function for each leaf.
 
     Args:
-        functions: returns the function for each leaf, from the updates and their leaves. Matrices
-            with the same function may be computed together.
+        functions: a function from the updates and their leaves to the function for each leaf.
+            Matrices with the same function may be computed together.
         over: as in `on_whole_matrices`.
         layout: as in `on_whole_matrices`.
         name: the name of the public function, for messages.
@@ -172,8 +172,8 @@ def _exchanged(
     for exchanges in alike.values():
         own = list(exchanges.values())
         joined = own[0].joined_with(own[1:])
-        # They are computed together if each device then has fewer matrices, since the layers of a
-        # single stack may not fill the devices.
+        # Parameters of one kind are computed together if each device then has fewer matrices. The
+        # layers of a single stack may not fill the devices.
         groups = [(list(exchanges), joined)]
         if joined.own == sum(exchange.own for exchange in own):
             groups = [([i], exchange.of_one()) for i, exchange in exchanges.items()]
@@ -221,7 +221,7 @@ def _specs(
 
     Args:
         tree: the parameters, or gradients.
-        layout: their layout; None for the ambient rules.
+        layout: their layout, or None for the ambient rules.
         name: the name of the public function, for messages.
 
     Raises:
@@ -272,7 +272,7 @@ _GIVE_LAYOUT = (
 
 
 def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) -> None:
-    """Raise a FunctreeError for arrays that are not matrices, or change type in the function."""
+    """Raise a FunctreeError for arrays that are not matrices, or whose type a function changes."""
     problems: list[Problem] = []
     known: dict[Hashable, str | None] = {}
     for leaf, fn in matrices:

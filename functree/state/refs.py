@@ -28,7 +28,7 @@ class StateRef(eqx.Module, HoldsState):
     """Declaration of a piece of state in a module.
 
     `ft.make_state` moves the values to a `State`, which functions take and return. If a model
-    contains one ref twice, both are the same piece of state.
+    contains one ref twice, both occurrences are the same piece of state.
 
     Args:
         init: the initial value: an array or a number.
@@ -80,7 +80,8 @@ class StateRef(eqx.Module, HoldsState):
                 f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
                 f"but the value has shape {tuple(self.init.shape)}: name each dimension"
             )
-        # In a stack, `init` gets a leading dimension, while these still describe one layer.
+        # In a stack, `init` gets a leading dimension, while `shape` and `dtype` still describe one
+        # layer.
         self.shape, self.dtype = tuple(self.init.shape), self.init.dtype
         self.path, self.token = None, _Token()
 

@@ -245,7 +245,7 @@ def make_state(model: T) -> tuple[T, State]:
 
 
 def place_state(model: T, leaves: Sequence[Leaf]) -> tuple[T, State]:
-    """Do the work of `make_state` for a model whose leaves are already read."""
+    """Move the state as in `make_state`, for a model whose leaves are already read."""
     declared = _declared(model, leaves)
     if not declared:
         return model, State((), {})

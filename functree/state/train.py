@@ -98,12 +98,13 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     ) -> "TrainState[N]":
         """Create the training state before the first step.
 
-        Under `ft.init`, each of its arrays is created sharded.
+        Under `ft.init`, each array of the training state is created sharded.
 
         Args:
-            model: the model, which may be traced or abstract. Its declared state is made, unless
-                `state` is given. An abstract model gets an abstract step and optimizer state.
-                Weakly typed arrays become strongly typed, as in the results of a step.
+            model: the model, which may be traced or abstract. The state that it declares is
+                created, unless `state` is given. An abstract model gets an abstract step and
+                optimizer state. Weakly typed arrays become strongly typed, as in the results of a
+                step.
             tx: any optax optimizer.
             layout: the model's layout, with which the whole training state is placed. The arrays
                 must be concrete.
@@ -144,7 +145,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         if state is None:
             model, made = place_state(model, leaves.leaves)
             if made:
-                # Without the initial values of its refs, which have moved to the state.
+                # The leaves lose the initial values of the refs, which have moved to the state.
                 kept = tuple(leaf for leaf in leaves.leaves if not leaf.is_below(StateRef))
                 paths = [leaf.path for leaf in kept]
                 state, leaves = made, Leaves(kept, (), Skeleton.of(model, paths))
@@ -248,7 +249,7 @@ def apply_gradients(
             f"apply_gradients got {_pieces(state)}, but the model has {_pieces(ts.state)}: "
             "pass the state of this model"
         )
-    # Without the constructor: a subclass may have more fields, and its own constructor.
+    # The constructor is not called, since a subclass may have more fields and its own constructor.
     fields = dict(children(ts) or ())
     fields |= {"step": ts.step + 1, "model": model, "opt_state": _strong(opt_state), "state": state}
     return rebuilt(ts, list(fields.values()))
@@ -314,7 +315,7 @@ def _strong(tree: T) -> T:
 
     `eqx.nn.PReLU` and L-BFGS have weakly typed arrays.
     """
-    # By identity, so that an array that occurs twice stays one array.
+    # Arrays are replaced by identity, so that an array that occurs twice stays one array.
     new: dict[int, AnyArray] = {}
     for x in jax.tree.leaves(tree):
         if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and jax.typeof(x).weak_type:

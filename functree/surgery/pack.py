@@ -18,12 +18,12 @@ class Packed(PackedTree, Generic[T]):
     A `Packed` is an immutable pytree: `jax.jit`, `jax.lax.scan`, `jax.vmap` and `jax.tree.map` take
     and return it. It is equal only to itself, because comparing arrays gives no single truth value.
     Compare `.static` and `.arrays` instead. `ft.plan`, `ft.shard`, `ft.split` and `ft.grad` use the
-    paths and axes of the tree that was packed. Results with the structure of the tree are packed
+    paths and axes of the tree that was packed. The parts and gradients that they return are packed
     too.
 
     Attributes:
         arrays: the arrays of the tree, in JAX's order.
-        static: everything else; hashable, and equal by value.
+        static: everything else. It is hashable and compared by value.
         tree: the tree that was packed, with the arrays of this `Packed`.
 
     Examples:

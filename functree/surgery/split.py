@@ -44,10 +44,10 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
 
     Raises:
         RuleError: if `...` is not the last filter, or an argument is not a filter.
-        FunctreeError: if no filter matches some arrays. The error lists them.
-        FunctreeError: if some static values cannot be hashed. The error lists them.
+        FunctreeError: if some arrays match no filter. The error lists these arrays.
+        FunctreeError: if some static values cannot be hashed. The error lists these values.
         FunctreeError: if a filter with patterns or classes matches no array, or a pattern after `~`
-            excludes none. A filter by a property, such as `ft.has_axis`, may match none.
+            excludes none. A filter by a property, such as `ft.has_axis`, may match no array.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -124,7 +124,8 @@ def merge(static: Skeleton, *parts: _T) -> _T:
         FunctreeError: if `static` is not a result of `split`.
         FunctreeError: if a part has a different structure.
         FunctreeError: if an array is in no part or in several. The error lists them by path.
-        FunctreeError: if a part has leaves where the tree has no array. The error lists them.
+        FunctreeError: if a part has leaves where the tree has no array. The error lists these
+            leaves.
 
     Examples:
         >>> static, arrays = ft.split({"a": jnp.ones(2), "b": "text"})

@@ -130,8 +130,8 @@ class LoweredCall(NamedTuple):
         compiled: a function that compiles the program, and returns its ledger and its text.
         of_arrays: a function that calls the jitted function with `arrays`.
         arrays: the arrays of the call, which may be abstract. Their order may differ from JAX's.
-        mesh: the mesh to enter around a call; None for the current mesh.
-        fn: functree's function; None if another library jitted it.
+        mesh: the mesh to enter around a call, or None for the current mesh.
+        fn: functree's function, or None if another library jitted it.
     """
 
     name: str

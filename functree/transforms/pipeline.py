@@ -39,7 +39,7 @@ def stages_of(axis: str, arrays: Sequence[AnyArray]) -> MeshAxes:
         arrays: the stack's arrays.
 
     Returns:
-        The mesh axes; empty if they have only one device.
+        The mesh axes, or an empty tuple if they have only one device.
 
     Examples:
         >>> from functree.transforms.pipeline import stages_of

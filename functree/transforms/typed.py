@@ -207,7 +207,7 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
 
 
 def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
-    """Return why the type of an array contradicts the rules; None if it agrees or lacks a spec."""
+    """Return why the type of an array contradicts the rules, or None if it does not."""
     have = typed_spec(leaf.value)
     if have is None:
         return None
@@ -388,7 +388,7 @@ def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str
 
 
 def _other_value(sizes: Sizes, expression: str, size: int) -> str | None:
-    """Return why a size differs from the value of an expression; None if they are equal."""
+    """Return why a size differs from the value of an expression, or None if they are equal."""
     single = {name: known[0] for (name, variadic, _), (known, _) in sizes.items() if not variadic}
     try:
         # jaxtyping evaluates the expression in the same way. The text is the user's own annotation,

@@ -195,7 +195,7 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
     Args:
         call: the call, with the whole batch.
         steps: the number of micro-batches.
-        over: the mesh axes over whose shards the loop runs; empty for a single loop.
+        over: the mesh axes over whose shards the loop runs. It is empty for a single loop.
     """
     shards = Shards.of(call, over) if over else None
     sizes = {} if shards is None else shards.sizes
@@ -435,10 +435,10 @@ class Shards:
 
     @classmethod
     def of(cls, call: Call, over: Sequence[str]) -> "Shards | None":
-        """Find the shards of a call; None unless a mesh has several devices along these mesh axes.
+        """Find the shards of a call, or return None if the batch has only one shard.
 
         Raises:
-            ShardingError: if the mesh lacks one of these mesh axes.
+            ShardingError: if the mesh lacks a mesh axis in `over`.
             ShardingError: if the parameters' sharding is unknown.
         """
         function, layouts = call.function, tuple(call.function.gradient.layouts)

@@ -49,7 +49,7 @@ class Role(Enum):
 
 
 Names = Mapping[Role, Sequence[str] | None]
-"""The names of the parameters with each role; None for all parameters without another role."""
+"""The names of the parameters with each role, or None for all parameters without another role."""
 
 
 class GradientFunction(NamedTuple):
@@ -98,7 +98,7 @@ class GradientFunction(NamedTuple):
 
     @property
     def own_aux(self) -> str:
-        """The required aux, in words: a weight, carried values, or both; empty if any aux fits."""
+        """The required aux, in words: a weight, carried values, or both. Empty if any aux fits."""
         parts: list[str] = []
         if self.weighted:
             parts.append("the weight of the micro-batch")
@@ -124,7 +124,7 @@ class GradientFunction(NamedTuple):
             raise FunctreeValueError("accumulate: invalid parameter names", problems)
 
     def _fault(self, name: str, role: Role, before: Role | None) -> tuple[str, str] | None:
-        """Return why a name cannot have a role, and the remedy; None if it can.
+        """Return why a name cannot have a role, and the remedy, or None if it can.
 
         `before` is a role that the name already has.
         """
@@ -394,7 +394,7 @@ def _has_length(value: Any, length: int) -> bool:
 
 
 def _keys_shape(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of an array of random keys, typed or raw; None for any other array.
+    """Return the shape of an array of random keys, typed or raw, or None for any other array.
 
     The shape of a single key is empty.
     """

@@ -48,8 +48,8 @@ class Parameters(NamedTuple):
         number: the argument's position.
         leaves: the argument's arrays.
         chosen: for each array, whether it is differentiated.
-        parts: the layouts of the argument's parts, from `layout=` or the ambient rules; empty if
-            there are neither.
+        parts: the layouts of the argument's parts, from `layout=` or the ambient rules. The sequence
+            is empty if there are neither.
         given: whether the layouts were passed as `layout=`.
     """
 
@@ -296,7 +296,7 @@ class SummedFirst:
             self._batch.update(self._axes_of(name))
 
     def spec(self, leaf: Leaf, wanted: PartitionSpec) -> PartitionSpec | None:
-        """Return the spec of a gradient's first constraint; None if its final spec is enough.
+        """Return the spec of a gradient's first constraint, or None if it needs none.
 
         Args:
             leaf: the parameter.

@@ -265,7 +265,7 @@ class Jit(Function[_P, _T]):
         return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
-        """Return the mesh of a call; None if its arguments determine it."""
+        """Return the mesh of a call, or None if its arguments determine it."""
         if self._options.mesh is not None:
             return self._options.mesh
         mesh = current_mesh()
