@@ -48,8 +48,8 @@ class Parameters(NamedTuple):
         number: the argument's position.
         leaves: the argument's arrays.
         chosen: for each array, whether it is differentiated.
-        parts: the layouts of the argument's parts, from `layout=` or the ambient rules. The sequence
-            is empty if there are neither.
+        parts: the layouts of the argument's parts, from `layout=` or the ambient rules. Without
+            either, the sequence is empty.
         given: whether the layouts were passed as `layout=`.
     """
 
