@@ -25,7 +25,7 @@ def muon(
     layout: LayoutTree = None,
     **options: Any,
 ) -> optax.GradientTransformationExtraArgs:
-    """Create optax's Muon optimizer, orthogonalizing whole matrices even if they are sharded.
+    """Create a version of optax's Muon that orthogonalizes whole matrices even if they are sharded.
 
     It takes the arguments of `optax.contrib.muon`, and computes the same moments and updates. Each
     layer of a stack is its own matrix, as in `ft.layerwise`. Shards of matrices are exchanged once

@@ -302,7 +302,7 @@ _LEAVE_OUT = "exclude it with `optax.masked` or `optax.partition`"
 
 
 def _change(fn: MatrixFunction, matrix: jax.ShapeDtypeStruct) -> str | None:
-    """Return the type of a function's result, if it differs from its matrix; otherwise None."""
+    """Return the type of a function's result if it differs from the matrix's type, or None."""
     result: Any = jax.eval_shape(fn, matrix)
     if not hasattr(result, "shape"):
         return f"a {type(result).__name__}"

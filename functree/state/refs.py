@@ -35,8 +35,8 @@ class StateRef(eqx.Module, HoldsState):
         axes: the names of the value's dimensions.
 
     Raises:
-        StateError: if `init` is neither an array nor a number, does not fit into JAX's dtype for
-            it, or has a different number of dimensions than `axes`.
+        StateError: if `init` is neither an array nor a number, does not fit into the dtype that JAX
+            gives it, or has a different number of dimensions than `axes`.
 
     Examples:
         >>> class Counter(eqx.Module):

@@ -41,7 +41,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     """Model, optimizer state and step of a training run. `TrainState.create` builds it.
 
     The model's layout applies to the whole training state. The optimizer's state is laid out as in
-    `ft.plan_optimizer`, the model's state with the same rules, and everything else is replicated.
+    `ft.plan_optimizer`, and the model's state with the same rules. Everything else is replicated.
     Filters see paths within the model. A pattern that begins with a field, such as
     `opt_state.0.mu.**`, is matched against the path from that field.
 
@@ -50,9 +50,9 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         model: the model.
         opt_state: the optimizer's state, for the parameters that it updates.
         state: the model's state, from its `ft.StateRef`s, or None.
-        key: a random key, for dropout for example, or None.
+        key: a random key, such as for dropout, or None.
         tx: the optimizer, which is static. Build it once: optax compares optimizers by identity, so
-            a new one compiles the step again.
+            the step compiles again for a new optimizer.
         wrt: the filter that selects the parameters to update, which is static.
 
     Examples:

@@ -74,7 +74,7 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
     """Pack a tree, for loops in which a call's overhead takes longer than its computation.
 
     JAX flattens and unflattens modules in Python on each call of a compiled function. Flattening a
-    packed tree takes constant time.
+    packed tree takes one Python call.
 
     Args:
         tree: any tree. A `Packed` is returned as it is.

@@ -35,8 +35,8 @@ T = TypeVar("T")
 class Selection(Generic[T]):
     """Selected parts of a tree, none of which contains another. `ft.select` builds it.
 
-    A selection is immutable, and each change returns a new tree. Changing an empty selection is an
-    error. Iteration yields the parts, and `len` is their number.
+    A selection is immutable, and each change returns a new tree. Changing an empty selection raises
+    an error. Iteration yields the parts, and `len` is their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))

@@ -39,7 +39,7 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
             part with all arrays.
 
     Returns:
-        `(static, *parts)`. `static` is hashable, equal by value, and does not depend on the
+        `(static, *parts)`. `static` is hashable, compares by value, and does not depend on the
             filters. Each part has the structure of the tree, with None for everything else.
 
     Raises:

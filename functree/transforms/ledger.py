@@ -47,8 +47,8 @@ def ledger(
     """Compile a function and return the ledger of its program, without running it.
 
     Args:
-        fn: a function. It may already be jitted with `ft.jit`, `jax.jit` or another library that
-            gives it a `lower` method.
+        fn: a function. It may already be jitted with `ft.jit`, `jax.jit`, or another library whose
+            jitted functions have a `lower` method.
         *args: its positional arguments, which may be abstract.
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
@@ -86,7 +86,7 @@ def layouts(
     mesh: Mesh | AbstractMesh | None = None,
     **kwargs: Tree,
 ) -> Layouts:
-    """Return how each operation in a function is laid out, and why, without compiling it.
+    """Return how each operation in a function is laid out, and why, without compiling the function.
 
     Args:
         fn: a function, as in `ft.ledger`.

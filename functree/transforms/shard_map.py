@@ -479,9 +479,9 @@ def shard_map(
         in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
             parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
             `*args` has a single entry. Use `None` for a value that is not an array, and for arrays
-            on Explicit axes, whose types have their specs.
-        out_specs: the layout of the result, or a prefix tree of layouts. A layout sees the local
-            result.
+            on Explicit axes, whose types contain their specs.
+        out_specs: the layout of the result, or a prefix tree of layouts. It is resolved for the
+            local result.
         rules: the layout to use if `in_specs` or `out_specs` is missing. It reads the annotations
             of the function and of its modules. The rules are ambient in the body.
         axis_names: the mesh axes that become Manual. By default, they are all mesh axes that are
@@ -490,7 +490,8 @@ def shard_map(
             `out_specs` replicates a result. Autodiff then inserts the collectives that gradients
             need.
         shapes: the arrays whose sizes the annotations describe: `"global"` for the arguments and
-            results outside, `"local"` for the arrays in the body, or `None` for no check.
+            results outside the function, `"local"` for the arrays in the body, or `None` for no
+            check.
 
     Returns:
         A function with the same signature, and with `trace`, `lower`, `eval_shape` and

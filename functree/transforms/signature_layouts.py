@@ -48,7 +48,7 @@ def signature_layouts(
         AxesError: if an annotation cannot be resolved.
         AxesError: if an annotation's alternatives have one rank and dtype, but different names.
         RuleError: if `rules` is not a layout.
-        ShardingError: if no rule names an axis.
+        ShardingError: if an axis has no rule.
 
     Examples:
         >>> def ffn(

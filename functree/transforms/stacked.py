@@ -218,7 +218,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             FunctreeError: if the layers of a pipeline return more than `x`.
             FunctreeError: if a pipeline's layers cannot be divided evenly into its stages, or its
                 batch into micro-batches.
-            FunctreeError: if `divided` has a position that `args` does not have.
+            FunctreeError: if a position in `divided` is not a position in `args`.
             FunctreeError: if an array at a position in `divided` does not have the batch's size.
 
         Examples:

@@ -55,8 +55,8 @@ def typed(
     The checks cover the sizes of named axes, dtypes, types and shardings. beartype checks the
     values that are not arrays. Under jit, all checks run while the function is traced, and cost
     nothing in the compiled program. On a mesh with Explicit axes, the types of annotated arrays
-    have shardings, which are compared with the ambient rules. This adds no operation to the
-    program.
+    have shardings, which are compared with the ambient rules. The comparison adds no operation to
+    the program.
 
     Args:
         fun: a function or a method.
@@ -256,7 +256,7 @@ def check_sizes(
     Args:
         name: the name of the function, for messages.
         record: a call or a result from `Signature`.
-        leaves: its leaves, if they have already been read.
+        leaves: the record's leaves, if they have already been read.
         known: the sizes in the call, if the record is the result of that call.
         where: the kind of shapes that messages mention, `"global"` or `"local"`; may be empty.
 

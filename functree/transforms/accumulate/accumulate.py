@@ -65,9 +65,10 @@ def accumulate(
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
-    One `lax.scan` runs all micro-batches, so only one needs memory at a time. If the loss is a mean
-    over the batch, the result equals the result for the whole batch. Micro-batch `i` contains the
-    examples `i`, `i + steps`, …, so each device keeps its own examples, and no example moves.
+    One `lax.scan` runs all micro-batches, so only one micro-batch needs memory at a time. If the
+    loss is a mean over the batch, the result equals the result for the whole batch. Micro-batch `i`
+    contains the examples `i`, `i + steps`, …, so each device keeps its own examples, and no example
+    moves.
 
     Without `over=`, gradients are reduced over devices in every micro-batch. With `over=`, they are
     reduced once.

@@ -79,10 +79,10 @@ def value_and_grad(
 
     Inside `ft.shard_map`, JAX sums the gradient of a shared parameter over all shards. If the loss
     on each of `n` shards is the mean over its examples, the sum is `n` times the gradient of the
-    overall mean. A loss that differs between shards is therefore an error there. Return
+    overall mean. A loss that differs between shards therefore raises an error there. Return
     `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need no
     reduction. The check cannot detect a parameter that was gathered with `all_gather`: its gradient
-    is still the gradient of the summed losses. `check_vma=False` is always an error, since each
+    is still the gradient of the summed losses. `check_vma=False` always raises an error, since each
     shard then computes only its own part of the gradient.
 
     Args:
