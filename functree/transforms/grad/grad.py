@@ -88,8 +88,8 @@ def value_and_grad(
     Args:
         fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other
             value. Its arguments may have any type.
-        wrt: a filter. The leaves of the argument that it matches are differentiated; the others are
-            constants.
+        wrt: a filter. The leaves of the argument that it matches are differentiated. All other
+            leaves are constants.
         argnums: the position of the differentiated argument, or several positions. The argument
             may be passed by keyword.
         has_aux: whether `fn` returns `(value, aux)`.

@@ -38,7 +38,7 @@ from functree.placing.constrain import find_mesh, local_view, with_decision
 from functree.tree.arrays import dtype_text
 
 BACKWARD = "transpose(jvp())"
-"""The scope that JAX gives to gradients. The ledger recognizes the backward pass by it."""
+"""The scope that JAX gives to gradients. The ledger recognizes the backward pass by this scope."""
 
 
 class Parameters(NamedTuple):
@@ -137,7 +137,7 @@ class Parameters(NamedTuple):
         return self._tree(laid_out)
 
     def _decisions(self, mesh: Mesh | AbstractMesh) -> list[Decision | None]:
-        """Return the layouts' decision for each parameter; None where ambient layouts do not fit.
+        """Return each parameter's decision, or None where ambient layouts do not fit.
 
         The whole argument is laid out, not only its differentiated arrays. Otherwise, a filter for
         the other arrays would match nothing, which is an error. Problems of arrays without a
