@@ -49,7 +49,10 @@ _PASS_LATER = frozenset({
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
 })  # fmt: skip
 # The dimensions of their results differ from the dimensions of their operands.
-_MOVES_DIMENSIONS = _PASS_LATER | {"broadcast_in_dim", "manual_computation", "reshape", "transpose"}
+_MOVES_DIMENSIONS = frozenset({
+    "broadcast_in_dim", "custom_call", "dot_general", "gather", "manual_computation",
+    "reduce", "reshape", "scatter", "transpose",
+})  # fmt: skip
 ARGUMENT, RESULT, CONSTRAINT = "argument", "result", "sharding_constraint"
 """The `op` of the rows of arguments, results and constraints."""
 # The sharding of a constraint or a `shard_map` before propagation, which adds mesh axes to it.
@@ -402,11 +405,11 @@ class _Reader:
             for other in alike[i]:
                 heappush(waiting, (phase, sweep, other, source))
             for rows in linked[i]:
-                moves = self._rows[rows[0]].op in _MOVES_DIMENSIONS
                 for other in rows:
                     if axis in origins[other] or axis not in dimensions[other]:
                         continue
-                    if not moves and dimensions[i][axis] != dimensions[other][axis]:
+                    moved = dimensions[i][axis] != dimensions[other][axis]
+                    if moved and not self._moves_dimensions(rows, i, other):
                         continue
                     needed, late = self._step(rows[0], i, other)
                     if needed <= phase:
@@ -418,6 +421,13 @@ class _Reader:
             for row, named in zip(self._rows, origins, strict=True)
             for parts in [sorted(named_axes(row.spec))]
         ]
+
+    def _moves_dimensions(self, linked: Sequence[int], here: int, there: int) -> bool:
+        """Return whether a dimension of one of two linked rows may be another of the other's."""
+        op = self._rows[linked[0]].op
+        if op == "convolution":
+            return {here, there} != set(linked[:2])  # images stay as they are, a kernel does not
+        return op in _MOVES_DIMENSIONS
 
     def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
         """Return the phase in which an operation passes a sharding on, and if in a later sweep."""

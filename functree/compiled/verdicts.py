@@ -149,7 +149,9 @@ class Verdicts:
             serves = takes(i)
             if collective.moves == "gradient":
                 serves = any(sorted(row.shape) == sorted(self._rows[p].shape) for p in parameters)
-            return row.name == name, serves, self._relays(i, axes), bool(row.operands)
+            relays = self._relays(i, axes)
+            first = (serves, relays) if collective.kind in _SUMS else (relays, serves)
+            return row.name == name, *first, bool(row.operands)
 
         # Match by name alone if the compilation cache returned a program with different lines.
         places = self._by_place[collective.source, _primitive(name)] or self._by_name[name]

@@ -63,6 +63,12 @@ def scanned(w: Any, x: Any, y: Any) -> Any:
     return lax.scan(body, (x, y), w)[0]
 
 
+def convolved(kernel: Any, images: Any) -> Any:
+    layout = ("NHWC", "HWIO", "NHWC")
+    y = lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=layout)
+    return ft.constrain(y, P(None, None, "data"))
+
+
 def chosen(x: Any, y: Any) -> Any:
     return lax.cond(x[0, 0] > 0.0, lambda: jnp.sin(y), lambda: y)
 
@@ -103,7 +109,7 @@ def in_order(x: Any) -> Any:
 
 ANYWHERE = object()
 W, X = abstract(64, 32), abstract(16, 64)
-WRITTEN = ("ft.constrain(jnp.exp(x)", "return jnp.cos(body(")
+WRITTEN = ("ft.constrain(jnp.exp(x)", "ft.constrain(y, P(None, None", "return jnp.cos(body(")
 CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[str]]]] = {
     "a product": (
         product,
@@ -116,6 +122,16 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], Any, dict[str, list[
         (W, X),
         (P(), P(("data", "model"))),
         {"dot_general": ["f32[16/data/model, 32]: data by x, model by x"]},
+    ),
+    "an image's height where its width is constrained": (
+        convolved,
+        (abstract(3, 3, 4, 8), abstract(2, 16, 16, 4)),
+        (P(None, None, None, "model"), P(None, "data")),
+        {
+            "convolution": [
+                "f32[2, 16, 16/data, 8/model]: data by ft.constrain(y, P(None, None, model by kernel"
+            ],
+        },
     ),
     "a constraint": (
         constrained,

@@ -26,8 +26,7 @@ DISAGREEMENTS = {
 }
 # The programs whose cause is another operation, or has other origins, than the label says.
 OTHER_CAUSES = {
-    "average-in-another-layout", "clipped-as-one-vector", "ensemble-other-axis",
-    "graph-edges-apart", "label-smoothing-with-swapped-names",
+    "ensemble-other-axis", "graph-edges-apart", "label-smoothing-with-swapped-names",
     "sampler-with-the-layout-of-a-viewer", "unet-width-for-height",
 }  # fmt: skip
 # Those in which no row is what the label of the cause expects.
