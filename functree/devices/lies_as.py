@@ -25,7 +25,8 @@ _OPAQUE = frozenset({"sdy.manual_computation", "func.call"})
 def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
     """Return an array that the compiler shards like another array.
 
-    Values and derivatives are unchanged. With `jax_use_shardy_partitioner=False` it does nothing.
+    Values and derivatives are unchanged. With `jax_use_shardy_partitioner=False`, the function does
+    nothing.
 
     Args:
         array: an array.

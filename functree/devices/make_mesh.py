@@ -75,7 +75,7 @@ def _check_sizes(sizes: Mapping[str, object]) -> None:
 def _first_devices(
     sizes: Mapping[str, int], devices: Sequence[Device] | None, target: str | None
 ) -> list[Device]:
-    """Return the first devices, in the number that a mesh of these sizes needs."""
+    """Return as many of the first devices as a mesh of these sizes needs."""
     needed = math.prod(sizes.values())
     requested = " × ".join(f"{name}={size}" for name, size in sizes.items())
     if target is not None:
@@ -148,7 +148,7 @@ def _grid(
     if wanted != len(slices):
         raise ShardingError(
             f"make_mesh: dcn={dict(dcn)} needs {count(wanted, 'slice')}, but the devices are on "
-            f"{len(slices)}"
+            f"{count(len(slices), 'slice')}"
         )
     inner = [size // over for size, over in zip(sizes.values(), outer, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(

@@ -152,7 +152,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     some of its mesh axes are Manual.
 
     Raises:
-        ShardingError: if the deprecated `with mesh:` entered a mesh. It does not set array types.
+        ShardingError: if the deprecated `with mesh:`, which sets no array types, entered a mesh.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.manual_axes:
@@ -206,7 +206,7 @@ def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
 
 
 def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
-    """Explain why no program can run on a mesh, with the remedy; None if programs can run on it.
+    """Explain why no program can run on a mesh, with the remedy; return None if one can.
 
     The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are
     compile-only.

@@ -51,7 +51,7 @@ def of_rank(spec: PartitionSpec, ndim: int) -> PartitionSpec:
 def typed_spec(array: AnyArray) -> PartitionSpec | None:
     """Return the spec in an array's type, with one entry for each dimension.
 
-    It names only Explicit mesh axes. It is None if the array's mesh has none.
+    The spec names only Explicit mesh axes. It is None if the array's mesh has no such axes.
     """
     sharding = jax.typeof(array).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:

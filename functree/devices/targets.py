@@ -147,8 +147,8 @@ _COMMON = """
 def target_config(gpu: Gpu) -> str:
     """Write XLA's `GpuTargetConfigProto` for a GPU as text.
 
-    `get_topology_desc(platform="cuda", target_config=...)` accepts it. The text has only fields
-    that the parser of JAX 0.10.2 accepts, since it refuses all others.
+    `get_topology_desc(platform="cuda", target_config=...)` accepts it. The text contains only
+    fields that the parser of JAX 0.10.2 accepts, since the parser refuses all others.
     """
     major, minor = gpu.capability
     extension = "NONE"

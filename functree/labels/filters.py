@@ -57,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True, repr=False)
 class Conjunction(Filter):
-    """Filter that matches a leaf if all its parts do. `&` creates it."""
+    """Filter that matches the leaves that all its parts match. `&` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -71,7 +71,7 @@ class Conjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Disjunction(Filter):
-    """Filter that matches a leaf if at least one of its parts does. `|` creates it."""
+    """Filter that matches the leaves that at least one of its parts matches. `|` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -123,7 +123,7 @@ def _joined(kind: "type[Conjunction] | type[Disjunction]", *operands: Any) -> Fi
 
 @dataclass(frozen=True, repr=False)
 class Glob(Filter):
-    """Filter that matches the path of a leaf with a glob. `ft.glob` creates it."""
+    """Filter for leaves whose path matches a glob. `ft.glob` creates it."""
 
     pattern: str
 
@@ -154,7 +154,7 @@ def first_key(pattern: str) -> Path:
 
 
 def pattern_path(leaf: Leaf, first: Path) -> Path | None:
-    """Return the path of a leaf that a pattern must match.
+    """Return the path that a pattern must match to select a leaf.
 
     If the pattern begins with a name above the leaf, so does the path.
     """
@@ -220,8 +220,8 @@ class Regex(Filter):
 
     Attributes:
         pattern: the expression.
-        separator: the text that joins the keys of a path, which is searched for the expression.
-            None for a compiled expression, which must match the whole path.
+        separator: the text that joins the keys of a path. The joined text is searched for the
+            expression. None for a compiled expression, which must match the whole path.
     """
 
     pattern: re.Pattern[str]
@@ -234,7 +234,7 @@ class Regex(Filter):
         return match(self.text(leaf.seen)) is not None
 
     def text(self, path: Path) -> str:
-        """Return the text of a path that the expression is matched against."""
+        """Format a path as the text that the expression is matched against."""
         if self.separator is None:
             return str(path)
         # Other libraries do not quote keys, so a quoted key would never match their patterns.
@@ -326,7 +326,7 @@ def under(cls: "type | types.UnionType") -> Filter:
 def bare_class(classes: Iterable[Any]) -> str:
     """Return the end of an error about a class with type arguments, such as `Box[int]`.
 
-    It is empty if no class has type arguments.
+    The text is empty if no class has type arguments.
     """
     for cls in classes:
         origin = typing.get_origin(cls)
@@ -398,7 +398,7 @@ def negated_patterns(item: Filter) -> Iterator[Filter]:
 
 
 def first_name(pattern: Filter) -> Path:
-    """Return the first key of a glob or an exact path, as a path; empty for other filters."""
+    """Return the first key of a glob or exact path as a path; for other filters, an empty path."""
     match pattern:
         case Glob():
             return first_key(pattern.pattern)
@@ -423,7 +423,7 @@ def names(item: Filter, leaf: Leaf) -> bool:
 class FirstMatch:
     """Callable that returns the index of the first filter that matches a leaf, or None.
 
-    Only `...` and patterns that begin with a name above it match a leaf without a path.
+    Only `...` and patterns that begin with a name above the leaf match a leaf without a path.
     """
 
     def __init__(self, filters: Sequence[Filter]):
@@ -486,7 +486,7 @@ FilterLike = (
 
 
 def as_filter(written: Any) -> Filter:
-    """Convert a value that a user wrote to a filter. Raise RuleError if it cannot be one."""
+    """Convert a value that a user wrote to a filter. Raise RuleError if this is impossible."""
     match written:
         case Filter():
             return written

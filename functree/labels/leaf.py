@@ -18,7 +18,7 @@ def unheld_problem(path: Path, value: Any) -> Problem:
 
 
 class FollowedLeaf(NamedTuple):
-    """The leaf that a follower takes its decision from, as a moment follows its parameter.
+    """Leaf whose decision another leaf, the follower, takes, as a moment follows its parameter.
 
     Attributes:
         path: the path of the followed leaf. None if the follower depends on no parameter, as an
@@ -133,7 +133,7 @@ class Leaf(NamedTuple):
         return text
 
     def is_below(self, classes: type | tuple[type, ...]) -> bool:
-        """Return whether it is below an instance of one or several classes."""
+        """Return whether the leaf is below an instance of a class, or of one of several classes."""
         return any(issubclass(cls, classes) for cls in self.within)
 
     def dimension(self, dim: int) -> str:

@@ -144,9 +144,9 @@ def on_device(array: jax.Array) -> jax.Array:
 
 @functools.cache
 def keys_of(impl: str) -> Callable[[jax.Array], jax.Array]:
-    """Return the function that makes typed keys of an implementation from raw key data.
+    """Return the function that makes typed keys of a PRNG implementation from raw key data.
 
-    It is cached, so that JAX compiles it once.
+    The function is cached, so that JAX compiles it once.
     """
     return functools.partial(jax.random.wrap_key_data, impl=impl)
 

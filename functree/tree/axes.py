@@ -131,10 +131,11 @@ class OpenAxes:
 
 @dataclass(frozen=True, repr=False)
 class Names:
-    """Axes for the leaves below a module without annotations. `ft.names` builds it.
+    """Axes for the leaves below a module without annotations, built by `ft.names`.
 
-    It is immutable, hashable, and equal by value. It holds (pattern, axes) pairs, whose patterns
-    match paths below the module. The first pattern that matches a leaf gives the leaf its axes.
+    The object is immutable and hashable, and compares by value. It holds (pattern, axes) pairs,
+    whose patterns match paths below the module. The first pattern that matches a leaf gives the
+    leaf its axes.
     `stack` holds leading axes, which every leaf below the module gets in addition.
     """
 
@@ -156,8 +157,8 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
     """Name the dimensions of the leaves below a module that does not name them itself.
 
     Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
-    bias="out")]`, or as a value of a layout's `names=` mapping. A field that the module does not
-    have is an error when a tree is read.
+    bias="out")]`, or as a value of a layout's `names=` mapping. Naming a field that the module
+    does not have raises an error when a tree is read.
 
     Args:
         *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the

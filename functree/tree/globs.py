@@ -1,4 +1,4 @@
-"""A glob becomes a regular expression, and a path becomes the text that it is matched against."""
+"""A glob becomes a regular expression, and a path becomes the text that it matches."""
 
 import re
 from collections.abc import Iterable
@@ -104,8 +104,8 @@ def _regex(pattern: str, groups: bool) -> str:
 
 
 # A key as shells and `fnmatch` read it: `?` matches any character, and `[qkv]`, `[0-9]` and `[!b]`
-# match one of several. In functree, a key in brackets is a literal, so it is refused only if it
-# cannot be parsed. A number in brackets is meant as an index.
+# match one of several characters. In functree, a key in brackets is a literal, so it is refused
+# only if it cannot be parsed. A number in brackets is meant as an index.
 _SHELL_PART = re.compile(r"(?<![^.])(?:[\w*?-]|\[[!^]?[\w-]+\])+(?![^.])")
 _INDEXED = re.compile(r"\w*(?:\[-?\d+\])+")
 

@@ -1,7 +1,7 @@
 """Base classes mark the modules that walks over a tree treat specially.
 
 Users may implement the protocols `SelfNaming` and `HasMatrices`. The other classes are bases of
-functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`. Those are defined in
+functree's own `Stacked`, `Packed`, `StateRef`, `State` and `TrainState`, which are defined in
 packages that this package must not import.
 """
 
@@ -45,8 +45,8 @@ Dimensions = int | Sequence[int]
 Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
 """Mapping from a module's fields, or paths below it, to the dimensions of matrices.
 
-Each value holds the dimensions that a product sums over, and the dimensions of its result. It is
-None for an array that is not a matrix."""
+Each value holds the dimensions that a product sums over, and the dimensions of its result. The
+value is None for an array that is not a matrix."""
 
 
 class HasMatrices(Protocol):

@@ -147,8 +147,8 @@ def is_random(equation: Any) -> bool:
 def called_program(equation: Any) -> AnyJaxpr | None:
     """Return the program that an operation runs once, with the operation's inputs and outputs.
 
-    It is a function under `jit` or `checkpoint`, or a function with a custom derivative rule. The
-    result is None for all other operations.
+    The program is a function under `jit` or `checkpoint`, or a function with a custom derivative
+    rule. The result is None for all other operations.
     """
     if equation.primitive.name in ("while", "scan"):
         return None
@@ -170,7 +170,7 @@ def called_program(equation: Any) -> AnyJaxpr | None:
 
 
 def _branches(equation: Any, inputs: list[Sources], reader: Reader) -> list[Sources]:
-    """Find the sources of a `cond`'s outputs. Each output depends on the index too."""
+    """Find the sources of a `cond`'s outputs. Each output depends on the branch index too."""
     index, *operands = inputs
     outputs = [index] * len(equation.outvars)
     for branch in equation.params["branches"]:

@@ -91,7 +91,7 @@ class Path(tuple[Any, ...]):
 
 
 def first_beginning(path: Keys, paths: Container[Keys]) -> Path | None:
-    """Return the shortest prefix of a path that is among some paths, or None.
+    """Return the shortest prefix of a path that a collection of paths contains, or None.
 
     The prefix may be the path itself.
     """

@@ -39,8 +39,8 @@ class GivenNames:
         giver: the source of the names.
         cls: the class in a layout's `names=` that has these names; None for other sources.
         used: the patterns that have matched a leaf.
-        by_leaf: whether an array below a field, outside all modules there, used the field's names.
-        by_module: whether a module below a field used the field's names.
+        by_leaf: whether a field's names apply to an array that no module below the field contains.
+        by_module: whether a field's names apply to a module below the field.
     """
 
     names: Names
@@ -53,7 +53,7 @@ class GivenNames:
 
 
 def invalid_names(names: object) -> str | None:
-    """Return an error text if `names` is not a `{cls: ft.names(...)}`; None if it is."""
+    """Return an error text if `names` is not a mapping `{cls: ft.names(...)}`, or None."""
     if not isinstance(names, Mapping):
         return f"`names=` must map classes to `ft.names(...)`, but {names!r} is not a mapping"
     for cls, given in names.items():
@@ -78,7 +78,7 @@ def given_at(
     if pending is not None:
         pending.by_module = True
         # A copy for this module, because a field such as `list[Linear]` has several modules, and
-        # each counts its used patterns.
+        # the used patterns are recorded for each module.
         sources.append(GivenNames(pending.names, depth, Giver.FIELD))
     if names:
         # Subclasses inherit the names of a class. The nearest class decides.
@@ -97,7 +97,7 @@ def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | N
 
     A field's names take precedence over a layout's names, which take precedence over a module's
     names. Among the classes in a layout's `names=`, the outermost wins, since its names describe
-    the role of a layer in it. Among fields, and among modules, the innermost names win.
+    the roles of the layers in that class. Among fields, and among modules, the innermost names win.
     """
     for given in sorted(several, key=_precedence):
         text = match_text(Path(path[given.depth :]))
@@ -133,7 +133,7 @@ def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
     """Return a problem for each pattern that is given at a node but matches none of its leaves.
 
-    None counts as a leaf here.
+    `None` counts as a leaf here.
     """
     suspects: list[str] = []
     for given in several:
@@ -229,7 +229,7 @@ dimension without such a parameter is unnamed. `LayerNorm` and `RMSNorm` have th
 with the axis `shape`.
 
 `eqx.nn.State` holds the state that layers declare with `eqx.nn.StateIndex`. Its entry applies even
-without `names=`. It leaves all dimensions unnamed, so rules replicate the state.
+without `names=`. The entry leaves all dimensions unnamed, so rules replicate the state.
 
 Examples:
     >>> rules = ft.AxisRules(

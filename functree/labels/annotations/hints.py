@@ -193,7 +193,7 @@ class Namespace:
     optional: bool = False
 
     def find(self, text: str) -> Any:
-        """Evaluate an expression. Raise what the expression raises."""
+        """Evaluate an expression. Its errors propagate."""
         # The module is looked up now, not when the class is read, since a name may be defined below
         # the class. It is copied, since `eval` adds `__builtins__` to its globals.
         module = sys.modules.get(self.module)
@@ -207,7 +207,7 @@ class Reference(NamedTuple):
     Attributes:
         what: the quoted text, or the alias (`type X = ...`) with its arguments.
         namespace: the namespace in which a text is looked up.
-        spec: the spec in an `Annotated` around it.
+        spec: the spec in an `Annotated` around the name or alias.
     """
 
     what: Any
@@ -215,7 +215,7 @@ class Reference(NamedTuple):
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """Return the hint that replaces it. Raise Python's error if it cannot be evaluated."""
+        """Return the hint that replaces the reference. Raise Python's error if there is none."""
         try:
             hint = self._found()
         except NameError:
@@ -237,8 +237,8 @@ class Reference(NamedTuple):
         return parse(alias.__value__, inside)
 
 
-# The most steps from one quoted name to the next. More steps mean that a name is defined in terms
-# of itself.
+# The largest number of steps from one quoted name to the next. More steps mean that a name is
+# defined in terms of itself.
 _MAX_STEPS = 32
 
 
@@ -251,16 +251,16 @@ class Hint:
 
     Attributes:
         text: the annotation, for messages.
-        forms: the alternatives for an array in the field itself.
+        forms: the annotated forms of an array, if the field itself may hold an array.
         element: the hint of each element of a container: X in `list[X]`, `tuple[X, ...]`,
             `dict[str, X]`.
         elements: the hints of the elements of a `tuple[X, Y]`.
         below: the hint of an array at any depth: X in `PyTree[X]`.
         generics: the generic classes with their arguments: `Box[X]`.
         names: the `ft.names` in its `Annotated`.
-        buffer: whether it is an `ft.Buffer`.
+        buffer: whether the annotation is an `ft.Buffer`.
         references: the parts that are not resolved yet.
-        typed_dict: whether it is a `TypedDict`, whose own annotations are not read.
+        typed_dict: whether the annotation is a `TypedDict`, whose own annotations are not read.
     """
 
     text: str = ""
@@ -294,7 +294,7 @@ class Hint:
         return replace(merge((element, self.below)), below=self.below)
 
     def forms_for(self, ndim: int) -> list[ArrayForm]:
-        """Return the annotated forms that fit an array of this rank in the field itself."""
+        """Return the forms that fit an array of this rank, if the field itself holds the array."""
         return [form for form in self.forms if form.fits(ndim)]
 
     def at(self, path: Path) -> "Hint":
@@ -332,7 +332,8 @@ class Hint:
     def tried(self) -> "Hint":
         """Resolve the hint as far as possible.
 
-        If this fails, optional parts are dropped. If it still fails, the hint itself is returned.
+        If a name cannot be resolved, optional parts are dropped. If other names still cannot be
+        resolved, the hint itself is returned.
         """
         try:
             return self.settled
@@ -479,7 +480,7 @@ def annotated(hint: Hint, marks: Iterable[Any]) -> Hint:
 def _with_spec(hint: Hint, spec: PartitionSpec) -> Hint:
     """Add a spec to a hint, for all arrays that it annotates.
 
-    If it annotates no arrays, the spec is for all arrays below.
+    If the hint annotates no arrays, the spec applies to all arrays below the annotated value.
     """
     if not (hint.is_about_arrays or hint.references):
         # `Annotated[eqx.nn.Linear, P("data")]`: arrays of any rank and dtype, at any depth.
@@ -570,7 +571,7 @@ def _parameters(cls: type) -> tuple[TypeVar, ...]:
 
 def _bases(cls: type) -> Iterator[tuple[type, list[tuple[TypeVar, Any]]]]:
     """Yield the bases of a class, each with its type parameters and their arguments."""
-    # `__orig_bases__` has the bases with their arguments. It is looked up in the class itself,
+    # `__orig_bases__` holds the bases with their arguments. It is looked up in the class itself,
     # since a subclass without generic bases would inherit the attribute.
     for base in vars(cls).get("__orig_bases__", cls.__bases__):
         origin: Any = typing.get_origin(base) or base
@@ -583,7 +584,7 @@ def _handed_up(cls: type, given: Given) -> Values:
 
     A value is given for the class, or for a base to which the class passes the parameter:
     `class Sub(Box[U])`. A parameter inside another type has no value, as in
-    `class Listed(Box[list[U]])`. Fields annotated with it count as unannotated.
+    `class Listed(Box[list[U]])`. Fields annotated with such a parameter count as unannotated.
     """
     values: dict[TypeVar, Hint] = {}
     for base, arguments in _bases(cls):

@@ -34,7 +34,7 @@ class LeafAxes(NamedTuple):
 
 
 # The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
-# combination of these. The memory is for one walk over one tree.
+# combination of these. A memory serves one walk over one tree.
 Memory = dict[tuple[Any, ...], LeafAxes]
 
 
@@ -48,8 +48,8 @@ def leaf_axes(
 ) -> LeafAxes:
     """Return the axes of an array.
 
-    The axes of its stacks come first, followed by its other axes. These are `given` from outside,
-    or come from its annotation.
+    The axes of its stacks come first, followed by its other axes. The other axes are `given` from
+    outside, or come from its annotation.
     """
     key = (hint, value.shape, value.dtype, given, stack)
     axes = memory.get(key)
@@ -64,7 +64,7 @@ def leaf_axes(
 def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     """Return the axes of a piece of state, as its `StateRef` declares them.
 
-    The result is a misfit if the value has a different rank.
+    The result has a `misfit` if the value has a different rank.
     """
     have = len(value.shape)
     if have == len(declared):

@@ -3,9 +3,10 @@
 An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its state.
 
 The classes of the state's nodes are not used, since they differ for each optimizer. A leaf's path
-shows which parameter it belongs to. A leaf with the shape of its parameter has all its dimensions.
-For other leaves, `tx.init` is traced a second time, with all sizes of the parameters changed to
-distinct ones. The leaves' new sizes then show which dimensions of the parameter they have.
+shows which parameter it belongs to. A leaf with its parameter's shape has all of the parameter's
+dimensions. For other leaves, `tx.init` is traced a second time, with all sizes of the parameters
+changed to distinct ones. The leaves' new sizes then show which dimensions of the parameter they
+have.
 
 Tracing is slow, and most parameters of a large model are alike. If the optimizer allows it, the
 second trace therefore covers only one parameter of each kind.
@@ -83,15 +84,15 @@ Owners = Mapping[Path, Sequence[Path]]
 
 
 # The number of different steps by which sizes are changed. Parameters that paths may not
-# distinguish get different steps. There are few, since large steps are more likely to change a
-# decision of the optimizer.
+# distinguish get different steps. There are few steps, since large steps are more likely to change
+# a decision of the optimizer.
 STEPS = 8
 
 
 def find_followed(
     tx: Optimizer, trained: TrainedModel, leaves: Sequence[Leaf]
 ) -> Sequence[FollowedLeaf]:
-    """Find what each leaf of an optimizer's state follows.
+    """Find the parameter that each leaf of an optimizer's state follows.
 
     Args:
         tx: the optimizer.
@@ -137,7 +138,7 @@ def find_followed(
 def _by_shape(
     shape: Shape, owners: Sequence[Path], parameters: Mapping[Path, Leaf]
 ) -> FollowedLeaf:
-    """Return what a leaf follows, as far as its shape shows it.
+    """Return the parameter that a leaf follows, as far as the leaf's shape shows it.
 
     A leaf with its parameter's shape has all dimensions of the parameter. A scalar has none.
     """
@@ -194,9 +195,9 @@ def _by_sizes(
     chosen: Sequence[Path],
     paths: Collection[Path],
 ) -> dict[Path, FollowedLeaf]:
-    """Find what some leaves follow, by changing the sizes of the parameters.
+    """Find the parameters that some leaves follow, by changing the sizes of the parameters.
 
-    The result omits leaves whose rank changes.
+    The result omits leaves whose rank changes, and all other leaves of their parameters.
 
     Args:
         tx: the optimizer.
@@ -245,7 +246,7 @@ def _by_sizes(
 def _compared(
     real: Shape, other: Shape, owners: Sequence[tuple[Path, Shape, Shape]]
 ) -> FollowedLeaf:
-    """Return what a leaf follows: the first parameter that its sizes confirm.
+    """Return the first parameter that the sizes of a leaf confirm as the followed one.
 
     Args:
         real: the shape of the leaf.
@@ -264,7 +265,7 @@ def _compared(
 
 
 def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]) -> StateArrays:
-    """Return the arrays of `tx.init`, by path, for some parameters with changed shapes."""
+    """Return the arrays in the result of `tx.init`, by path, for parameters with changed shapes."""
 
     def abstract(leaf: Leaf) -> jax.ShapeDtypeStruct | None:
         shape = shapes.get(leaf.path)
@@ -282,8 +283,8 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
     """Determine from their sizes which dimensions of a parameter a leaf has.
 
     A leaf may have dimensions of its own, followed by all dimensions of the parameter. Or it has
-    some of the parameter's dimensions in their order, and none of its own except with size 1. Other
-    matches may be chance: galore's rank may equal the smallest size of a parameter.
+    some of the parameter's dimensions in their order, and its own dimensions all have size 1. Other
+    matches may be accidental: galore's rank may equal the smallest size of a parameter.
 
     Args:
         real: the shape of the leaf.
@@ -422,11 +423,11 @@ def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
 
 
 def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
-    """Return the parameters whose paths have the same end, for leaves without a prefix.
+    """Return the parameters whose paths end like a leaf's path, for leaves without a prefix.
 
-    `optax.lookahead` has the parameters `fast.w` and `slow.w`, and initializes its inner optimizer
-    with one half of them. So the paths in its state end only with `w`. If too many parameters have
-    the same end, sizes cannot distinguish them, and the leaf has no owner.
+    `optax.lookahead` takes pairs of parameters, such as `fast.w` and `slow.w`, and initializes its
+    inner optimizer with one of each pair. So the paths in its state end only with `w`. If too many
+    parameters have the same end, sizes cannot distinguish them, and the leaf has no owner.
     """
     if not paths:
         return {}

@@ -1,7 +1,7 @@
 """`optimizer_state` traces an optimizer's state and labels its leaves.
 
 An optimizer and its parameters ─► its abstract state, whose leaves follow the parameters.
-Parameters with equal shapes are traced only once.
+An optimizer is traced only once for parameters with equal types.
 """
 
 import weakref
@@ -70,7 +70,7 @@ def _abstract_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
 def followed_by(
     tx: Optimizer, trained: TrainedModel, state: Sequence[Leaf]
 ) -> Sequence[FollowedLeaf]:
-    """Return what the leaves of an existing state follow."""
+    """Return the parameters that the leaves of an existing state follow."""
     leaves = tuple((leaf.path, leaf.shape, leaf.value.dtype) for leaf in state)
     return remembered(
         tx, ("follows", trained_type(trained), leaves), lambda: find_followed(tx, trained, state)
@@ -94,7 +94,7 @@ def following(leaf: Leaf, follows: FollowedLeaf, parameters: Mapping[Path, Leaf]
 
 
 def trained_type(trained: TrainedModel) -> Hashable:
-    """Return all that a trace of `tx.init` depends on: the parameters' types and JAX settings."""
+    """Return everything that a trace of `tx.init` depends on: parameter types and JAX settings."""
     settings = (
         _CONFIG.jax_enable_x64,
         _CONFIG.jax_default_prng_impl,
@@ -115,7 +115,7 @@ _CONFIG: Any = jax.config  # type checkers do not find its options
 # that takes it. The results of traces are therefore cached by `tx.init`, a function that differs
 # for each optimizer.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-_REMEMBERED = 16  # the most results for each optimizer
+_REMEMBERED = 16  # the largest number of results for each optimizer
 
 T = TypeVar("T")
 

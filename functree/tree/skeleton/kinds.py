@@ -426,7 +426,7 @@ _REMEMBERED = 16
 class Form:
     """Generated functions for trees with one structure and equal static values.
 
-    It holds no arrays.
+    A form holds no arrays.
 
     Args:
         sample: a tree with this structure.
@@ -573,12 +573,12 @@ class TakeCode(Code):
         self.lines.append(f"if {condition}: return {next(self._names)}, {found}")
 
     def leaf(self, value: object, at: str) -> None:
-        """Reject trees in which the expression `at` is a different leaf, which is not an array."""
+        """Refuse trees whose leaf at the expression `at` differs. The leaf must not be an array."""
         differs = self.value(StaticValue(value).differs)
         self._refuse_others(value, at, f"{differs}({{found}})")
 
     def static(self, value: object, at: str) -> None:
-        """Refuse trees in which the expression `at` is different static data of a node."""
+        """Refuse trees in which a node's static data, at the expression `at`, differs."""
         self._refuse_others(value, at, f"not {self.value(equal)}({{known}}, {{found}})")
 
     def _refuse_others(self, value: object, at: str, differs: str) -> None:

@@ -63,7 +63,7 @@ def _compared(value: object) -> object:
 
 
 def equal(one: object, other: object) -> bool:
-    """Return whether two static values are one object, or equal with `==`.
+    """Return whether two static values are the same object, or compare equal with `==`.
 
     Raises:
         FunctreeTypeError: if `==` raises.
