@@ -162,11 +162,12 @@ class Memory:
         outputs: the bytes of the result.
         aliases: the bytes of the result that reuse the memory of donated arguments.
         temporaries: the bytes of intermediate values.
-        peak: the most bytes in use at one time in main memory, as the compiler reports it. The CPU
-            compiler's figure leaves out temporaries, so on CPUs this is the sum of all allocations.
-            The TPU compiler's figure includes fast on-chip memory and host memory. On TPUs, this is
-            therefore at most the sum of the allocations in main memory. The peak may be less than
-            `arguments` or `temporaries`, since these count all allocations, including host memory.
+        peak: the most bytes in use at one time in main memory, as the compiler reports them. The
+            CPU compiler's figure leaves out temporaries, so on CPUs the peak is the sum of all
+            allocations. The TPU compiler's figure includes fast on-chip memory and host memory. On
+            TPUs, the peak is therefore at most the sum of the allocations in main memory. The peak
+            may be less than `arguments` or `temporaries`, since these count all allocations,
+            including host memory.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

@@ -164,7 +164,8 @@ class DataFlow:
 
         Args:
             value: the value.
-            passes: returns whether the walk continues from an instruction to its operands.
+            passes: a function that returns whether the walk continues from an instruction to its
+                operands.
         """
         return self.history([value], passes)[0]
 
@@ -527,7 +528,7 @@ def _iterations(start: int, end: int, step: int, direction: str) -> int | None:
 
 
 def _number(flow: DataFlow, value: HloValue) -> int | None:
-    """Return the number that a value is, if it is an integer constant; None otherwise."""
+    """Return the number that an integer constant holds; return None for any other value."""
     instruction = flow.source(value).instruction
     if instruction.opcode != "constant" or not re.fullmatch(r"-?\d+", instruction.argument):
         return None

@@ -128,7 +128,7 @@ class _Reader(threading.Thread):
     Attributes:
         original: the file descriptor of the original standard error.
         reading: the lock that is held while text is read and forwarded. For the thread that holds
-            it, all text is either still in the pipe or already forwarded.
+            the lock, all text is either still in the pipe or already forwarded.
         listeners: the outputs that collect the text.
     """
 
@@ -169,8 +169,8 @@ class _Reader(threading.Thread):
             while rest:
                 rest = rest[os.write(self.original, rest) :]
         except OSError:
-            # The original is closed, for example a pipe without a reader. The text would be lost
-            # without the redirection, too.
+            # The original cannot be written, for example because it is a pipe without a reader.
+            # The text would be lost without the redirection, too.
             pass
 
     def close(self) -> None:

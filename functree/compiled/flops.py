@@ -2,9 +2,9 @@
 
 The compilers' own count includes each loop body only once, and leaves out custom kernels. Here,
 products, convolutions and known kernels are counted from their shapes. All other operations, such
-as sums, cost comparatively little and are left out. The text shows a kernel's name and shapes, but
-not its computation, so each known kind of kernel has its own formula. The flops of unknown kernels
-are never guessed.
+as sums, cost comparatively little and are left out. A program shows a kernel's name and shapes,
+but not its computation, so each known kind of kernel has its own formula. The flops of unknown
+kernels are never guessed.
 """
 
 import functools
@@ -33,7 +33,7 @@ class Flops(NamedTuple):
     not_understood: tuple[str, ...]
 
 
-# These multiply matrices, with algorithms that the text does not show.
+# Operations whose flops cannot be derived from the text.
 _UNKNOWN = ("cholesky", "fft", "ragged-dot", "triangular-solve")
 
 
@@ -67,7 +67,7 @@ def count_flops(text: str) -> Flops:
 
 
 def _each(hlo: Hlo) -> Iterator[tuple[Instruction, int | None]]:
-    """Yield each instruction that multiplies, with the flops of a run; None if unknown."""
+    """Yield each instruction that multiplies, with the flops of one run, or None if unknown."""
     for opcode in ("dot", "scaled-dot"):
         for instruction in hlo.by_opcode.get(opcode, ()):
             yield instruction, _dot_flops(hlo, instruction)

@@ -180,7 +180,7 @@ def result_name(path: Path) -> str:
 
 
 def named(layouts: Layouts, parameters: Sequence[Path]) -> Layouts | None:
-    """Rename the arguments to these paths; None if the number of arguments differs."""
+    """Rename the arguments to these paths; return None if the number of arguments differs."""
     old = [row.name for row in layouts.rows if row.op == ARGUMENT]
     if len(old) != len(parameters):
         return None

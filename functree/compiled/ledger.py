@@ -60,7 +60,7 @@ class Ledger:
     Attributes:
         collectives: the arrays that are moved, in the order of the program's text.
         memory: the memory on one device.
-        backend: the target: `cpu`, `tpu v5e`, `cuda h100`.
+        backend: the devices that the program is compiled for: `cpu`, `tpu v5e`, `cuda h100`.
         sizes: the sizes of the mesh axes; empty if the mesh is unknown.
         warnings: the compiler's warnings, for example about an involuntary rematerialization.
         warnings_known: whether warnings could be collected. False if JAX had cached the program, so
@@ -329,7 +329,7 @@ def _what(key: _Key, of: str = "") -> str:
 
 
 MOST_ROWS = 200
-"""The most rows of a ledger in a notebook; a page shows all."""
+"""The largest number of rows of a ledger in a notebook; a page shows all rows."""
 
 
 class _Page(NamedTuple):
@@ -384,7 +384,7 @@ class _Page(NamedTuple):
         rows = rows_of_parameters(self.ledger.collectives)
         left_out = ""
         if most is not None and len(rows) > most:
-            more = f"and {count(len(rows) - most, 'smaller row')} (`ledger.html()` shows all)"
+            more = f"and {count(len(rows) - most, 'smaller row')} (`ledger.html()` shows all rows)"
             left_out, rows = notes_html([], [more]), rows[:most]
         leaves = list(map(self._leaf, rows))
         tree = tree_html(leaves, "all parameters", "collective", named=False)
@@ -468,7 +468,7 @@ def _argument_of(plan: PlanPage, memory: Memory) -> str | None:
 
 
 def _moved_for(argument: str, collectives: Sequence[Collective]) -> dict[Path, int]:
-    """Sum the bytes moved for each array of an argument, without collectives that serve several."""
+    """Sum the bytes moved for each array of an argument, without collectives for several arrays."""
     moved: dict[Path, int] = {}
     for collective in collectives:
         if collective.path is not None and collective.arguments == (argument,):

@@ -27,7 +27,7 @@ class MovedArray:
     Attributes:
         kind: one of `KINDS`.
         instruction: the collective.
-        index: the index of the array among those that the collective moves.
+        index: the index of the array among the arrays that the collective moves.
         arrays: the number of arrays that the collective moves.
         operand: the value that is moved.
         type: the type of the array's result on one device.

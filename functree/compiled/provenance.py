@@ -121,7 +121,7 @@ class Provenance:
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """Find the parameters that a moved array is multiplied by, or if none, a product of."""
+        """Find the parameters that multiply a moved array; if none do, the array's own factors."""
         # An activation is gathered for its next product. It may also be the sum of all earlier
         # layers' outputs, but it is not gathered for those layers.
         factors = self._uses.factors(moved)
@@ -164,7 +164,7 @@ class Provenance:
         return not others or self._is_of_its_argument(parameter, others)
 
     def _is_of_its_argument(self, parameter: int, values: Sequence[HloValue]) -> bool:
-        """Return whether any of some values depends on the argument that contains a parameter.
+        """Return whether at least one value depends on the argument that contains a parameter.
 
         An activation depends on other layers of the model. Computed weights do not depend on data.
         """
@@ -444,9 +444,9 @@ class Phases:
 
         Args:
             moved: the array.
-            new_values: returns the new parameter values that depend on an array; empty if anything
-                else depends on it. It is not an attribute, since a method of this object's owner
-                would create a reference cycle.
+            new_values: a function that returns the new parameter values that depend on an array;
+                empty if anything else depends on it. The function is not an attribute, since a
+                method of this object's owner would create a reference cycle.
 
         Returns:
             The phase, or None if the compiler combined several phases, or lost the operations'

@@ -31,8 +31,9 @@ class CompiledProgram(NamedTuple):
 
     Attributes:
         text: the text of the program.
-        memory: returns its memory statistics, as `compiled.memory_analysis` does, or None if the
-            compiler reports none. It is called last.
+        memory: a function that returns the program's memory statistics, as
+            `compiled.memory_analysis` does, or None if the compiler reports none. It is called
+            last.
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output.
@@ -40,8 +41,10 @@ class CompiledProgram(NamedTuple):
         backend: the name of the target.
         warnings: the compiler's warnings; None if they were not collected.
         sharded: the mesh axes that shard a parameter or an output; None if this is unknown.
-        shapes: converts shapes on one device to global shapes; None if these are equal or unknown.
-        layouts: returns the program's layouts before compilation; None if they are unavailable.
+        shapes: a function that converts shapes on one device to global shapes; None if the global
+            shapes are equal or unknown.
+        layouts: a function that returns the program's layouts before compilation; None if they are
+            unavailable.
     """
 
     text: str

@@ -106,7 +106,7 @@ class LaidOut(NamedTuple):
         return f"{self.dtype}[{', '.join(sizes)}]"
 
     def bytes_of(self, sizes: Mapping[str, int]) -> int:
-        """Return its bytes on one device.
+        """Return the array's bytes on one device.
 
         Args:
             sizes: the sizes of the mesh axes.
@@ -153,8 +153,8 @@ def _propagated(
 ) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
     """Run passes on a copy of a program.
 
-    Yields its main function with calls inlined, the sizes of the mesh axes, and the arguments whose
-    sharding was given.
+    Yields the program's main function with calls inlined, the sizes of the mesh axes, and the
+    arguments whose sharding was given.
     """
     module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
@@ -430,7 +430,7 @@ class _Reader:
         return op in _MOVES_DIMENSIONS
 
     def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
-        """Return the phase in which an operation passes a sharding on, and if in a later sweep."""
+        """Return the phase in which an operation passes a sharding on, and 1 if one sweep later."""
         op = self._rows[made].op
         late = int(there != made)
         if made in self._typed and not late:
@@ -492,7 +492,7 @@ class _Reader:
                     if outer in self._indices:
                         self._indices[inner] = self._indices[outer]
             self._read_inside(operation)
-            # So is what the region returns. A loop's condition returns a scalar.
+            # So are the values that the region returns. A loop's condition returns a scalar.
             for region in operation.regions:
                 *_, last = region.blocks[0].operations
                 for inner, outer in zip(last.operands, operation.results, strict=False):

@@ -42,7 +42,7 @@ def name_lines_of(*layers: Callable[..., object]) -> None:
 
 
 class Lines(NamedTuple):
-    """The source lines that an instruction comes from, each `file:line`.
+    """The source lines that an instruction comes from, each written as `file:line`.
 
     Attributes:
         source: the innermost line of model code; if there is none, the innermost line.
@@ -130,7 +130,7 @@ def source_end(source: str) -> str:
 def is_model_file(file: str) -> bool:
     """Return whether a file may contain a model.
 
-    These are the user's files, the layers of functree and Equinox, and other installed packages.
+    Such files are the user's files, functree's and Equinox's layers, and other installed packages.
     """
     if is_own_file(file):
         return is_layer(file)

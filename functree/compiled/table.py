@@ -239,7 +239,7 @@ def _in_order(line: str) -> tuple[int, str]:
 
 COLUMNS = (52, 18, 16, 5)  # the widths of parameter, kind, mesh axes and runs
 ROWS = 40
-"""The most rows in the table; one line gives the total of all smaller rows."""
+"""The largest number of rows in the table; one line gives the total of all smaller rows."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
@@ -262,7 +262,7 @@ def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence
     if smaller:
         rest = bytes_text(sum(row.total for row in smaller))
         more = count(len(smaller), "smaller row")
-        lines.append(f"and {more}, {rest} in total (`ledger.collectives` has all)")
+        lines.append(f"and {more}, {rest} in total (`ledger.collectives` holds all collectives)")
     if lines:
         lines.append("")
     lines += [summary, *paragraphs(notes)]
@@ -281,7 +281,7 @@ def summary_text(
     Args:
         totals: the moved bytes by kind and mesh axes.
         memory: the memory.
-        attributed: the share of the moved bytes that have a path.
+        attributed: the share of the moved bytes that is attributed to parameters.
         where: the backend and the mesh.
         idle: the mesh axes over which nothing is moved or sharded.
     """
@@ -301,7 +301,7 @@ def idle_text(idle: Sequence[str]) -> str:
 
 
 def unattributed_text(attributed: float) -> str:
-    """Describe the share of bytes without a path."""
+    """Describe the share of bytes that is not attributed to parameters."""
     lost = 1 - attributed
     share = f"{100 * lost:.1f} %"
     if 0 < lost < 0.0005:  # "0.0 %" would mean none
@@ -330,7 +330,7 @@ def peak_notes(memory: Memory) -> list[str]:
 
 
 MOST = 4
-"""The most lines of warnings; the others are counted."""
+"""The largest number of warning lines; further lines are only counted."""
 LONGEST = 80
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}

@@ -136,7 +136,7 @@ class ParameterUses:
         return instruction.opcode == "reduce" or self._is_elementwise(instruction)
 
     def are_made_of(self, values: Sequence[HloValue], parameters: Collection[int]) -> bool:
-        """Return whether any of some values depends on any of some parameters, in any way."""
+        """Return whether at least one value depends, in any way, on one of the parameters."""
         wanted = {source for source, i in self._parameters.items() if i in parameters}
         waiting = list(values)
         seen = set(waiting)
@@ -181,7 +181,7 @@ class ParameterUses:
         )
 
     def _is_made_of_data(self, places: Iterable[HloValue]) -> bool:
-        """Return whether any of some indices depends on numbers read from an array."""
+        """Return whether at least one index depends on numbers read from an array."""
         _, passed = self._flow.history(places, self._is_computed)
         return any(map(self._is_read_from_data, passed))
 
@@ -220,7 +220,7 @@ class ParameterUses:
     def _made_into(
         self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
     ) -> frozenset[int]:
-        """Return the parameters that products depend on, through the accepted instructions."""
+        """Return the parameters that products depend on, if `passes` accepts all steps between."""
         operands: list[HloValue] = []
         for product in products:
             operands += self._flow.operands(product)

@@ -1,7 +1,7 @@
 """`Verdicts` decides whether a collective was asked for, and finds its cause.
 
-The compiler starts from Shardy's layouts. In these, the operation that a collective comes from has
-a sharding for its operands, and the sharding that its result needs.
+The compiler starts from Shardy's layouts. They contain the operation that a collective comes from,
+with the shardings of its operands and the sharding that its result needs.
 """
 
 import math
@@ -19,7 +19,7 @@ from functree.tree.paths import Path
 
 # A constraint may move arrays up to this many operations earlier.
 _FARTHEST = 8
-# In the result of these, a dimension may have a different position.
+# In the results of these operations, a dimension may have a different position.
 _TURNS = ("dot_general", "transpose")
 ASKED, COMPILER = "asked", "compiler"
 
@@ -103,7 +103,7 @@ class Verdicts:
     def _reason(
         self, collective: Collective, name: str, parameters: Sequence[int], operation: int | None
     ) -> str:
-        """Return why a collective counts as asked for; empty if it does not."""
+        """Return why a collective counts as asked for, or an empty string if it does not."""
         primitive, is_sum = _primitive(name), collective.kind in _SUMS
         axes = set(collective.mesh_axes or ())
         if "shard_map" in name:
@@ -292,7 +292,7 @@ def data_of(
     """Find the parameters that are data, and not part of a model.
 
     An argument is a model if one of its arrays is trained. It is also a model if it has more arrays
-    than any trained argument, or if its arrays share no leading dimension, unlike a batch. If such
+    than any trained argument, or if its arrays differ in leading size, unlike in a batch. If such
     arguments exist and none of them is trained, the trained arguments are data. If no argument is a
     model, all are data.
 

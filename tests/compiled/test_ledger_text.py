@@ -171,7 +171,10 @@ def test_the_whole_text() -> None:
 def test_many_lines_and_donated_memory() -> None:
     many = [moved(f"p{i}", kind=f"k{i}", bytes=100_000) for i in range(42)]
     text = str(ledger(*many, moved(None, bytes=1), memory=ft.Memory({}, 256, 128, 0, 640)))
-    assert "and 3 smaller rows, 195.3 KiB in total (`ledger.collectives` has all)" in text
+    assert (
+        "and 3 smaller rows, 195.3 KiB in total (`ledger.collectives` holds all collectives)"
+        in text
+    )
     assert "less than 0.1 % of these bytes could not be attributed to a parameter" in text
     assert "outputs 256 B (128 B in donated arguments)" in text
 
