@@ -33,7 +33,8 @@ class Edit(NamedTuple):
         change: what to write or remove.
         source: the line that it concerns; None if it concerns a layout.
         place: the constraint, array or rule that it concerns; edits of one place are alternatives.
-        lower: lowers the changed program. It may raise any error that tracing may raise.
+        lower: a function that lowers the changed program. It may raise any error that tracing may
+            raise.
         is_blamed: whether it concerns the origin of a collective that the compiler chose or that a
             constraint requires.
     """
@@ -49,7 +50,7 @@ class Edits:
     """The edits that may avoid a program's collectives.
 
     Args:
-        call: the call.
+        call: the lowered call of the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
         layouts: the layouts of its program.
@@ -197,7 +198,7 @@ class Edits:
         yield Edit(text, None, what, changed.lower)
 
     def _replaced(self, i: int, variant: Variant) -> tuple[Path, NamedSharding] | None:
-        """Return the parameter that a result replaces, and its sharding, if that differs."""
+        """Return the replaced parameter and its sharding, if the result is sharded differently."""
         result_sharding = variant.outputs[i]
         for path, parameter in zip(self._call.parameters, variant.inputs, strict=True):
             replaces = _ends_with(self._call.results[i], {_inside(path)})

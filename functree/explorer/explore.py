@@ -43,14 +43,15 @@ def explore(
     out_shardings: LayoutTree = None,
     progress: bool = True,
 ) -> Ranking:
-    """Compile a function on several meshes with several layouts, and rank them. Nothing is run.
+    """Compile a function for several meshes and layouts, and rank these. Nothing is run.
 
-    Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. All
-    others are compiled with the target's compiler. The score is flops / (peak × efficiency) plus,
-    for each mesh axis, bytes sent / bandwidth; see `Candidate`. It can separate layouts that differ
-    by more than 15 %. It does not forecast times, since it ignores overlap and latency.
+    Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. The
+    target's compiler compiles all others. The score is flops / (peak × efficiency) plus, for each
+    mesh axis, bytes sent / bandwidth; see `Candidate`. Scores can separate layouts that differ by
+    more than 15 %. They do not forecast times, since they ignore overlap and latency.
 
-    An interrupt (Ctrl-C) ends the exploration and returns what has been compiled.
+    An interrupt (Ctrl-C) ends the exploration. The ranking then lists the remaining candidates as
+    not compiled.
 
     Args:
         step: the function. If it comes from `ft.jit`, its options are kept, such as donation, but
@@ -64,12 +65,13 @@ def explore(
         target: the target to compile for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without a target,
             programs are compiled for this machine's devices.
         hardware: the figures for the score. The default is the target's hardware. Without a target,
-            the default is a TPU v5e, the ranking's first line names it, and a peak above its memory
-            only adds a note.
-        out_shardings: the layout of the result, as in `ft.jit`, or a dict with one for each name in
-            `layouts`. Without it, results that replace donated arguments keep their shardings.
-        progress: whether to show progress on standard error. A terminal shows one line. A log has a
-            line for each candidate, if the exploration takes long.
+            the default is a TPU v5e, which the ranking's first line names. A peak above its memory
+            then only adds a note.
+        out_shardings: the layout of the result, as in `ft.jit`, or a dict with a layout for each
+            name in `layouts`. By default, results that replace donated arguments keep the
+            arguments' shardings.
+        progress: whether to show progress on standard error. A terminal shows one line. A log gets
+            a line for each candidate if the exploration takes long.
 
     Raises:
         FunctreeError: if an argument is invalid.
@@ -243,7 +245,7 @@ NOT_COMPILED = Problem(None, None, "", "not compiled: the exploration was interr
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
-    """Raise the error of a user's code if all candidates have it: it does not depend on layouts."""
+    """Raise the error of a user's code if all candidates raise it, so layouts do not cause it."""
     if not errors or len(errors) < compiled:
         return
     first = errors[0]

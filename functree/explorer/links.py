@@ -96,8 +96,8 @@ def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
 
 
-# A ledger has the bytes of the result on one device. With ring algorithms in a group of n devices,
-# each device sends this multiple of those bytes:
+# A ledger counts the bytes of the result on one device. With ring algorithms in a group of n
+# devices, each device sends this multiple of the result's bytes:
 _FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # a reduce-scatter, and then an all-gather
     "all-gather": lambda n: (n - 1) / n,

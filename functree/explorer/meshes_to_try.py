@@ -143,7 +143,7 @@ def _named(layout: Layout) -> Iterator[str]:
 
 
 def _check_devices(sizes: Mapping[str, int], target: Target | None) -> None:
-    """Raise ShardingError unless the target, or this machine, has enough devices for a mesh."""
+    """Raise ShardingError if a mesh does not fit the target, or this machine lacks devices."""
     needed = math.prod(sizes.values())
     asked = " × ".join(f"{name}={size}" for name, size in sizes.items())
     have = f"explore: the mesh {asked} has {count(needed, 'device')}"

@@ -36,7 +36,7 @@ GIVEN = "the given hardware"
 """The name of hardware that the caller gives."""
 
 MOST = 3
-"""The most problems that are printed for a candidate."""
+"""The largest number of problems that are printed for a candidate."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,7 +50,7 @@ class Candidate:
         layout_name: the name of the layout.
         problems: why it cannot run; empty if it can.
         bytes_per_device: the bytes of the arguments, from the plan.
-        peak_bytes: the most bytes in use at one time, as the compiler reports it.
+        peak_bytes: the most bytes in use at one time, as the compiler reports them.
         flops: the flops of the program, including recomputation.
         wire_bytes: the bytes that are sent, by mesh axis, largest first. A collective over several
             mesh axes counts under their tuple.
@@ -94,7 +94,7 @@ class Ranking:
     Attributes:
         rows: the candidates.
         hardware: the figures used for the score.
-        kind: the kind of accelerator with these figures.
+        kind: the kind of accelerator with these figures, or `the given hardware`.
         target: the target of the compilation; None for the devices of this machine.
         notes: the notes above the figures.
     """

@@ -37,7 +37,7 @@ class Variant:
     def of(
         cls, fn: Callable[..., Any], arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None
     ) -> "Variant | None":
-        """Trace a function that only calls a jitted function; None if it does more.
+        """Trace a function that only calls a jitted function; return None if it does more.
 
         Args:
             fn: the function, from arrays to arrays.
@@ -74,7 +74,7 @@ class Variant:
             return jitted.lower(*self.inputs)
 
     def constraints(self) -> Iterator[str]:
-        """Yield each source line that has a constraint once."""
+        """Yield each source line that contains a constraint, without repeats."""
         yield from dict.fromkeys(filter(None, map(_line, all_equations(self.program))))
 
     def without_constraint(self, line: str) -> "Variant":

@@ -85,13 +85,13 @@ class Fix(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Why:
-    """The reasons why a program moves arrays, and the edits that avoid it; `ft.why` returns it.
+    """Result of `ft.why`: the reasons why a program moves arrays, and edits that avoid moves.
 
     Attributes:
         name: the name of the function.
-        rows: its collectives, the largest first.
+        rows: the program's collectives, the largest first.
         fixes: edits that move less with at most 5 % more flops and 2 % more memory, best first.
-        trades: edits that move less with more flops or memory than that, best first.
+        trades: edits that move less, but need more flops or memory than a fix may, best first.
         hints: advice for collectives that no fix avoids.
         data: the arguments that count as data. Their layouts are not changed.
         tried: the number of edits that could be lowered and ranked.
@@ -142,7 +142,7 @@ class Why:
         return text
 
     def to_json(self) -> str:
-        """Return everything as JSON."""
+        """Return the result as JSON."""
         return json_of("why", self)
 
     def html(self) -> str:
@@ -204,13 +204,13 @@ def why(
     progress: bool = True,
     **kwargs: Tree,
 ) -> Why:
-    """Explain why a function's program moves arrays, and find edits that avoid it. Nothing is run.
+    """Explain why a function's program moves arrays, and find edits that avoid moves. Nothing runs.
 
     An edit removes a constraint, or changes one dimension of an argument's spec. It may also shard
     a result like the argument that it replaces, drop a result's layout, or change a rule. Edits are
     ranked using Shardy's layouts, and the best are compiled. The layout of data is never changed.
     On Explicit axes, layouts are types, so only rules and results are changed. An interrupt
-    (Ctrl-C) ends the search and returns what has been found.
+    (Ctrl-C) ends the search and returns the edits found so far.
 
     Args:
         fn: a function, as in `ft.ledger`.
@@ -218,7 +218,7 @@ def why(
         in_shardings: the layouts of the arguments, as in `ft.jit`, if the function is not jitted.
         out_shardings: the layout of the result, if the function is not jitted.
         mesh: the mesh, if the function is not jitted.
-        compilations: the most edits to compile.
+        compilations: the largest number of edits to compile.
         progress: whether to show progress on standard error.
         **kwargs: its keyword arguments.
 
@@ -387,7 +387,7 @@ def _order(measured: _Measured) -> tuple[int, ...]:
 def _removal_first(fixes: list[_Measured]) -> list[_Measured]:
     """Move the removal of a constraint to the front, unless another fix is clearly better.
 
-    It is the simplest edit.
+    The removal is the simplest edit.
     """
     for i, fix in enumerate(fixes):
         if fix.fix.source is not None and _CLEARLY * fix.fix.moved[1] <= fixes[0].fix.moved[1]:
