@@ -23,7 +23,7 @@ class Cause(NamedTuple):
         op: the name of the operation in StableHLO.
         source: its source line, as in `Collective.source`.
         expression: the code at that line.
-        before: each operand with its sharding and what decided the sharding, such as
+        before: each operand with its sharding and the origins of the sharding, such as
             `f32[8/data, 32/model] (model by w)`.
         after: the result, in the same form.
         origins: where these shardings come from, without duplicates: paths of arguments and
@@ -73,10 +73,11 @@ class Collective:
             functree and Equinox, and other installed packages. JAX, optax, and the transforms of
             functree and Equinox do not count.
         op: the name of its instruction in the program's text.
-        moves: what is moved for each of these parameters. `itself` is the parameter, or a value
-            computed from it alone. `gradient` is its gradient. `activation` is an activation that
-            the parameter is multiplied by or helps to compute, or the gradient of such an
-            activation. `update` is a part of its update. None if it serves no parameter.
+        moves: the role of the array for each of these parameters. `itself` is the parameter, or a
+            value computed from the parameter alone. `gradient` is its gradient. `activation` is an
+            activation that the parameter is multiplied by or helps to compute, or the gradient of
+            such an activation. `update` is a part of its update. None if the array serves no
+            parameter.
         called_from: the innermost line of your own code, if `source` is in an installed package or
             in functree. None otherwise, or if it is unknown: JAX keeps only the ten innermost
             frames (`jax_traceback_in_locations_limit`).

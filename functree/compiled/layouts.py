@@ -1,4 +1,4 @@
-"""`Layouts` shows how each operation of a lowered program will be sharded, and what decided it."""
+"""`Layouts` shows how each operation of a lowered program will be sharded, and why."""
 
 import html
 import zlib
@@ -84,7 +84,7 @@ class Layouts:
             yield source or "no source line", list(rows)
 
     def diff(self, other: "Layouts") -> Diff:
-        """Compare with another program's layouts, for example before and after an edit.
+        """Compare these layouts with another program's, for example before and after an edit.
 
         Raises:
             FunctreeError: if `other` is not a `Layouts`.

@@ -1,4 +1,4 @@
-"""A `Ledger` shows what a compiled program moves between devices, and its memory.
+"""A `Ledger` shows the arrays that a compiled program moves between devices, and its memory.
 
 `diff` compares two ledgers. `html` renders the moved bytes by mesh axis, phase and parameter, and
 the memory by part.
@@ -129,7 +129,7 @@ class Ledger:
         return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
 
     def diff(self, other: "Ledger") -> Diff:
-        """Compare with another ledger.
+        """Compare this ledger with another ledger.
 
         The comparison covers the memory, and the moved bytes by parameter, kind, mesh axes and
         phase.

@@ -42,7 +42,7 @@ class Served(NamedTuple):
 
     Attributes:
         parameters: the indices of the parameters, in order.
-        moves: what is moved for them, as in `Collective.moves`.
+        moves: the role of the array for them, as in `Collective.moves`.
         phase: `forward`, `backward`, `recompute` (recomputed in the backward pass), or `update`
             (the optimizer); None if it is unknown.
     """

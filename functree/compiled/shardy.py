@@ -81,7 +81,7 @@ class LaidOut(NamedTuple):
         dtype: the dtype as StableHLO writes it: `f32`, `i1`.
         spec: how it is sharded. If the compiler uses a part of a mesh axis, the entry has this
             form: `"data:(1)2"`.
-        origins: what decided the sharding, by mesh axis: the path of an argument or of a result
+        origins: the origin of the sharding, by mesh axis: the path of an argument or of a result
             (`result.loss`), or the line of a constraint or of a `shard_map`.
         name: JAX's name for the operation: `jit(step)/jvp()/dot_general`.
         operands: the row indices of its operands.

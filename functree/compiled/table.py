@@ -43,7 +43,7 @@ class TableRow(NamedTuple):
 
     @property
     def details(self) -> str:
-        """The line below a row: the phase, what is moved, the verdict, and the source."""
+        """The line below a row: the phase, the moved value, the verdict, and the source."""
         first = self.collectives[0]
         parts = (first.phase, moves_text(first), VERDICTS.get(first.verdict or ""), self.where)
         return ", ".join(filter(None, parts))
@@ -197,7 +197,7 @@ def full_paths(one: Collective) -> list[Path]:
 
 
 def moves_text(one: Collective) -> str:
-    """Describe what is moved for a parameter; empty if there is none."""
+    """Describe the value that is moved for a parameter; empty if there is none."""
     return _MOVES.get(one.moves or "", "")
 
 

@@ -291,10 +291,10 @@ def data_of(
 ) -> set[int]:
     """Find the parameters that are data, and not part of a model.
 
-    An argument is a model if one of its arrays is trained. It is also a model if it has more arrays
-    than any trained argument, or if its arrays differ in leading size, unlike in a batch. If such
-    arguments exist and none of them is trained, the trained arguments are data. If no argument is a
-    model, all are data.
+    An argument is a model if its arrays differ in leading size, unlike in a batch, or if it has
+    several arrays, and more than any trained argument. A trained argument is also a model, unless
+    models were found in this way and none of them is trained. If no argument is a model, all are
+    data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.

@@ -220,7 +220,7 @@ def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
 
 
 _ONLY_COMPILED = (
-    "use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`"
+    "use `.lower(...).compile()` or `ft.ledger`; to run programs, make the mesh without `target=`"
 )
 
 

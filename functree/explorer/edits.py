@@ -30,7 +30,7 @@ class Edit(NamedTuple):
     """A change to a program.
 
     Attributes:
-        change: what to write or remove.
+        change: the description of the edit.
         source: the line that it concerns; None if it concerns a layout.
         place: the constraint, array or rule that it concerns; edits of one place are alternatives.
         lower: a function that lowers the changed program. It may raise any error that tracing may

@@ -43,7 +43,7 @@ def explore(
     out_shardings: LayoutTree = None,
     progress: bool = True,
 ) -> Ranking:
-    """Compile a function for several meshes and layouts, and rank these. Nothing is run.
+    """Compile a function for several meshes and layouts, and rank the combinations. Nothing is run.
 
     Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. The
     target's compiler compiles all others. The score is flops / (peak × efficiency) plus, for each

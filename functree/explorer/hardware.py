@@ -37,8 +37,8 @@ class Hardware:
         links: the bandwidth of one link in one direction, in bytes per second. `ft.explore` derives
             the number of links along each mesh axis from the target's shape. For a GPU, give the
             sum of its NVLinks. A dict gives the bytes per second that a device sends along each
-            mesh axis. Over several mesh axes, the slowest counts, unless the dict has their tuple
-            as a key.
+            mesh axis. For a collective over several mesh axes, the slowest counts, unless the dict
+            has their tuple as a key.
         efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
             similar programs.
 
@@ -85,7 +85,7 @@ class Kind(NamedTuple):
         network: the bytes per second that a device sends to other hosts, if hosts have no direct
             links.
         ring: the minimum length at which a dimension of a two-dimensional slice is a ring. In three
-            dimensions, all sizes must be multiples of it. None if there are no rings.
+            dimensions, all sizes must be multiples of this length. None if there are no rings.
     """
 
     name: str

@@ -64,7 +64,7 @@ class Fix(NamedTuple):
     Each pair holds the figures before and after the edit, for one device.
 
     Attributes:
-        change: what to write or remove.
+        change: the description of the edit.
         source: the line that it concerns; None if it concerns a layout.
         moved: the bytes moved in a run.
         peak: the most bytes of memory in use at one time.

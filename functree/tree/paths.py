@@ -29,7 +29,7 @@ class Path(tuple[Any, ...]):
 
     A path is a tuple. Its text joins the keys with dots. A string key that is not an identifier is
     quoted. A dict key that is neither a string nor an integer is written in brackets. Each text
-    therefore parses back to its path.
+    therefore parses back to its path, unless a key, such as an Enum, has no Python literal.
 
     Args:
         keys: the plain keys, outermost first; or the text of a path.

@@ -326,7 +326,7 @@ MLP = ft.nn.MLP(64, 128, key=jax.random.key(0))
 X = jnp.ones((16, 32, 64))
 ONLY = (
     "has compile-only devices (",
-    "): use `.lower(...).compile()` or `ft.ledger`; to run, make the mesh without `target=`",
+    "): use `.lower(...).compile()` or `ft.ledger`; to run programs, make the mesh without `target=`",
 )
 
 

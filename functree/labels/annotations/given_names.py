@@ -141,8 +141,8 @@ def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Pro
     if not suspects:
         return []
     # An unused pattern may still match a leaf whose axes come from other names. Or it may match a
-    # node with several arrays, as in the state of some optimizers. These arrays are laid out like
-    # the parameter.
+    # node with several arrays, as in the state of some optimizers. Such arrays are laid out like
+    # their parameter.
     leaves = dict(_leaves_below(node))
     texts: set[str] = set()
     empty: set[str] = set()

@@ -140,8 +140,8 @@ def _mapped(
     Args:
         fn: a function of a tree.
         tree: the tree.
-        stacks: the stacks of each array in the tree.
-        outputs: the stacks of the arrays in the result, by path.
+        stacks: the sizes of the stacks of each array in the tree.
+        outputs: the sizes of the stacks of each array in the result, by path.
     """
     skeleton, arrays = Skeleton.apart(tree)
     # `jax.vmap` needs the mapped dimension of each output beforehand. Outputs with equal stacks are

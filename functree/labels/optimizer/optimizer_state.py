@@ -128,8 +128,8 @@ def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool
         key: the key.
         find: the function that computes the result.
         of_update: whether the result also depends on `update`. Optimizers without state share their
-            `init`. If `update` is a method, the optimizer itself is the cache's key. It may be
-            changed in place, but only warnings and checks use these results.
+            `init`. If `update` is a method, the optimizer itself is the cache's key. The
+            optimizer may be changed in place, but only warnings and checks use these results.
     """
     owner = getattr(tx, "init", None)
     is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object
