@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 from functree.compiled.hlo import ArrayType, Hlo, Instruction
 
-# Compilers insert these to move a value within memory.
+# Opcodes that compilers insert to move a value within memory.
 COPIES = frozenset(
     {"bitcast", "copy", "copy-done", "copy-start", "optimization-barrier", "reshape"}
 )
-# These change only the shape.
+# Opcodes that change only the shape.
 RESHAPES = frozenset({"bitcast", "reshape"})
-# These change the place, order, number or precision of elements, and compute nothing.
+# Opcodes that change the place, order, number or precision of elements, and compute nothing.
 MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad",
     "reduce-precision", "reverse", "slice", "slice-done", "slice-start", "transpose",
@@ -34,7 +34,7 @@ _PASSED = {
     "select": (1, 3),
 }
 
-# These run one computation once, with their operands as its parameters.
+# Opcodes that run one computation once, with their operands as its parameters.
 _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
 """The opcodes that call computations, except those that call one for each element."""

@@ -91,7 +91,7 @@ def _dot_flops(hlo: Hlo, dot: Instruction) -> int:
     return 2 * math.prod(dot.arrays[0].shape) * summed
 
 
-# These multiply nothing: compiler annotations, buffers, callbacks, sorts, random bits.
+# Custom calls that multiply nothing: compiler annotations, buffers, callbacks, sorts, random bits.
 _NO_PRODUCTS = re.compile(
     r"AllocateBuffer|\w*Bitcast\w*|Assume\w+|Async\w+|ResizeBuffer|PadToStatic|SliceToDynamic|SetBound|Pin|Unpin"
     r"|Sharding|SPMD\w+|X64\w*|MoveTo\w+|annotate_device_placement|TopK|PartialReduce|.*callback.*"

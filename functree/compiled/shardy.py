@@ -30,7 +30,7 @@ _PASSES = (
     "symbol-dce, sdy-import-pipeline, sdy-user-priority-propagate, sdy-close-shardings, "
     "func.func(sdy-sink-data-flow-edges)"
 )
-# These make the movement of arrays explicit, as operations.
+# Passes that make the movement of arrays explicit, as operations.
 _COLLECTIVES = (
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true}, sdy-reshard-to-collectives)"
 )
@@ -48,7 +48,7 @@ _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
 })  # fmt: skip
-# The dimensions of their results differ from the dimensions of their operands.
+# Operations whose results have different dimensions than their operands.
 _MOVES_DIMENSIONS = frozenset({
     "broadcast_in_dim", "custom_call", "dot_general", "gather", "manual_computation",
     "reduce", "reshape", "scatter", "transpose",
@@ -153,7 +153,7 @@ def _propagated(
 ) -> Iterator[tuple[Any, dict[str, int], Collection[Any]]]:
     """Run passes on a copy of a program.
 
-    Yields the program's main function with calls inlined, the sizes of the mesh axes, and the
+    Yield the program's main function with calls inlined, the sizes of the mesh axes, and the
     arguments whose sharding was given.
     """
     module: Any = lowered.compiler_ir("stablehlo")
@@ -351,7 +351,7 @@ class _Reader:
         )
 
     def _give(self, row: int, text: str, name: str) -> None:
-        """Record the name of the origin of a row's given sharding."""
+        """Record the origin of a row's given sharding, by its name."""
         axes = dict.fromkeys(axis for axis, _ in _AXIS.findall(text))
         self._given += [(row, axis, name) for axis in axes]
 

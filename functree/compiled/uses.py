@@ -25,16 +25,16 @@ from functree.compiled.moved_arrays import MovedArray
 
 # The collectives that move elements without summing them.
 _GATHERS = frozenset({"all-gather", "all-to-all", "collective-permute", "ragged-all-to-all"})
-# These combine elements at different indices, or have no operands. In all other operations, an
-# element of the result depends on the operands' elements at the same index, as in an optimizer's
+# Opcodes that combine elements at different indices, or have no operands. In all other operations,
+# an element of the result depends on the operands' elements at the same index, as in an optimizer's
 # update.
 _NOT_ELEMENTWISE = frozenset({
     "cholesky", "constant", "convolution", "dot", "fft", "gather", "iota", "parameter", "reduce",
     "reduce-window", "rng", "rng-bit-generator", "scatter", "select-and-scatter", "sort",
     "triangular-solve",
 })  # fmt: skip
-# These multiply two arrays, or look up elements of one. Custom calls may be a library's products,
-# such as those in cuBLAS.
+# Opcodes that multiply two arrays, or look up elements of one. Custom calls may be a library's
+# products, such as cuBLAS's.
 _PRODUCTS = frozenset({"convolution", "custom-call", "dot", "gather", "scatter"})
 _READS = frozenset({"dynamic-slice", "gather", "slice"})  # these read numbers from an array
 # Custom calls on TPUs that compute nothing: they run transfers during other work, join fetched
@@ -43,7 +43,7 @@ _MOVING_CALLS = ('"AsyncCollectiveStart"', '"AsyncCollectiveDone"', '"ConcatBitc
 _EMPTY = ('"AllocateBuffer"',)
 
 
-# Either operand of these may be the weight.
+# Opcodes in which either operand may be the weight.
 _SYMMETRIC = frozenset({"convolution", "custom-call", "dot"})
 
 
@@ -220,7 +220,7 @@ class ParameterUses:
     def _made_into(
         self, products: Iterable[Instruction], passes: Callable[[Instruction], bool]
     ) -> frozenset[int]:
-        """Return the parameters that products depend on, if `passes` accepts all steps between."""
+        """Return the parameters that products depend on via instructions that `passes` accepts."""
         operands: list[HloValue] = []
         for product in products:
             operands += self._flow.operands(product)

@@ -19,7 +19,7 @@ from functree.tree.paths import Path
 
 # A constraint may move arrays up to this many operations earlier.
 _FARTHEST = 8
-# In the results of these operations, a dimension may have a different position.
+# Operations that may move a dimension to a different position.
 _TURNS = ("dot_general", "transpose")
 ASKED, COMPILER = "asked", "compiler"
 
@@ -31,7 +31,7 @@ _WRITTEN = frozenset({
 })  # fmt: skip
 _PRODUCTS = frozenset({"conv_general_dilated", "dot_general", "ragged_dot_general"})
 _SUMS = ("all-reduce", "reduce-scatter")
-# These sum over a dimension, or index it.
+# Prefixes of operations that sum over a dimension, or index it.
 _REDUCTIONS = (
     "arg", "cum", "gather", "reduce", "scatter", "select_and_gather", "select_and_scatter", "split",
     "take", "top_k",
@@ -52,7 +52,7 @@ _HINTS = {
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
 }
-# These need the edges of neighboring shards, so the collective is implied.
+# Prefixes of operations that need the edges of neighboring shards, so the collective is implied.
 _SHIFTS = (
     "concatenate", "conv", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window", "rev",
     "roll", "select_and", "slice",

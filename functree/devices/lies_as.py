@@ -16,7 +16,7 @@ from jax.interpreters import ad, batching, mlir
 
 _GROUPS = itertools.count()
 
-# The first is a shard_map, and the second is a call of a function that may end in one. The
+# The first operation is a shard_map, and the second calls a function that may end in one. The
 # partitioner fails if the result of such an operation is in a group (JAX 0.10 and 0.12), so a
 # barrier separates them. A barrier after every gradient would prevent fusion.
 _OPAQUE = frozenset({"sdy.manual_computation", "func.call"})

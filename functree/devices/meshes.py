@@ -256,7 +256,7 @@ def tracing() -> bool:
 def compiling() -> bool:
     """Return whether a function is being traced into a program. Eager transforms don't count."""
     # An eager transform computes operations without traced operands immediately. JAX has no public
-    # test. In a program, this one adds an unused number.
+    # test. This test adds an unused number to a program.
     return isinstance(jnp.zeros(()), Tracer)
 
 

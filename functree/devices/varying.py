@@ -1,4 +1,4 @@
-"""`without_varying` hides the varying mesh axes of array types inside a shard_map."""
+"""`without_varying` removes varying mesh axes from array types inside a shard_map."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar

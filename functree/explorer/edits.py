@@ -177,7 +177,7 @@ class Edits:
         return used
 
     def _of_result(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Yield edits that shard a result like the parameter it replaces, or remove its layout."""
+        """Yield edits that shard a result like the replaced parameter, or remove its own layout."""
         result, old = self._call.results[i], variant.outputs[i]
         if old is None:
             return

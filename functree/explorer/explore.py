@@ -54,7 +54,7 @@ def explore(
     not compiled.
 
     Args:
-        step: the function. If it comes from `ft.jit`, its options are kept, such as donation, but
+        step: the function. If it comes from `ft.jit`, its options, such as donation, are kept, but
             its layouts and mesh are replaced. Its `rules` apply to layouts without rules.
         args: its arguments, which may be abstract.
         meshes: a dict of sizes, such as `{"data": 8, "model": 4}`, a number of devices, or a list

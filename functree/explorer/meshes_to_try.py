@@ -83,7 +83,7 @@ def _factored(
 ) -> Iterator[tuple[Mapping[str, int], str]]:
     """Yield all meshes of a number of devices, each with the layouts that use all its mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
-    # A function may name a mesh axis that only some layouts use, so each mesh has all of them.
+    # A function may name a mesh axis that only some layouts use, so each mesh has them all.
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(

@@ -12,7 +12,7 @@ PATIENCE = 5.0
 def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
     """Show the progress of long work, in one changing line on a terminal, or in lines of a log.
 
-    Yields a function to call before each part, with the number of parts done and the part's name.
+    Yield a function to call before each part, with the number of parts done and the part's name.
 
     Args:
         what: the text, such as `explore: {} compiled`; the numbers replace the braces.

@@ -113,7 +113,7 @@ class Ranking:
 
     @property
     def frontier(self) -> tuple[Candidate, ...]:
-        """The candidates that no other beats in both score and memory, best score first."""
+        """The candidates that no other candidate beats in both score and peak, best score first."""
         return tuple(row for row in self.rows if row.is_frontier)
 
     def __getitem__(self, index: int) -> Candidate:

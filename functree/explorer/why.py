@@ -34,7 +34,7 @@ AVOIDABLE = "avoidable"
 _FLOPS, _MEMORY = 1.05, 1.02
 # Removing a constraint comes first, unless another fix moves less than this share of its bytes.
 _CLEARLY = 0.9
-# The most edits of one place that are compiled, and the most fixes that are printed.
+# The largest numbers of edits of one place that are compiled, and of fixes that are printed.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
 # A fix must reduce the moved bytes to less than this share.

@@ -1,4 +1,4 @@
-"""`as_filter` turns a filter as a user writes it into a `Filter`.
+"""`as_filter` turns a value that a user writes as a filter into a `Filter`.
 
 A glob, a path, a class or a function ─► a predicate over leaves. `meant` suggests a correction for
 a filter that matches nothing.
@@ -446,7 +446,7 @@ class FirstMatch:
     def __call__(self, leaf: Leaf) -> int | None:
         seen = None if leaf.seen is None else match_text(leaf.seen)
         least = None if seen is None else self._literals.get(seen)
-        # The path that begins with each name above the leaf. Most leaves have no such names.
+        # The text of the path from each name above the leaf. Most leaves have no such names.
         named: dict[Keys, str] = {}
         if leaf.roots:
             for root in leaf.roots:

@@ -20,7 +20,7 @@ class Predicate(Filter):
     """Filter that calls a function of the leaf.
 
     Attributes:
-        text: the filter as a user writes it.
+        text: the text of the filter, as a user writes it.
         test: a function of the leaf and the values in `wanted`. It is a module-level function, so
             that filters compare by value.
         wanted: the arguments of the filter.

@@ -215,7 +215,7 @@ class Reference(NamedTuple):
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """Return the hint that replaces the reference. Raise Python's error if there is none."""
+        """Return the referenced hint. Raise Python's error if the reference cannot be evaluated."""
         try:
             hint = self._found()
         except NameError:

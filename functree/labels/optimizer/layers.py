@@ -39,7 +39,7 @@ def for_layers() -> Iterator[None]:
 
 
 def stack_sizes(leaf: Leaf) -> Shape:
-    """Return the sizes of a leaf's stacks, outermost first. There are none in `for_layers`."""
+    """Return the sizes of a leaf's stacks, outermost first. Inside `for_layers`, there are none."""
     return () if _LAYERS.get() else tuple(leaf.shape[: leaf.stacked])
 
 

@@ -105,7 +105,7 @@ def _computed(traced: "TracedUpdate") -> dict[Path, Sources]:
     return {Path(path[1:]): on for (path, _), on in outputs if path[0] == UPDATES}
 
 
-# Operations that only move or repeat elements. They are at different places in a mapped program.
+# Operations that only move or repeat elements. A mapped program has them at other places.
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose",
 })  # fmt: skip

@@ -433,7 +433,7 @@ class Form:
         code: the code of `take`, written from the sample.
 
     Attributes:
-        take: a function from a tree to its arrays, in JAX's order. For a different structure it
+        take: a function from a tree to its arrays, in JAX's order. For a different structure, it
             returns a `Refusal`. It does not check that values at the paths of arrays are arrays.
         build: a function from arrays, in JAX's order, to a tree.
         size: the number of arrays.
