@@ -324,7 +324,7 @@ def peak_notes(memory: Memory) -> list[str]:
     if memory.peak >= max(sum(memory.arguments.values()), memory.outputs, memory.temporaries):
         return []
     return [
-        "the peak is less than another figure: it counts the buffers in use at one time in "
+        "the peak is less than another figure: the peak counts the buffers in use at one time in "
         "main memory, while the other figures count allocations in all memories"
     ]
 

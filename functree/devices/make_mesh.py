@@ -85,7 +85,7 @@ def _first_devices(
         if needed != named.size:
             raise ShardingError(
                 f"{requested} needs {count(needed, 'device')}, but target={shown(target)} has "
-                f"{named.size}"
+                f"{named.size}: use sizes whose product is {named.size}, or a different target"
             )
         return list(target_devices(named))
     if devices is None:
@@ -98,7 +98,7 @@ def _first_devices(
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         have = f"there {verb} {len(available)}; on a CPU, set {flag} before you import jax"
         if devices is not None:
-            have = f"`devices` has {len(available)}"
+            have = f"`devices` has {len(available)}: pass more devices, or use smaller sizes"
         raise ShardingError(f"{requested} needs {count(needed, 'device')}, but {have}")
     return available[:needed]
 
@@ -135,7 +135,8 @@ def _grid(
             )
         if not is_size(size) or sizes[name] % size:
             raise ShardingError(
-                f"make_mesh: dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}"
+                f"make_mesh: dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}: "
+                f"use a positive integer that divides {sizes[name]}"
             )
     # Only devices of several TPU slices differ in `slice_index`. On other platforms, the devices of
     # a process count as a slice.
@@ -148,7 +149,7 @@ def _grid(
     if wanted != len(slices):
         raise ShardingError(
             f"make_mesh: dcn={dict(dcn)} needs {count(wanted, 'slice')}, but the devices are on "
-            f"{count(len(slices), 'slice')}"
+            f"{count(len(slices), 'slice')}: use factors whose product is {len(slices)}"
         )
     inner = [size // over for size, over in zip(sizes.values(), outer, strict=True)]
     return mesh_utils.create_hybrid_device_mesh(

@@ -318,7 +318,7 @@ def under(cls: "type | types.UnionType") -> Filter:
     if not all(isinstance(c, type) for c in classes):
         hint = bare_class(classes)
         raise RuleError(
-            f"a class filter must be a class, or several joined by `|`, not {cls!r}{hint}"
+            f"a class filter must be a class, or classes joined by `|`, not {cls!r}{hint}"
         )
     return ClassFilter(classes)
 

@@ -461,7 +461,7 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
             kind = type(subtree).__name__
             raise ShardingError(
                 f'axes="{given[path]}" names the dimensions of a bare array, but the value has '
-                f"type {kind}: write `None` for it"
+                f"type {kind}: write `None` for this value"
             )
     named_leaves, problems = list(leaves.leaves), list[Problem]()
     for i, leaf in enumerate(leaves.leaves):

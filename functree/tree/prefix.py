@@ -45,7 +45,7 @@ def aligned(
     values, nodes, where = children(prefix), children(tree), where_text(path)
     hint = of.hint(prefix, tree)
     if values is None:
-        raise RuleError(f"at {where}: {prefix!r} {of.wanted}, or a tree of these{hint}")
+        raise RuleError(f"at {where}: {prefix!r} {of.wanted}, or a tree of {of.noun}{hint}")
     if nodes is None or type(prefix) is not type(tree):
         raise RuleError(
             f"at {where}: the {of.noun} are a {_kind(prefix)}, but the tree is a {_kind(tree)}: "

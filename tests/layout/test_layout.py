@@ -330,7 +330,7 @@ WRONG: dict[str, tuple[Any, Any, str]] = {
     "another container": ({"a": (x(4),)}, {"a": [P()]}, "at `a`: the layouts are a list, but the tree is a tuple"),
     "below a leaf": ({"a": x(4)}, {"a": [P()]}, "at `a`: the layouts are a list, but the tree is a leaf"),
     "no layout": ({"a": x(4)}, {"a": 3}, "at `a`: 3 is not a layout: write `P(...)`, "),
-    "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of these"),
+    "no tree of layouts": ({"a": x(4)}, {"a": 3}, "or a callable (path, leaf) -> P, or a tree of layouts"),
     "no layout at all": (x(4), 3, "at the root: 3 is not a layout"),
     "an invalid spec": ({"a": x(4)}, {"a": P(3)}, "at `a`: P(3): 3 is not a mesh axis"),
 }  # fmt: skip
