@@ -29,7 +29,8 @@ class Layouts:
     Operations inside `shard_map` are left out.
 
     Attributes:
-        rows: the arrays of the program: first the arguments, then the results of its operations.
+        rows: the arrays of the program: first its arguments, then the results of its operations,
+            and last the program's results that have a sharding.
         sizes: the sizes of the mesh axes.
 
     Examples:

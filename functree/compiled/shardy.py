@@ -323,7 +323,7 @@ class _Reader:
         self._given: list[tuple[int, str, str]] = []
         # Rows that share mesh axes: the result of an operation and its operands.
         self._linked: list[tuple[int, ...]] = []
-        # Rows that `jax.experimental.shard_alike`, which `ft.grad` uses, makes equal.
+        # The members of each sharding group, which `ft.grad` and `shard_alike` make.
         self._groups: dict[int, list[int]] = {}
         self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
         self._frames: dict[Any, tuple[Frame, ...]] = {}

@@ -63,7 +63,8 @@ def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
 def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
     """Return the bandwidth of a group of GPUs.
 
-    Within a host, they use NVLink. Between hosts, they use the ports of all GPUs in the group.
+    Within a host, they use NVLink. Between hosts, they use the ports of the group's GPUs on one
+    host.
     """
     hosts = [device.process_index for device in group]
     if len(set(hosts)) == 1 or kind.network is None:

@@ -59,7 +59,7 @@ class Candidate:
         score: the sum of these two times. It compares layouts and does not forecast times.
         tied: whether it and at least one other candidate are within 15 % of the best score. The
             score cannot tell which of these is faster.
-        is_frontier: whether no other candidate has both a lower score and a lower peak.
+        is_frontier: whether all candidates whose score is at least as good have a higher peak.
         notes: one sentence for each part of the program that the figures leave out.
         ledger: the arrays that the program moves, and its memory.
         layout: the layout as it was given. Its text can be pasted into a program.

@@ -295,7 +295,7 @@ class _Walk:
     def _annotated(
         self, node: Tree, kind: Kind, path: Keys, hint: Hint, context: Context
     ) -> tuple[Hint, Context]:
-        """Resolve the annotation of a node, and add its facts about all leaves to the context."""
+        """Resolve the annotation of a node, and add facts about the leaves below to the context."""
         if hint.references:
             # Tried once per walk. The next walk tries again, since a name may be defined later.
             tried = self.tried.get(hint)
