@@ -1,7 +1,7 @@
 """A cast changes an array's dtype, and counts the values that the new dtype cannot hold.
 
-Rounding is not a loss. A value is lost if it is out of range, if a fraction or a NaN becomes an
-integer, or if an imaginary part is dropped.
+Rounding a float is not a loss. A value is lost if it is out of range, or if its imaginary part is
+dropped. A fraction or a NaN is lost in an integer dtype, and an integer in a float that rounds it.
 """
 
 import functools
@@ -26,7 +26,7 @@ class Loss(NamedTuple):
     """Record of the values that an array lost in a cast.
 
     Attributes:
-        path: its path.
+        path: the array's path.
         size: the number of its elements.
         before: its dtype before the cast.
         after: its dtype after the cast.
@@ -98,7 +98,7 @@ def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
     """
     if not array.size or not (_is_float(array.dtype) and _is_float(dtype)):
         return False
-    # The comparisons are False if there is a NaN.
+    # With a NaN, the comparisons are False.
     info = jnp.finfo(dtype)
     return float(info.min) <= float(array.min()) and float(array.max()) <= float(info.max)
 
@@ -118,7 +118,7 @@ def _caster(
 
     whole = None
     if isinstance(sharding, NamedSharding):
-        whole = sharding.update(spec=PartitionSpec())  # so that all processes can read it
+        whole = sharding.update(spec=PartitionSpec())  # so that all processes can read the count
     return jax.jit(cast_and_count, out_shardings=(sharding, whole))
 
 
@@ -131,7 +131,7 @@ def _cast(array: _Array, dtype: np.dtype) -> _Array:
 
 
 def _can_lose(before: Any, after: Any) -> bool:
-    """Return whether a cast may lose values, apart from rounding."""
+    """Return whether a cast may lose values. Rounding a float is not a loss."""
     if before == after:  # for example, dtypes of random keys, which NumPy does not have
         return False
     if jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(after, jnp.inexact):
@@ -160,8 +160,8 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
     if _is_float(x.dtype) and _is_float(dtype):
         lost = (xp.isfinite(x) != xp.isfinite(y)) | (xp.isnan(x) != xp.isnan(y))
         if np.dtype(dtype).itemsize == 1:
-            # Some of these dtypes replace infinity with their largest value. Values up to half a
-            # step above it are rounded.
+            # Some one-byte dtypes replace infinity with their largest value. Floats up to half a
+            # step above that value are rounded to it.
             info = jnp.finfo(dtype)
             lost |= xp.isfinite(x) & (abs(x) > float(info.max) * (1 + float(info.eps)))
         return lost
@@ -170,7 +170,7 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         if not _is_flag(dtype):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
         # Compare with the next power of two, which is exact as a float. The largest integer may not
-        # be. The result of the cast is not used, since it differs between devices.
+        # be exact. The result of the cast is not used, since it differs between devices.
         return ~((xp.trunc(x) == x) & (x >= float(low)) & (x < float(high + 1)))
     back = y.astype(x.dtype)
     if _is_float(y.dtype):

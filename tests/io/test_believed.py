@@ -370,7 +370,7 @@ def test_values_of_another_digest(saved: Path, tmp_path: Path) -> None:
         tmp_path / "saved", lambda body: body | {"rows": [body["rows"][-1] | {"digest": "0" * 8}]}
     )
     why = (
-        "its values have changed since they were saved: their digest is f8f5d28f, and was 00000000"
+        "its values have changed since they were saved: their digest is f8f5d28f, but was 00000000"
     )
     with raises("1 leaf of ", why, "restore another checkpoint", error=ft.CheckpointError):
         ft.restore(tmp_path / "saved", {"w": jnp.ones((4, 8))})

@@ -136,7 +136,8 @@ def restore(
             read nor compared. Classes and functions in the filter match only arrays in `like`. Each
             pattern, class and function must match an array in the checkpoint or in `like`.
         cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
-            with values that the dtype cannot hold, such as 300.7 in int8. Rounding does not warn.
+            with values that the dtype cannot hold, such as 300.7 in int8. Rounding floats causes
+            no warning.
         verify: whether the digests of the values are checked.
 
     Raises:
@@ -268,7 +269,7 @@ def _verify(folder: FilePath, wanted: Sequence[_Wanted], stored: Mapping[str, An
         elif (found := digests[one.name]) != one.row.digest:
             why = "its values have changed since they were saved: their digest is "
             remedy = "restore another checkpoint: this one's files have changed"
-            problems.append(one.leaf.problem(f"{why}{found}, and was {one.row.digest}", remedy))
+            problems.append(one.leaf.problem(f"{why}{found}, but was {one.row.digest}", remedy))
     if problems:
         raise CheckpointFileError(
             f"{count(len(problems), 'leaf')} of {folder} cannot be restored", problems

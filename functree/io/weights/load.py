@@ -107,14 +107,15 @@ def load_tensors(
 
     The names of tensors in `table` follow these rules:
 
-    - `*` in a name is the text that the glob's `*` matched.
+    - `*` in a name stands for the text that the glob's `*` matched.
     - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w"`
       may have the name `"layers.{2*i+j}.w"`.
     - `{layer}`, and `{expert}` after it, count the elements of an array's leading dimensions, each
       of which has its own tensor.
     - `[0/3]` after a name selects the first of three equal parts of the tensor, and `[0:2/4]` the
       first two of four. The parts divide the first dimension that fits.
-    - `.T` after that transposes the tensor, and `.transpose(2, 0, 1)` reorders its dimensions.
+    - `.T` at the end of a name transposes the tensor, and `.transpose(2, 0, 1)` reorders its
+      dimensions.
     - A function instead of a name receives the texts and numbers that the glob matched, and returns
       a name.
 
@@ -128,7 +129,7 @@ def load_tensors(
         mesh: a mesh, or None for the current mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.
         cast: whether arrays are cast to the dtypes in `like`. A warning lists the paths of arrays
-            with values that the dtype cannot hold. Rounding causes no warning.
+            with values that the dtype cannot hold. Rounding floats causes no warning.
 
     Raises:
         FunctreeError: if an array has no name, or the files lack its tensor.
@@ -329,8 +330,8 @@ def load_weights(
         layout: the layout of the model.
         mesh: the mesh; by default the current mesh.
         param_dtype: the dtype of the parameters; by default as in the files. A warning lists the
-            paths of arrays with values that it cannot hold. Float64 is an error without
-            `jax_enable_x64`.
+            paths of arrays with values that it cannot hold. Float64 raises an error
+            without `jax_enable_x64`.
         **fields: fields of the config: `compute_dtype` (by default float32), `remat`, `attention`,
             `max_seq`, `capacity`, `dispatch` and `dot_general`.
 
