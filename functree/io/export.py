@@ -96,7 +96,7 @@ class Exported:
     def serialize(self) -> bytes:
         """Return the function as bytes, with a digest at the end that `deserialize` checks.
 
-        Without functree, `jax.export.deserialize` reads them too. It ignores the digest.
+        `jax.export.deserialize` reads these bytes without functree, and ignores the digest.
 
         Raises:
             FunctreeError: if flatbuffers is not installed.
@@ -118,7 +118,7 @@ class Exported:
         check("Exported.deserialize: invalid arguments", data=(data, _BYTES))
         import_extra("flatbuffers", "export")
         function = _checked(bytes(data))
-        # A newer JAX may have written them, for example.
+        # For example, a newer JAX may have written these bytes.
         with ForeignErrors(FunctreeValueError, "these bytes are not an exported function"):
             return cls(jax.export.deserialize(bytearray(function)))
 
@@ -201,14 +201,14 @@ def _fits(shape: Sequence[int], wanted: Sequence[object]) -> bool:
 
 
 def _dtype(array: AnyArray) -> np.dtype:
-    """Return the dtype that JAX gives an array: float32 for float64 without `jax_enable_x64`."""
+    """Return the dtype that JAX gives an array, such as float32 instead of float64."""
     if is_key(array.dtype):
         return array.dtype
     return jax.dtypes.canonicalize_dtype(array.dtype)
 
 
 def _bytes(value: Any) -> str:
-    """Format the bytes of an array, or `-` if it has symbolic sizes."""
+    """Format the size of an array in bytes, or return `-` if it has symbolic sizes."""
     if all(isinstance(size, int) for size in value.shape):
         return bytes_text(value.size * value.dtype.itemsize)
     return "-"
@@ -220,21 +220,21 @@ def export(
     platforms: Sequence[str] | None = None,
     symbolic: Collection[str] | Mapping[str, str] | None = None,
 ) -> Exported:
-    """Export a function of `ft.jit`, with the shardings of its arguments and result.
+    """Export a function from `ft.jit`, with the shardings of its arguments and result.
 
     The exported function does not preserve donation. Wrap the call to donate arguments:
     `jax.jit(exported.call, donate_argnums=...)`.
 
     Args:
-        f: a function of `ft.jit`, or a method.
+        f: a function or a method from `ft.jit`.
         *args: its arguments, which may be abstract arrays with shardings.
         platforms: platforms such as `("cpu", "tpu", "cuda")`; by default this process's platform.
         symbolic: the names of axes whose sizes are not fixed, as in the parameters' annotations:
             `["batch"]`. A dict maps the names to JAX's symbolic expressions: `{"batch": "8*b"}`.
 
     Raises:
-        FunctreeError: if `f` is not a function of `ft.jit`.
-        FunctreeError: if `symbolic` has an axis that no argument has.
+        FunctreeError: if `f` is not a function from `ft.jit`.
+        FunctreeError: if `symbolic` names an axis that no argument has.
 
     Examples:
         >>> @ft.jit
@@ -262,7 +262,7 @@ def export(
     if symbolic is not None:
         args = _with_symbols(f, args, symbolic)
     traced = f.trace(*args)
-    # A function of arrays, since nodes such as modules cannot be serialized.
+    # The program takes arrays, since nodes such as modules cannot be serialized.
     program, arrays = traced.of_arrays()
     # `jax.export` traces the function again, so its mesh and rules must be ambient.
     with around(traced.entered):
@@ -296,7 +296,7 @@ def _with_symbols(
         (sizes[name],) = jax.export.symbolic_shape(text, scope=scope)
     arguments = [_with_sizes(leaf, sizes) for leaf in tree.leaves]
     positional, _ = signature.arguments(tree.skeleton.fill(arguments))
-    # Without the bound arguments of a method or partial, which `trace` adds again.
+    # Leave out the bound arguments of a method or partial, which `trace` adds again.
     return positional[len(bound.args) :]
 
 

@@ -14,10 +14,10 @@ def import_extra(package: str, extra: str) -> ModuleType:
 
     Args:
         package: the package.
-        extra: the extra of functree that installs it.
+        extra: functree's extra that installs the package.
 
     Raises:
-        FunctreeError: if it is not installed.
+        FunctreeError: if the package is not installed.
     """
     if not _is_installed(package):
         raise FunctreeError(f"`{package}` is not installed: run `pip install 'functree[{extra}]'`")
@@ -36,11 +36,12 @@ class ForeignErrors:
     """Context manager that converts errors of other packages into functree's errors.
 
     The original error is chained as the cause. Orbax raises all classes of errors, including
-    `Exception` itself. Errors of JAX's runtime, such as a device out of memory, are not converted.
+    `Exception` itself. Errors of JAX's runtime, such as running out of device memory, are not
+    converted.
 
     Args:
         kind: the class of the new error.
-        failure: the beginning of its message.
+        failure: the beginning of the new error's message.
     """
 
     def __init__(self, kind: type[FunctreeError], failure: str):

@@ -361,8 +361,8 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     "a name that no file has": (
         {"x.*": "l.*.tt"}, ALL,
         [
-            ("x.0", "the files have no `l.*.tt`, expected as f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
-            ("x.1", "the files have no `l.*.tt`, expected as f32[8, 4]", CORRECT),
+            ("x.0", "the files have no `l.*.tt`, which must be f32[8, 4]", f"`l.0.tt`: did you mean `l.0.t`?\n{CORRECT}"),
+            ("x.1", "the files have no `l.*.tt`, which must be f32[8, 4]", CORRECT),
         ],
     ),
     "no name": (
@@ -374,14 +374,14 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
     ),
     "a number that the pattern lacks": (
         {"x.{i}": "l.{2*j}.w"}, ALL,
-        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is not a number of the pattern, `{layer}` or `{expert}`", NUMBERS)],
+        [('"x.{i}": "l.{2*j}.w"', "`{2*j}` is not arithmetic with the pattern's numbers, `layer` or `expert`", NUMBERS)],
     ),
     "functions of nothing": (
         {"x.0": lambda: 3, "x.{i}": lambda i: f"qkv.{{j}}[{i + 2}/3]"}, ALL,
         [
             ('"x.0": <lambda>', "returns 3 instead of a name", ""),
             ('"x.{i}": <lambda>', NO_PARTS, PARTS),
-            ('"x.{i}": <lambda>', "`{j}` is not a number of the pattern, `{layer}` or `{expert}`", NUMBERS),
+            ('"x.{i}": <lambda>', "`{j}` is not arithmetic with the pattern's numbers, `layer` or `expert`", NUMBERS),
         ],
     ),
     "patterns for nothing": (

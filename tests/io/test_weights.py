@@ -241,7 +241,7 @@ def test_what_is_refused(copied: Path) -> None:
 {copied} cannot be loaded: 3 problems
 
   blocks.layer.mlp.gate   f32[3, 32, 48]   "layers embed hidden"
-      the files have no `model.layers.1.mlp.gate_proj.weight`, expected as f32[48, 32]
+      the files have no `model.layers.1.mlp.gate_proj.weight`, which must be f32[48, 32]
 
   norm.scale   f32[32]   "embed"
       the files have `model.norm.weight` as f32[3], not as f32[32]

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 class Checkpoints:
-    """Checkpoints of a run: step `n` is the checkpoint `folder/n`.
+    """Checkpoints of a run. The checkpoint of step `n` is in `folder/n`.
 
     Each checkpoint is written in the background while the next steps run. Use `Checkpoints` in a
     `with` statement, which waits for the last checkpoint. Readers never see a half-written
@@ -44,7 +44,7 @@ class Checkpoints:
     Args:
         folder: a folder that all processes see, or its address in a bucket: `gs://bucket/run`.
         keep: how many of the newest checkpoints are kept; None keeps all.
-        every: the interval of saved steps, which are multiples of it; None saves every step.
+        every: the interval between saved steps, which are its multiples; None saves every step.
 
     Attributes:
         folder: the folder.
@@ -280,7 +280,7 @@ class Checkpoints:
         if steps and step < steps[-1]:
             warn(
                 f"step {step} is saved, but a restart would resume from step {steps[-1]} of "
-                f"{self.folder}: remove the later steps to resume from this one"
+                f"{self.folder}: remove the later steps to resume from this step"
             )
 
     def __repr__(self) -> str:
@@ -322,5 +322,5 @@ def _report() -> None:
             )
 
 
-# How often the steps are listed at most, if all are removed before they are checked.
+# The maximum number of times that the steps are listed, if all are removed before they are checked.
 _LOOKS = 3

@@ -143,7 +143,7 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
         JAX arrays with these shardings, and NumPy arrays.
 
     Raises:
-        CheckpointError: if an array's shape in the files differs from its target's.
+        CheckpointError: if an array's shape in the files differs from its target's shape.
     """
     orbax = import_orbax()
     if not targets:
@@ -243,10 +243,13 @@ def _context(orbax: Any) -> Any:
 
 
 def _most_bytes(targets: Mapping[str, Target]) -> int:
-    """Return how many bytes are read at once: a fifth of all, but at least the largest array.
+    """Return how many bytes to read at once.
+
+    The limit is a fifth of a process's share, but at least the largest array.
 
     Until an array is on its device, it is in memory twice. Without a limit, half of all bytes would
-    be. A lower limit is slower, since orbax wakes all waiting reads whenever one ends.
+    be in memory twice. A lower limit is slower, since orbax wakes all waiting reads whenever one
+    ends.
     """
     sizes = [math.prod(target.shape) * target.dtype.itemsize for target in targets.values()]
     return max(sum(sizes) // (5 * jax.process_count()), max(sizes) + 2**20)

@@ -155,7 +155,7 @@ class Folder:
             os.rmdir(self.path)
 
     def check_reached(self) -> None:
-        """Raise OSError if this folder has become unreachable. It is called often."""
+        """Raise OSError if this folder has become unreachable. Writers call this often."""
         # On a disk, writing raises the error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
@@ -289,7 +289,7 @@ def _in_bucket(address: str) -> BucketFolder:
     if found := _UNUSABLE.search(address):
         raise CheckpointError(
             f"{address!r} contains {found.group()!r}, which orbax does not accept in a name: "
-            "save to another address"
+            "use an address without it"
         )
     # Orbax needs gcsfs to reach a bucket, but does not report that it is missing.
     import_extra("gcsfs", "gcs")
@@ -325,7 +325,8 @@ _REMOVED_AFTER = DAY + 3600.0
 BEGUN, FAILED = ".begun", ".failed"
 """Suffixes of the files next to the values with which processes notify each other.
 
-They mean that the first process has begun to write here, and that a process could not write.
+`BEGUN` means that the first process has begun to write here, and `FAILED` that a process could not
+write.
 """
 
 # The values, orbax's temporary folders, processes' notes, and the locks of earlier versions.
@@ -499,7 +500,7 @@ def is_foreign(folder: Folder) -> bool:
 def _named(folder: Folder) -> str | None:
     """Read the name of the folder with the values from a manifest.
 
-    It is empty if there is no manifest, and None if the manifest is unreadable or names none.
+    The name is empty if there is no manifest, and None if the manifest is unreadable or has none.
     """
     try:
         found = folder.read().data

@@ -30,7 +30,7 @@ class Checkpoint:
         rows: one row for each saved array.
         step: the step of `ft.Checkpoints`, or None.
         meta: the `meta` that was saved with it.
-        sizes: the sizes of the mesh axes that the arrays were saved from.
+        sizes: the sizes of the axes of the mesh that the arrays were saved from.
 
     Examples:
         >>> ft.save(folder / "saved", {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)})

@@ -72,7 +72,7 @@ class Manifest(NamedTuple):
         rows: one row for each array.
         arrays: the folder inside the checkpoint with the values; None if no array has values.
         step: the step of `ft.Checkpoints`, or None.
-        sizes: the sizes of the mesh axes that the arrays were saved from.
+        sizes: the sizes of the axes of the mesh that the arrays were saved from.
         static: the texts of the tree's static leaves by path. A restore takes these leaves from
             `like`, and warns about differences.
         meta: the user's `meta`.

@@ -59,7 +59,7 @@ def save(
         CheckpointError: if the path holds anything else.
         CheckpointError: if an array is traced, abstract, or not on devices of all processes.
         CheckpointError: if a leaf is a mutable reference, or a masked array.
-        CheckpointError: if an array has a dtype that JAX lacks.
+        CheckpointError: if JAX lacks an array's dtype, or XLA cannot convert it to bytes.
         CheckpointError: if `meta` is not JSON.
         CheckpointError: if the files cannot be written.
         FunctreeError: if the processes save different trees.
@@ -170,7 +170,7 @@ class CheckpointWriter:
             self._commit()
 
     def finish_alone(self) -> None:
-        """Do the same as `finish` in the background, without collectives.
+        """Finish the checkpoint in the background, without collectives.
 
         A collective here could come between the collectives of a step. Values are not read back.
 

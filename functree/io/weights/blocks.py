@@ -73,8 +73,8 @@ class TensorForm(NamedTuple):
         """Find the form in which a tensor holds our array, or return None.
 
         Dimensions may be joined at one place only, as heads are. With two places, (3, embed, heads,
-        head_dim) would be read from (3 * heads * head_dim, embed) where the products happen to be
-        equal, which would be silently wrong.
+        head_dim) could be read from (3 * heads * head_dim, embed) if the products happen to be
+        equal. The array would be silently wrong.
 
         Args:
             shape: our shape, without the layers.

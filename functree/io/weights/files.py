@@ -36,7 +36,7 @@ class Tensor(NamedTuple):
         return np.asarray(self.source[tuple(index)])
 
     def beginning(self) -> np.ndarray:
-        """Read some of the first elements, which distinguish it from another model's tensor."""
+        """Read some of the first elements, to distinguish the tensor from another model's."""
         # Safetensors refuses slices that end beyond a dimension.
         return self.read([slice(0, min(size, 16)) for size in self.shape])
 

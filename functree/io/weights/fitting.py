@@ -45,8 +45,9 @@ class Terms(NamedTuple):
     """Rules for casts, and remedies, for a function that loads arrays.
 
     Attributes:
-        dtypes: the dtype of the arrays. "like": as in `like`, which must agree with the files.
-            "cast": as in `like`, with casts. "files": as in the files.
+        dtypes: the source of the arrays' dtype. "like" and "cast" stand for `like`, and "files" for
+            the files. With "like", the files must have the same dtype. With "cast", tensors are
+            cast.
         dtype: the remedy for a tensor with a different dtype.
         misfit: the remedy for a tensor that is missing or has a different shape.
         unread: the remedy for tensors that no array is read from, before the list of their names.
@@ -167,7 +168,7 @@ class Weight(NamedTuple):
         name = row = listed(missing)
         if len(missing) == len(self.names):
             name, row = self.row.name.name, TensorName.parse(self.row.row).name
-        why = f"the files have no `{{}}`, expected as {self._expected()}"
+        why = f"the files have no `{{}}`, which must be {self._expected()}"
         return Fault(why, name, row, self.terms.misfit, missing[0])
 
     def _misfit(self, tensor: Tensor) -> tuple[str, str] | None:
@@ -261,7 +262,7 @@ def fitted(
         if stacked > len(leaf.shape) or 0 in leaf.shape[:stacked]:
             why = (
                 f"its name `{name.name}` stands for several tensors, so the array needs a nonempty "
-                "leading dimension for each `*`"
+                "leading dimension for each of `layer` and `expert` in the name"
             )
             problems.append(leaf.problem(why, ""))
             continue

@@ -153,7 +153,7 @@ def _names(
 def _files(leaves: Sequence[Leaf]) -> dict[str, list[Leaf]]:
     """Divide the arrays into files.
 
-    There is one file, or several. Each of these has at most `MOST_BYTES`, or a single array.
+    Each file has at most `MOST_BYTES`, or a single array.
     """
     groups: list[list[Leaf]] = [[]]
     size = 0

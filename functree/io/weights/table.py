@@ -189,7 +189,7 @@ class _Row(NamedTuple):
         return f'"{self.pattern}": {getattr(self.name, "__name__", shown(self.name))}'
 
     def problems(self) -> Iterator[Problem]:
-        """Yield problems that the row has for any tree. A function is called only for an array."""
+        """Yield problems that the row has for any tree. A function's names are checked later."""
         if not isinstance(self.name, str):
             return
         theirs = sum(found[1] is None for found in _SLOT.finditer(self.name))
@@ -220,7 +220,10 @@ class _Row(NamedTuple):
             except (SyntaxError, ValueError, ZeroDivisionError):
                 is_number = False
             if not is_number:
-                why = f"`{place[0]}` is not a number of the pattern, `{{layer}}` or `{{expert}}`"
+                why = (
+                    f"`{place[0]}` is not arithmetic with the pattern's numbers, `layer` or "
+                    "`expert`"
+                )
                 remedy = 'name the numbers, as in `"blocks.{i}.{j}.w": "layers.{2*i+j}.w"`'
                 yield Problem(None, None, self.text, why, remedy)
 
