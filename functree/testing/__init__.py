@@ -1,4 +1,4 @@
-"""These assertions check layouts, collectives, compilations and sharded results in users' tests.
+"""This package has assertions about layouts, collectives, compilations and sharded results.
 
 `first_nonfinite` finds the first operation that makes a NaN or an infinity.
 """

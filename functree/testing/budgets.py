@@ -19,7 +19,7 @@ from functree.report.table import bytes_text
 from functree.tree.arrays import array_text
 
 Kind = str | tuple[str, str | tuple[str, ...]]
-"""Kind of collective, such as `"all-reduce"`, or with mesh axes: `("all-reduce", "model")`."""
+"""Kind of collective, with or without mesh axes: `"all-reduce"`, `("all-reduce", "model")`."""
 
 SHOWN = 10
 """Maximum number of collectives or arguments that a message lists."""
@@ -85,7 +85,8 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     raise AssertionError(
         "\n".join(
             [
-                f"the layout differs from {path}: if this is intended, set {UPDATE}=1",
+                f"the layout differs from {path}: if this is intended, update the file with "
+                f"{UPDATE}=1",
                 "",
                 *lines,
             ]
@@ -127,9 +128,9 @@ def assert_collectives(
             for each kind. Every iteration of a loop counts.
 
     Raises:
-        AssertionError: if the program has other collectives, if it moves more bytes, or if the
-            ledger could not read a part of it. The message lists the collectives with their
-            parameters and bytes.
+        AssertionError: if the program has other collectives, or moves more bytes. The message lists
+            these collectives with their parameters and bytes.
+        AssertionError: if the ledger could not read a part of the program.
         FunctreeError: if an argument is invalid.
 
     Examples:
@@ -180,8 +181,8 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
         bytes: the budget in bytes.
 
     Raises:
-        AssertionError: if the program needs more. The message lists the memory of temporaries,
-            outputs and the largest arguments.
+        AssertionError: if the program needs more memory. The message lists the memory of
+            temporaries, outputs and the largest arguments.
         FunctreeError: if `compiled` is neither a compiled function nor a ledger, or `bytes` is not
             an integer of at least 0.
     """

@@ -20,7 +20,7 @@ Tiles = tuple[int, ...]
 # Sums of very large numbers, as in masks, must not overflow.
 SCALE = 2.0**-24
 
-# One for each of the first dimensions, so that a transposed array has a different sum.
+# One multiplier for each of the first dimensions, so that a transposed array has a different sum.
 _MULTIPLIERS = (2654435769, 2246822519, 3266489917, 668265263, 374761393, 1640531527)
 
 _LARGE = 4096
@@ -35,7 +35,7 @@ def has_checksum(kind: object) -> bool:
 
 
 def is_inexact(dtype: np.dtype) -> bool:
-    """Return whether a dtype is inexact, so that its sums depend on their order."""
+    """Return whether a dtype is inexact, so that a sum depends on the order of its terms."""
     return jnp.issubdtype(dtype, jnp.inexact)
 
 
@@ -72,8 +72,8 @@ def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> 
         x: the array.
         tiles: the number of tiles along each dimension, each with its own checksum; None for one
             checksum of the whole array.
-        with_size: whether to also return the sums of the absolute values. They follow the
-            checksums along a new leading dimension.
+        with_size: whether to also return the sums of the weighted absolute values. They follow
+            the checksums along a new leading dimension.
 
     Returns:
         An array of shape `tiles`, or a scalar if `tiles` is None.

@@ -32,7 +32,7 @@ _MARGIN = 8
 class Watched:
     """Two programs of one function, compiled to compute checksums of their values.
 
-    They cover the values that leave their source line (see `crossing`).
+    The checksums cover the values that leave their source line (see `crossing`).
 
     Args:
         pairs: the operations that the programs have in common.
@@ -63,7 +63,7 @@ class Checksums:
     Attributes:
         tiles: the tiles of each value that can be compared.
         left: the checksums on one device, with the sums of absolute values.
-        draws: the checksums on one device for perturbed arguments, each draw with another seed.
+        draws: the checksums on one device for perturbed arguments, each draw with a different seed.
         right: the checksums on the mesh.
     """
 
@@ -73,7 +73,7 @@ class Checksums:
     right: Records
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """Return the checksums of a step's result on the mesh, or None if there are none."""
+        """Return the checksums of a step's result in both programs, or None if there are none."""
         i = scope.pairs.left_of.get(j)
         if i is None or (*scope.left.at, i, result) not in self.tiles:
             return None
@@ -93,7 +93,7 @@ class Checksums:
 
 
 class Values:
-    """Values of some steps, and checksums of the others.
+    """Complete values of some steps, and checksums of the other steps.
 
     Attributes:
         arrays: the sharded values on the mesh.
@@ -110,7 +110,7 @@ class Values:
         self._draws = _draws(on_one, one)
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """Return a step's result on the mesh by tile, or its checksums, or None."""
+        """Return a step's result in both programs by tile, or its checksums, or None."""
         i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
         parts = scope.right.of(self._many, j, result)

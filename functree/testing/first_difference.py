@@ -45,7 +45,7 @@ def assert_same_as_unsharded(
     the sharding of its result, and the largest difference.
 
     The reference run uses one device, without a mesh and without rules. If the function contains a
-    shard_map, it uses a mesh with axes of size 1 instead.
+    shard_map outside functree's layers, the reference run has a mesh with axes of size 1.
 
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
@@ -58,10 +58,12 @@ def assert_same_as_unsharded(
         atol: the absolute tolerance.
 
     Raises:
-        AssertionError: if results differ in value or structure, if copies of a result on several
-            devices differ, or if the layouts shard nothing, so there is nothing to compare.
-        ShardingError: if a layout does not fit, if `mesh` is not a `Mesh` with devices, or if a
-            shard_map has its own mesh.
+        AssertionError: if results differ in value or structure.
+        AssertionError: if copies of a result on several devices differ.
+        AssertionError: if the layouts shard nothing, so there is nothing to compare.
+        ShardingError: if a layout does not fit.
+        ShardingError: if `mesh` is not a `Mesh` with devices.
+        ShardingError: if a shard_map has its own mesh.
         FunctreeError: if another argument is invalid.
 
     Examples:

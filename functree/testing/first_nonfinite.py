@@ -20,7 +20,7 @@ from functree.testing.scopes import Place, Records
 from functree.testing.steps import Body, Step
 from functree.transforms.jit.jit import jit
 
-# Badness: how bad the worst element of a value is.
+# Badness: how bad a value's worst element is.
 _FINITE, _INFINITE, _NAN = 0, 1, 2
 
 
@@ -32,8 +32,8 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     first bad value.
 
     Infinities that are constants of the program, such as a mask's, are ignored. A NaN that is made
-    from infinities is found. A constant NaN, such as `x.var()` of no elements, is found where it
-    leaves its line.
+    from infinities is found. A constant NaN, such as the variance of no elements, is found only if
+    it reaches a value that leaves its source line.
 
     Args:
         fn: the function. A function from `ft.jit` runs unchanged, but donates nothing. Any other
@@ -42,7 +42,7 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
 
     Returns:
         The operation, with its line, the arguments that it uses, the iteration and the devices.
-            None if all values are finite, or are bad only because of bad arguments.
+            None if all values are finite, or if all NaNs and infinities come from the arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -52,7 +52,7 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
         ...     return jnp.log(x).sum()
         >>> operation = ft.testing.first_nonfinite(loss, jnp.arange(3.0))
         >>> operation.name, operation.what
-        ('log', 'it makes an infinity from finite values: 1 of 3')
+        ('log', 'it makes an infinity from finite values: 1 of 3 elements')
         >>> ft.testing.first_nonfinite(loss, 1 + jnp.arange(3.0)) is None
         True
     """
@@ -124,7 +124,7 @@ class _Reading:
 
     def __init__(self, records: Records):
         self._records = records
-        # The steps with a value inside that is not finite.
+        # The steps whose bodies have a value that is not finite.
         self._loud = {
             site[:end] for site, one in records.items() if one.any() for end in range(len(site))
         }
@@ -136,7 +136,13 @@ class _Reading:
     def body(
         self, body: Body, given: Sequence[int], place: Place
     ) -> tuple[_Finding | None, list[int]]:
-        """Return the finding in a body, and its outputs' badness, from its inputs' badness."""
+        """Return the finding in a body, and its outputs' badness.
+
+        Args:
+            body: the body.
+            given: the badness of its inputs.
+            place: its place.
+        """
         known = dict(zip(body.inputs, given, strict=True))
         known.update((value, _worst(one)) for value, one in body.constants.items())
         # A constant NaN, such as `x.var()` of no elements, is harmless unless an operation selects
@@ -181,7 +187,7 @@ class _Reading:
         return None
 
     def _runs(self, body: Body, index: int, place: Place) -> Iterator[tuple[int, Place]]:
-        """Yield the index and the place of each body that a step runs, in that order."""
+        """Yield the index and the place of each body that a step runs, in the order of the runs."""
         step = body.steps[index]
         if step.name == "shard_map":
             yield 0, place.in_shard_map(body, index)
@@ -244,7 +250,7 @@ def _share(finding: _Finding, array: jax.Array | None) -> str:
     if array is None:
         return ""
     bad = finding.place.viewed(_badness(np.asarray(array))) == finding.badness.max()
-    return f": {int(bad.sum())} of {bad.size}"
+    return f": {int(bad.sum())} of {bad.size} elements"
 
 
 def _is_inexact(kind: Any) -> bool:

@@ -27,8 +27,9 @@ class Watch(NamedTuple):
 
     Attributes:
         sites: the sites of the recorded values.
-        record: computes the record of a value, a small array.
-        until: returns whether recording stops after an iteration of a `while` with these records.
+        record: a function that computes a value's record, a small array.
+        until: a function that returns whether recording stops after an iteration of a `while`. It
+            takes the iteration's records.
     """
 
     sites: Collection[Site]
@@ -37,14 +38,14 @@ class Watch(NamedTuple):
 
 
 RAN = -1
-"""Last index in the site of the record that counts a body's runs, instead of a result's index."""
+"""Last index in the site of the record that counts a body's runs. It replaces a result's index."""
 
 KEPT_ITERATIONS = 128
-"""Number of a `while`'s iterations with separate records. All later ones share one record."""
+"""Number of iterations of a `while` with separate records. Later iterations share one record."""
 
 
 def slots(step: Step, ran: int) -> Sequence[int]:
-    """Return the index in a record of each iteration, in the order in which they run.
+    """Return the index of each iteration in a record, in the order in which iterations run.
 
     Args:
         step: a loop.

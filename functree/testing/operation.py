@@ -118,7 +118,7 @@ def described(
 
 
 def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """Format the devices with a bad result; empty if it is bad on all devices."""
+    """Format the devices with a bad result, or return an empty list if all devices have one."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []
@@ -142,7 +142,7 @@ def _paths_taken(
 ) -> tuple[Path, ...]:
     """Find the paths of the program's arguments that an operation uses.
 
-    They are followed through the steps around it.
+    The paths are followed through the steps around the operation.
     """
     inputs = paths
     for one in around:

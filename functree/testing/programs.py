@@ -83,7 +83,7 @@ class Program:
         return sample
 
     def perturbed(self, seed: int) -> list[AnyArray]:
-        """Perturb the arrays by about the rounding error of each number.
+        """Perturb each number by up to the rounding error of the coarsest dtype in the function.
 
         The results show how much the program's values depend on rounding, for example on the order
         of a sum.
@@ -181,7 +181,7 @@ def _has_shard_map(program: AnyJaxpr) -> bool:
     Layers work without their shard_map if there is no mesh.
 
     Raises:
-        ShardingError: if the user's code gives a shard_map a mesh, instead of the context.
+        ShardingError: if the user's code gives a shard_map its own mesh.
     """
     found = False
     for eqn in all_equations(program):
@@ -213,7 +213,7 @@ def _is_by_functree(eqn: JaxprEqn) -> bool:
 def _sharded(
     fun: Callable[..., Any], args: Sequence[Any], layouts: LayoutTree, mesh: Mesh
 ) -> tuple[Plan, Copies]:
-    """Return the plan of the arguments, and a function that copies them with its shardings."""
+    """Return the arguments' plan, and a function that copies them with the plan's shardings."""
     signature, bound = Signature.of(fun)
     call = signature.bind(*bound.with_bound(tuple(args), {}))
     leaves, parts = ParameterLayouts("layouts", layouts, signature).read(call)
@@ -221,12 +221,12 @@ def _sharded(
     # Without a layout (`None`), an array stays uncommitted.
     targets = [None if row.spec is None else plan.sharding(row) for row in plan.rows]
     copies = _copies(call, targets)
-    # Without the bound arguments of a method or partial, which the call adds again.
+    # Leave out the bound arguments of a method or partial, which the call adds again.
     return plan, lambda: list(copies())[len(bound.args) :]
 
 
 def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
-    """Build a function that copies a tree to devices or shardings; None stays on the host."""
+    """Build a function that copies a tree to devices or shardings, where None means the host."""
     skeleton, arrays = Skeleton.apart(tree)
 
     def copies() -> Sequence[Any]:
@@ -240,7 +240,7 @@ def _copies(tree: Tree, targets: Iterable[Any]) -> Copies:
 
 
 def _host_copy(array: AnyArray) -> jax.Array | np.ndarray:
-    """Copy an array, so that the copy is not on a mesh and shares no memory.
+    """Copy an array. The copy is not on a mesh, and shares no memory with the array.
 
     Otherwise, a function that donates its arguments could delete the caller's arrays through a
     shared buffer.

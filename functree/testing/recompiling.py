@@ -37,8 +37,8 @@ def assert_no_recompile() -> Iterator[None]:
     """Assert that nothing is compiled inside a `with` block, in any thread.
 
     Raises:
-        AssertionError: if a function was compiled. The message names it, with the reason if
-            functree compiled it.
+        AssertionError: if a function was compiled. The message names the function, and gives the
+            reason if functree compiled it.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -87,16 +87,17 @@ def assert_no_recompile() -> Iterator[None]:
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
     """Assert that a step returns a state like its input, so that the next step compiles nothing.
 
-    The state is every argument with donated arrays, or the first argument if none has any. It is
-    compared with the part of the result that has the same paths. Structure, static values, shapes,
-    dtypes, weak types and shardings must be equal. The step is compiled, but not run.
+    The state is every argument with donated arrays, or the first argument if nothing is donated.
+    The state is compared with the part of the result that has the same paths. Structure, static
+    values, shapes, dtypes, weak types and shardings must be equal. The step is compiled, but not
+    run.
 
     Args:
         step: the step. It is wrapped in `ft.jit`, unless it already is.
         args: its arguments as a tuple or a list; they may be abstract.
 
     Raises:
-        AssertionError: if the state differs. The message lists the paths that differ.
+        AssertionError: if the returned state differs. The message lists the paths that differ.
         FunctreeError: if `step` is not a function, or `args` is neither a tuple nor a list.
 
     Examples:

@@ -80,7 +80,7 @@ def relate(
     """Find the relation between the parts on devices and the whole value.
 
     Args:
-        whole: a number or an array for each tile of the whole, by the indices of the tile.
+        whole: a number or an array for each tile of the whole value, by the indices of the tile.
         tolerance: the tolerance, as one number or one for each element of `whole`.
         parts: the same numbers or arrays for each device, by its indices on the mesh.
         axes: the sizes of the mesh axes, in the order of these indices.
@@ -153,7 +153,7 @@ def on_devices(whole: np.ndarray, assignment: Assignment, axes: Mapping[str, int
 def agree(expected: np.ndarray, found: np.ndarray, tolerance: np.ndarray) -> bool:
     """Return whether numbers are equal within a tolerance.
 
-    Any two numbers that are not finite agree.
+    Any two numbers that are not finite agree, and so do integers with a positive tolerance.
     """
     if not np.issubdtype(expected.dtype, np.inexact):
         return bool(np.all((expected == found) | (tolerance > 0)))

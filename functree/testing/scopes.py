@@ -23,7 +23,7 @@ class Around:
 
     Attributes:
         body: the body that contains the step.
-        index: its index there.
+        index: the index of the step in the body.
         where: the iteration or branch, in words; empty for a shard_map.
     """
 
@@ -39,9 +39,9 @@ class Place:
     Attributes:
         at: its site.
         axes: the sizes of the mesh axes that are Manual here.
-        view: for each loop around it, the outermost first, a pair: the dimension of records for its
-            iterations, and the index in this dimension. Dimensions of outer loops are already
-            removed.
+        view: a pair for each loop around it, the outermost first. A pair holds the dimension of
+            records for the loop's iterations, and the index in this dimension. Dimensions of outer
+            loops are already removed.
         around: the steps around it, the outermost first.
     """
 
@@ -129,9 +129,10 @@ class Pairs:
         return dict(self.steps)
 
     def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:
-        """Yield all pairs, including inner bodies.
+        """Yield all pairs, including pairs in inner bodies.
 
-        Each has the site of its left step, both steps, and whether it is inside a shard_map.
+        Each item holds the site of the left step, both steps, and whether they are inside a
+        shard_map.
         """
         for i, j in self.steps:
             one, other = self.left.steps[i], self.right.steps[j]

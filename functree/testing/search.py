@@ -33,7 +33,8 @@ class Finding:
         note: the reason, in words; empty if it is unknown.
         only: `"mesh"` or `"device"` if only one of the programs has the operation.
         before: if `only` is set, the index on the mesh of the last common step before it.
-        other: if `only` is `"mesh"`, the index of the first step that only the other program has.
+        other: if `only` is `"mesh"`, the index of the first step that only the program on one
+            device has.
     """
 
     scope: Scope

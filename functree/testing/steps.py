@@ -68,7 +68,7 @@ class Step:
         source: the innermost line of the user's model around it; None if there is none.
         draws: whether it draws random numbers, or makes keys for them.
         bodies: the body of a loop or shard_map, or the branches of a conditional.
-        operands: three numbers of inputs, in this order: inputs that its bodies do not get,
+        operands: three counts of inputs, in this order: inputs that its bodies do not get,
             constants of a loop's body, and values that a loop carries. All other inputs follow.
         acts: whether it has side effects, such as writing to a `jax.Ref`.
         run: the operation as a function from arrays to arrays.
@@ -266,8 +266,8 @@ def _step(
 def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
     """Build the function of a single equation, from arrays to arrays.
 
-    The equation becomes a program of its own, which runs in the context of its trace, such as the
-    mesh of its types.
+    The equation becomes a separate program. The program runs in the context in which the equation
+    was traced, including its mesh.
     """
     variables: list[Var] = []
     for atom in eqn.invars:
