@@ -47,8 +47,8 @@ def check_processes(**values: object) -> None:
             value, arrays across processes by sharding, and functions by name.
 
     Raises:
-        FunctreeError: if a value differs. All processes raise it. The message names the process,
-            and the leaf or the line.
+        FunctreeError: if a value differs. All processes raise this error. The message names the
+            process, and the leaf or the line.
         FunctreeError: if a process is at a different comparison, or has ended.
         FunctreeError: if the processes have different numbers of devices.
         FunctreeTypeError: if a value has a type that cannot be compared.
@@ -97,7 +97,7 @@ def settings() -> list[str]:
 
 
 def configuration() -> tuple[Hashable, ...]:
-    """Return JAX's current configuration, including changes by context managers."""
+    """Return the current values of `_SETTINGS`, including changes by context managers."""
     values: list[Hashable] = []
     for name in _SETTINGS:
         # Each version of JAX has different settings, and not all of them are attributes.
@@ -160,7 +160,7 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
 
 
 def _has_no_order(node: Tree) -> bool:
-    """Return whether a node is a dict that JAX cannot sort, or whose order differs per process.
+    """Return whether a node is a dict that JAX cannot sort, or whose order differs by process.
 
     Such a dict, for example one with sets as keys, is compared as a value instead of as a tree.
     """
@@ -274,7 +274,7 @@ def has_values_here(array: AnyArray) -> bool:
 
 
 def own_text(array: AnyArray) -> str:
-    """Format the type and values of an array in this process, or a checksum of many values."""
+    """Format the type and values of an array in this process, with a checksum for many values."""
     text = array_text(array)
     words: Any = array
     if is_key(array.dtype):

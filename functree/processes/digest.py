@@ -181,7 +181,7 @@ def _words(array: jax.Array) -> list[jax.Array]:
 
 
 def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
-    """Return the same as `_words`, computed on the host."""
+    """Return the bits of each element like `_words`, computed on the host."""
     # `ascontiguousarray` gives a scalar a dimension.
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "c":
@@ -207,7 +207,7 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _mix(x: jax.Array) -> jax.Array:
-    """Apply a bijection of uint32 in which each bit depends on all bits of the argument.
+    """Apply a bijection of uint32. Each bit of the result depends on all bits of the argument.
 
     It is `lowbias32` from Hash Prospector: https://nullprogram.com/blog/2018/07/31/.
     """

@@ -95,12 +95,12 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
     Raises:
         FunctreeError: if the processes have unequal numbers of devices.
-        FunctreeError: if one of them has ended, or reports an error.
-        FunctreeError: if one of them is at a different comparison.
+        FunctreeError: if a process has ended, or reports an error.
+        FunctreeError: if a process is at a different comparison.
     """
     _check_devices(place)
-    # A lowered program may have megabytes, and is usually the same everywhere. So the first message
-    # is a digest of 32 bytes.
+    # The first message is a digest of 32 bytes, since a lowered program may have megabytes, and is
+    # usually equal in all processes.
     # The line is not compared: machines may keep the program in different folders.
     compared = json.dumps([place.name, place.number, report])
     digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
@@ -202,7 +202,10 @@ def _check_devices(place: Place) -> None:
     problems: list[Problem] = []
     for process, number in enumerate(numbers):
         if number != usual:
-            why = f"has {number} of the {len(jax.devices())} devices, but others have {usual}"
+            why = (
+                f"has {number} of the {len(jax.devices())} devices, but other processes have "
+                f"{usual}"
+            )
             problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
     if problems:
         headline = f"{place.failure}: the {len(numbers)} processes have unequal numbers of devices"
@@ -224,8 +227,8 @@ def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
     except jax.errors.JaxRuntimeError as error:
         # Only this error reveals that another process has ended.
         text = (
-            f"{place.failure}: not all processes reached {place}: a process has ended, is late, or "
-            "cannot be reached; read its output\n"
+            f"{place.failure}: not all processes reached {place}. A process has ended, is late, or "
+            "cannot be reached: read the output of each process\n"
             f"{str(error).splitlines()[0]}"
         )
         raise known_to_all(FunctreeError(text)) from error

@@ -1,4 +1,4 @@
-"""`preempted` tells all processes to save and stop at the same step after a SIGTERM."""
+"""`preempted` returns True in all processes at the same step, a few steps after a SIGTERM."""
 
 import signal
 import threading
@@ -13,7 +13,7 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Return whether the scheduler will reclaim this machine, so training should save and stop.
+    """Return whether training should save and stop, since the scheduler will reclaim this machine.
 
     Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
     If one process gets the signal, the call returns True in all of them at the same step, a few

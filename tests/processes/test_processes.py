@@ -171,7 +171,7 @@ APARTS: dict[str, list[list[str]]] = {
     "left": [
         [
             "check_processes: not all processes reached comparison 1 (`ft.check_processes`): ",
-            "a process has ended, is late, or cannot be reached; read its output",
+            "A process has ended, is late, or cannot be reached: read the output of each process",
         ],
         [],
     ],
@@ -180,7 +180,7 @@ APARTS: dict[str, list[list[str]]] = {
         [
             "check_processes: the 2 processes have unequal numbers of devices",
             "process 1",
-            "has 2 of the 6 devices, but others have 4",
+            "has 2 of the 6 devices, but other processes have 4",
             "Try: give each process as many devices as the others",
         ]
     ]
