@@ -195,7 +195,7 @@ class CheckpointFileError(CheckpointError, OSError):
 
 
 # A large model has thousands of leaves, and one mistake often affects all of them. The text names
-# only the first few, and `.problems` has them all.
+# only the first few, and `.problems` holds all of them.
 MAX_PATHS = 6  # paths named in each group of leaves with the same problems
 MAX_GROUPS = 40
 
@@ -255,7 +255,7 @@ def _text(headline: str, problems: Sequence[Problem]) -> str:
 
 
 def path_text(path: tuple[object, ...] | None) -> str:
-    """Return the text of a path; empty for a problem that does not concern a single leaf."""
+    """Return the text of a path, or `""` for a problem that does not concern a single leaf."""
     if path is None:
         return ""
     # The path of a tree's root is empty, and so is its text.
@@ -269,11 +269,11 @@ def count(number: int, noun: str) -> str:
 
 
 def near_name(name: str, known: Iterable[str]) -> str | None:
-    """Find the known name that a misspelled name was probably meant to be.
+    """Find the known name that a misspelled name probably stands for.
 
     The names differ by one edit or one swap of neighboring letters, and have at least four letters.
-    If one of the two names begins with the other (`head`, `heads`), they count as different names,
-    not as a typo.
+    If one of the two names begins with the other (`head`, `heads`), they count as different names
+    instead of a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -322,7 +322,7 @@ def _one_edit(short: str, long: str) -> bool:
 
 
 def did_you_mean(name: object, known: Iterable[object]) -> str:
-    """Write `; did you mean ...?` with the nearest known name; empty if no name is near.
+    """Return `; did you mean ...?` with the nearest known name, or `""` if no name is near.
 
     >>> did_you_mean("hiden", ["embed", "hidden"])
     '; did you mean `hidden`?'

@@ -31,7 +31,7 @@ A layout is a Python value in one of your modules. It may be a tuple of layouts
   layouts = {"tensor": (rules, ft.P("data")), "both": (layout, ft.P("data"))}
 
 Short rules need no module, and are tried in order. `none` leaves an axis
-unsharded, `data+model` is two mesh axes, and --fsdp shards the rest:
+unsharded, `data+model` means two mesh axes, and --fsdp shards more dimensions:
 
   --rules batch=data,hidden=model,...=none --fsdp data
 """
@@ -68,7 +68,7 @@ def parsed(
     version: str,
     commands: Mapping[str, Callable[..., Any]],
 ) -> Namespace:
-    """Parse a command line. Exit for `--help` and invalid options.
+    """Parse a command line. Exit on `--help` and on invalid options.
 
     Args:
         arguments: the command-line arguments.
