@@ -128,7 +128,7 @@ def ledger(options: Namespace) -> Outcome:
 
 
 def explained(options: Namespace) -> Outcome:
-    """Explain why a compiled program moves arrays, and find edits that avoid it.
+    """Explain why a compiled program moves arrays, and find edits that move less.
 
     examples:
       functree why demo:train --mesh data=2,model=4 --layout demo:layout --devices 8

@@ -25,8 +25,8 @@ class Operation:
         source: its file and line, such as `model.py:12`; empty if it does not come from a line of
             the user's code.
         line: the text of this line.
-        paths: the paths of the argument arrays among its inputs, even if they were transformed
-            first. Activations have none.
+        paths: the paths of the argument arrays that it uses, including arrays that were transformed
+            before. Activations have no path.
         shape: the shape of its result; in a shard_map, the shape of the shard on one device.
         dtype: the dtype of its result.
         layout: the sharding of the result, in words; empty if it is unknown.

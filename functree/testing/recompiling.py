@@ -50,7 +50,7 @@ def assert_no_recompile() -> Iterator[None]:
         ...     _ = double(four)
         Traceback (most recent call last):
             ...
-        AssertionError: 1 compilation
+        AssertionError: 1 compilation inside `assert_no_recompile()`
           <lambda>: compilation 2: x: shape (3,) → (4,)
     """
     # Two sources: functree's functions give reasons for their compilations. JAX reports all
@@ -81,7 +81,11 @@ def assert_no_recompile() -> Iterator[None]:
         if name not in known:
             lines.append(f"  {name}: compiled by JAX directly, not through functree")
     if lines:
-        raise AssertionError("\n".join([count(len(lines), "compilation"), *lines]))
+        raise AssertionError(
+            "\n".join(
+                [f"{count(len(lines), 'compilation')} inside `assert_no_recompile()`", *lines]
+            )
+        )
 
 
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
@@ -159,7 +163,7 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
         if shared and (shared, -len(own)) > most:
             new, most = part, (shared, -len(own))
     if not most[0]:
-        yield f"  {name}: no part of the result has the same paths"
+        yield f"  {name}: no part of the result has the state's paths"
         return
     for difference in _differences(state, new):
         # The program has no sharding for an array that the step does not use.

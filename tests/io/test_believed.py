@@ -149,7 +149,7 @@ def test_what_is_no_file(what: str, tmp_path: Path) -> None:
             read()
         file.rmdir() if file.is_dir() else file.unlink()
         (tmp_path / "away").rename(file)
-    with refused(f"{WEIGHTS} is not a safetensors file: it is not a regular file"):
+    with refused(f"{WEIGHTS} cannot be read: it is not a regular file"):
         (folder / INDEX).unlink()
         NO_FILES[what](folder / WEIGHTS)
         load(folder)

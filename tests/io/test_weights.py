@@ -357,7 +357,13 @@ def test_what_is_not_saved(tmp_path: Path) -> None:
     other_options = "use the options of one of these families, or save any model with `ft.save`"
     options: Any = {"window": 4, "qk_norm": True}
     config = ft.nn.TransformerConfig(16, **sizes, **options)
-    said = ("qk_norm=True", "mistral has False", "window=4", "qwen3 has None", other_options)
+    said = (
+        "qk_norm=True",
+        "it is False in mistral models",
+        "window=4",
+        "it is None in qwen3 models",
+        other_options,
+    )
     with raises("no published family computes the same function as this model", *said):
         ft.save_weights(tmp_path / "new", ft.nn.Transformer.create(config, key=KEY))
     assert not (tmp_path / "new").exists()

@@ -64,7 +64,7 @@ def test_a_golden_layout_is_written_and_compared(
     for told in (
         "the layout differs from",
         "-head  f32[16, 4]  P('model', None)  64 B\n+head  f32[16, 4]  P(None, None)  256 B",
-        "set FUNCTREE_UPDATE_GOLDEN=1",
+        "update the file with FUNCTREE_UPDATE_GOLDEN=1",
     ):
         assert told in str(caught.value)
 
@@ -161,13 +161,16 @@ def test_no_recompilation() -> None:
         step(w, x)
     with failing as caught, assert_no_recompile():
         step(w, y)
-    assert str(caught.value) == "1 compilation\n  <lambda>: compilation 2: x: shape (3, 4) → (3, 5)"
+    assert (
+        str(caught.value)
+        == "1 compilation inside `assert_no_recompile()`\n  <lambda>: compilation 2: x: shape (3, 4) → (3, 5)"
+    )
     other = jax.jit(lambda w: w + 41)
     with failing as caught, assert_no_recompile():
         other(w)
     assert (
         str(caught.value)
-        == "1 compilation\n  jit(<lambda>): compiled by JAX directly, not through functree"
+        == "1 compilation inside `assert_no_recompile()`\n  jit(<lambda>): compiled by JAX directly, not through functree"
     )
     with assert_no_recompile():  # the same program, which another wrapper has compiled
         ft.jit(step.__wrapped__)(w, x)
@@ -212,7 +215,7 @@ OPEN = {
     "shape": (lambda s: {**s, "w": s["w"][:4]}, "state.w: shape (8, 4) → (4, 4)"),
     "structure": (grown, "state.more: structure nothing → an array"),
     "missing": (lambda s: {"w": s["w"]}, "state.n: structure an array → nothing"),
-    "nothing": (lambda s: s["w"].sum(), "state: no part of the result has the same paths"),
+    "nothing": (lambda s: s["w"].sum(), "state: no part of the result has the state's paths"),
     "sharding": (
         lambda s: {**s, "w": ft.constrain(s["w"], ft.P(None, "model"))},
         "state.w: sharding P('model', None) on (data=2, model=4) → P(None, 'model') on (data=2, model=4)",

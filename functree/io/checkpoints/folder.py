@@ -411,7 +411,7 @@ class Draft:
                 folder.write(f"{self.name}{BEGUN}", b"")
 
     def commit(self, manifest: Manifest) -> None:
-        """Write the manifest, which makes this the checkpoint.
+        """Write the manifest, which completes the checkpoint.
 
         Raises:
             CheckpointError: if another writer was first.

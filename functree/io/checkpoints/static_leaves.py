@@ -69,7 +69,7 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         # Both are shortened, since functree's first versions saved texts of any length.
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
-            kind.append(f"`{path}` was saved as {_short(then)} and is {_short(now)} in `like`")
+            kind.append(f"`{path}` was saved as {_short(then)}, but is {_short(now)} in `like`")
     # These are None or missing in `like`. An array there is a separate error.
     for name, then in lost.items():
         others.append(f"`{name}` was saved as {_short(then)}, but is missing from `like`")

@@ -81,7 +81,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
     if others := [file for file in files if not os.path.isfile(file)]:
         if not os.path.lexists(others[0]):
             raise FunctreeError(f"there is no file {others[0]}")
-        raise FunctreeError(f"{others[0]} is not a safetensors file: it is not a regular file")
+        raise FunctreeError(f"{others[0]} cannot be read: it is not a regular file")
     for file in files:
         try:
             handle = safetensors.safe_open(file, framework="np")

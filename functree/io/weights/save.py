@@ -58,7 +58,7 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         model: the model.
 
     Raises:
-        FunctreeError: if the folder already has weights.
+        FunctreeError: if the folder already has weights, or a `config.json`.
         FunctreeError: if no family computes the same function, for example because of a user's
             attention function. The error lists the parts that differ, by path.
         FunctreeError: if an array has no values, or is not on devices of all processes.
@@ -323,7 +323,7 @@ def _by_config(config: TransformerConfig) -> str:
         for field in dataclasses.fields(config):
             given, theirs = getattr(config, field.name), found.get(field.name, field.default)
             if field.name not in _NOT_COMPARED and given != theirs:
-                what, why = f"{field.name}={given!r}", f"{family} has {theirs!r}"
+                what, why = f"{field.name}={given!r}", f"it is {theirs!r} in {family} models"
                 own.append(Problem(None, None, what, why, _OPTIONS))
         if not own:
             return family
