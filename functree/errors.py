@@ -272,8 +272,8 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that a misspelled name probably stands for.
 
     The names differ by one edit or one swap of neighboring letters, and have at least four letters.
-    If one of the two names begins with the other (`head`, `heads`), they count as different names
-    instead of a typo.
+    If one of the two names begins with the other (`head`, `heads`), they count as different names,
+    not as a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)

@@ -36,8 +36,7 @@ class ForeignErrors:
     """Context manager that converts errors of other packages into functree's errors.
 
     The original error is chained as the cause. Orbax raises all classes of errors, including
-    `Exception` itself. Errors of JAX's runtime, such as running out of device memory, are not
-    converted.
+    `Exception` itself. Errors of JAX's runtime, such as an out-of-memory error, are not converted.
 
     Args:
         kind: the class of the new error.

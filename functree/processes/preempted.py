@@ -13,7 +13,7 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Return whether training should save and stop, since the scheduler will reclaim this machine.
+    """Return whether training should save and stop because the scheduler will reclaim this machine.
 
     Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
     If one process gets the signal, the call returns True in all of them at the same step, a few

@@ -1,4 +1,4 @@
-"""This package has assertions about layouts, collectives, compilations and sharded results.
+"""This package provides assertions about layouts, collectives, compilations and sharded results.
 
 `first_nonfinite` finds the first operation that makes a NaN or an infinity.
 """

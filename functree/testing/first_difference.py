@@ -45,7 +45,7 @@ def assert_same_as_unsharded(
     the sharding of its result, and the largest difference.
 
     The reference run uses one device, without a mesh and without rules. If the function contains a
-    shard_map outside functree's layers, the reference run has a mesh with axes of size 1.
+    shard_map outside functree's layers, the reference run uses a mesh with axes of size 1.
 
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
