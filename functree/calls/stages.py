@@ -160,7 +160,7 @@ class Traced(Stage[jax.stages.Traced]):
         if self._closes_over_refs:
             raise FunctreeError(
                 f"{self._program.name} closes over a `jax.Ref`, which exists only in this process, "
-                "so it cannot be exported: pass and return the ref's value"
+                "so the function cannot be exported: pass and return the ref's value"
             )
         arrays = list(self._call.arrays)
         for i, array in enumerate(arrays):
@@ -319,7 +319,7 @@ class Lowered(Stage[jax.stages.Lowered]):
 class Compiled(Stage[jax.stages.Compiled]):
     """A function compiled for one call, like `jax.stages.Compiled` but for functions of modules.
 
-    Call it with arguments like those it was compiled for.
+    Call it with arguments that match the compiled program.
 
     Examples:
         >>> scale = ft.jit(lambda m, x: m["w"] * x)
@@ -405,7 +405,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         shardings = self._call.values(self.jax.input_shardings)
         paths = self._program.group.paths
         for path, x, kind, sharding in zip(paths, arrays, types, shardings, strict=True):
-            # Only the first difference of each array, since it usually explains the others.
+            # Report only the first difference of each array, since it usually explains the others.
             if tuple(x.shape) != tuple(kind.shape):
                 changes.append(Difference(path, "shape", tuple(kind.shape), tuple(x.shape)))
             elif x.dtype != kind.dtype:

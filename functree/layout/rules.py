@@ -58,10 +58,10 @@ class AxisRules(Layout):
     Args:
         rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have
             several rules. `None` leaves the axis unsharded; a layout after `|` may still shard it.
-            A last `...: None` leaves all other axes unsharded.
+            A final `...: None` leaves all other axes unsharded.
         names: `{cls: ft.names(...)}`, axes for the leaves of classes without annotations.
         unnamed: `P()` to leave arrays without axis names unsharded; an `FSDP` after `|` may still
-            shard them. By default they are an error.
+            shard them. By default, such arrays raise an error.
 
     Raises:
         RuleError: if an axis or a value is invalid.
@@ -105,7 +105,7 @@ class AxisRules(Layout):
         return cls(zip(names, names, strict=True))
 
     def on(self, mesh: MeshLike) -> "AxisRules":
-        """Return a copy without the rules that name mesh axes that the mesh lacks.
+        """Return a copy without the rules that name a mesh axis that the mesh lacks.
 
         An axis that loses all its rules is left unsharded.
         """
@@ -127,6 +127,7 @@ class AxisRules(Layout):
 
         Raises:
             FunctreeError: if `shape` is not a shape.
+            ShardingError: if `shape` and `axes` have different lengths.
             ShardingError: if no rule names an axis.
             ShardingError: if other axes already use the mesh axes of all rules for an axis.
             ShardingError: if the mesh axes do not divide a size.
@@ -160,7 +161,7 @@ class AxisRules(Layout):
         """Apply Linen's algorithm to the dimensions that are still unsharded."""
         decision = start
         applied: dict[int, Rule] = {}  # the rule that applied to each dimension
-        # Rules come before dimensions: if two axes compete for a mesh axis, the earlier rule wins.
+        # The outer loop is over rules: if two axes compete for a mesh axis, the earlier rule wins.
         for rule in self.table:
             for dim, axis in enumerate(leaf.axes):
                 if axis != rule.name or dim in applied:
@@ -235,7 +236,7 @@ class AxisRules(Layout):
 
 
 def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
-    """Return a table in which one rule replaces all rules for an axis, where the first was."""
+    """Return a table in which one rule replaces all rules for an axis, in the first one's place."""
     pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in table.pairs]
     if axis not in table.mentioned:
         pairs.insert(0, (axis, mesh_axis))
@@ -273,7 +274,7 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
 
 
 def _pairs(rules: Iterable[Rule], closed: bool) -> list[tuple[Any, Any]]:
-    """Return rules as a user writes them; `closed` adds a last `...: None`."""
+    """Return rules as a user writes them; `closed` adds a final `...: None`."""
     pairs: list[tuple[Any, Any]] = [(name, entry(axes)) for name, axes in rules]
     if closed:
         pairs.append((..., None))
@@ -302,7 +303,7 @@ def _reason(
 
 
 def _rule(name: Any, value: Any) -> Rule:
-    """Return a rule from what a user wrote.
+    """Make a rule from the two sides that a user wrote.
 
     Raises:
         RuleError: if the axis or the mesh axes are invalid.
@@ -453,7 +454,10 @@ def array_spec(
 
 
 def renamed(problems: Iterable[Problem], **known: Any) -> list[Problem]:
-    """Replace attributes in an activation's problems. `array_spec` gets only axes and shape."""
+    """Replace attributes in an activation's problems.
+
+    `array_spec` gets only axes and a shape, so its problems lack the other attributes.
+    """
     # A problem without a path is about a rule.
     return [problem if problem.path is None else problem._replace(**known) for problem in problems]
 
@@ -583,7 +587,7 @@ def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
         f"parameters. A batch that is sharded over `{mesh_axes}` is gathered, and each device "
         "repeats the work. "
         f'Add `"{BATCH}": {_written(forgotten)}` to the rules, or `"{BATCH}": None` if you intend '
-        "this"
+        "replication"
     )
 
 

@@ -122,7 +122,8 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "export of a closed ref": (
         exported_with_ref,
         (
-            "<lambda> closes over a `jax.Ref`, which exists only in this process, so it cannot be exported: pass and return",
+            "<lambda> closes over a `jax.Ref`, which exists only in this process, so the function "
+            "cannot be exported: pass and return",
         ),
     ),
     "an option of lower": (

@@ -104,7 +104,7 @@ def test_each_door_says_it_once(name: str):
     wanted = (
         "constrain: `batch` has no rule except `...: None`, which replicates the activation "
         '"batch seq .*" over the mesh axis `data`, where `FSDP` shards the parameters. .* '
-        'Add `"batch": "data"` to the rules, or `"batch": None` if you intend this'
+        'Add `"batch": "data"` to the rules, or `"batch": None` if you intend replication'
     )
     assert re.fullmatch(wanted, texts[0]), texts
     assert told[0].category is ft.FunctreeWarning and told[0].filename == __file__
