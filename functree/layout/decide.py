@@ -1,7 +1,8 @@
 """`decide_parts` decides about all leaves of a tree, and collects the problems.
 
 Labeled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout decides about leaves
-that follow nothing. The others take the decisions of the leaves that they follow.
+that follow no other leaf. A leaf that follows a parameter, such as an optimizer's moment, takes the
+parameter's decision unless the layout claims the leaf.
 """
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -53,7 +54,7 @@ class Decisions(NamedTuple):
         leaves: the labeled leaves.
         decisions: one for each leaf.
         problems: the problems of the tree and its layouts.
-        unused: the axes that rules name and no leaf has.
+        unused: the axes that rules name but no leaf has.
     """
 
     leaves: Sequence[Leaf]
@@ -69,7 +70,7 @@ class Group:
     Attributes:
         part: the layout and its subtree.
         leaves: the leaves.
-        has_training_state: whether they include a training state.
+        has_training_state: whether the layout's subtree contains a training state.
         decisions: one for each leaf.
     """
 
@@ -108,8 +109,9 @@ def decide_parts(
         leaves: the leaves.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        same: one number for each leaf. Leaves that are the same array have the same number. It is
-            needed for abstract leaves, whose identity does not show this.
+        same: one number for each leaf. Leaves that are the same array have the same number. The
+            numbers are needed for abstract leaves, whose identity does not show which array they
+            are.
         allow_unspecified: whether an array may have no layout (`None`).
     """
     groups = list(grouped(leaves, parts, view))
@@ -120,7 +122,7 @@ def decide_parts(
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    # Many leaves share one decision object, and have equal sizes in its sharded dimensions. If one
+    # Many leaves share one decision object, and have equal sizes in the sharded dimensions. If one
     # of these leaves has no problem, neither do the others.
     fine: set[int] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
@@ -140,8 +142,8 @@ def decide_parts(
 def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]:
     """Return the decisions about the leaves of one layout.
 
-    The layout decides about leaves that follow nothing, and about leaves that it claims. The others
-    take the decisions of the leaves that they follow.
+    The layout decides about leaves that follow no other leaf, and about leaves that it claims. Each
+    other leaf takes the decision of the leaf that it follows.
     """
     layout = part.layout
     # If an argument is one array, its only leaf is bare.
@@ -186,7 +188,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
 def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
     """Return the groups of each layout.
 
-    Arguments that share a layout are grouped, since a filter in it may be for any of them.
+    Arguments that share a layout are grouped, since a filter in the layout may be for any of them.
     """
     joined: dict[tuple[int, bool], list[Group]] = {}
     for i, group in enumerate(groups):
@@ -245,7 +247,7 @@ def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Dec
         leaves: the leaves.
         decided: the decisions about the leaves that they follow, by path.
     """
-    # Several leaves may follow one parameter, such as Adam's two moments. They share one decision.
+    # Several leaves, such as Adam's two moments, may follow one parameter. They share one decision.
     known: dict[tuple[FollowedLeaf | None, int], Decision] = {}
     decisions: list[Decision] = []
     for leaf in leaves:
@@ -258,7 +260,7 @@ def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Dec
 
 
 def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
-    """Return the decision about a leaf that follows another one."""
+    """Return the decision about a leaf that follows another leaf."""
     start, follows = Decision((WHOLE,) * len(leaf.shape)), leaf.follows
     if follows is not None and not follows.known:
         return start.wrong(UNKNOWN)
@@ -277,7 +279,7 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
     reason, same = f"follows {name}", follows.path
-    # Unless the leaf has all dimensions in order, the reason lists the dimensions that it has.
+    # Unless the leaf has all the parameter's dimensions in order, the reason lists its dimensions.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", with dimension{'' if len(kept) == 1 else 's'} {', '.join(kept)}"
@@ -303,11 +305,11 @@ UNKNOWN = (
 def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
     """Label the leaves of each layout, and yield them with the decisions about them.
 
-    A label holds the path that filters see, and the leaf that this leaf follows.
+    A label holds the path that filters see, and the leaf that the labeled leaf follows.
     """
     start = 0
     for part in parts:
-        # The leaves of a part are contiguous, and parts have the order of their leaves.
+        # The leaves of a part are contiguous, and parts are in the order of their leaves.
         depth, end = len(part.path), start
         while end < len(leaves.leaves) and leaves.leaves[end].path[:depth] == part.path:
             end += 1

@@ -185,7 +185,7 @@ def apply_spec(
 ) -> Decision:
     """Shard the unsharded dimensions according to a spec.
 
-    A dimension that is already sharded differently is a fault.
+    A dimension that is already sharded differently causes a fault.
 
     Args:
         leaf: the leaf.
@@ -287,7 +287,7 @@ def is_optimizer_state(cls: type) -> bool:
 
 
 def missing_axes(what: str, mesh_axes: Sequence[str], mesh: MeshView, remedy: str) -> list[Problem]:
-    """Return a problem for each mesh axis of a rule that the mesh lacks, even if it is unused."""
+    """Return a problem for each mesh axis that the mesh lacks, even if no leaf uses it."""
     problems: list[Problem] = []
     for axis in mesh_axes:
         if axis not in mesh.sizes:
@@ -317,7 +317,7 @@ def near_misses(
     """Return the problems of axes that only `...: None` covers but an unused rule almost names.
 
     If one name is a longer form of the other (`hidden`, `hidden_dim`), they may be different axes,
-    so this is only a warning.
+    so the function only warns.
     """
     problems: list[Problem] = []
     if not unused:
@@ -449,7 +449,7 @@ def _indivisible(
 def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
     """Return the number of shards that mesh axes divide an array into.
 
-    A mesh axis that the mesh lacks counts as 1, since it is already a problem.
+    A mesh axis that the mesh lacks counts as 1, since its absence is already a problem.
     """
     return math.prod(mesh.sizes.get(axis, 1) for axis in mesh_axes)
 

@@ -39,7 +39,7 @@ class FSDP(Layout):
         min_size: the number of elements below which leaves are unchanged.
         axes: the axes that may be sharded; by default, all.
         otherwise: the spec of a leaf if the mesh axis divides none of the dimensions that may be
-            sharded. By default, such a leaf is an error.
+            sharded. By default, such a leaf raises an error.
 
     Raises:
         RuleError: if an argument is invalid.
@@ -197,7 +197,7 @@ def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
     present = sorted(filter(None, present_axes(leaves)))
     for name in layout.axes:
         near = None if name in present else near_name(name, present)
-        # Without a similar name, it may belong to a different model that uses this layout.
+        # If no leaf has a similar name, the name may be for another model that uses this layout.
         if near is not None:
             why = f"no leaf has the axis `{name}`; did you mean `{near}`?"
             yield Problem(None, None, repr(layout), why, "correct the name in `axes=`")

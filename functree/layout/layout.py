@@ -68,16 +68,16 @@ class Layout:
         return ()
 
     def asks(self, leaf: Leaf) -> Hashable:
-        """Return what the decision depends on besides the leaf's `kind`.
+        """Return the values that the decision depends on, besides the leaf's `kind`.
 
-        Leaves share one decision if both are equal.
+        Leaves share one decision if these values and their kinds are equal.
         """
         return tuple([layout.asks(leaf) for layout in self.inner])
 
     def claims(self, leaf: Leaf) -> bool:
         """Return whether the layout decides about a leaf that would otherwise follow another leaf.
 
-        It does if it was written for such leaves, like the filter `opt_state.**`.
+        A layout claims leaves that it was written for, as with the filter `opt_state.**`.
         """
         return any(layout.claims(leaf) for layout in self.inner)
 
@@ -98,7 +98,7 @@ class Layout:
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of a `NamedSharding` or a plan in the layout; None if it has none."""
+        """The mesh of a `NamedSharding` or a plan in the layout; None if there is none."""
         for layout in self.inner:
             if layout.own_mesh is not None:
                 return layout.own_mesh
@@ -139,7 +139,7 @@ class SpecLayout(Layout):
         return follows.path is None or (not follows.known and len(self.spec.partitions) < 2)
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        # `whole` and not `undecided`: a layout's spec overrides the spec of an annotation.
+        # `whole`, not `undecided`, since a layout's spec overrides the spec of an annotation.
         decision = so_far or whole(leaf)
         # A scalar in a tree is replicated. If the tree is just a scalar, a spec with entries is an
         # error.
@@ -189,8 +189,8 @@ class FunctionLayout(Layout):
         try:
             spec = self.function(leaf.seen, leaf.value)
         except USERS_ERRORS as error:
-            # A user may pass any function by mistake, such as `jax.nn.gelu`. Its own error would
-            # name neither the leaf nor the layout.
+            # A user may pass any function by mistake, such as `jax.nn.gelu`. The function's
+            # own error would name neither the leaf nor the layout.
             problem = leaf.problem(f"{self!r} raised {error_text(error)}", LAYOUT_FUNCTION)
             raise ShardingError(f"the layout function {self!r} failed", [problem]) from error
         if isinstance(spec, PartitionSpec):
@@ -321,7 +321,7 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
     """
     if isinstance(written, Mapping):
         return list(written.items())
-    # Strings and specs are iterable, but not over pairs.
+    # Strings and specs are iterable, but do not contain pairs.
     if not isinstance(written, Iterable) or isinstance(written, str | bytes | PartitionSpec):
         raise RuleError(f"{wanted}; {written!r} is neither")
     pairs: list[tuple[Any, Any]] = []
@@ -333,7 +333,7 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
 
 
 def pairs_text(pairs: Sequence[tuple[str, str]]) -> str:
-    """Return the text of pairs as a user writes them, from the texts of both sides."""
+    """Format pairs as a user writes them, given the texts of both sides."""
     if len(dict(pairs)) == len(pairs):
         return dict_text(pairs)
     # A dict cannot contain a key twice.
@@ -369,7 +369,7 @@ def as_layout(value: Any) -> Layout:
         case Layout():
             return value
         case PartitionSpec():
-            # Checked here, so that the traceback shows where the layout is written.
+            # The spec is checked here, so that the traceback shows where it is written.
             invalid = invalid_entry(value)
             if invalid is not None:
                 raise RuleError(f"{spec_text(value)}: {invalid}")
@@ -411,7 +411,7 @@ class Modifier(Layout):
 
 @dataclass(frozen=True, repr=False)
 class OnHost(Modifier):
-    """A layout in pinned host memory, made by `ft.on_host`."""
+    """A layout, made by `ft.on_host`, that places arrays in pinned host memory."""
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         decision = self.layout.decide(leaf, so_far, mesh)
@@ -494,7 +494,7 @@ def _written(layout: LayoutLike, where: str) -> Layout:
     """Return a layout of a prefix tree.
 
     Raises:
-        RuleError: if it is invalid; the message has its path.
+        RuleError: if the layout is invalid; the message gives its path.
     """
     try:
         return as_layout(layout)

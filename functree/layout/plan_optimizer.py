@@ -34,9 +34,9 @@ def plan_optimizer(
     """Plan an optimizer's state, using only the model's layout.
 
     A leaf with the shape of its parameter gets the parameter's spec. A factored leaf gets the
-    entries of the dimensions that it keeps. A leaf with further leading dimensions gets unsharded
-    entries for these, then the parameter's spec. Leaves that do not depend on the parameters'
-    shapes are replicated.
+    entries of the dimensions that it keeps. A leaf with further leading dimensions gets an
+    unsharded entry for each, then the parameter's spec. Leaves that do not depend on the
+    parameters' shapes are replicated.
 
     An optimizer that treats a stack differently from its layers causes a warning; see
     `ft.layerwise`.
@@ -125,7 +125,7 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
 
     Raises:
         RuleError: if a pattern in the filter matches no leaf.
-        FunctreeError: if several arrays have one path.
+        FunctreeError: if several arrays share a path.
         FunctreeError: if no array of the model matches the filter.
     """
     matches = as_filter(wrt)

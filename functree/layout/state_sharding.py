@@ -60,7 +60,7 @@ class StateSharding(Layout):
     Filters see one path of each leaf. It begins at the root of the tree, of a prefix tree's entry,
     or of an argument. In an `ft.TrainState`, filters see the path in the model. A glob may begin
     with an argument's name, a field of an `ft.TrainState`, or a key above a state. It then matches
-    paths from there.
+    paths that begin there.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
@@ -162,7 +162,7 @@ class StateSharding(Layout):
 
     @property
     def rules(self) -> Layout | None:
-        """The rules of a last `...`: no other filter matches an activation, which is in no tree."""
+        """The rules of a final `...`, since no other filter can match an activation."""
         if not self.filters or self.filters[-1] is not ...:
             return None
         return self._layouts[-1].rules
@@ -174,10 +174,10 @@ class StateSharding(Layout):
         return choice, self._layouts[choice].asks(leaf)
 
     def claims(self, leaf: Leaf) -> bool:
-        """Return whether a filter tried for a leaf names a key above it, such as `opt_state`.
+        """Return whether a filter tried for a leaf names a key above the leaf, such as `opt_state`.
 
         In `{~ft.glob("opt_state.**"): rules, ...: P()}`, the first filter names `opt_state`, so the
-        layout claims its leaves, and the second filter decides.
+        layout claims the leaves below `opt_state`, and the second filter decides.
         """
         choice = self._choose(leaf)
         if choice is None:
@@ -247,7 +247,7 @@ def has_filters(layout: Layout) -> bool:
 
 
 def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
-    """Return a copy with a different layout for a last `...`."""
+    """Return a copy with a different layout for a final `...`."""
     filters, layouts = layout.filters, layout._layouts
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
@@ -261,7 +261,7 @@ def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[in
     used: set[int] = set()
     for decision in decisions:
         for key, number in decision.choices:
-            # `for_arrays` may have added a last `...`, which the user did not write.
+            # `for_arrays` may have added a final `...`, which the user did not write.
             if key is layout._key and number < len(layout.filters):
                 used.add(number)
     return used
@@ -301,7 +301,7 @@ def _unused_parts(
     """Yield the problems of patterns that match no leaf, within a filter that combines several.
 
     Without this check, a misspelled pattern would go unnoticed: after `~` it matches everything,
-    and in an `|` it adds nothing.
+    and after `|` it adds nothing.
     """
     item = layout._filters[index]
     for part in patterns(item):
@@ -320,7 +320,7 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
     # This is the first leaf that the filter matches. An earlier filter also matches it.
     hidden = next((leaf for leaf in leaves if matches(leaf) is not None), None)
     if hidden is None:
-        # A pattern for leaves that earlier filters match would not help.
+        # It would not help to suggest a pattern for leaves that earlier filters match.
         left = [leaf for leaf in leaves if earlier(leaf) is None]
         why = f"matches no leaf{meant(item, left)}"
         return Problem(None, None, what, why, UNUSED.format("filter"))
@@ -360,10 +360,10 @@ def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Prob
 
 
 def for_arrays(layout: Layout) -> Layout:
-    """Return the part of a layout for all arguments that applies to an argument that is one array.
+    """Return the part of a layout for all arguments that applies to a single-array argument.
 
     Patterns that name the argument apply. Otherwise, `AxisRules` and the array's annotation apply.
-    Specs and `FSDP` do not, since they are for parameters.
+    Specs and `FSDP` do not apply, since they are for parameters.
     """
     match layout:
         case StateSharding():
