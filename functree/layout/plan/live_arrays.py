@@ -20,7 +20,7 @@ AnyMesh = Mesh | AbstractMesh
 def live_rows(
     leaves: Sequence[Leaf], states: Iterable[Path] = ()
 ) -> tuple[list[Row], AnyMesh | None]:
-    """Return a row with each array's current sharding, and the mesh of the first array on a mesh.
+    """Return a row for each array's current sharding, and the mesh of the first array on a mesh.
 
     Args:
         leaves: the arrays.
@@ -78,7 +78,8 @@ def _device_text(device: Device) -> str:
 def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
     """Return the row of an array, and its mesh.
 
-    An array that has no sharding, is a NumPy array, or is on a single device has no spec.
+    An array without a `NamedSharding`, such as a NumPy array, has no spec. A traced array
+    with a mesh axis that is not Explicit has no spec either.
     """
     value, shape = leaf.value, leaf.shape
     if not isinstance(value, jax.Array | jax.ShapeDtypeStruct):

@@ -50,7 +50,7 @@ def _is_of_arrays(tree: Tree) -> bool:
 
 
 def _active_treescope() -> Any | None:
-    """Return the module treescope if IPython shows all objects with it."""
+    """Return the module treescope if IPython uses it to show all objects; otherwise None."""
     # Unless both are imported, treescope is not active.
     ipython, treescope = sys.modules.get("IPython"), sys.modules.get("treescope")
     if ipython is None or treescope is None:

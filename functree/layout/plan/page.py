@@ -30,7 +30,7 @@ from functree.tree.paths import Path
 MOST_DEVICES = 16
 """The largest number of devices that the key to the pictures' colors lists."""
 MOST_LINES = 200
-"""The largest number of lines in a notebook. A page has all lines."""
+"""The largest number of lines in a notebook. A page shows all lines."""
 
 
 class PlanPage(NamedTuple):

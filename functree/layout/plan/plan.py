@@ -44,7 +44,7 @@ class Plan(Layout):
     Attributes:
         rows: one for each array.
         problems: the problems; empty unless the plan was made with `check=False`.
-        unused: the axes that rules name and no leaf has.
+        unused: the axes that rules name but no leaf has.
         unused_names: the names of the classes in `names=` that named no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
@@ -207,7 +207,7 @@ class Plan(Layout):
     def _row(self, leaf: Leaf) -> Row | None:
         """Return the row of the array at the same path.
 
-        The path begins at the root of the plan's tree, or of the model if the plan is only for it.
+        The path begins at the root of the plan's tree, or of the model if the plan covers only it.
         """
         paths = [leaf.path, *[root.path for root in leaf.roots]]
         if leaf.follows is None and leaf.seen is not None:
@@ -284,8 +284,8 @@ class Plan(Layout):
     def from_json(cls, text: str) -> "Plan":
         """Read a plan from JSON, to use it as a layout, print it or compare it.
 
-        It equals the original plan if that plan was made for sizes. A plan for a mesh with devices
-        differs, since JSON has no devices.
+        The result equals the original plan if that plan was made for mesh sizes alone. It differs
+        from a plan made for a mesh with devices, since the JSON contains no devices.
 
         Raises:
             FunctreeError: if the text is not a plan's JSON.
@@ -302,8 +302,8 @@ class Plan(Layout):
     def html(self) -> str:
         """Render the plan as an HTML page.
 
-        It has a collapsible tree, a picture of each array's shards, and the bytes on each device.
-        The page is one file, and loads nothing from a network.
+        The page shows a collapsible tree, a picture of each array's shards, and the bytes on each
+        device. It is one file, and loads nothing from a network.
         """
         return self.page().html(page=True)
 

@@ -29,12 +29,12 @@ class Row(NamedTuple):
         local_shape: the shape of the shard on one device.
         bytes_global: the bytes of the whole array.
         bytes_per_device: the bytes of the shard on one device.
-        copies: the number of devices that have each byte.
+        copies: the number of devices that hold each byte.
         memory_kind: `"pinned_host"` for host memory; None for the default.
         mesh: the array's mesh if it differs from the plan's, and None otherwise. Only a plan that
             shows how arrays are sharded now has such rows.
-        follows: the path of the parameter that it follows, with the same dimensions and spec, as an
-            optimizer's moments do; None otherwise.
+        follows: the path of the parameter whose dimensions and spec the array has, as an
+            optimizer's moment does; None if it follows no parameter.
 
     Examples:
         >>> row = ft.plan(
@@ -80,7 +80,7 @@ def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
 
 
 def saved_by_sharding(row: Row) -> int:
-    """Return the bytes per device that sharding would save, if each byte were on one device."""
+    """Return the bytes per device that sharding would save if only one device held each byte."""
     return row.bytes_per_device - row.bytes_per_device // max(row.copies, 1)
 
 

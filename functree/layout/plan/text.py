@@ -33,7 +33,7 @@ COLUMNS = (38, 42, 3)  # the widths of the path, the array and the reason's numb
 class Group(NamedTuple):
     """Rows that share a line of the table.
 
-    They differ only in the indices of their paths, or are one kind of moment, sharded like its
+    The rows differ only in the indices of their paths, or hold one kind of moment, sharded like the
     parameters.
 
     Attributes:
@@ -108,9 +108,10 @@ def table_groups(rows: Sequence[Row]) -> list[Group]:
 
 
 def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
-    """Return the beginning of an array's path, before the path of the parameter that it follows.
+    """Return the keys of an array's path before the path of the parameter that it follows.
 
-    For `opt_state.0.mu.w`, it is `opt_state.0.mu`. Return None unless both are sharded alike.
+    For `opt_state.0.mu.w`, they are `opt_state.0.mu`. Return None unless the array and
+    the parameter are sharded alike.
     """
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
@@ -225,8 +226,8 @@ def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
 def several_sizes(rows: Iterable[Row]) -> list[str]:
     """Return a line for each axis with several sizes in one module, below a headline.
 
-    A line is `hidden: 32 in up, 8 in down`. The names in an annotation may be transposed. If mesh
-    axes divide both sizes, nothing else reveals this.
+    A line reads `hidden: 32 in up, 8 in down`. The names in an annotation may be transposed. If
+    mesh axes divide both sizes, nothing else reveals this mistake.
     """
     modules: dict[Path, list[Row]] = {}
     for row in rows:
@@ -240,7 +241,7 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
                 told.add((Path(module[:-1]), name))
                 texts_of.setdefault(module, {})[f"{name} {sorted(sizes)}"] = _text(name, sizes)
-    # Lines have the order of the rows, without repetition, since layers and the moments of
+    # Lines are in the order of the rows. Equal lines appear once, since layers and the moments of
     # parameters have equal sizes.
     lines: dict[str, str] = {}
     for module in modules:
