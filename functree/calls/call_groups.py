@@ -1,4 +1,4 @@
-"""`CallGroups` flattens a call and finds its group, which is the calls with the same skeleton.
+"""`CallGroups` flattens a call and finds its group: the calls with the same skeleton.
 
 call of a function ─► its arrays and its `CallGroup`. `Traces` holds the groups for one function
 with one set of options.
@@ -218,8 +218,8 @@ class CallGroups:
             The flat call, or None if no known group takes the call. In that case, the last group
             is added to `ends` with its refusal.
         """
-        # At most one step per group. The number is fixed at the start, because another thread may
-        # add a group meanwhile.
+        # This takes at most one step per group. The number is fixed at the start, because another
+        # thread may add a group meanwhile.
         for _ in range(len(self._known)):
             if group is None:
                 break
@@ -290,7 +290,7 @@ def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
     return reference
 
 
-# Keyed by a function's identity and then by options. Identity matters because equal callables may
+# The keys are a function's identity, then the options. Identity matters because equal callables may
 # behave differently (`F(1)` and `F(True)`). The values do not keep the function alive.
 _SHARED: dict[int, dict[Hashable, Traces]] = {}
 

@@ -205,7 +205,7 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
 
 
 def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
-    """Return whether a donated array is passed a second time, whether donated there or not.
+    """Return whether a donated array is passed twice, even if it is donated only once.
 
     This check is fast enough to run in each call.
     """
@@ -225,7 +225,7 @@ def check_donated(
     arguments: Arguments,
     by_buffer: bool,
 ) -> None:
-    """Check that no donated array is passed a second time, whether donated there or not.
+    """Check that no donated array is passed twice, even if it is donated only once.
 
     Args:
         name: the name of the function.
@@ -255,7 +255,7 @@ def check_donated(
             shared = "has the same buffer as" if by_buffer else "is the same array as"
             how = "and both are donated" if i in donated else "which is donated"
             why = f"{shared} `{paths[owner]}`, {how}"
-            # An untied copy, since both paths may be in one argument.
+            # The copy is untied, since both paths may be in one argument.
             copy = f"`ft.copy({paths[i][0]}, untie=True)`"
             remedy = f"pass the array once, or pass {copy}, which gives each path its own array"
             problems.append(array_problem(paths[i], arrays[i], why, remedy))

@@ -40,7 +40,7 @@ def used_globals(fun: Any) -> dict[str, Any]:
     while waiting:
         code = waiting.pop()
         variables.update((name, known[name]) for name in code.co_names if name in known)
-        # The code of inner functions, such as the loss in a step.
+        # This adds the code of inner functions, such as the loss in a step.
         waiting.extend(inner for inner in code.co_consts if isinstance(inner, CodeType))
     return variables
 

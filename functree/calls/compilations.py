@@ -259,7 +259,7 @@ class Log:
     def add(self, now: Situation, shared: bool = False) -> None:
         """Add a compilation and compare it with the most similar recent one.
 
-        This warns if a Python number repeatedly causes compilations.
+        This method warns if a Python number repeatedly causes compilations.
         """
         nearest: tuple[Difference, ...] = ()
         if self._earlier:

@@ -1,8 +1,8 @@
 """`in_context` makes a function's custom derivative rules run in the function's own context.
 
-JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates. This may happen
-long after the trace of the function that contains them, and outside it. JAX then restores the mesh
-without its devices, and does not restore user contexts.
+JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates. It may
+differentiate long after the trace of the function that contains the rules, and outside that trace.
+JAX then restores the mesh without its devices, and does not restore user contexts.
 """
 
 import functools
@@ -30,7 +30,7 @@ _RULES = frozenset({"fwd_jaxpr_thunk", "bwd", "jvp_jaxpr_fun"})
 def has_derivatives(value: object) -> bool:
     """Return whether a value is a traced function with custom derivative rules.
 
-    The rules may belong to a function that it calls.
+    The rules may belong to a function that the traced function calls.
     """
     if not isinstance(value, ClosedJaxpr | Jaxpr):
         return False
@@ -38,7 +38,7 @@ def has_derivatives(value: object) -> bool:
 
 
 def in_context(fun: Callable[_P, _T], context: MakeContext) -> Callable[_P, _T]:
-    """Make the function's custom derivative rules run in a context."""
+    """Make a function's custom derivative rules run in a context."""
     jitted = jax.jit(fun)
 
     @functools.wraps(fun, updated=())

@@ -88,8 +88,8 @@ class Function(Generic[_P, _T]):
                 with around(program.entered):
                     result = program.run(program.jitted, arrays)
         except (RuntimeError, ValueError) as error:
-            # On a single device, a check for deleted arguments would slow down each call, so JAX's
-            # error reveals them. After other errors, donated arguments may be deleted too.
+            # On a single device, a check for deleted arguments would slow down each call, so the
+            # check follows JAX's error. After other errors, donated arguments may be deleted too.
             if str(error).startswith("Array has been deleted") and any(map(is_deleted, arrays)):
                 raise refuse_deleted(program.name, program.group.paths, arrays) from error
             raise_failed(error, program.name)

@@ -1,4 +1,4 @@
-"""These checks raise an error with the largest arguments if a program does not fit in memory."""
+"""These checks refuse a program that does not fit in memory, and list its largest arguments."""
 
 import math
 import re

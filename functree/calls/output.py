@@ -141,7 +141,7 @@ def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None
 def _outliving(value: object) -> tuple[str, str, str] | None:
     """Describe a static value that must not be used after the trace: what it is, why, and a remedy.
 
-    It returns None for all other values.
+    Return None for all other values.
     """
     if type(value) in PLAIN:
         return None

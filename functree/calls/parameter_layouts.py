@@ -72,7 +72,7 @@ class ParameterLayouts:
         return dict(zip(positional, written, strict=True))
 
     def has_entry(self, path: Path) -> bool:
-        """Return whether the array at a path of a call has an entry; `None` counts as one."""
+        """Return whether the array at a path of a call has an entry; `None` is an entry."""
         if self.by_name is None or path[0] in self.by_name:
             return True
         return path[0] == self.signature.by_name and path[1] in self.by_name

@@ -69,7 +69,7 @@ class Program:
 
     @cached_property
     def missing(self) -> str | None:
-        """The reason why the mesh cannot run programs; None if it has devices."""
+        """The reason why the mesh cannot run programs; None if it can, or if there is no mesh."""
         return None if self.mesh is None else without_devices(self.mesh)
 
     @cached_property
@@ -243,8 +243,9 @@ def without_jit() -> bool:
 def around(mesh: Mesh | AbstractMesh | None) -> AbstractContextManager[object]:
     """Return a context manager that sets a mesh.
 
-    It does nothing if the mesh is already current, or during a trace. Call this only in a `with`
-    statement, since `jax.set_mesh` sets the mesh when it is called, not when it is entered.
+    The context manager does nothing if the mesh is already current, or during a trace. Call this
+    function only in a `with` statement, since `jax.set_mesh` sets the mesh when it is called, not
+    when it is entered.
     """
     if not isinstance(mesh, Mesh) or tracing() or jax.sharding.get_mesh() is mesh:
         return nullcontext()

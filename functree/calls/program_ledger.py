@@ -112,8 +112,8 @@ def _mesh_of(
 ) -> Mesh | AbstractMesh | None:
     """Find the mesh of a program from its shardings and its number of devices.
 
-    This is the largest mesh, since some arrays may be on a mesh of only some devices. The given
-    mesh is used if no sharding has a mesh, or if several largest meshes have different axes.
+    The result is the largest mesh, since some arrays may be on a mesh of only some devices. The
+    given mesh is used if no sharding has a mesh, or if several largest meshes have different axes.
 
     Raises:
         FunctreeError: if a mesh is given, and the chosen mesh has a different number of devices.

@@ -41,7 +41,7 @@ NOT_GIVEN = NotGiven()
 
 
 class Partial(NamedTuple):
-    """A callable as a function and the arguments bound to it, like `functools.partial`.
+    """A callable, split into a function and its bound arguments, like `functools.partial`.
 
     Attributes:
         fun: the function.
@@ -89,7 +89,7 @@ class Record(tuple):
     """
 
     __slots__ = ()
-    # Not annotated, since the annotation would be read as a parameter's.
+    # Not annotated, since `_fields` would then be read as a parameter.
     _fields = tuple[str, ...]()
 
     def __new__(cls, *values: Tree) -> Self:

@@ -42,7 +42,7 @@ class StaticArgument(StaticValue):
     __slots__ = ()
 
     def __hash__(self) -> int:
-        hash(self.value)  # raises if the value is not hashable, so cannot be a static argument
+        hash(self.value)  # raises an error if the value is not hashable, and so cannot be static
         return super().__hash__()
 
     def __eq__(self, other: object) -> bool:
@@ -104,7 +104,7 @@ def check_static(skeleton: Skeleton) -> None:
 def _not_static(static: object) -> tuple[str, str, str] | None:
     """Describe a value that cannot be static: what it is, why, and a remedy.
 
-    It returns None for all other values.
+    Return None for all other values.
     """
     if type(static) in PLAIN:
         return None
@@ -144,8 +144,8 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
 def check_identity(signature: Signature, call: Record) -> None:
     """Refuse arguments of a call, including bound arguments, that are compared by identity.
 
-    Their arrays would be constants of the program, and later changes to them would go unnoticed. A
-    leaf inside a tree may be compared by identity, as in `eqx.filter_jit`.
+    Their arrays would be constants of the program, and later changes to the arguments would go
+    unnoticed. A leaf inside a tree may be compared by identity, as in `eqx.filter_jit`.
 
     Raises:
         FunctreeError: if an argument is compared by identity.
