@@ -30,14 +30,14 @@ Values = Sequence[Any]
 
 
 class Planner(Protocol):
-    """Function that reads a tree and plans it."""
+    """A function that reads a tree and plans it."""
 
     def __call__(self, values: Values | None = None, check: bool = True) -> tuple[Leaves, Plan]:
         """Return the leaves of the tree, and their plan.
 
         Args:
             values: arrays whose shapes are planned; by default the tree's arrays.
-            check: whether an array that cannot be laid out is an error.
+            check: whether an array that cannot be laid out raises an error.
         """
         ...
 
@@ -47,7 +47,7 @@ def place_across(planner: Planner, local: bool) -> Any:
 
     Args:
         planner: the function that reads and plans the tree.
-        local: whether each process has its own rows of each array. Otherwise each has all rows.
+        local: whether each process has its own rows of each array, instead of all rows.
 
     Raises:
         FunctreeError: if plans, or values that several processes have, differ between processes.
@@ -71,7 +71,7 @@ def place_across(planner: Planner, local: bool) -> Any:
 
 def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding], Facts]:
     """Return the leaves, their shardings, and the facts that processes compare."""
-    tree, planned = planner(check=not local)  # a process's rows lack the whole shapes
+    tree, planned = planner(check=not local)  # one process's rows do not have the whole shape
     leaves = tree.leaves
     _check_all_processes(planned)
     if local:
@@ -125,7 +125,7 @@ def _raise_local(problems: Sequence[Problem]) -> None:
 
 
 def _check_all_processes(planned: Plan) -> None:
-    """Raise ShardingError if some processes have no device in the mesh: they would hang."""
+    """Raise ShardingError if some processes have no device in the mesh, since they would hang."""
     missing = set(range(jax.process_count()))
     if isinstance(planned.mesh, Mesh):
         missing.difference_update(device.process_index for device in planned.mesh.devices.flat)
@@ -137,7 +137,10 @@ def _check_all_processes(planned: Plan) -> None:
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place an array that each process has as a whole. Processes do not communicate."""
+    """Place an array that each process has as a whole.
+
+    Processes communicate only if the array has shards in several processes.
+    """
     if is_placed(value, sharding):
         return value
     if not _is_own(value):

@@ -21,7 +21,7 @@ from functree.tree.axes import Axes
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
 # A user context is part of the key of every trace that JAX caches, so JAX does not reuse a trace
-# under different rules. It has one value for each thread: the rules that any task entered last and
+# under different rules. It has one value for each thread: the rules that a task entered last and
 # has not left.
 _OF_THREAD = jax.make_user_context(None)
 
@@ -45,7 +45,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
     Args:
         rules: a layout, or None for no rules. The whole layout applies to gradients, but only its
             `AxisRules` apply to activations. In a `StateSharding`, these are the `AxisRules` of its
-            last `...`.
+            final `...`.
 
     Raises:
         RuleError: if `rules` is not a layout.
@@ -169,7 +169,7 @@ class Surroundings(NamedTuple):
     def entered(self, arrays: Sequence[Any]) -> Iterator[None]:
         """Make the mesh and the rules ambient while the body is traced."""
         mesh = self.mesh if self.mesh is not None else first_mesh(arrays)
-        # Inside `shard_map`, keep the ambient mesh: its Manual mesh axes are not Manual in ours.
+        # Inside `shard_map`, keep the ambient mesh: its Manual mesh axes are not Manual in `mesh`.
         if mesh is None or jax.sharding.get_abstract_mesh().manual_axes:
             with axis_rules(self.rules):
                 yield

@@ -43,11 +43,11 @@ class Batch(NamedTuple):
     def of(
         cls, tree: Any, layout: LayoutTree, mesh: MeshLike, axes: AxesTree
     ) -> "tuple[list[Any], Batch | None]":
-        """Return the arrays of a batch, and its form, or None if the tree must be planned.
+        """Return the arrays of a batch, and its form, which is None if the tree must be planned.
 
         A tree must be planned if it has a module, a leaf that is not a concrete array, or one array
         at two paths. It must also be planned if its layout may depend on more than shapes and
-        names, as a function may.
+        names, as a layout function may.
         """
         if not _is_batch(tree):
             return [], None

@@ -28,13 +28,13 @@ T = TypeVar("T")
 def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None) -> T:
     """Constrain the sharding of arrays inside jit.
 
-    On Auto mesh axes, this is a constraint for the compiler. On Explicit mesh axes, it reshards.
-    Manual mesh axes in specs are ignored. Without a mesh this does nothing, so the same model runs
-    on one device.
+    On Auto mesh axes, this function constrains the compiler. On Explicit mesh axes, it reshards the
+    arrays. Manual mesh axes in specs are ignored. Without a mesh, the function does nothing, so the
+    same model runs on one device.
 
-    Under `jax.vmap`, the compiler shards the mapped dimension, unless `spmd_axis_name=` gives its
-    mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis too, so use different rules
-    inside `jax.vmap`.
+    Under `jax.vmap`, the compiler decides how to shard the mapped dimension, unless
+    `spmd_axis_name=` gives its mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis
+    too, so use different rules inside `jax.vmap`.
 
     Args:
         tree: an array, or a tree of arrays.
@@ -45,14 +45,15 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     Raises:
         ShardingError: if mesh axes do not divide a size. JAX alone would silently replicate the
             array.
-        ShardingError: if no rule lays out an axis, or there is a mesh without rules.
-        ShardingError: if `with mesh:` entered a mesh.
+        ShardingError: if no rule lays out an axis, or if there is a mesh but no rules.
+        ShardingError: if the mesh was entered with the deprecated `with mesh:`.
         FunctreeError: if an array is deleted.
 
     Warns:
         FunctreeWarning: if `batch` has no rule except `...: None`, and `FSDP` in the same layout
-            shards parameters over a mesh axis that no rule uses. A batch that is sharded over it
-            would be gathered. The warning appears once for each layout in each trace.
+            shards parameters over a mesh axis that no rule uses. A batch that is sharded over
+            that mesh axis would be gathered. Until the outermost `ft.axis_rules` is left, the
+            warning appears once for each layout.
 
     Examples:
         >>> rules = ft.AxisRules({"batch": "data", "embed": None})
@@ -186,8 +187,8 @@ class AxisShards(NamedTuple):
 def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     """Look up how the ambient rules shard an axis over the current mesh.
 
-    Some functions compute differently when a dimension is sharded: experts on several devices, a
-    sharded sequence, the stages of a pipeline.
+    Use it in functions that compute differently when a dimension is sharded, such as a mixture of
+    experts, attention over a sequence, or a pipeline.
 
     Without ambient `AxisRules` or a current mesh, nothing is sharded. Inside a `shard_map`, its
     Manual mesh axes are left out, because an array is already a shard along them.
@@ -195,7 +196,7 @@ def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     Args:
         name: the name of the dimension.
         axes: all axes of the array that has the dimension; by default only `name`. A mesh axis
-            shards one dimension of an array, so an earlier dimension may use it up.
+            shards at most one dimension of an array, so another dimension may already use it.
 
     Raises:
         AxesError: if `axes` does not contain `name`.

@@ -41,7 +41,7 @@ def shard(
         axes: the axes of bare arrays, which have no annotations: a string for one array, or a
             prefix tree such as `{"tokens": "batch seq", "mask": "batch seq"}`.
         local: whether each of several processes passes its own rows, the part of each array that
-            its devices hold. Otherwise each passes whole arrays, which are compared.
+            its devices hold. Otherwise, each process passes whole arrays, which are compared.
 
     Returns:
         The tree with placed arrays. An array that already has its sharding is returned as the same
@@ -50,7 +50,7 @@ def shard(
     Raises:
         ShardingError: if the layout or the axes do not fit the tree.
         ShardingError: if an array is traced or abstract.
-        ShardingError: if the mesh has no devices, or has none of some process.
+        ShardingError: if the mesh has no devices, or no device of some process.
         FunctreeError: if an array is deleted.
         FunctreeError: if arrays or layouts differ between processes.
         RuleError: if `layout` is not a layout.
