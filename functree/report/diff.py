@@ -1,4 +1,4 @@
-"""A `Diff` lists what differs between two plans or two ledgers, as rows and as a table."""
+"""A `Diff` lists the differences between two plans or two ledgers, as rows and as text."""
 
 import html
 import math
@@ -41,7 +41,7 @@ class Change(NamedTuple):
 
 
 class SharedWhat(str):
-    """The property of a change that concerns several leaves: a text that ends in their paths.
+    """The property of a change that concerns several leaves. The text ends with their paths.
 
     Attributes:
         beginning: the text before the paths.
@@ -62,11 +62,11 @@ class SharedWhat(str):
 
 @dataclass(frozen=True)
 class Diff:
-    """The differences between two plans or two ledgers. It is false if there are none.
+    """The differences between two plans or two ledgers. A `Diff` without differences is falsy.
 
     Attributes:
-        rows: the differences. For ledgers, those with the most bytes come first.
-        totals: totals of both, even if they are equal: for plans the bytes on each device, for
+        rows: the differences. For ledgers, the differences with the most bytes come first.
+        totals: the totals of both, even if they are equal. Plans have the bytes on each device, and
             ledgers the bytes moved to each device.
 
     Examples:
@@ -112,7 +112,7 @@ class Diff:
     def folded(self) -> Iterator["Folded"]:
         """Yield a line for each group of equal changes, across layers and a module's parameters.
 
-        Bytes share a unit, for comparison at a glance, unless they are far smaller.
+        For easy comparison, all lines share a unit of bytes, except lines with far fewer bytes.
         """
         # The unit of the largest change, since a size may be far larger than all changes.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
@@ -141,7 +141,7 @@ class Folded(NamedTuple):
     """The text of changes that differ only in their paths.
 
     Attributes:
-        path: their path; empty if they do not concern single leaves.
+        path: the common path; empty if the changes do not concern single leaves.
         what: the property.
         before: its value before.
         after: its value after.
@@ -158,7 +158,7 @@ class Folded(NamedTuple):
 
 
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
-    """Group changes that share a line: equal ones, across layers and a module's parameters."""
+    """Group equal changes, across layers and a module's parameters, which share a line."""
     groups = grouped(rows, _but_for_indices)
     # First `mlp.{gate,up}`, then `mlp.{gate,up}.weight`, where each is a module.
     for from_end in (1, 2):
@@ -193,7 +193,7 @@ def _common_what(rows: Sequence[Change]) -> str:
     what = rows[0].what
     if not isinstance(what, SharedWhat):
         return what
-    # They have equally many paths, since they differ only in indices.
+    # These properties have equally many paths, since they differ only in indices.
     shared = [row.what.paths for row in rows if isinstance(row.what, SharedWhat)]
     return what.beginning + ", ".join(map(common_path, zip(*shared, strict=True)))
 
@@ -214,8 +214,8 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
     """Sort changes by their bytes, the largest first; changes that share a line count together.
 
     Other numbers, such as a collective's runs, follow the previous change if both concern the same
-    leaf, or none. Otherwise they come last. All other changes, such as a different mesh, come
-    first.
+    leaf, or if neither concerns a leaf. Otherwise, they come last. All other changes, such as
+    a different mesh, come first.
     """
     sizes: dict[Hashable, int | None] = {}
     for alike in _alike(rows):
@@ -244,7 +244,7 @@ def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float
 
 
 def _percent(before: int, after: int) -> str:
-    """Return the change of a total in percent, ` (−50 %)`; empty if it was 0."""
+    """Return the change of a total in percent, ` (−50 %)`; empty if the total was 0."""
     if not before:
         return ""
     percent = 100 * abs(after - before) / before
@@ -269,7 +269,7 @@ def diff_html(diff: Diff, page: bool) -> str:
     if not lines:
         content = notes_html([], [NOTHING])
     head = notes_html([], diff.total_lines() if lines else [])
-    return report_html("What differs", head, f"<section>{content}</section>", page)
+    return report_html("Differences", head, f"<section>{content}</section>", page)
 
 
 def _line_html(line: Folded, most: int) -> str:
@@ -304,7 +304,7 @@ def changes(
         properties: returns the properties to compare, by name, for a key and its value.
         whole: returns a name and a value for an entry that only one mapping has.
     """
-    # Entries come in the order of the first mapping, then those that only the second has.
+    # Entries are in the order of the first mapping. Those that only the second has come last.
     for key in dict.fromkeys([*before, *after]):
         if key not in after:
             what, text = whole(key, before[key])

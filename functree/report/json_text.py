@@ -1,4 +1,4 @@
-"""Named tuples and dataclasses are written as JSON, and read back by the types of their fields."""
+"""Named tuples and dataclasses are written as JSON, and read back using their fields' types."""
 
 import inspect
 import json
@@ -21,13 +21,13 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 
 FORMAT = 1
-"""Version of the format. It increases if older versions of functree cannot read the new format."""
+"""The version of the format, which increases if older versions of functree cannot read it."""
 
 MOST_LEVELS = 100
-"""Maximum number of levels of nested lists and objects.
+"""The maximum number of levels of nested lists and objects.
 
-Reading, writing and printing JSON recurses. This is far below Python's recursion limit, and far
-more than any plan or ledger needs.
+Reading, writing and printing JSON recurses. The maximum is far below Python's recursion limit,
+and far more than any plan or ledger needs.
 """
 
 
@@ -159,7 +159,7 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
 
 
 class _MisfitError(Exception):
-    """Error for a value of the JSON that is missing or has the wrong type."""
+    """An error for a value of the JSON that is missing or has the wrong type."""
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:

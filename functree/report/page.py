@@ -1,7 +1,7 @@
 """Reports are rendered as HTML, for notebooks and for browsers.
 
-A page is one file that includes its style and script, and loads nothing. Without the script, as in
-a notebook, it can still be read and folded. The script adds search.
+A page is one file that includes its style and script, and loads nothing from a network. Without the
+script, as in a notebook, the report can still be read and folded. The script adds search.
 """
 
 import html
@@ -104,7 +104,7 @@ def code(text: str, kind: str = "") -> str:
 
 
 def color(index: int) -> int:
-    """Return the color number of the n-th mesh axis or part. All later ones share a color."""
+    """Return the color number of a mesh axis or part. From the sixth on, they share a color."""
     return min(index, 5)
 
 
@@ -180,7 +180,7 @@ def table_html(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 OPEN_LINES = 48
-"""Maximum number of lines that an opened tree shows at first, unless its first level has more.
+"""The maximum number of lines that an opened tree shows at first, unless its first level has more.
 
 Levels open completely or not at all.
 """
@@ -191,7 +191,7 @@ class TreeLeaf(NamedTuple):
 
     Attributes:
         parts: the texts of the keys of its path.
-        size: its bytes, as a bar.
+        size: its bytes, shown as a bar.
         content: the HTML of its text.
         number: the number of items that it stands for, such as arrays.
         picture: the HTML of a picture on its left; may be empty.
@@ -257,8 +257,8 @@ def tree_html(
         leaves: the leaves.
         title: the name of the root.
         noun: the noun for an item that a leaf stands for: `array`.
-        named: whether the last key of a leaf's path names it. Otherwise the path belongs to a
-            subtree, which may have several leaves.
+        named: whether the last key of a leaf's path names the leaf. Otherwise, the path belongs to
+            a subtree, which may have several leaves.
         opened: whether some levels are open.
     """
     if not leaves:
@@ -358,7 +358,7 @@ def leaf_html(path: str, content: str, size: str, picture: str = "") -> str:
 
 
 MOST = 8
-"""Maximum number of blocks drawn along a dimension, and of devices drawn in a block."""
+"""The maximum number of blocks drawn along a dimension, and of devices drawn in a block."""
 WIDE, HIGH = 76, 48
 _AREA = 72.0, 44.0  # for two dimensions
 
@@ -467,7 +467,7 @@ def device_color(device: int, sizes: Mapping[str, int]) -> str:
 
 
 def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[int], list[int]]:
-    """Choose the dimensions for the picture's rows and columns: sharded ones, then the largest.
+    """Choose the dimensions for the rows and columns: sharded dimensions, then the largest.
 
     If more than two dimensions are sharded, all but the first are drawn along the columns.
     """
@@ -482,7 +482,7 @@ def _drawn(shape: Sequence[int], cuts: Sequence[tuple[str, ...]]) -> tuple[list[
 
 
 def _extent(sizes: Sequence[int]) -> tuple[float, float]:
-    """Return the width and height of an array's picture, longer where it has more elements."""
+    """Return the width and height of a picture, which is longer along the larger dimension."""
     wide, high = _AREA
     if not sizes:
         return 14, 14
