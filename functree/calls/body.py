@@ -104,7 +104,7 @@ class Arguments:
             self._parts.append((slice(members[0], members[-1] + 1), labels))
 
     def split(self, values: Sequence[Tree]) -> tuple[Arrays, ...]:
-        """Group one value per array into the arguments."""
+        """Group values, one for each array, into the arguments."""
         # This runs in every call, and a list is faster than a generator.
         return tuple([Arrays(values[part], labels) for part, labels in self._parts])
 

@@ -97,7 +97,7 @@ class Output:
 
     @property
     def tree(self) -> Tree:
-        """The result's structure, filled with this output's values of any type."""
+        """A tree with the result's structure, filled with this output's values."""
         return self.like(self.values)
 
     def like(self, values: Sequence[Tree]) -> Tree:

@@ -86,7 +86,8 @@ class FSDP(Layout):
             )
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
-                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: write `P()` to replicate"
+                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: write `P()` to leave such "
+                "leaves unchanged"
             )
         as_layout(otherwise)  # raises for a spec with an invalid entry
         vars(self).update(

@@ -230,7 +230,7 @@ class Composition(Layout):
         if isinstance(first, NoLayout) or isinstance(then, NoLayout):
             raise RuleError(
                 "`|` combines layouts, and `None` is not a layout: remove `None`, or write `P()` "
-                "to replicate"
+                "to replicate the arrays"
             )
         parts: list[Layout] = []
         for layout in (first, then):
@@ -437,7 +437,7 @@ def on_host(layout: LayoutLike) -> Layout:
         'pinned_host'
     """
     if layout is None:
-        raise RuleError("on_host: `None` is not a layout: write `P()` to replicate")
+        raise RuleError("on_host: `None` is not a layout: write `P()` to replicate the arrays")
     return OnHost(as_layout(layout))
 
 
@@ -449,7 +449,7 @@ class Part(NamedTuple):
         path: the path of the layout's subtree.
         partial: whether the layout covers more than this tree, so that its filters may match
             nothing here.
-        scope: the part of a call or tree whose paths filters see.
+        scope: the part of a call or tree to which the layout applies.
         for_arrays: a different layout for an argument that is one array; None to use `layout`.
     """
 

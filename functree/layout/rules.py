@@ -64,7 +64,7 @@ class AxisRules(Layout):
             shard them. By default, such arrays raise an error.
 
     Raises:
-        RuleError: if an axis or a value is invalid.
+        RuleError: if an axis, its value, `names` or `unnamed` is invalid.
         RuleError: if a rule names a mesh axis twice.
         RuleError: if a rule can never apply.
 
@@ -539,8 +539,8 @@ def spec_of_axes(
 BATCH = "batch"
 """The name of the batch axis in the layers of `ft.nn`.
 
-Only this name is checked. Under `jax.vmap`, the first axis of a constraint is not the batch, and
-may rightly be unsharded.
+Only this name is checked, not the first axis. Under `jax.vmap`, the first axis of a constraint is
+not the batch, and may rightly be unsharded.
 """
 
 

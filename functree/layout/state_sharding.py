@@ -145,7 +145,7 @@ class StateSharding(Layout):
             if not is_layout(value):
                 raise RuleError(
                     f"from_specs: {value!r} at {where_text(path)} is not a PartitionSpec: write "
-                    "`P(...)`, or `P()` to replicate"
+                    "`P(...)`, or `P()` to replicate the leaf"
                 )
             # A single spec has an empty path, which is not a glob.
             pairs.append((path_glob(path) if path else ..., value))
@@ -339,7 +339,7 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
 def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Problem]:
     """Yield the problems of patterns that begin with an ambiguous name.
 
-    Such a name may be a field of both the model and the training state.
+    Such a name is, for example, a field of both the model and the training state.
     """
     meanings: dict[tuple[Key, ...], dict[str, None]] = {}
     for leaf in leaves:

@@ -90,7 +90,7 @@ def _prepared(planner: Planner, local: bool) -> tuple[Leaves, list[NamedSharding
 
 
 def _check_local(leaves: Sequence[Leaf]) -> None:
-    """Raise ShardingError for arrays that cannot be rows of this process."""
+    """Raise ShardingError for arrays that cannot be this process's rows."""
     problems = []
     for leaf in leaves:
         if not _is_own(leaf.value):

@@ -37,7 +37,8 @@ def shard(
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
-        mesh: a mesh; by default the current mesh.
+        mesh: a mesh; by default the mesh in the layout if there is one, and otherwise the current
+            mesh.
         axes: the axes of bare arrays, which have no annotations: a string for one array, or a
             prefix tree such as `{"tokens": "batch seq", "mask": "batch seq"}`.
         local: whether each of several processes passes its own rows, the part of each array that
@@ -50,6 +51,7 @@ def shard(
     Raises:
         ShardingError: if the layout or the axes do not fit the tree.
         ShardingError: if an array is traced or abstract.
+        ShardingError: if there is no mesh, or if the layout is for a different mesh.
         ShardingError: if the mesh has no devices, or no device of some process.
         FunctreeError: if an array is deleted.
         FunctreeError: if arrays or layouts differ between processes.

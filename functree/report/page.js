@@ -1,4 +1,5 @@
-// Search, and folding of all at once. Without it, the page can still be read and folded.
+// This script adds the search, and buttons that expand or collapse the whole tree. Without it, the
+// page can still be read and folded.
 (() => {
   const root = document.currentScript.closest(".functree");
   const tools = root.querySelector(".tools");

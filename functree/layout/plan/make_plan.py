@@ -35,12 +35,13 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         tree: concrete or abstract arrays, in modules and containers.
         layout: a layout, or a prefix tree of layouts. Without it, the plan shows how the arrays are
             sharded now.
-        mesh: a `Mesh`, an `AbstractMesh`, a dict of sizes, or None for the current mesh.
+        mesh: a `Mesh`, an `AbstractMesh` or a dict of sizes. By default, the mesh in the layout if
+            there is one, and otherwise the current mesh.
         check: whether problems raise an error. If False, they are in `plan.problems`.
 
     Raises:
         ShardingError: if leaves cannot be laid out; the error lists all problems.
-        ShardingError: if there is no mesh.
+        ShardingError: if there is no mesh, or if the layout is for a different mesh.
         ShardingError: if `layout` is left out and the arrays are not on `mesh`.
         FunctreeError: if `tree` is a class, or a function that was not called.
         RuleError: if the layout is None or not a layout.
@@ -62,7 +63,7 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
     if layout is None:
         raise RuleError(
             "plan: the layout is None: leave it out to see how the arrays are sharded now, or "
-            "write `P()` to replicate"
+            "write `P()` to replicate them"
         )
     return plan_tree(tree, layout, mesh, check=check)
 
