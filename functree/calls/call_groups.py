@@ -148,7 +148,7 @@ class FlatCall(NamedTuple):
         return tuple([abstract(jax.typeof(x), getattr(x, "sharding", None)) for x in self.arrays])
 
     def _committed(self, shardings: Collection[Sharding]) -> tuple[bool, ...]:
-        """Return whether each array is committed; empty if all arrays are on a mesh."""
+        """Return whether each array is committed, or an empty tuple if all are on a mesh."""
         # An array with a `NamedSharding` is always committed, and reading `committed` for every
         # array takes time.
         if _NAMED.issuperset(map(type, shardings)):
@@ -296,7 +296,9 @@ _SHARED: dict[int, dict[Hashable, Traces]] = {}
 
 
 def _shared(fun: AnyFunction) -> dict[Hashable, Traces]:
-    """Return the traces of a function by options. They are deleted together with the function.
+    """Return the traces of a function, keyed by options.
+
+    The traces are deleted together with the function.
 
     Raises:
         TypeError: if the function is unhashable or does not support weak references.

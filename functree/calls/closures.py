@@ -76,7 +76,7 @@ def _named(values: Mapping[str, Any]) -> Iterable[tuple[Path, Any]]:
 
 
 def _below(node: Any) -> Iterable[tuple[Any, Any]] | None:
-    """Return a node's (key, child) pairs; None for a leaf or a value that cannot be flattened."""
+    """Return a node's (key, child) pairs, or None for a leaf or an unreadable value."""
     if isinstance(node, dict):
         return node.items()
     if isinstance(node, list | tuple):

@@ -93,7 +93,7 @@ def _too_large(
 
 
 def _local_bytes(array: jax.ShapeDtypeStruct) -> int:
-    """Return the bytes of an array on one device; all its bytes if its sharding is unknown."""
+    """Return the bytes of an array on one device, or all its bytes if its sharding is unknown."""
     # Without a sharding, the array is uncommitted, and the compiler may replicate it.
     shape = array.shape
     if array.sharding is not None:

@@ -48,7 +48,7 @@ class Output:
 
         Raises:
             FunctreeError: if JAX cannot flatten the result or hold its arrays, if an array is
-                abstract, or if a static value must not be used after the trace. Such values are
+                abstract, or if a static value must not be used after the trace. Examples are
                 traced arrays, functions that close over one, and lazy values such as generators.
         """
         try:
@@ -105,7 +105,7 @@ class Output:
         return self.skeleton.fill(self._spread(values))
 
     def paths(self) -> list[Path]:
-        """Return the path of each value; the first path for a value with several paths."""
+        """Return the path of each value, or the first path of a value with several paths."""
         paths = [Path()] * len(self.values)
         which = self.which or range(len(self.values))
         # Assigned from last to first, so that the first path remains.
@@ -139,7 +139,7 @@ def _check_values(values: Sequence[Tree], skeleton: Skeleton, name: str) -> None
 
 
 def _outliving(value: object) -> tuple[str, str, str] | None:
-    """Describe a static value that must not be used after the trace: what it is, why, and a remedy.
+    """Describe a static value that must not be used after the trace, with the reason and a remedy.
 
     Return None for all other values.
     """

@@ -59,7 +59,7 @@ class ParameterLayouts:
             )
 
     def _in_order(self, option: str, written: Sequence[LayoutTree]) -> dict[str, LayoutTree]:
-        """Return the layouts by parameter name, from one layout per positional parameter."""
+        """Map parameter names to layouts, given one layout per positional parameter."""
         positional = self.signature.positional
         if len(written) != len(positional):
             have = f"{option} has {count(len(written), 'layout')}"

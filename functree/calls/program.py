@@ -69,7 +69,7 @@ class Program:
 
     @cached_property
     def missing(self) -> str | None:
-        """The reason why the mesh cannot run programs; None if it can, or if there is no mesh."""
+        """The reason why the mesh cannot run programs, or None if it can or there is no mesh."""
         return None if self.mesh is None else without_devices(self.mesh)
 
     @cached_property

@@ -144,7 +144,7 @@ def _global_shapes(shardings: Sequence[Sharding], shapes: Sequence[Shape]) -> li
 
 
 def _sharded(shardings: Iterable[Sharding], sizes: Mapping[str, int]) -> frozenset[str] | None:
-    """Return the mesh axes that shard any array; None if a sharding is on a different mesh."""
+    """Return the mesh axes that shard any array, or None if a sharding is on a different mesh."""
     used: set[str] = set()
     for sharding in shardings:
         if sharding.is_fully_replicated:

@@ -166,7 +166,7 @@ class Signature:
     # reading a signature.
     @cached_property
     def result(self) -> type[Record]:
-        """The class of its results, with one field."""
+        """The class of the function's results, with one field."""
         return _record(self._module, {RESULT: self._returned})
 
     def bind(self, args: Args, kwargs: Kwargs) -> Record:

@@ -102,7 +102,7 @@ def check_static(skeleton: Skeleton) -> None:
 
 
 def _not_static(static: object) -> tuple[str, str, str] | None:
-    """Describe a value that cannot be static: what it is, why, and a remedy.
+    """Describe a value that cannot be static, with the reason and a remedy.
 
     Return None for all other values.
     """
@@ -200,7 +200,7 @@ def _remedy(cls: str) -> str:
 
 
 def _by_identity(value: Any) -> str | None:
-    """Return the class name of an object that is compared by identity; None for other values."""
+    """Return the class name of an object that is compared by identity, or None for other values."""
     # A bound method is compared by its instance.
     if isinstance(value, MethodType):
         return _by_identity(value.__self__)

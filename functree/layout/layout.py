@@ -83,7 +83,7 @@ class Layout:
 
     @property
     def rules(self) -> "Layout | None":
-        """The layout's `AxisRules`, which also apply to activations; None if it has none."""
+        """The layout's `AxisRules`, which also apply to activations, or None if it has none."""
         return None
 
     @property
@@ -93,12 +93,12 @@ class Layout:
 
     @property
     def hint(self) -> Hint | None:
-        """The annotation that names the leaves' axes; None if they have their own annotations."""
+        """The annotation that names the leaves' axes, or None if the leaves have annotations."""
         return None
 
     @property
     def own_mesh(self) -> Mesh | AbstractMesh | None:
-        """The mesh of a `NamedSharding` or a plan in the layout; None if there is none."""
+        """The mesh of a `NamedSharding` or a plan in the layout, or None if there is none."""
         for layout in self.inner:
             if layout.own_mesh is not None:
                 return layout.own_mesh
@@ -292,7 +292,7 @@ _ONE_DEVICE = (
 
 
 def meant_rules(value: object) -> str:
-    """Return a hint for an error about a value that is not a layout; empty if there is none.
+    """Return a hint for an error about a value that is not a layout, or an empty string.
 
     The user may have meant a table of rules, or passed JAX's own type for a sharding or device.
     """

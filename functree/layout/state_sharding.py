@@ -384,7 +384,7 @@ class AnnotationAlone(NoLayout):
 
 
 def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Layout:
-    """Change each table of rules in a layout."""
+    """Return a copy of a layout in which each table of rules is changed."""
     match layout:
         case AxisRules():
             return change(layout)

@@ -89,7 +89,7 @@ def _tell_jax() -> None:
 
 
 def ambient_rules() -> Layout | None:
-    """Return the rules of the innermost `axis_rules` of this task; None if there are none.
+    """Return the rules of the innermost `axis_rules` of this task, or None if there are none.
 
     Raises:
         ShardingError: if JAX would cache the current trace under the rules of another task.

@@ -91,7 +91,7 @@ def _is_plain_layout(layout: Any) -> bool:
 
 
 def axes_of_name(name: str, rules: Layout, mesh: Mesh | AbstractMesh) -> tuple[str, ...] | None:
-    """Return the mesh axes that shard a dimension with this name; None if no rule lays it out."""
+    """Return the mesh axes that shard a dimension of this name, or None if no rule covers it."""
     if rules.rules is None:
         return None
     try:

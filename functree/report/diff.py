@@ -203,7 +203,7 @@ def _exact(value: object) -> str:
 
 
 def _grown(rows: Sequence[Change]) -> int | None:
-    """Sum the increase in bytes over equal changes; None if they are not bytes."""
+    """Sum the increase in bytes over equal changes, or return None if they are not bytes."""
     _, _, before, after = rows[0]
     if not isinstance(before, Bytes) and not isinstance(after, Bytes):
         return None
@@ -244,7 +244,7 @@ def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float
 
 
 def _percent(before: int, after: int) -> str:
-    """Return the change of a total in percent, ` (−50 %)`; empty if the total was 0."""
+    """Return a total's change in percent, ` (−50 %)`, or an empty string for a total of 0."""
     if not before:
         return ""
     percent = 100 * abs(after - before) / before

@@ -245,7 +245,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _defaults(cls: Any) -> dict[str, Any] | None:
-    """Return the fields of a named tuple or dataclass with their defaults; None for other types."""
+    """Return a named tuple's or dataclass's fields with defaults, or None for other types."""
     if not isinstance(cls, type) or not (is_dataclass(cls) or hasattr(cls, "_fields")):
         return None
     parameters = inspect.signature(cls).parameters
@@ -267,7 +267,7 @@ def _dtype(text: str) -> Any:
 
 
 def key_implementation(dtype: Any) -> str | None:
-    """Return the implementation of a random key's dtype or of its text; None if unknown."""
+    """Return the implementation of a random key's dtype or of its text, or None if unknown."""
     return _IMPLEMENTATIONS.get(str(dtype).removeprefix("key<").removesuffix(">"))
 
 

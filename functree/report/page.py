@@ -76,7 +76,7 @@ def cards_html(cards: Iterable[Card]) -> str:
 
 
 def section_html(title: str, *content: str) -> str:
-    """Render a section with a title; empty if there is no content."""
+    """Render a section with a title, or nothing if there is no content."""
     if not any(content):
         return ""
     return f"<section><h2>{html.escape(title)}</h2>{''.join(content)}</section>"
@@ -223,7 +223,7 @@ class _Node:
     inside: "Sequence[_Node | TreeLeaf]"
 
     def subtrees(self) -> list["_Node"]:
-        """Return its direct subtrees."""
+        """Return the direct subtrees."""
         return [child for child in self.inside if isinstance(child, _Node)]
 
 
@@ -251,7 +251,7 @@ def tree_html(
     named: bool = True,
     opened: bool = True,
 ) -> str:
-    """Render a collapsible tree; empty if it has no leaves.
+    """Render a collapsible tree, or nothing if it has no leaves.
 
     Args:
         leaves: the leaves.

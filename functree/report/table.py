@@ -37,7 +37,7 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
 
 
 def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[str]:
-    """Return the lines of a table's row; several if a cell is too long for its column.
+    """Return the lines of a table's row, which has several if a cell is too long.
 
     Args:
         cells: the texts, without the last column.

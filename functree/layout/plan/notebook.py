@@ -30,7 +30,7 @@ class ShownByPlan:
 
 
 def notebook_html(tree: Tree) -> str | None:
-    """Render a tree as HTML for a notebook; None if it contains no arrays, or contains specs.
+    """Render a tree as HTML for a notebook, or return None if it has no arrays or has specs.
 
     If the notebook shows objects with treescope, so does this function, with each array's axes and
     sharding in a comment.

@@ -249,8 +249,8 @@ class Plan(Layout):
     def summary(self) -> str:
         """Return the lines below the table.
 
-        They list the bytes of the tree, the replicated arrays with their cost, and the unused parts
-        of the layout.
+        They list the bytes of the tree, the replicated arrays with their cost, the unused parts of
+        the layout, and axes with several sizes in one module.
         """
         return "\n".join(self._notes())
 
@@ -258,7 +258,7 @@ class Plan(Layout):
         return f"<Plan of {len(self.rows)} arrays on mesh {self.view}>"
 
     def diff(self, other: "Plan") -> Diff:
-        """Compare two plans: arrays, specs, memory and bytes, but not reasons.
+        """Compare two plans: meshes, arrays, axes, specs, memory and bytes, but not reasons.
 
         Raises:
             FunctreeError: if the other value is not a plan.

@@ -75,7 +75,7 @@ def row_of(
 
 
 def rows_by_path(rows: Iterable[Row]) -> dict[Path, Row]:
-    """Return rows by the paths of their arrays."""
+    """Return the rows, keyed by the paths of their arrays."""
     return {row.path: row for row in rows}
 
 

@@ -54,14 +54,14 @@ class Group(NamedTuple):
 
     @property
     def array(self) -> str:
-        """The array of each row."""
+        """The array of each row, as text."""
         if self.follow:
             return f"like the parameters, in {dtype_text(self.rows[0].dtype)}"
         return array_of(self.rows[0])
 
     @property
     def why(self) -> str:
-        """The shared axes and reason; empty if the rows follow parameters."""
+        """The shared axes and reason, or an empty string if the rows follow parameters."""
         if self.follow:
             return ""
         first, reason = self.rows[0], self.rows[0].reason
