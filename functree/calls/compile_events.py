@@ -1,9 +1,9 @@
 """`compile_events` counts the programs that JAX lowers and compiles in the current thread.
 
 The counts show whether a call lowered or compiled anything. Counting traces would not suffice,
-since a compilation may reuse an earlier trace. Both events are counted, since each may occur
-without the other. For different devices, for example, JAX compiles the lowered text that it kept,
-without lowering it again.
+since a compilation may reuse an earlier trace. Lowerings and compilations are both counted, since
+each may occur without the other. For different devices, for example, JAX compiles the lowered
+text that it kept, without lowering the program again.
 """
 
 import threading

@@ -1,6 +1,6 @@
 """`in_context` makes a function's custom derivative rules run in the function's own context.
 
-JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates. It may
+JAX runs the rules of `jax.custom_vjp` and `jax.custom_jvp` when it differentiates. JAX may
 differentiate long after the trace of the function that contains the rules, and outside that trace.
 JAX then restores the mesh without its devices, and does not restore user contexts.
 """

@@ -76,7 +76,7 @@ class Program:
     def careful(self) -> bool:
         """Whether every call is checked before it runs.
 
-        This is necessary if the program donates, or if the mesh cannot run programs.
+        The check is necessary if the program donates, or if the mesh cannot run programs.
         """
         return self.donates or self.missing is not None
 

@@ -61,8 +61,8 @@ def ledger_of(
         FunctreeError: if the compiler returns no program text, or if the mesh and the program have
             different numbers of devices.
     """
-    # For a large program, XLA's memory analysis takes as long as reading the text. It runs in a
-    # thread, since other threads can run during the analysis.
+    # For a large program, XLA's memory analysis takes as long as reading the text. The
+    # analysis runs in a thread, since other threads can run meanwhile.
     with ThreadPoolExecutor(1) as pool:
         memory = pool.submit(compiled.memory_analysis)
         text = compiled.as_text()

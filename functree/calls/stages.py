@@ -363,7 +363,7 @@ class Compiled(Stage[jax.stages.Compiled]):
         arrays = program.group.take(call)
         if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
             raise self._other(call)
-        # Checked by class, because this runs in every call. This check comes first, because
+        # Arrays are checked by class, because the check runs in every call. It comes first, because
         # reading a tracer's `committed` raises an error.
         kinds = set(map(type, arrays))
         if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):

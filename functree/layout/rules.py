@@ -51,7 +51,7 @@ class Rule(NamedTuple):
 class AxisRules(Layout):
     """A layout that maps axes to mesh axes with an ordered table of rules.
 
-    It uses Flax Linen's algorithm: rules are tried in order, and a mesh axis shards at most one
+    It follows Flax Linen's algorithm: rules are tried in order, and a mesh axis shards at most one
     dimension of an array. For each axis, the first rule whose mesh axes are still free applies, so
     later rules for the axis are fallbacks. One table covers parameters and activations.
 

@@ -21,8 +21,8 @@ from functree.tree.axes import Axes
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
 # A user context is part of the key of every trace that JAX caches, so JAX does not reuse a trace
-# under different rules. It has one value for each thread: the rules that a task entered last and
-# has not left.
+# under different rules. The context has one value for each thread: the rules that a task
+# entered last and has not left.
 _OF_THREAD = jax.make_user_context(None)
 
 

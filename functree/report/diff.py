@@ -304,7 +304,7 @@ def changes(
         properties: returns the properties to compare, by name, for a key and its value.
         whole: returns a name and a value for an entry that only one mapping has.
     """
-    # Entries are in the order of the first mapping. Those that only the second has come last.
+    # Entries are in the order of the first mapping. Entries that only the second has come last.
     for key in dict.fromkeys([*before, *after]):
         if key not in after:
             what, text = whole(key, before[key])

@@ -249,8 +249,8 @@ class Plan(Layout):
     def summary(self) -> str:
         """Return the lines below the table.
 
-        They list the bytes of the tree, the replicated arrays with their cost, the unused parts of
-        the layout, and axes with several sizes in one module.
+        These lines list the bytes of the tree, the replicated arrays with their cost, the unused
+        parts of the layout, and axes with several sizes in one module.
         """
         return "\n".join(self._notes())
 
