@@ -487,7 +487,7 @@ def leaves_at_fault(problems: Sequence[Problem]) -> str:
     """
     paths: set[object] = set()
     for problem in problems:
-        # A problem with a path but no shape is about a module: names for a leaf that it lacks.
+        # A problem with a path but no shape is about a module, which lacks a named leaf.
         if problem.path is not None and problem.shape is not None:
             paths.add(problem.path)
     if not paths:
