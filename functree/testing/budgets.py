@@ -168,7 +168,8 @@ def assert_collectives(
         total = sum(one.total for one in moved)
         if total > most:
             raise AssertionError(
-                f"{kind} moves {bytes_text(total)}, which is more than {bytes_text(most)}\n"
+                f"{kind} moves {bytes_text(total)}, which is {bytes_text(total - most)} more than "
+                f"{bytes_text(most)}\n"
                 f"{_listed(moved)}"
             )
 
@@ -191,8 +192,8 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
     if memory.peak <= bytes:
         return
     lines = [
-        f"the program needs {bytes_text(memory.peak)} on each device, which is more than "
-        f"{bytes_text(bytes)}",
+        f"the program needs {bytes_text(memory.peak)} on each device, which is "
+        f"{bytes_text(memory.peak - bytes)} more than {bytes_text(bytes)}",
         f"  temporaries {bytes_text(memory.temporaries)}, outputs {bytes_text(memory.outputs)}",
     ]
     # Arguments are listed by path, since a layout can make them smaller.

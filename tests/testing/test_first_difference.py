@@ -341,19 +341,19 @@ def through_a_ref(x: Any) -> Any:
 POSITIVE = jnp.abs(X) + 1
 WRITTEN = "a NaN from finite values, or from a constant NaN of the program"
 NONFINITE: dict[str, tuple[Callable[..., Any], Any, str, str, str, str]] = {
-    "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity from finite values: 1 of 3", ""),
-    "a ref": (through_a_ref, jnp.arange(3.0), "log", "written to a ref", "an infinity from finite values: 1 of 3", ""),
-    "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity from finite values: 64 of 64", ""),
-    "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity from finite values: 64 of 64", "in iteration 5"),
-    "a while": (long_growth, X[0], "mul", "growth in a while", "an infinity from finite values: 8 of 8", "in iteration 219"),
-    "a branch": (branch, POSITIVE, "div", "in a branch", "an infinity from finite values: 64 of 64", "in branch 0"),
+    "an infinity": (logarithm, jnp.arange(1.0, 4.0), "log", "log of zero", "an infinity from finite values: 1 of 3 elements", ""),
+    "a ref": (through_a_ref, jnp.arange(3.0), "log", "written to a ref", "an infinity from finite values: 1 of 3 elements", ""),
+    "a gradient": (root, POSITIVE, "div", "root of zero", "an infinity from finite values: 64 of 64 elements", ""),
+    "a scan": (growth, POSITIVE, "mul", "growth in a scan", "an infinity from finite values: 64 of 64 elements", "in iteration 5"),
+    "a while": (long_growth, X[0], "mul", "growth in a while", "an infinity from finite values: 8 of 8 elements", "in iteration 219"),
+    "a branch": (branch, POSITIVE, "div", "in a branch", "an infinity from finite values: 64 of 64 elements", "in branch 0"),
     "a device": (
-        on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity from finite values: 64 of 256",
+        on_a_device, lay(POSITIVE, "data"), "div", "on one device", "an infinity from finite values: 64 of 256 elements",
         "on 2 of 8 devices, the first of which is (data=0, model=2)",
     ),
     # `var` has a NaN in it, for no elements.
-    "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity from finite values: 3 of 3", ""),
-    "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3", ""),
+    "beside a NaN": (variance, jnp.ones(3), "div", "a variance that is zero", "an infinity from finite values: 3 of 3 elements", ""),
+    "a NaN that is written": (marked, jnp.arange(3.0), "select_n", "a mark", f"{WRITTEN}: 1 of 3 elements", ""),
 }  # fmt: skip
 
 
