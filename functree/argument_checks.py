@@ -316,7 +316,7 @@ def checked(headline: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def parameter_error(
     headline: str, found: Iterable[Problem] = (), *, right_type: bool
 ) -> FunctreeError:
-    """Build a `FunctreeValueError` for values of the right types, or a `FunctreeTypeError`."""
+    """Build a `FunctreeTypeError`, or a `FunctreeValueError` if all values have the right types."""
     kind = FunctreeValueError if right_type else FunctreeTypeError
     return kind(headline, found)
 

@@ -207,7 +207,7 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
 def twice_by_identity(arrays: Sequence[AnyArray], arguments: Arguments) -> bool:
     """Return whether a donated array is passed twice, even if it is donated only once.
 
-    This check is fast enough to run in each call.
+    This check is fast enough to run on each call.
     """
     # Most calls pass no array twice, which is faster to check.
     if len(set(map(id, arrays))) == len(arrays):

@@ -78,7 +78,7 @@ class ParameterLayouts:
         return path[0] == self.signature.by_name and path[1] in self.by_name
 
     def prefix(self, call: Any) -> LayoutTree:
-        """Return the layouts of a call, as a named tuple like the call."""
+        """Return the layouts of a call, as a named tuple with the call's fields."""
         named = self.by_name or {}
         given = {name: named.get(name, self.otherwise) for name in call._fields}
         by_name, many = self.signature.by_name, self.signature.many

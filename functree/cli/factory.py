@@ -99,7 +99,8 @@ def named(text: str, what: str) -> Any:
         what: the expected kind, "factory" or "layout", for messages.
 
     Raises:
-        Failure: if the module cannot be imported, or has no such name.
+        Failure: if the module cannot be imported.
+        Failure: if the module has no such name.
     """
     module_name, _, name = text.partition(":")
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")

@@ -334,7 +334,10 @@ class DataFlow:
         return known
 
     def _before(self, value: HloValue) -> list[HloValue]:
-        """Return the values that an instruction passes on: several for loops and conditionals."""
+        """Return the values that an instruction passes on.
+
+        Loops and conditionals pass on several.
+        """
         inside = self._inside(value)
         if inside is not None:
             return [inside]

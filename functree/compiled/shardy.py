@@ -575,7 +575,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _sharding(attributes: Any) -> str:
-    """Return the text of the sharding of an argument or a result; empty if it has none."""
+    """Return the text of an argument's or a result's sharding, or an empty string."""
     texts = [_text(each.attr) for each in attributes if each.name == "sdy.sharding"]
     return texts[0] if texts else ""
 

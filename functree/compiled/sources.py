@@ -72,7 +72,7 @@ class Sources:
         return self.of_frame(int(frame))
 
     def of_frame(self, frame: int) -> Lines | None:
-        """Return the lines of a stack frame; None if the text does not contain it."""
+        """Return the lines of a stack frame, or None if the text does not contain the frame."""
         if frame not in self._known:
             self._known[frame] = lines_of(self._outwards(frame))
         return self._known[frame]

@@ -294,7 +294,7 @@ class ParameterUses:
 
     @cached_property
     def _updated(self) -> Mapping[HloValue, int]:
-        """The outputs that an optimizer computes from each value, as bits."""
+        """The outputs that an optimizer computes from each value, as a bit mask."""
         results = [result for result, _ in self._flow.results]
         # An optimizer may compute a norm only for a condition, such as whether it is zero.
         return self._flow.reached(results, _is_outside_of_gradients, conditions=True)

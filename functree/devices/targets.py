@@ -308,7 +308,10 @@ def _tpus(target: Target) -> tuple[Device, ...]:
 
 @functools.cache
 def _tpu_logs() -> str:
-    """Create a folder for the TPU compiler's logs, whose path it reads only once, on loading."""
+    """Create a folder for the TPU compiler's logs.
+
+    The compiler reads the folder's path only once, when it is loaded.
+    """
     folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_folders.append(Path(folder))

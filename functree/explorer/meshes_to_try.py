@@ -87,9 +87,9 @@ def _factored(
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
-            f"explore: cannot divide {count(devices, 'device')}: the layouts name no mesh axes (a "
-            "layout that is a function hides its mesh axes); give dicts of sizes, such as "
-            '`[{"data": 8}]`'
+            f"explore: cannot divide {count(devices, 'device')}: the layouts name no mesh axes "
+            "(functree cannot read the mesh axes of a function): pass dicts of sizes, such as "
+            '`meshes=[{"data": 8}]`'
         )
     for sizes in _factorings(devices, len(names)):
         mesh = dict(zip(names, sizes, strict=True))

@@ -425,7 +425,7 @@ def _dimension_faults(
 def _indivisible(
     leaf: Leaf, dim: int, mesh_axes: Sequence[str], parts: int, source: Source
 ) -> Fault:
-    """Return the fault that a size is not a multiple of the number of shards."""
+    """Return the fault for a size that is not a multiple of the number of shards."""
     size, text, where = leaf.shape[dim], leaf.dimension(dim), axes_text(mesh_axes)
     padded = -(-size // parts) * parts  # the next multiple
     if not source.is_rule:

@@ -205,7 +205,10 @@ def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
 
 
 def fsdp_axes(layout: Layout) -> Iterator[str]:
-    """Yield the mesh axes of every `FSDP` in a layout, which usually shard the batch, too."""
+    """Yield the mesh axes of every `FSDP` in a layout.
+
+    These mesh axes usually shard the batch, too.
+    """
     for part in walk(layout):
         if isinstance(part, FSDP):
             yield from part.mesh_axes

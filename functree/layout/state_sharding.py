@@ -332,7 +332,7 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
         None,
         what,
         why,
-        "remove it, or move it before the earlier filters if it should decide about these leaves",
+        "remove it, or move it before the earlier filters if it should apply to these leaves",
     )
 
 

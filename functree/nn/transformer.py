@@ -144,8 +144,8 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Args:
             config: the sizes and options.
-            init: the initializer of all matrices except the table of the embedding.
-            embed_init: the initializer of the table of the embedding.
+            init: the initializer of all matrices except the embedding table.
+            embed_init: the initializer of the embedding table.
             key: the key for all parameters.
 
         Raises:

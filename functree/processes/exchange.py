@@ -143,7 +143,7 @@ def _check_together(place: Place, told: Sequence[Told]) -> None:
         where = f" at {message.line}" if message.line else ""
         why = f"is at comparison {message.number}, `{message.name}`{where}"
         problems.append(Problem(None, None, f"process {process}", why, _TOGETHER))
-    headline = f"{place.failure}: the {len(told)} processes are at different comparisons"
+    headline = f"{place.failure}: the {len(told)} processes made different calls"
     raise known_to_all(FunctreeError(headline, problems))
 
 

@@ -66,8 +66,8 @@ class Diff:
 
     Attributes:
         rows: the differences. For ledgers, the differences with the most bytes come first.
-        totals: the totals of both, even if they are equal. Plans have the bytes on each device, and
-            ledgers the bytes moved to each device.
+        totals: the totals of both, even if they are equal. For plans, these are
+            the bytes on each device; for ledgers, the bytes moved to each device.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})

@@ -352,7 +352,8 @@ class Selection(Generic[T]):
         """Replace each selected element with several elements (`insert`) or with none.
 
         Raises:
-            FunctreeError: if nothing is selected, or a part is not an element.
+            FunctreeError: if nothing is selected.
+            FunctreeError: if a part is not an element of a list, tuple or dict.
         """
         self._check_some()
         self._check_elements(insert)
@@ -534,8 +535,8 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
 
     Raises:
         RuleError: if `where` is not a function.
-        FunctreeError: if it returns an object that is not a part, or two parts, one of which
-            contains the other.
+        FunctreeError: if it returns an object that is not a part.
+        FunctreeError: if one of the parts contains another.
     """
     if not callable(where) or isinstance(where, type):
         raise RuleError(

@@ -72,7 +72,7 @@ class Operation:
 
 
 def source_text(source: Source | None) -> tuple[str, str]:
-    """Return the name of the file with the line number, and the text of the line."""
+    """Return the file name and line number of a source, and the text of the line."""
     if source is None:
         return "", ""
     text = linecache.getline(source.file, source.line).strip()

@@ -249,7 +249,9 @@ class Search:
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
         if relation.kind is Kind.SAME and cut.isdisjoint(axes):
-            return f"it sums over {axes_text(axes)}, along which its input is already equal"
+            return (
+                f"it sums over {axes_text(axes)}, but its input already has equal values along them"
+            )
         if relation.missing:
             terms = f"terms of a {relation.missing} over {axes_text(relation.over)}"
             return f"it sums over {axes_text(axes)}, but its inputs are {terms}"

@@ -222,7 +222,7 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
     want = without(of_rank(wanted, len(leaf.shape)), hidden)
     if have == want:
         return None
-    return f"its type is sharded {spec_text(have)}, but the rules require {spec_text(want)}"
+    return f"its type has the spec {spec_text(have)}, but the rules require {spec_text(want)}"
 
 
 # The sizes of axes

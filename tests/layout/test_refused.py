@@ -183,7 +183,7 @@ REMEDIES = {
     "two specs": "after `|`, shard only dimensions that the layout before it leaves unsharded",
     "no filters": "add a filter for it, or `...: P()` as the last filter",
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
-    "a hidden filter": "remove it, or move it before the earlier filters if it should decide about these leaves",
+    "a hidden filter": "remove it, or move it before the earlier filters if it should apply to these leaves",
     "no layout": "write `P()` to replicate it",
     "one array at two paths": "give both paths the same spec, or put a separate array at each path",
     "a plan of another tree": "use a plan of the tree that contains this leaf",

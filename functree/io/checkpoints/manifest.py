@@ -15,6 +15,7 @@ from functree.errors import (
     CheckpointFileError,
     FunctreeError,
     FunctreeValueError,
+    count,
 )
 from functree.report.json_text import FORMAT, parsed, read_value, written
 from functree.tree.arrays import DType
@@ -156,7 +157,8 @@ def _check_rows(rows: Sequence[SavedArray]) -> None:
             why = f"`bytes` is {row.bytes}, but an array of its shape and dtype has {size} bytes"
         elif row.spec is not None and len(row.spec) > len(row.shape):
             why = (
-                f"`spec` has {len(row.spec)} entries, but the array has {len(row.shape)} dimensions"
+                f"`spec` has {len(row.spec)} entries, but the array has "
+                f"{count(len(row.shape), 'dimension')}"
             )
         elif first is None or (first.shape, first.dtype) != (row.shape, row.dtype):
             why = f"`same_as` is {row.same_as}, but no earlier row has this path, shape and dtype"

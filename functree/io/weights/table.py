@@ -159,8 +159,8 @@ class _Row(NamedTuple):
         pattern: the pattern as it is written.
         name: the name in the row, or a function that returns it.
         glob: the pattern with `*` for each number.
-        numbers: for each wildcard of `glob`, the name of its number. It is an empty string for a
-            wildcard of the pattern itself.
+        numbers: for each wildcard of `glob`, the name of its number. The name is an empty string
+            for a wildcard of the pattern itself.
     """
 
     pattern: str

@@ -325,7 +325,7 @@ class Hint:
 
     @cached_property
     def settled(self) -> "Hint":
-        """The resolved hint. Access raises Python's error if a name cannot be resolved."""
+        """The resolved hint. If a name cannot be resolved, reading it raises Python's error."""
         # `cached_property` does not cache a failure, and a name may be defined later.
         return self._settle(strict=True)
 

@@ -80,7 +80,7 @@ StateArrays = Mapping[Path, Any]
 """The arrays of an optimizer's state by path. Only their shapes and dtypes matter."""
 
 Owners = Mapping[Path, Sequence[Path]]
-"""The parameters that each leaf of a state may belong to, the most likely first, by leaf path."""
+"""By leaf path of a state, the parameters that the leaf may belong to, most likely first."""
 
 
 # The number of different steps by which sizes are changed. Parameters that paths may not

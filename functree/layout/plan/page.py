@@ -28,7 +28,7 @@ from functree.report.table import bytes_text
 from functree.tree.paths import Path
 
 MOST_DEVICES = 16
-"""The largest number of devices that the key to the pictures' colors lists."""
+"""The maximum number of devices in the pictures' color key."""
 MOST_LINES = 200
 """The largest number of lines in a notebook. A page shows all lines."""
 

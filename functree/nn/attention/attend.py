@@ -245,8 +245,8 @@ def _by_function(
     if not isinstance(mixed, jax.Array) or mixed.shape != query.shape:
         shape = getattr(mixed, "shape", type(mixed).__name__)
         raise FunctreeValueError(
-            f"the function passed as `attention=` returns {shape} instead of an array of shape "
-            f"{query.shape}"
+            f"the function passed as `attention=` returned {shape}, but must return an array of "
+            f"shape {query.shape}"
         )
     return mixed
 

@@ -1,4 +1,4 @@
-"""Context parallelism extends attention from one device to sequences divided over several.
+"""Context parallelism computes attention over sequences that are sharded over several devices.
 
 The functions here are for the body of a shard_map over the mesh axes that shard the sequence. Each
 device has the queries, keys and values of its own part, for all of its heads. There are three ways
@@ -6,8 +6,8 @@ to attend to the tokens of other parts:
 
 - Devices exchange heads for parts of the sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 - Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
-- Devices pass keys and values around, and each adds their contribution to the results of its own
-  queries (Liu et al., "Ring attention", 2023).
+- Devices pass keys and values around a ring. Each device adds the contribution of those that it
+  receives to the results of its own queries (Liu et al., "Ring attention", 2023).
 """
 
 import functools

@@ -17,7 +17,7 @@ from functree.nn.attention.mask import AXES, Inputs
 from functree.nn.weights import accumulator, as_int32
 
 TILE = 128
-"""The kernel for TPUs needs a number of tokens that is a multiple of this number."""
+"""The TPU kernel requires the number of tokens to be a multiple of this value."""
 
 _BLOCKS = (512, 256, 128)
 # Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, which
@@ -347,7 +347,7 @@ def cudnn(
 def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
         # Such a mask would be the large array that kernels avoid.
-        return "it supports segments only through a mask of all queries by all keys"
+        return "it supports segments only with a dense mask over all queries and keys"
     # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises an
     # error when the kernel is traced.
     try:

@@ -80,14 +80,14 @@ def accumulate(
         batch: the names of the parameters to divide. The batch is the leading dimension of each of
             their arrays. The default is every parameter that is neither differentiated
             (`argnums=`) nor named in `keys` or `carry`.
-        keys: the names of parameters whose random keys are split, typed or raw. Micro-batch `i`
+        keys: the names of parameters whose random keys, typed or raw, are split. Micro-batch `i`
             gets `jax.random.split(key, steps)[i]`. With `over=`, each shard gets its own key. An
             array with one key for each example is part of the batch.
         carry: the names of parameters, such as `state`, that each micro-batch takes from the
             previous one. `fn` returns the next value as its aux, or a tuple of values for several
             names. The result contains the last value.
-        weighted: whether `fn` returns sums, and as its aux the weight of the micro-batch, such as
-            its number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
+        weighted: whether `fn` returns sums, with the micro-batch's weight as its aux, such as its
+            number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
             by the sum of the weights, so a masked mean is exact for every `steps` and on every
             mesh. The result contains the sum of the weights.
         over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
@@ -103,7 +103,8 @@ def accumulate(
 
     Raises:
         FunctreeError: if `steps` is not a positive integer.
-        FunctreeError: if a name is not the name of a parameter, or the parameter is differentiated.
+        FunctreeError: if a name is not the name of a parameter.
+        FunctreeError: if a named parameter is differentiated.
         FunctreeError: if a parameter has two roles.
         FunctreeError: if `weighted`, `carry` or `over` is used, but `fn` is not a gradient function
             of functree.
@@ -238,9 +239,9 @@ class MicroBatch(NamedTuple):
         run: a function of a micro-batch's number and the operands.
         types: the types of the arrays in the result.
         skeleton: the result without its arrays.
-        parameters: the index of each gradient's parameter among the operands, by the gradient's
-            index among the arrays of the result.
-        carried: the index of each carried array's operand, by the array's index in the result.
+        parameters: a map from each gradient's index among the result's arrays to its parameter's
+            index among the operands.
+        carried: a map from each carried array's index in the result to its operand's index.
         weight: the index of the weight in the result, or None.
         summed: the indices of the result's arrays that are summed over the micro-batches. The
             others are carried, or have the value of the last micro-batch.

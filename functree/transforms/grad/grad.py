@@ -182,20 +182,20 @@ def grad(
 ) -> Any:
     """Build a function that returns the gradient of `fn`, laid out like the model.
 
-    The gradient is taken with respect to the leaves that a filter matches. `ft.value_and_grad`
-    explains how gradients are sharded, and what differs inside `ft.shard_map`.
+    The gradient is taken with respect to the leaves that a filter matches. See `ft.value_and_grad`
+    for how gradients are sharded, and for the differences inside `ft.shard_map`.
 
     Args:
         fn: a function that returns a scalar, as in `ft.value_and_grad`.
-        wrt: a filter. The leaves of the argument that it matches are differentiated.
+        wrt: a filter. The argument's leaves that match this filter are differentiated.
         argnums: the position of the differentiated argument, or several positions.
         has_aux: whether `fn` returns `(value, aux)`. The result is then `(gradient, aux)`.
         layout: the layout of the argument. Without it, gradients are sharded like their parameters
             under ambient rules.
 
     Returns:
-        A function with `fn`'s parameters that returns the gradient. It has the structure of the
-            argument, with None for each leaf that was not differentiated.
+        A function with `fn`'s parameters that returns the gradient. The gradient has the structure
+        of the argument, with None for each leaf that was not differentiated.
 
     Raises:
         RuleError: if `wrt` is not a filter.

@@ -167,9 +167,9 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-        """Return the next of `arrays` for each differentiated leaf, and `others` for the rest.
+        """Return a value for each leaf: the next of `arrays` if the leaf is differentiated.
 
-        `others` has one value for every leaf, even for the differentiated ones.
+        Otherwise, the value is the leaf's item of `others`, which has an item for every leaf.
         """
         new = iter(arrays)
         return [

@@ -253,10 +253,10 @@ def _devices(array: AnyArray) -> int:
 
 
 def check_rules(call: Any, rules: Layout, signature: Signature) -> None:
-    """Check that each filter in a function's rules decides about a leaf of a call.
+    """Check that each filter in a function's rules applies to at least one leaf of a call.
 
     Raises:
-        ShardingError: if a filter decides about no leaf.
+        ShardingError: if a filter applies to no leaf.
     """
     problems = filter_problems(*_read_arguments(call, rules, signature))
     if problems:

@@ -13,7 +13,7 @@ class Code:
     """Body of a generated function, and the values that it uses.
 
     Args:
-        outer: the code that may include this code. They never use the same name.
+        outer: the code that may include this code. The two never use the same name.
     """
 
     def __init__(self, outer: "Code | None" = None) -> None:

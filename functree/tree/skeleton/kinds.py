@@ -603,7 +603,7 @@ class TakeCode(Code):
 
         Args:
             samples: the children of the sample.
-            at: the expression of a list or tuple of the children.
+            at: the expression for a list or tuple of the children.
         """
         samples = list(samples)
         # Before unpacking, which raises for a different number of values.
@@ -616,7 +616,7 @@ class TakeCode(Code):
             self.visit(child, name)
 
     def finished(self, what: str) -> Callable[[Tree], list[AnyArray] | Refusal]:
-        """Compile the function, with the class of the tree in its file name."""
+        """Compile the function under a file name that contains the class of the tree."""
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
         # A module that lacks a field, or a dict with different keys, raises KeyError. Its structure
         # differs.
