@@ -91,6 +91,7 @@ def jit(
             uncommitted arguments that have no entry in `in_shardings`. Leaves of modules and of
             training states are placed as `ft.shard` would place them. An array that is an argument
             itself is placed by a pattern with its name, or by its annotation and the `AxisRules`.
+            Without a mesh, `rules` have no effect, and `ft.jit` warns if there are several devices.
         static_argnums: the positions of parameters that are static, whatever their values; `None`
             for none.
         static_argnames: the names of parameters that are static.

@@ -60,6 +60,7 @@ from functree.transforms.jit.layouts import (
     is_worth_telling,
     resolve_out_shardings,
     warn_unplaced,
+    warn_without_mesh,
 )
 from functree.tree.arrays import AnyArray, Tree, array_text
 from functree.tree.paths import Path
@@ -242,6 +243,8 @@ class Jit(Function[_P, _T]):
         if any(map(is_deleted, arrays)):
             raise refuse_deleted(name, group.paths, arrays)
         surroundings = Surroundings(mesh or of_arguments, self._rules())
+        if surroundings.mesh is None and options.rules is not None and not tracing():
+            warn_without_mesh(name, arrays)
         body = self._body(flat, surroundings)
         if body.arguments.donated:
             check_donated(name, group.paths, arrays, body.arguments, by_buffer=True)

@@ -242,6 +242,16 @@ def warn_unplaced(
     )
 
 
+def warn_without_mesh(name: str, arrays: Sequence[AnyArray]) -> None:
+    """Warn that rules have no effect without a mesh, although there are several devices."""
+    if jax.device_count() > 1 and any(map(is_worth_telling, arrays)):
+        warn(
+            f"{name}: one of {jax.device_count()} devices does all the work, since `rules=` shards "
+            "nothing without a mesh: pass `mesh=`, place the arguments on a mesh with `ft.shard`, "
+            "or enter `with jax.set_mesh(mesh):`"
+        )
+
+
 def _devices(array: AnyArray) -> int:
     """Return the number of devices that an array is on, or will be on; 1 if it is unknown."""
     # The devices of a traced array are unknown.
