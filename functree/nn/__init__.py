@@ -49,7 +49,7 @@ __all__ = [
     "families",
 ]
 
-# Shared modules such as `weights.py` are not listed: the line that calls them is more useful.
+# Shared modules such as `weights.py` are not listed: the line that calls them is more informative.
 _name_lines_of(
     Attention,
     BatchNorm,

@@ -7,8 +7,8 @@ There are three ways to shard an activation:
 - On Auto mesh axes, the compiler chooses a sharding. `activation` and `inputs` constrain this
   choice, using the names of the axes and the ambient `AxisRules`.
 - On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of a result
-  from the types of its operands. `gather_last` and `indices_along` handle operations for which
-  JAX cannot. For products with weights, see `weights.py`.
+  from the types of its operands. `gather_last` and `indices_along` handle operations for which JAX
+  cannot derive it. For products with weights, see `weights.py`.
 - `on_shards` leaves no choice to the compiler: it runs a `jax.shard_map` in which each device
   computes with its own batches and heads.
 """
@@ -68,7 +68,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
 
 @contextmanager
 def unsharded_sequence() -> Iterator[None]:
-    """Override the ambient rules in a context to leave "seq" unsharded, for a model with a cache.
+    """Return a context in which the ambient rules leave "seq" unsharded, for models with a cache.
 
     Examples:
         >>> from functree.nn.activations import unsharded_sequence
@@ -92,8 +92,7 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
 
     With sequence parallelism (Korthikanti et al., "Reducing activation recomputation", 2022), rules
     shard the sequence between layers over mesh axes that shard the products themselves. The input
-    is gathered here, once for all products. The compiler's partitioner alone would move weights
-    too.
+    is gathered here, once for all products. Left to itself, the partitioner would move weights too.
 
     Args:
         x: the input, with axes "batch seq embed".
@@ -114,8 +113,8 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
         return (x,) * len(products)
     names = ["batch", "seq"][max(0, 3 - x.ndim) :]
     *between, embed = spec(" ".join([*names, "embed"]))
-    # Keyed by the entries of batch and sequence. Products with equal entries share one array: there
-    # is one gather, and in the backward pass one sum over all their gradients.
+    # The keys are the entries of batch and sequence. Products with equal entries share one array:
+    # there is one gather, and in the backward pass one sum over all their gradients.
     gathered: dict[Entries, Array] = {tuple(between): x}
     result: list[Array] = []
     for product in products:
@@ -127,7 +126,7 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
         if outer not in gathered:
             used = [axis for entry in of_result for axis in mesh_axes(entry)]
             summed = without(PartitionSpec(embed), used)
-            # Constrained before the gather as well: otherwise the partitioner may gather the
+            # `x` is constrained before the gather as well: otherwise the partitioner may gather the
             # operands from which `x` is computed, which may have a wider dtype.
             before = constrain_to(x, [*names, "embed"], [*between, embed])
             gathered[outer] = constrain_to(before, [*names, "embed"], [*outer, *summed])
@@ -195,8 +194,8 @@ def indices_along(x: Shaped[Array, "*batch size"]) -> Int[Array, "*batch size"]:
         >>> indices_along(jnp.ones((2, 3)))[0]
         Array([0, 1, 2], dtype=int32)
     """
-    # `jnp.arange` returns a replicated type. Compared with the targets of a loss, it would give an
-    # array as large as the logits, with the whole vocabulary on each device.
+    # `jnp.arange` returns a replicated array. Comparing it with the targets of a loss would create
+    # an array as large as the logits, with the whole vocabulary on each device.
     sharding = out_sharding(explicit_mesh(x), entries_of(x))
     return jax.lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1, out_sharding=sharding)
 
@@ -229,7 +228,7 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
 
     Returns:
         A spec for each array, or None if neither types nor rules determine the specs. Rules cover
-        one batch dimension, so they do not apply if there are several, or if `jax.vmap` hides it.
+        one batch dimension, so they do not apply if arrays have several, or if `jax.vmap` hides it.
 
     Raises:
         ShardingError: if the rules do not fit the arrays.
@@ -237,7 +236,8 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty:
         return None
-    # Without the sequence: all other dimensions take precedence, whatever the order of the rules.
+    # The sequence is omitted here: all other dimensions take precedence, whatever the order of the
+    # rules.
     others = [_without_sequence(text) for text in names]
     first = names[0].split()
     if AxisType.Auto not in mesh.axis_types:
@@ -365,8 +365,8 @@ def on_shards(
     if specs is None:
         return fun(*arrays)
     wanted, mesh = specs[0], jax.sharding.get_abstract_mesh()
-    # Nothing differs along a mesh axis of size 1. If queries vary along such an axis and keys do
-    # not, their gradients would have types that JAX does not expect.
+    # Nothing differs along a mesh axis of size 1. If queries varied along such an axis and keys did
+    # not, the gradients would have types that JAX does not expect.
     single = {name for name, size in mesh.shape.items() if size == 1}
     specs = [without(array_spec, single) for array_spec in specs]
     heads = specs[0][-2]

@@ -98,7 +98,8 @@ class BatchNorm(eqx.Module):
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
         # A bfloat16 average would not move. With a momentum of 0.99, an update is 1 % of the
-        # difference. For a difference of 20 %, that is below the 8-bit precision of bfloat16.
+        # difference. For a difference of 20 %, this update is below the 8-bit precision of
+        # bfloat16.
         wide = accumulator(param_dtype)
         self.mean = StateRef(jnp.zeros((size,), wide), self.axes)
         self.var = StateRef(jnp.ones((size,), wide), self.axes)
@@ -122,7 +123,7 @@ class BatchNorm(eqx.Module):
         Args:
             x: the batch.
             state: the state with the averages.
-            inference: overrides the field of this name; `None` uses the field.
+            inference: overrides the field `inference`; `None` uses the field.
 
         Raises:
             FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.
@@ -138,8 +139,8 @@ class BatchNorm(eqx.Module):
             mean, var = self._statistics(wide)
             state = state.set(self.mean, self._averaged(state[self.mean], mean))
             state = state.set(self.var, self._averaged(state[self.var], var))
-        # Mean and variance have the shape (size,), as weight and bias do. So `affine` applies them
-        # too, and on Explicit axes it reshards them like `x`.
+        # Mean and variance have the shape (size,), as weight and bias do. So `affine` can apply
+        # them too, and reshards them like `x` on Explicit axes.
         unit = affine(wide, jax.lax.rsqrt(var + self.eps), -mean * jax.lax.rsqrt(var + self.eps))
         return affine(unit, self.weight, self.bias).astype(x.dtype), state
 

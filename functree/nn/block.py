@@ -23,11 +23,11 @@ class Block(eqx.Module):
     """A Llama block: norm, attention, residual sum; then norm, SwiGLU or experts, residual sum.
 
     With `norms="after"`, each norm applies to the layer's result, before the residual sum. A block
-    takes and returns `Float[Array, "*batch seq embed"]`, in the dtype of its input.
+    takes a `Float[Array, "*batch seq embed"]`, and returns an array of the same shape and dtype.
 
     For `ft.offload` and other checkpoint policies, the block's input is named `"block_input"`. If
-    it is offloaded and no other value is kept, a stack of blocks keeps no activations on the
-    device. The attention and the feed-forward layer name more values.
+    this value is offloaded and no other value is kept, a stack of blocks keeps no activations on
+    the device. The attention and the feed-forward layer name more values.
 
     Args:
         attn_norm: the norm before the attention, or after it.
@@ -128,7 +128,8 @@ class Block(eqx.Module):
         """Apply the block to `x`, and return the losses of its experts too.
 
         Raises:
-            FunctreeError: as in `Attention` and `MoE`, or if the block has no experts.
+            FunctreeError: as in `Attention` and `MoE`.
+            FunctreeError: if the block has no experts.
             ShardingError: if the ambient rules do not fit the activations.
         """
         y, losses = self._fed(self._attended(x, positions, segments, in_order))

@@ -46,7 +46,7 @@ class Cache(eqx.Module):
         key: the keys of each layer, after the rotation, in the model's `compute_dtype`. The slot of
             a token is its position modulo the number of slots.
         value: the values of each layer.
-        filled: the number of tokens that each row has had so far.
+        filled: the number of tokens that each row has received so far.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -75,7 +75,8 @@ class Cache(eqx.Module):
                 each token of the window.
 
         Raises:
-            FunctreeError: if `length` exceeds the model's `max_seq`, or an argument is invalid.
+            FunctreeError: if `length` exceeds the model's `max_seq`.
+            FunctreeError: if an argument is invalid.
             ShardingError: if the ambient rules do not fit.
 
         Examples:
@@ -109,7 +110,7 @@ class Cache(eqx.Module):
         return cls(key, value, activation(jnp.zeros(batch, jnp.int32), "batch"))
 
     def most_tokens(self, model: Any) -> int:
-        """Return the maximum number of tokens in a row with this model."""
+        """Return the maximum number of tokens that each row can hold with this model."""
         slots, window = self.key.shape[2], _window(model)
         # With a slot for each token of the window, a new token overwrites only a token that nothing
         # attends to. With fewer slots, it would overwrite a token that is still needed.
@@ -132,8 +133,8 @@ class Cache(eqx.Module):
             value: the new tokens' values in each layer.
             lengths: the number of new tokens in each row, from the left; by default all.
         """
-        # Written once for all layers, into the donated cache. If layers returned the cache, the
-        # loop over them would copy all of it for each token.
+        # New tokens are written once for all layers, into the donated cache. If each layer returned
+        # its cache, the loop over the layers would copy the whole cache for each token.
         names = [_AXES, _AXES, "batch", "batch"]
         filled = as_int32(self.filled)
         write = _write
@@ -163,7 +164,7 @@ def _write_next(
 ) -> Slots:
     """Write one new token to each row, in place."""
     rows = jnp.arange(filled.shape[0])
-    # Each row is written once, in order, at a slot that exists, so JAX need not check anything.
+    # Each row is written once, in order, at a slot that exists, so JAX need not check the indices.
     return cached.at[:, rows, filled % cached.shape[2]].set(
         new[:, :, 0], unique_indices=True, indices_are_sorted=True, mode="promise_in_bounds"
     )
@@ -176,8 +177,8 @@ def _write(
     # This gathers a token for each slot instead of scattering the tokens. Several tokens may belong
     # to one slot of a window, and a scatter does not define which of them remains.
     index = cached_positions(filled + lengths, cached.shape[2]) - filled[:, None]
-    # (batch, slots) ─► (1, batch, slots, 1, 1). Negative where the slot keeps an earlier token or
-    # is still empty.
+    # (batch, slots) ─► (1, batch, slots, 1, 1). An index is negative where the slot keeps an
+    # earlier token or is still empty.
     index = index[None, :, :, None, None]
     tokens = jnp.take_along_axis(new, jnp.clip(index, 0, new.shape[2] - 1), axis=2)
     return jnp.where(index >= 0, tokens, cached)

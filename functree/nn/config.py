@@ -71,8 +71,8 @@ class TransformerConfig:
         max_seq: the length of the longest sequence that the model accepts.
         rope_theta: the base of the rotary frequencies.
         tie_embedding: whether the logits are computed with the embedding's table.
-        remat: what the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`, `"dots"`,
-            `ft.offload(...)`, or a policy.
+        remat: which values the backward pass recomputes, as in `Stacked.scan`: `None`, `"full"`,
+            `"dots"`, `ft.offload(...)`, or a policy.
         param_dtype: the dtype in which the parameters are created.
         compute_dtype: the dtype of the activations and logits. Weights are cast to it for the
             computation. Norms, rotations and softmax always use float32 or wider.
@@ -102,8 +102,8 @@ class TransformerConfig:
         normalize: whether the weights of a token's experts are divided by their sum.
         dispatch: how tokens reach sharded experts, as in `ft.nn.MoE`.
         dot_general: a hashable function that multiplies activations by weights. It takes the
-            arguments of `jax.lax.dot_general`, which is the default. The embedding's table and the
-            routers do not use it.
+            arguments of `jax.lax.dot_general`, which is the default. Products with the embedding's
+            table and with the routers do not use this function.
 
     Raises:
         FunctreeError: if fields are invalid; the error lists all of them.

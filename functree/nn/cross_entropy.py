@@ -71,7 +71,7 @@ def cross_entropy(
         in_order: as in a call of the model.
         chunk: the number of positions whose logits are held at once; the last chunk may have fewer.
             If the sequence is sharded while logits are computed, `chunk` applies to each shard.
-        mask: the positions that count; by default all. If no position counts, the mean is 0. A
+        mask: the positions to average over; by default all. If there are none, the mean is 0. A
             numeric mask contains the positions' weights; a negative or NaN weight makes the loss
             NaN.
         z_loss: the factor of the squared logsumexp of the logits, a penalty that keeps logits small
@@ -135,7 +135,7 @@ def _mean(
     balance: float,
     router_z: float,
 ) -> Float[Array, ""]:
-    """Compute the mean over the positions that count; see `cross_entropy` for the arguments."""
+    """Compute the mean over the positions in the mask; see `cross_entropy` for the arguments."""
     tokens, targets, mask = given["tokens"], given["targets"], given["mask"]
     added = jnp.zeros((), jnp.float32)
     if balance or router_z:
@@ -204,10 +204,10 @@ def _on_batches(
         return loss(eqx.combine(arrays, static), *parts)
 
     def of_batches(arrays: Head, *parts: Array) -> Array:
-        # Marked as different on each device: each device sums gradients over its own batches, and
-        # the total is summed once, when the gradients leave the `shard_map`. For a value that is
-        # equal on all devices, JAX would sum the gradient where the value is used, which is in each
-        # chunk.
+        # The arrays are marked as different on each device, so each device sums gradients over its
+        # own batches. The total is summed once, when the gradients leave the `shard_map`. If the
+        # arrays were equal on all devices, JAX would sum their gradients where they are used: in
+        # each chunk.
         own = jax.tree.map(lambda array: varying_over(array, axes), arrays)
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
@@ -316,8 +316,8 @@ def _of_chunks(
         own, tokens = _chunk(weights, i, chunk, -1), _chunk(targets, i, chunk, -1)
         return total + _of_chunk((head, _chunk(x, i, chunk, -2)), tokens, own, z_loss), None
 
-    # Derived from `weights`: inside the `shard_map`, a sum over a device's own batches varies
-    # between devices, and the carry of a scan needs that type from the start.
+    # The start is derived from `weights`: inside the `shard_map`, a sum over a device's own batches
+    # varies between devices, and the carry of a scan needs that type from the start.
     start = jnp.zeros_like(weights, shape=())
     return jax.lax.scan(add, start, jnp.arange(x.shape[-2] // chunk))[0]
 
@@ -336,7 +336,7 @@ def _forward(
     JAX's own rule would keep all chunks' logits for the backward pass, or compute them twice.
     """
     head, x = given
-    # In float32 or wider: the head's gradient is a sum over all chunks.
+    # The sums are in float32 or wider, since the head's gradient is a sum over all chunks.
     zeros = jax.tree.map(
         lambda w: jnp.zeros_like(w, accumulator(w.dtype)), eqx.filter(head, eqx.is_inexact_array)
     )

@@ -55,7 +55,7 @@ class Dropout(eqx.Module):
         Args:
             x: any array.
             key: the random key; not needed in inference.
-            inference: overrides the field of this name; `None` uses the field.
+            inference: overrides the field `inference`; `None` uses the field.
 
         Raises:
             FunctreeError: if there is no key in training.

@@ -1,8 +1,8 @@
 """A published model's `config.json` becomes a `TransformerConfig` and a table of tensor names.
 
 A family consists of two functions: one reads the fields of `config.json`, the other makes the table
-of names. A field that neither reads causes an error. If it were ignored, all weights would load,
-and the model would compute something different.
+of names. A field that the first does not read causes an error. If the field were ignored, all
+weights would load, but the model would compute different results.
 """
 
 import json
@@ -86,7 +86,7 @@ class ConfigReader:
 
     def only(self, name: str, value: Any, *others: Any) -> None:
         """Accept only these values of a field; the first is the default."""
-        # Compared as JSON: `True` equals 1 in Python, but not in JSON.
+        # Values are compared as JSON: `True` equals 1 in Python, but not in JSON.
         texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
 
@@ -121,8 +121,8 @@ class ConfigReader:
 
 
 _NEW_FIELD = (
-    'if it does not change the result, accept it with `read.only("...", ...)` in your own family, '
-    '`ft.nn.families["..."]`'
+    'if the field does not affect the result, accept it with `read.only("...", ...)` in your own '
+    'family, `ft.nn.families["..."]`'
 )
 
 
@@ -172,7 +172,7 @@ FIELDS = {
 
 
 # Configs. An absent field gets the default of Hugging Face's class, which may differ from our
-# default: there, `rms_norm_eps` is 1e-6.
+# default. For example, its `rms_norm_eps` is 1e-6, and ours is 1e-5.
 
 
 def _common(
@@ -419,8 +419,8 @@ families: dict[str, tuple[ConfigFunction, NamesFunction]] = {
 To load another model with the same layers, add its family to this dict.
 
 A family consists of two functions. The first takes a reader of `config.json`, and returns the
-fields of the `ft.nn.TransformerConfig`. A field that it does not read, such as `clip_qkv`, causes
-an error. Call the reader in these ways:
+fields of the `ft.nn.TransformerConfig`. A field that this function does not read, such as
+`clip_qkv`, causes an error. Call the reader in these ways:
 
 - `read.size(name)`, `read.number(name, default)` and `read.flag(name, default)` return the value of
   a field. A field without a default is required.
@@ -479,7 +479,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         The config. Its `param_dtype` is the "dtype" in the file.
 
     Raises:
-        FunctreeError: if the file does not exist or is not JSON, or its family is unknown.
+        FunctreeError: if the file does not exist, or is not JSON.
+        FunctreeError: if the model's family is unknown.
         FunctreeError: if fields are missing or not supported; the error lists all of them.
 
     Examples:
@@ -499,7 +500,7 @@ class PublishedConfig(NamedTuple):
     Attributes:
         file: the file.
         given: the fields in the file.
-        config: the config that they describe.
+        config: the config that these fields describe.
         names: the family's function that makes the table of names.
     """
 
@@ -530,8 +531,8 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     try:
         config = TransformerConfig(**{**options, **fields})
     except FunctreeError as error:
-        # For example, numbers of heads that do not divide each other. The message needs the file,
-        # since users did not write these fields themselves.
+        # An example is a number of key heads that does not divide the number of heads. The message
+        # needs the file, since users did not write these fields themselves.
         raise FunctreeValueError(
             f"{file}: the fields do not form a valid TransformerConfig", error.problems
         ) from None
@@ -544,7 +545,8 @@ def understood(family: str, given: Mapping[str, Any]) -> tuple[ConfigReader, dic
     try:
         return read, families[family][0](read)
     except USERS_ERRORS:
-        # The function may have failed because of a missing value, which is already a problem.
+        # The function may have failed because of a missing value, for which `read` has already
+        # recorded a problem.
         if not read.problems:
             raise
     return read, {}

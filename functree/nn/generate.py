@@ -107,7 +107,7 @@ def generate(
         top_k: draw only from this number of likeliest tokens.
         top_p: draw only from the smallest set of likeliest tokens with at least this total
             probability.
-        stop: a token, or several, after which a row ends.
+        stop: a token, or several tokens, after which a row ends.
         pad: the token that fills a row after its end.
 
     Returns:
@@ -141,7 +141,7 @@ def generate(
         pad=(pad, POSITION),
     )
     seq, (vocab,) = prompts.shape[1], sizes_of(model.embed, ["vocab"])
-    # As Python integers, which do not overflow.
+    # Stop tokens are kept as Python integers, which do not overflow.
     stops = np.asarray([] if stop is None else stop, object).reshape(-1)
     problems = _prompt_problems(model, vocab, prompts, length, lengths)
     problems += _option_problems(vocab, key, temperature, top_k, top_p, stops, pad)
@@ -364,7 +364,7 @@ def _read_prompts(
 
 
 def _context_parts() -> int:
-    """Return the number of parts in which the ambient rules shard a sequence inside attention."""
+    """Return how many parts the ambient rules divide a sequence into inside attention."""
     if not has_axis_rules() or on_one_device():
         return 1
     return devices_along(mesh_axes(sequence_by_rules(HEADS)))
@@ -402,8 +402,8 @@ def _continued(
         sizes: the padded length of the prompts, and the number of new tokens.
     """
     seq, length = sizes
-    # The cache has room for the new tokens. Positions after the end of a shorter prompt were
-    # computed but are not written, because of `lengths`.
+    # The cache has room for the new tokens. Keys and values after the end of a shorter prompt were
+    # computed, but `lengths` excludes them.
     cache = Cache.create(model, last.shape[0], seq + length).extended(*new, lengths=lengths)
     # (batch, 1, embed): logits are computed for the last tokens only.
     logits = model.logits(last)
@@ -453,8 +453,8 @@ def _next_token(
 ) -> Int[Array, "batch"]:
     """Choose each row's next token from its logits; `i` is the number of new tokens before it.
 
-    If a logit is NaN, the token is -1, since `argmax` would return the NaN's index. The model gives
-    NaN for -1 too, so all later tokens are -1.
+    If a logit is NaN, the token is -1, since `argmax` would return the NaN's index. The model
+    returns NaN for the token -1 too, so all later tokens are -1.
     """
     # The vocabulary is gathered, because it is sorted and summed over. A step has few logits.
     logits = activation(gather_last(logits), "batch _")
@@ -469,7 +469,7 @@ def _drawn(
     logits: Float[Array, "batch vocab"], sampling: Sampling, key: PRNGKeyArray
 ) -> Int[Array, "batch"]:
     """Draw a token for each row, with the probabilities of its logits."""
-    # Relative to the largest logit, which could become infinite when divided by a small
+    # Logits are made relative to the largest, which could become infinite when divided by a small
     # temperature.
     logits = logits.astype(jnp.float32)
     logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature

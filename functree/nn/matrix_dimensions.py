@@ -22,8 +22,8 @@ from functree.tree.skeleton.kinds import ARRAY, LEAVES, NONE
 def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     """Return a function that identifies the matrices in a model for `optax.contrib.muon`.
 
-    By default, Muon treats each array with two dimensions as a matrix. This includes the table of
-    an embedding, and the scales of the norms in a stack of layers. It excludes the weights of a
+    By default, Muon treats each array with two dimensions as a matrix. This rule includes the table
+    of an embedding, and the scales of the norms in a stack of layers. It excludes the weights of a
     stack, and the weights of attention, which have a dimension for the heads.
 
     The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`,
@@ -32,13 +32,13 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     `Transformer`. Norms, biases and routers are not matrices either.
 
     Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
-    names to pairs: the dimensions summed over, and the dimensions of the result. Count dimensions
-    from the end, so that they apply to a stack of layers too: `{"weight": (-2, -1)}`. Write several
-    dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value may be a
-    `MuonDimensionNumbers`. All other dimensions index separate matrices. None means that nothing
-    below the field is a matrix. A key may also be a path below the module: `"proj.weight"`. If
-    nested modules declare the same array, the outermost decides. An array that no module declares
-    is not a matrix.
+    names to pairs. A pair consists of the dimensions summed over, and the dimensions of the result.
+    Count dimensions from the end: `{"weight": (-2, -1)}`. They then apply to a stack of layers too.
+    Write several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value
+    may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. None means that
+    nothing below the field is a matrix. A key may also be a path below the module:
+    `"proj.weight"`. If nested modules declare the same array, the outermost decides. An array that
+    no module declares is not a matrix.
 
     Args:
         model: the model; it may be abstract.
@@ -138,7 +138,7 @@ def _by_path(model: Tree) -> dict[Keys, MuonDimensionNumbers | None]:
 def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], bool]:
     """Collect the modules' declarations by path, with their problems.
 
-    The last result is whether all values have the right type.
+    The last result is True if all values have the right type.
     """
     about: dict[Keys, _Statement] = {}
     problems: list[Problem] = []
@@ -163,7 +163,7 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
                 problems.append(Problem(path, None, by, str(error), _TAKES))
                 right_type = right_type and isinstance(error, ValueError)
                 continue
-            # `walk` yields modules before those inside them, and the outermost decides.
+            # `walk` yields a module before the modules inside it, and the outermost decides.
             if first_beginning(path, about) is None:
                 about[path] = statement
     return about, problems, right_type
@@ -223,7 +223,7 @@ def _group(dimensions: Any) -> tuple[Any, ...]:
 
 
 def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
-    """Return a group's dimensions as optax takes them."""
+    """Return a group's dimensions in optax's form."""
     if isinstance(dimensions, tuple | list):
         return tuple(map(int, dimensions))
     return int(dimensions)

@@ -43,7 +43,8 @@ class Llama3Rope:
         original: the sequence length in the original training.
 
     Raises:
-        FunctreeError: if a value is not positive, or `high` is not greater than `low`.
+        FunctreeError: if a value is not positive.
+        FunctreeError: if `high` is not greater than `low`.
 
     Examples:
         >>> scaling = ft.nn.Llama3Rope(factor=8, low=1, high=4, original=8192)
@@ -73,9 +74,9 @@ class Llama3Rope:
 
     def __call__(self, frequencies: Float[Array, "pairs"]) -> Float[Array, "pairs"]:
         """Return the scaled frequencies."""
-        # The number of periods in a sequence of the original length. If it is below 1, training
-        # never covered a whole period, so the angles are scaled back into the range that training
-        # covered.
+        # `waves` is the number of periods in a sequence of the original length. If it is below 1,
+        # training never covered a whole period, so the angles are scaled back into the range that
+        # training covered.
         waves = self.original * frequencies / (2 * math.pi)
         kept = jnp.clip((waves - self.low) / (self.high - self.low), 0, 1)
         return kept * frequencies + (1 - kept) * frequencies / self.factor

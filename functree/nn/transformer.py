@@ -71,7 +71,7 @@ class Transformer(eqx.Module, ShownByPlan):
         norm: the norm before the logits.
         unembed: the layer that computes the logits; `None` to use the table of the embedding.
         max_seq: the length of the longest sequence that the model accepts.
-        remat: what the backward pass recomputes, as in `Stacked.scan`.
+        remat: which values the backward pass recomputes, as in `Stacked.scan`.
         microbatches: the number of micro-batches in the pipeline, as in `Stacked.scan`.
         hidden: the config's `hidden`, if the config sets `expert_hidden`, since no layer then has
             this size; `None` otherwise.
@@ -166,7 +166,7 @@ class Transformer(eqx.Module, ShownByPlan):
             embed_init=(embed_init, FUNCTION),
             key=(key, KEY),
         )
-        # Always three keys, so that tied and untied models have the same blocks.
+        # The key is always split into three, so that tied and untied models have the same blocks.
         embed_key, blocks_key, unembed_key = jax.random.split(key, 3)
         dtype = config.param_dtype
         unembed = None
@@ -182,7 +182,7 @@ class Transformer(eqx.Module, ShownByPlan):
                 dot_general=config.dot_general,
             )
         return cls(
-            # The only cast: every later layer computes in the dtype of its input.
+            # This is the only cast: every later layer computes in the dtype of its input.
             embed=Embedding(
                 config.vocab_size,
                 config.embed,
@@ -224,8 +224,8 @@ class Transformer(eqx.Module, ShownByPlan):
         Raises:
             FunctreeError: if the sequence is empty, or longer than `max_seq`.
             FunctreeError: if the shapes of positions or segments do not fit the tokens.
-            FunctreeError: if `in_order=False`, and there are no positions or `attention` is a
-                function.
+            FunctreeError: if `in_order=False` and there are no positions.
+            FunctreeError: if `in_order=False` and `attention` is a function.
             FunctreeError: if a block's attention or experts cannot run, as in `ft.nn.Attention` and
                 `ft.nn.MoE`.
             ShardingError: if the ambient rules do not fit the activations.
@@ -241,7 +241,8 @@ class Transformer(eqx.Module, ShownByPlan):
     ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
         """Compute the logits, and the losses of the experts, summed over the blocks.
 
-        Arguments and errors are as in a call. A model without experts raises a FunctreeError too.
+        Arguments and errors are as in a call. If the model has no experts, a FunctreeError is
+        raised.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -270,8 +271,8 @@ class Transformer(eqx.Module, ShownByPlan):
 
         Raises:
             FunctreeError: as in a call.
-            FunctreeError: if the cache and the tokens differ in the number of rows, or the cache is
-                for a different model.
+            FunctreeError: if the cache and the tokens differ in the number of rows.
+            FunctreeError: if the cache is for a different model.
             ShardingError: if the ambient rules do not fit the activations.
 
         Examples:
@@ -285,8 +286,8 @@ class Transformer(eqx.Module, ShownByPlan):
         """
         with unsharded_sequence():
             x, new = self.features_with_cache(tokens, cache, positions)
-            # The number of tokens that a row has had is unknown in a trace. One token too many
-            # would overwrite an earlier one, and its logits would look valid.
+            # The number of tokens that a row has received is unknown in a trace. One token too many
+            # would overwrite an earlier token, but its logits would look valid.
             beyond = next_positions(cache.filled, tokens.shape[1]) >= cache.most_tokens(self)
             x = jnp.where(beyond[..., None], jnp.nan, x)
             return self.logits(x), cache.extended(*new)
@@ -358,7 +359,7 @@ class Transformer(eqx.Module, ShownByPlan):
         check_tokens(self.max_seq, tokens, positions, segments, in_order)
         x = activation(self.embed(tokens), "batch seq embed")
         if self.microbatches is not None and positions is not None:
-            # One row of positions per example, since the blocks run on micro-batches.
+            # Each example needs its own row of positions, since the blocks run on micro-batches.
             positions = jnp.broadcast_to(positions, x.shape[:-1])
         given: list[Any] = []
         if positions is not None or segments is not None:
@@ -407,7 +408,7 @@ def check_tokens(
     segments: Segments = None,
     in_order: bool = True,
 ) -> None:
-    """Raise a FunctreeError if a model cannot read the tokens, or if other arguments do not fit.
+    """Raise a FunctreeError if a model cannot read the tokens, or other arguments do not fit them.
 
     Args:
         max_seq: the length of the longest sequence that the model accepts.

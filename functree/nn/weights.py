@@ -51,7 +51,7 @@ def dtype_or_none(dtype: DTypeLike | None) -> np.dtype | None:
         True
     """
     # Layers keep the dtype as a static field. With several spellings of one dtype, equal layers
-    # would compare unequal, and each would be compiled.
+    # would compare unequal, and each would be compiled separately.
     return None if dtype is None else jnp.dtype(dtype)
 
 
@@ -241,7 +241,8 @@ def broadcast_like(weight: Float[Array, "*size"], x: Float[Array, "..."]) -> Flo
         >>> broadcast_like(jnp.arange(3.0), jnp.ones((2, 3))).shape
         (2, 3)
     """
-    # Explicit, since JAX adds no dimensions with `jax.numpy_rank_promotion="raise"`.
+    # The broadcast is explicit, since JAX adds no dimensions with
+    # `jax.numpy_rank_promotion="raise"`.
     entries, mesh, first = entries_of(x), explicit_mesh(x, weight), x.ndim - weight.ndim
     if mesh is not None:
         # The weight's type may have a mesh axis that shards the batch of `x`, as under FSDP.

@@ -68,8 +68,8 @@ def zigzag(
 def _ordered(x: Any, index: np.ndarray) -> Any:
     if isinstance(x, np.ndarray):
         return x[:, index]
-    # JAX cannot look up along a dimension that the type of `x` shards, and this would move all
-    # tokens.
+    # JAX cannot look up along a dimension that the type of `x` shards. Resharding `x` first would
+    # move all tokens.
     if explicit_mesh(x) is not None and mesh_axes(entries_of(x)[1]):
         raise FunctreeValueError(
             f"zigzag: the sequence of {shown(x)} is already sharded. Call `zigzag` before "

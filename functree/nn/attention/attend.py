@@ -79,12 +79,12 @@ def attend(
             mesh axes that shard no heads.
 
     Raises:
-        FunctreeError: if `implementation` names a kernel that is not for this platform, or that
-            does not support the call.
-        FunctreeError: if `context="heads"` and the parts of the sequence do not divide the heads on
-            a device.
-        FunctreeError: if `implementation` is a function, and positions are passed or its result has
-            the wrong shape.
+        FunctreeError: if `implementation` names a kernel that is not for this platform.
+        FunctreeError: if `implementation` names a kernel that does not support the call.
+        FunctreeError: if `context="heads"` and the number of parts of the sequence does not divide
+            the number of heads on a device.
+        FunctreeError: if `implementation` is a function and positions are passed.
+        FunctreeError: if `implementation` is a function whose result has the wrong shape.
 
     Examples:
         >>> from functree.nn.attention.attend import attend
@@ -180,7 +180,7 @@ def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[In
 def _in_parts(
     parts: Parts, whole: Callable[[Inputs], Array], of_part: OfPart | None
 ) -> Callable[[Inputs], Array]:
-    """Extend attention of a whole sequence, or of one part, to sequences that are in parts."""
+    """Extend attention of a whole sequence, or of one part, to sequences divided into parts."""
     if parts.how == "heads":
         return partial(by_heads, parts=parts, whole=whole)
     if parts.how == "gather" and of_part is not None:
@@ -290,7 +290,8 @@ def attend_cached(
         cached = cached_positions(filled, cached_key.shape[1])
         mask = Mask(new, jnp.concatenate([cached, new], 1), window=window)
         if query.shape[1] <= _FEW:
-            # Passed as two parts: joining them would copy the whole cache for each token.
+            # The cache and the new tokens are separate parts: joining them would copy the whole
+            # cache for each token.
             parts = [(cached_key, cached_value), (key, value)]
             return unchunked(query, parts, mask, attends_to_some=True)
         # With more queries, the copy is cheap compared with the attention.

@@ -1,7 +1,7 @@
 """Chunked attention sums weighted values without an array of all queries by all keys.
 
 The softmax is accumulated over chunks of keys. The backward pass recomputes the weights of each
-chunk from the logarithms of their sums: Dao et al., "FlashAttention" (2022), algorithms 1 and 4.
+chunk from the logarithms of their sums (Dao et al., "FlashAttention", 2022, algorithms 1 and 4).
 
 Here, query heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023).
 `group` is the number of query heads in a group.
@@ -90,13 +90,14 @@ def unchunked(
     # `head_dim` numbers per head.
     scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
-    # Not -inf: if a query attends to nothing, all its weights would be NaN, and so would the
-    # gradients of all keys. With the least finite number, the weights are equal, and are set to
-    # zero below.
+    # Masked scores are not -inf: if a query attends to nothing, all its weights would be NaN, and
+    # so would the gradients of all keys. With the least finite number, its weights are equal, and
+    # are set to zero below.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
-    # Cast to the dtype of the values: the product has narrow operands and a wide sum.
+    # The weights are cast to the inputs' dtype, so that the product has narrow operands and a wide
+    # sum.
     weights = weights.astype(query.dtype)
     products: list[Array] = []
     first = 0
@@ -177,7 +178,7 @@ class _Chunks(NamedTuple):
 
         Args:
             add: adds one chunk to the sums.
-            chunks: the first chunk, and the end.
+            chunks: the first chunk, and the chunk after the last.
             start: the sums before the first chunk.
             pair: returns the chunk of the queries and the chunk of the keys for a loop index.
         """
@@ -311,7 +312,8 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Cast to the dtype of the heads, as the weights are, for products of narrow operands.
+            # Like the weights, these are cast to the dtype of the heads, so that products have
+            # narrow operands.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
             # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
             # loops carry it, in the wide dtype.

@@ -6,8 +6,8 @@ to attend to the tokens of other parts:
 
 - Devices exchange heads for parts of the sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 - Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
-- Devices pass keys and values around a ring. Each device adds the contribution of those that it
-  receives to the results of its own queries (Liu et al., "Ring attention", 2023).
+- Devices pass keys and values around a ring. Each device adds the contribution of the received keys
+  and values to the results of its own queries (Liu et al., "Ring attention", 2023).
 """
 
 import functools
@@ -73,7 +73,8 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
         heads: the number of query heads on a device.
 
     Raises:
-        FunctreeError: if `context="heads"` and the number of parts does not divide the heads.
+        FunctreeError: if `context="heads"` and the number of parts does not divide the number of
+            heads.
 
     Examples:
         >>> from functree.nn.attention.context import parts_of
@@ -90,8 +91,8 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
     if context == "heads" and not divides:
         raise FunctreeValueError(
             f'context="heads": the {count} parts of the sequence (over {", ".join(axes)}) do not '
-            f"divide the {heads} query heads on a device. Use fewer parts, or pass "
-            'context="gather" or "ring"'
+            f"divide the {heads} query heads on a device. Shard the sequence over fewer devices, "
+            'or pass context="gather" or "ring"'
         )
     return Parts(axes, count, context)
 

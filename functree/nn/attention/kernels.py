@@ -61,8 +61,8 @@ class CausalMask:
 
     It has the interface of the kernel's own `CausalMask` and `LocalMask`. To find out whether a
     block is empty or full, those classes compute the block as an array. This takes minutes for
-    131,072 tokens.
-    This class computes only blocks that are neither, and each distinct block once.
+    131,072 tokens. The class here computes only blocks that are neither empty nor full, and
+    computes each distinct block once.
 
     Attributes:
         length: the number of keys.
@@ -248,7 +248,7 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
     )
 
     # The block size must divide the number of queries in a part, which divides the number of keys.
-    # The largest is best.
+    # The largest such size is used.
     sizes = _BLOCKS if mask.length <= _LONG else (_LONG_BLOCK, *_BLOCKS)
     queries = (mask.length - mask.first) // parts
     block = next(size for size in sizes if queries % size == 0)
@@ -275,9 +275,10 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
 
 @functools.cache
 def _mask_class() -> Any:
-    """Return `CausalMask` as a class of the kernel's masks.
+    """Return a subclass of `CausalMask` that the kernel accepts as a mask.
 
-    It is created once: the kernel's cache compares masks, and masks of two classes are unequal.
+    The class is created once: the kernel's cache compares masks, and masks of two classes are
+    unequal.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import Mask
 
@@ -346,7 +347,7 @@ def cudnn(
 
 def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
-        # Such a mask would be the large array that kernels avoid.
+        # A dense mask would be the large array that kernels avoid.
         return "it supports segments only with a dense mask over all queries and keys"
     # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises an
     # error when the kernel is traced.

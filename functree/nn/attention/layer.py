@@ -67,9 +67,9 @@ class Attention(eqx.Module):
     Llama 2 and 3: query head `h` uses key and value head `h // (heads / kv_heads)`. The softmax is
     computed in float32 or wider.
 
-    For `ft.offload` and other checkpoint policies, some values are named. The heads' queries, keys
-    and values are `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`. The
-    results of the heads are `"attn_mixed"`, and the result of the layer is `"attn_out"`.
+    For `ft.offload` and other checkpoint policies, the heads' queries, keys and values are named
+    `"attn_query"`, `"attn_key"` (both after the rotation) and `"attn_value"`. The results of the
+    heads are named `"attn_mixed"`, and the result of the layer is named `"attn_out"`.
 
     Args:
         embed: the size of the input and of the result.
@@ -87,15 +87,15 @@ class Attention(eqx.Module):
             `ft.nn.Llama3Rope`.
         attention: the implementation of attention: `"auto"`, `"xla"`, `"chunked"`, `"splash"`,
             `"cudnn"`, or a function that takes the arguments of `jax.nn.dot_product_attention`. The
-            default is the kernel of the platform that the program is lowered for. On platforms
-            without one, attention runs in chunks, and never holds an array of all queries by all
-            keys.
+            default uses the kernel of the platform that the program is lowered for. On platforms
+            without a kernel, attention runs in chunks, and never holds an array of all queries by
+            all keys.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
-            mesh axes that shard no heads. With `"heads"`, devices exchange heads for sequence: each
-            gets the whole sequence for fewer heads. The number of parts must divide the number of
-            heads on a device. With `"gather"`, each device gets all keys and values. With `"ring"`,
-            devices pass keys and values around, part by part, and none holds all of them. `"auto"`
-            chooses `"heads"` if possible, otherwise `"gather"`.
+            mesh axes that shard no heads. With `"heads"`, devices exchange heads for parts of the
+            sequence: each gets the whole sequence for fewer heads. The number of parts must divide
+            the number of heads on a device. With `"gather"`, each device gets all keys and values.
+            With `"ring"`, devices pass keys and values around, part by part, and no device holds
+            all of them. `"auto"` chooses `"heads"` if possible, otherwise `"gather"`.
         init: the initializer of the four weights. It creates each weight as a matrix whose first
             dimension is summed over. The default is truncated normal with variance 1 / fan_in.
         key: the key for the weights.
@@ -212,10 +212,10 @@ class Attention(eqx.Module):
 
         Raises:
             FunctreeError: if the kernel that `attention` names does not support this call.
-            FunctreeError: if `context="heads"` and the parts of the sequence do not divide the
-                heads on a device.
-            FunctreeError: if `in_order=False`, and there are no positions or `attention` is a
-                function.
+            FunctreeError: if `context="heads"` and the number of parts of the sequence does not
+                divide the number of heads on a device.
+            FunctreeError: if `in_order=False` and there are no positions.
+            FunctreeError: if `in_order=False` and `attention` is a function.
             ShardingError: if the ambient rules do not fit the activations.
         """
         if not in_order:
@@ -263,8 +263,8 @@ class Attention(eqx.Module):
         value = _shifted(multiply(xs[2], weights[2]), self.value_bias)
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
-        # Constrained after the norm and the rotation, so that no collective comes between them, and
-        # `attend` gets arrays with the sharding that its `shard_map` takes.
+        # The constraints come after the norm and the rotation, so that no collective runs between
+        # these two. `attend` then gets arrays with the sharding that its `shard_map` takes.
         return (
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
@@ -294,7 +294,7 @@ class Attention(eqx.Module):
         self, mixed: Float[Array, "*batch seq heads head_dim"]
     ) -> Float[Array, "*batch seq embed"]:
         """Multiply the mixed heads by the output weight."""
-        # Constrained like the queries, even if a user's function computed it.
+        # The result is constrained like the queries, even if a user's function computed it.
         mixed = checkpoint_name(activation(mixed, "batch seq heads head_dim"), "attn_mixed")
         mixed, out = cast(self.compute_dtype, mixed, self.out)
         # (*batch, seq, heads, head_dim) ─► (*batch, seq, embed). If "heads" is sharded, each device
@@ -322,7 +322,7 @@ def _head_shapes(
         kv_heads = heads
     if head_dim is None:
         head_dim = embed // heads
-    # Checked again, since the default is 0 if `heads` is greater than `embed`.
+    # `head_dim` is checked again, since its default is 0 if `heads` is greater than `embed`.
     check("Attention: invalid arguments", head_dim=(head_dim, SIZE))
     check("Attention: invalid arguments", *head_problems(heads, kv_heads, head_dim))
     return (heads, head_dim), (kv_heads, head_dim)

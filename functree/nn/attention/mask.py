@@ -75,8 +75,8 @@ class Mask(eqx.Module):
     key_positions: Int[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    # Static, so that no comparison is traced without a window, and the loops skip chunks outside a
-    # window.
+    # The window is static, so that no comparison is traced without one, and the loops skip chunks
+    # outside it.
     window: int | None = eqx.field(static=True, default=None)
     offset: Int[Array, ""] | None = None
     keys: int | None = eqx.field(static=True, default=None)

@@ -146,7 +146,7 @@ def by_exchange(
 def by_ragged_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Exchange rows as `by_exchange` does, with the TPU's all-to-alls of parts of unequal sizes.
+    """Exchange rows as `by_exchange` does, using the TPU's all-to-alls for parts of unequal sizes.
 
     Unused rows are not sent, but take up memory.
     """

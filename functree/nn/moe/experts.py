@@ -113,7 +113,7 @@ class Experts(NamedTuple):
 
         Args:
             rows: the rows.
-            sizes: the number of rows of each expert. Later rows give 0.
+            sizes: the number of rows of each expert. Rows after the last group give 0.
         """
         # JAX does not define the results in rows after the last group. They may be NaN, and 0 times
         # NaN is NaN.

@@ -53,9 +53,9 @@ class MoE(eqx.Module):
 
     Rules that shard `"experts"` put the experts on different devices. The tokens are then moved to
     their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` (tensor
-    parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. Moving tokens needs
-    Explicit mesh axes, or the ambient `AxisRules` and an `x` with the axes "batch seq embed". If
-    the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
+    parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. To move tokens, the
+    layer needs Explicit mesh axes, or ambient `AxisRules` and an `x` with the axes "batch seq
+    embed". If the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
 
     For `ft.offload` and other checkpoint policies, the products with `gate` and `up` are named
     `"moe_gate"` and `"moe_up"`.
@@ -209,8 +209,8 @@ class MoE(eqx.Module):
             dropped = Sorted.of(routing.experts.reshape(-1), number).dropped(capacity)
         gate, up, down = _gathered(weights, shards.embed)
         experts = Experts(gate, up, down, self.dot_general)
-        # Along these mesh axes, each device has partial sums. If they shard the tokens too, each
-        # device first gathers the other devices' tokens, and finally gets the sums for its own
+        # Along these mesh axes, each device has partial sums. If these axes shard the tokens too,
+        # each device first gathers the other devices' tokens, and finally gets the sums for its own
         # tokens.
         summed = shards.hidden if name != "gather" else (*shards.experts, *shards.hidden)
         over = tuple(axis for axis in summed if axis in shards.tokens)
