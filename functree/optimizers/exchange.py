@@ -105,7 +105,7 @@ class Exchange:
     def of_one(self) -> "Exchange":
         """Return an exchange in which all devices gather the layer, if there is only one.
 
-        This moves half as much data as sending the layer to one device and its result back. The
+        Sending the layer to one device, and its result back, would move twice as much data. The
         other devices would be idle in the meantime.
         """
         if self.layers > 1:
@@ -145,7 +145,7 @@ class Exchange:
             x = jax.lax.all_to_all(x, self.exchanged, split_axis=0, concat_axis=0)
         if self.gathered:
             x = jax.lax.all_gather(x, self.gathered)
-        # The leading dimensions count shards. Each dimension of a matrix is joined from the
+        # The leading dimensions index shards. Each dimension of a matrix is joined from the
         # dimensions of its mesh axes and its own shard.
         counted = (*self.gathered, *self.exchanged)
         x = x.reshape(*(self.sizes[axis] for axis in counted), self.own, *shard)

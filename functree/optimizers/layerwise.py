@@ -39,7 +39,7 @@ from functree.tree.skeleton.skeleton import Skeleton
 def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
     """Make an optimizer treat each layer of a stack as its own leaf.
 
-    An optimizer sees an array of an `ft.Stacked` as one leaf with a dimension for the layers. Most
+    To an optimizer, an array of an `ft.Stacked` is one leaf with a dimension for the layers. Most
     optimizers compute the same updates for this leaf as for separate layers. Optimizers that use
     the shape or the norm of a leaf, such as adafactor, lamb and muon, do not: they treat stacked
     vectors as a matrix, or compute one norm for all layers. With `layerwise`, the result is the
@@ -111,10 +111,10 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """Return a state's shardings, or None unless all parameters share a set of several devices.
+    """Return a state's shardings; None unless all parameters are on the same devices, at least two.
 
     State with the shape of its parameter is sharded like the parameter, since `jnp.zeros_like` of
-    one layer does not see how the stack is sharded.
+    one layer ignores the sharding of its stack.
     """
     parameters: dict[Path, Any] = {leaf.path: leaf.value for leaf in params.leaves}
     if not all(map(is_concrete, parameters.values())):
@@ -206,7 +206,7 @@ def _problems(
 
 
 def _keys(traced: TracedUpdate) -> Iterator[Problem]:
-    """Yield the problems of random keys in the state."""
+    """Yield a problem for each random key in the state."""
     for (path, owner), type_ in zip(traced.inputs, traced.program.in_avals, strict=True):
         if path[0] == STATE and owner is None and _is_key(path, type_):
             yield array_problem(Path(path[1:]), type_, "is a random key", _NO_KEYS)

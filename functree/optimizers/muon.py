@@ -46,8 +46,8 @@ def muon(
         FunctreeError: if `over` does not name mesh axes.
         FunctreeError: if `optax.contrib.muon` does not accept the arguments.
         FunctreeError: (when called) if dimensions in a stack are not counted from the end.
-        FunctreeError: (when called) if `ft.on_whole_matrices` would raise it.
-        ShardingError: (when called) if `ft.on_whole_matrices` would raise it.
+        FunctreeError: (when called) in the same cases as `ft.on_whole_matrices`.
+        ShardingError: (when called) in the same cases as `ft.on_whole_matrices`.
 
     References:
         Jordan, `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_, 2024; Liu et

@@ -57,7 +57,7 @@ def on_whole_matrices(
             returns an array of the same shape and dtype.
         over: the mesh axes over which the matrices are spread; by default all mesh axes that shard
             the parameter. Matrices are gathered along the other mesh axes.
-        layout: the layout of the model; by default the ambient one. On Explicit axes, none is
+        layout: the layout of the model; by default the ambient one. On Explicit axes, no layout is
             needed.
 
     Returns:
@@ -65,7 +65,8 @@ def on_whole_matrices(
             matrices: exclude them with `optax.masked` or `optax.partition`.
 
     Raises:
-        FunctreeError: if `fn` is not a function, or `over` does not name mesh axes.
+        FunctreeError: if `fn` is not a function.
+        FunctreeError: if `over` does not name mesh axes.
         FunctreeError: (when called) if an array is not a matrix.
         FunctreeError: (when called) if `fn` returns a different shape or dtype.
         FunctreeError: (when called) if the mesh does not have the axes in `over`.

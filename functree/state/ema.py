@@ -30,8 +30,8 @@ def with_ema(
     """Build an optimizer that keeps an exponential moving average of the parameters in its state.
 
     `ft.averaged` returns the model with the average. The average is sharded like the parameters and
-    saved with the rest of the state. It is at least float32, so that rounding does not lose small
-    steps.
+    saved with the rest of the state. Its dtype is at least float32, so that rounding does not lose
+    small steps.
 
     Args:
         tx: the whole optimizer, from optax. The average does not include changes that a later
@@ -39,7 +39,8 @@ def with_ema(
         decay: the weight of the old average in each step.
 
     Raises:
-        FunctreeError: if `tx` is not an optimizer, or `decay` is not in [0, 1).
+        FunctreeError: if `tx` is not an optimizer.
+        FunctreeError: if `decay` is not in [0, 1).
 
     Examples:
         >>> import optax
@@ -90,7 +91,8 @@ def averaged(ts: TrainState[M]) -> M:
         ts: a training state whose optimizer contains `ft.with_ema`.
 
     Raises:
-        FunctreeError: if the optimizer keeps no average or several, or if the average was deleted.
+        FunctreeError: if the optimizer keeps no average, or several.
+        FunctreeError: if the average was deleted.
     """
     check("averaged: invalid arguments", ts=(ts, TRAIN_STATE))
     # `ft.with_ema` may be inside another transformation.

@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from functree.argument_checks import shown
-from functree.errors import StateError
+from functree.errors import StateError, count
 from functree.tree.arrays import is_array
 from functree.tree.axes import Axes, Names, names
 from functree.tree.interfaces import HoldsState
@@ -18,7 +18,7 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """Identity of a piece of state: two refs with one token are the same piece.
+    """Identity of a piece of state: two refs with one token declare the same piece.
 
     Refs themselves cannot be compared by identity, since `jax.tree.map` rebuilds modules.
     """
@@ -28,15 +28,16 @@ class StateRef(eqx.Module, HoldsState):
     """Declaration of a piece of state in a module.
 
     `ft.make_state` moves the values to a `State`, which functions take and return. If a model
-    contains one ref twice, both occurrences are the same piece of state.
+    contains one ref twice, both occurrences declare the same piece of state.
 
     Args:
         init: the initial value: an array or a number.
         axes: the names of the value's dimensions.
 
     Raises:
-        StateError: if `init` is neither an array nor a number, does not fit into the dtype that JAX
-            gives it, or has a different number of dimensions than `axes`.
+        StateError: if `init` is neither an array nor a number.
+        StateError: if `init` does not fit into the dtype that JAX gives it.
+        StateError: if `axes` is given, but does not name each dimension of `init`.
 
     Examples:
         >>> class Counter(eqx.Module):
@@ -77,7 +78,7 @@ class StateRef(eqx.Module, HoldsState):
         self.axes = Axes.of(axes)
         if self.axes and len(self.axes) != len(self.init.shape):
             raise StateError(
-                f'StateRef(axes="{self.axes}") names {len(self.axes)} dimensions, '
+                f'StateRef(axes="{self.axes}") names {count(len(self.axes), "dimension")}, '
                 f"but the value has shape {tuple(self.init.shape)}: name each dimension"
             )
         # In a stack, `init` gets a leading dimension, while `shape` and `dtype` still describe one

@@ -33,8 +33,9 @@ class State(StateMapping):
     checkpoints, a value has the path of its ref in the model.
 
     Raises:
-        StateError: if it is indexed with a ref that has no path yet, belongs to another model, or
-            has a different shape or dtype than the value.
+        StateError: if it is indexed with a ref that has no path yet.
+        StateError: if it is indexed with a ref that belongs to another model.
+        StateError: if a ref and its value differ in shape or dtype.
 
     Examples:
         >>> layer, state = ft.make_state(ft.nn.BatchNorm(4))
@@ -67,7 +68,9 @@ class State(StateMapping):
             why = _OTHER
             # More leading dimensions mean the state of all layers of a stack.
             if shape[len(shape) - len(key.shape) :] == key.shape:
-                why = "it covers all layers: run them with `stacked.scan(..., state=state)`"
+                why = (
+                    "the state covers all layers, so run them with `stacked.scan(..., state=state)`"
+                )
             raise StateError(
                 f"the state at `{key.path}` has shape {shape}, but its ref declares "
                 f"{key.shape}: {why}"
@@ -88,8 +91,9 @@ class State(StateMapping):
                 hold.
 
         Raises:
-            StateError: if the state does not have the ref, if the value's shape or dtype differs
-                from the ref's, or if the number does not fit into the dtype.
+            StateError: if the state has no value for the ref.
+            StateError: if the new value and the ref differ in shape or dtype.
+            StateError: if the number does not fit into the dtype.
         """
         path = self._known(ref)
         new = value
@@ -129,7 +133,7 @@ class State(StateMapping):
     def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
         """Separate the values that all layers share from the values with a slice per layer.
 
-        Values that the layer does not declare are shared too, since it may get a ref as an
+        Values that the layer does not declare are shared too, since the layer may get a ref as an
         argument.
         """
         shared, stacked = dict(self._values), dict[Path, AnyArray]()
@@ -231,8 +235,9 @@ def make_state(model: T) -> tuple[T, State]:
             structures, so they share a trace.
 
     Raises:
-        StateError: if a ref already has a path or is in a packed tree, if two refs have the same
-            path, or if the model has an `eqx.nn.StateIndex`.
+        StateError: if a ref already has a path, or is in a packed tree.
+        StateError: if two refs have the same path.
+        StateError: if the model has an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")

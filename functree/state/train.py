@@ -41,18 +41,18 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     """Model, optimizer state and step of a training run. `TrainState.create` builds it.
 
     The model's layout applies to the whole training state. The optimizer's state is laid out as in
-    `ft.plan_optimizer`, and the model's state with the same rules. Everything else is replicated.
-    Filters see paths within the model. A pattern that begins with a field, such as
-    `opt_state.0.mu.**`, is matched against the path from that field.
+    `ft.plan_optimizer`, and the model's state according to the layout's rules. Everything else is
+    replicated. Filters are matched against paths within the model. A pattern that begins with a
+    field, such as `opt_state.0.mu.**`, is matched against the path from that field.
 
     Attributes:
         step: the number of updates.
         model: the model.
         opt_state: the optimizer's state, for the parameters that it updates.
         state: the model's state, from its `ft.StateRef`s, or None.
-        key: a random key, such as for dropout, or None.
-        tx: the optimizer, which is static. Build it once: optax compares optimizers by identity, so
-            the step compiles again for a new optimizer.
+        key: a random key, for example for dropout, or None.
+        tx: the optimizer, which is static. Build it once: two optimizers with the same options are
+            unequal, so the step would compile again for a new one.
         wrt: the filter that selects the parameters to update, which is static.
 
     Examples:
@@ -115,9 +115,10 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
             wrt: a filter. Parameters that it does not match are frozen.
 
         Raises:
-            FunctreeError: if `tx` is not an optimizer, or no parameter matches `wrt`.
-            RuleError: if `wrt` is not a filter, if a pattern in it matches no leaf, or if `layout`
-                is not a layout.
+            FunctreeError: if `tx` is not an optimizer.
+            FunctreeError: if no parameter matches `wrt`.
+            RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
+            RuleError: if `layout` is not a layout.
             StateError: if `state` is not given and `ft.make_state` cannot make the model's state,
                 for example because the model has an `eqx.nn.StateIndex`.
             ShardingError: if the layout does not fit.
@@ -156,7 +157,8 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         start = partial(_start, tx)
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
-            # `tx.init` allocates arrays even for abstract parameters, which may exceed any device.
+            # `tx.init` allocates arrays even for abstract parameters, and they may exceed any
+            # device's memory.
             start = partial(abstract_result, start)
         # On Explicit axes, an optimizer that computes with arrays needs their mesh.
         on = explicit_mesh(leaf.value for leaf in leaves.leaves)
@@ -275,14 +277,14 @@ _DIFFERENTIATE = (
 )
 _OF_ANOTHER_MODEL = (
     "functree: if the model in this training state was changed, the optimizer's state still fits "
-    "the old model. Create it again: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
+    "the old model. Create a new state: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 )
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 
 
 def _same_pieces(state: Tree, before: Tree) -> bool:
     """Return whether two states belong to the same model."""
-    # Equinox empties a state when a new one is made of it, so its pieces cannot be compared.
+    # Equinox empties a state when a new state is made from it, so its pieces cannot be compared.
     if isinstance(before, eqx.nn.State):
         return isinstance(state, eqx.nn.State)
     return jax.tree.structure(state) == jax.tree.structure(before)

@@ -1,4 +1,4 @@
-"""`select` selects parts of a tree: a tree ─► a `Selection`, which returns a changed tree."""
+"""`select` selects parts of a tree: a tree ─► a `Selection` ─► a changed tree."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import copy
@@ -69,9 +69,10 @@ class Selection(Generic[T]):
 
         Raises:
             FunctreeError: if nothing is at the path.
-            FunctreeError: if the function returns an object that is not a part, or two parts, one
-                of which contains the other.
-            RuleError: if `where` is neither a path nor a function, or its text is not a path.
+            FunctreeError: if the function returns an object that is not a part.
+            FunctreeError: if one of the returned parts contains another.
+            RuleError: if `where` is neither a path nor a function.
+            RuleError: if `where` is a text that is not a path.
         """
         if isinstance(where, str | Path):
             below = Path(where)
@@ -88,7 +89,8 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: if the argument is not a class.
         """
-        # `isinstance` defines what it accepts: unions, tuples, and abstract classes too.
+        # `isinstance` determines which arguments are valid: unions, tuples, and abstract classes
+        # too.
         try:
             isinstance(None, cls)
         except TypeError:
@@ -131,7 +133,7 @@ class Selection(Generic[T]):
         Call it right after `.under(cls)` or `.where(...)`.
 
         Raises:
-            FunctreeError: if it follows any other call, such as `.at(...)`.
+            FunctreeError: if this call follows any other call, such as `.at(...)`.
 
         Examples:
             >>> tree = [1, [2, [3]]]
@@ -142,9 +144,8 @@ class Selection(Generic[T]):
         """
         if self._found_by is None:
             raise FunctreeValueError(
-                f"select({type(self._tree).__name__}){self._asked}.innermost(): an exact choice "
-                "has no innermost parts: call `.innermost()` right after `.under(cls)` or "
-                "`.where(...)`"
+                f"select({type(self._tree).__name__}){self._asked}.innermost(): only `.under(cls)` "
+                "and `.where(...)` search for parts: call `.innermost()` right after one of them"
             )
         paths: list[Path] = []
         fits, within = self._found_by
@@ -194,7 +195,8 @@ class Selection(Generic[T]):
     def partition(self) -> tuple[T, T]:
         """Split the tree into `(selected, rest)`.
 
-        Both have the structure of the tree. Each leaf is in one of them, and None in the other.
+        Both have the structure of the tree. Each leaf is in one of the two trees; the other tree
+        has None in its place.
         """
         parts = [first_beginning(path, self._paths) for path, _ in leaves_of(self._tree)]
         mask = jax.tree.structure(self._tree).unflatten(part is not None for part in parts)
@@ -258,7 +260,8 @@ class Selection(Generic[T]):
         """Insert a value after each selected element of a list or tuple, and return the tree.
 
         Raises:
-            FunctreeError: if nothing is selected, or a part is not an element of a list or tuple.
+            FunctreeError: if nothing is selected.
+            FunctreeError: if a part is not an element of a list or tuple.
         """
         return self._replaced(lambda element: (element, value), insert=True)
 
@@ -266,7 +269,8 @@ class Selection(Generic[T]):
         """Insert a value before each selected element of a list or tuple, and return the tree.
 
         Raises:
-            FunctreeError: if nothing is selected, or a part is not an element of a list or tuple.
+            FunctreeError: if nothing is selected.
+            FunctreeError: if a part is not an element of a list or tuple.
         """
         return self._replaced(lambda element: (value, element), insert=True)
 
@@ -274,8 +278,8 @@ class Selection(Generic[T]):
         """Remove the selected elements of lists, tuples and dicts, and return the tree.
 
         Raises:
-            FunctreeError: if nothing is selected, or a part is not an element of a list, tuple or
-                dict.
+            FunctreeError: if nothing is selected.
+            FunctreeError: if a part is not an element of a list, tuple or dict.
         """
         return self._replaced(lambda element: (), insert=False)
 
@@ -300,7 +304,8 @@ class Selection(Generic[T]):
     def _chosen(
         self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
     ) -> "Selection[T]":
-        # This raises for a path that several parts share, because they could be confused.
+        # `nodes_at` raises an error for a path that several parts share, because they could be
+        # confused.
         nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked, found_by)
 
@@ -427,7 +432,7 @@ _FoundBy = tuple[_Fits, Sequence[Path]]
 
 
 def _telling(fits: Callable[[Path, Tree], Any]) -> _Fits:
-    """Wrap a function so that its failure is an error with the path of the node."""
+    """Wrap a function so that, if it fails, the error contains the path of the node."""
 
     def fits_or_tells(path: Path, node: Tree) -> bool:
         try:
@@ -535,7 +540,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
 
     Raises:
         RuleError: if `where` is not a function.
-        FunctreeError: if it returns an object that is not a part.
+        FunctreeError: if `where` returns an object that is not a part.
         FunctreeError: if one of the parts contains another.
     """
     if not callable(where) or isinstance(where, type):
@@ -551,7 +556,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
     for keys, part, _ in walk(copied):
         places.setdefault(id(part), Path(keys))
     result = where(copied)
-    # The result is one part, or a tuple or list of parts that the function made.
+    # The result is one part, or a new tuple or list of parts.
     several = (
         result
         if type(result) in (tuple, list) and id(result) not in places and result

@@ -43,11 +43,13 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
             filters. Each part has the structure of the tree, with None for everything else.
 
     Raises:
-        RuleError: if `...` is not the last filter, or an argument is not a filter.
+        RuleError: if `...` is not the last filter.
+        RuleError: if an argument is not a filter.
         FunctreeError: if some arrays match no filter. The error lists these arrays.
         FunctreeError: if some static values cannot be hashed. The error lists these values.
-        FunctreeError: if a filter with patterns or classes matches no array, or a pattern after `~`
-            excludes none. A filter by a property, such as `ft.has_axis`, may match no array.
+        FunctreeError: if a filter with patterns or classes matches no array. A filter by a
+            property, such as `ft.has_axis`, may match no array.
+        FunctreeError: if a pattern after `~` excludes no array.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))

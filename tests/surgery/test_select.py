@@ -259,7 +259,7 @@ def test_innermost_of_an_exact_choice_is_an_error() -> None:
     """It would silently be the outermost."""
     whole = ft.select([1, [2, [3]]])
     for exact in (whole, whole.under(list).at("1"), whole.under(list).innermost()):
-        with raises("call `.innermost()` right after `.under(cls)` or `.where(...)`"):
+        with raises("call `.innermost()` right after one of them"):
             exact.innermost()
 
 
