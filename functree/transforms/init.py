@@ -1,4 +1,4 @@
-"""`ft.init` creates sharded trees, and `ft.abstract` returns such trees with abstract arrays.
+"""`ft.init` creates sharded trees, and `ft.abstract` describes them with abstract arrays.
 
 A function that makes a tree, and a layout ─► the sharded tree.
 """
@@ -318,6 +318,6 @@ def init_optimizer(
         P('data', None)
     """
     planned, params = plan_state(tx, model, layout, mesh, wrt, otherwise)
-    # Otherwise, the instance of a bound method would become an argument.
+    # If `tx.init` is a bound method, the lambda keeps its instance from becoming an argument.
     make = (lambda params: tx.init(params)) if isinstance(tx.init, MethodType) else tx.init
     return _init("init_optimizer", make, planned, planned.mesh, fresh=True)(params)

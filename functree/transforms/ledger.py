@@ -49,13 +49,13 @@ def ledger(
     Args:
         fn: a function. It may already be jitted with `ft.jit`, `jax.jit`, or another library whose
             jitted functions have a `lower` method.
-        *args: its positional arguments, which may be abstract.
+        *args: the positional arguments of `fn`, which may be abstract.
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
         mesh: the mesh of the program. For a function jitted by another library, the mesh is used
             only to name the mesh axes, if the program's shardings do not share one mesh.
-        **kwargs: its keyword arguments.
+        **kwargs: the keyword arguments of `fn`.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -90,12 +90,12 @@ def layouts(
 
     Args:
         fn: a function, as in `ft.ledger`.
-        *args: its positional arguments, which may be abstract.
+        *args: the positional arguments of `fn`, which may be abstract.
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
         mesh: the mesh of the program. It is ignored for a function jitted by another library.
-        **kwargs: its keyword arguments.
+        **kwargs: the keyword arguments of `fn`.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -369,7 +369,8 @@ second argument in `*rest`."""
 def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
     """Return how the paths of each positional argument begin.
 
-    They begin with names from the function's signature, or with positions if Python cannot read it.
+    A path begins with a name from the function's signature. If Python cannot read the signature,
+    the path begins with a position.
     """
     by_position: list[Beginning] = [("args", i) for i in range(number)]
     if fn is None:
@@ -391,9 +392,9 @@ class _Given(NamedTuple):
     """Leaf of a call.
 
     Attributes:
-        argument: the position or the name of its argument.
-        path: its path in the call.
-        leaf: the value.
+        argument: the position or the name of the argument that contains the leaf.
+        path: the leaf's path in the call.
+        leaf: the leaf itself.
     """
 
     argument: int | str
@@ -408,7 +409,9 @@ def _paths_in_call(
     args: Sequence[Tree],
     kwargs: Mapping[str, Tree],
 ) -> dict[Path, Path]:
-    """Map the paths in JAX's trees to the paths in the call. The map is empty if they are unknown.
+    """Map the paths in JAX's trees to the paths in the call.
+
+    The map is empty if the paths in the call are unknown.
 
     Args:
         fn: the jitted function.
@@ -422,7 +425,7 @@ def _paths_in_call(
         call.extend(_leaves(i, beginning, value))
     for key in sorted(kwargs):
         call.extend(_leaves(key, (key,), kwargs[key]))
-    # Equinox uses this function to pass the leaves to JAX, in its own order.
+    # Equinox uses this function to pass the leaves to JAX, in Equinox's own order.
     preprocess = getattr(wrapped, "preprocess", None)
     if preprocess is None:
         return _by_order(lowered, call)
@@ -449,7 +452,7 @@ def _by_identity(
         call: the leaves of the call.
         args: the positional arguments of the call.
         kwargs: the keyword arguments of the call.
-        handed: a function that returns the tree that JAX gets for some arguments.
+        handed: a function that returns the tree that JAX gets for given arguments.
     """
     paths: dict[int, Path] = {}
     fun = getattr(fn, "__wrapped__", None)
@@ -499,7 +502,7 @@ def _once(given: Sequence[_Given]) -> list[_Given]:
 
 
 def _form(arguments: Sequence[Hashable], leaves: Sequence[object]) -> tuple[object, ...]:
-    """Return the number of leaves of each argument, and all shapes.
+    """Return the number of leaves of each argument, and the shapes of all leaves.
 
     Two sequences of leaves in the same order have the same form.
     """

@@ -70,7 +70,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         axis: the name of the leading dimension. It becomes the first axis of every leaf of `layer`.
 
     Raises:
-        FunctreeError: if there are no array leaves, or their leading sizes differ.
+        FunctreeError: if `layer` has no array leaves.
+        FunctreeError: if the leading sizes of the array leaves differ.
         AxesError: if `axis` is not an identifier.
 
     Examples:
@@ -192,7 +193,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 `jax.checkpoint_policies` is accepted too.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
             state: an `ft.State`. Each layer then gets `state=` and returns the new state last:
-                `(x, state)`, or `(x, out, state)`. A layer sees its own slice of the state that its
+                `(x, state)`, or `(x, out, state)`. A layer gets its own slice of the state that its
                 `StateRef`s declare. All layers share any other state, and pass it from one to the
                 next. State whose ref also occurs outside the stack is shared, too.
             microbatches: the number of micro-batches of a pipeline. If the stack's axis is sharded
@@ -213,11 +214,12 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             FunctreeError: if a layer does not have a parameter that `each` names.
             FunctreeError: if the leading size of an array in `each` is not the number of layers;
                 the message gives the array's path.
-            FunctreeError: if `remat` is invalid, or offloads a name that no value of a layer has.
+            FunctreeError: if `remat` is invalid.
+            FunctreeError: if `remat` offloads a name that no value of a layer has.
             FunctreeError: if the stack's axis is sharded and `microbatches` is missing.
             FunctreeError: if the layers of a pipeline return more than `x`.
-            FunctreeError: if a pipeline's layers cannot be divided evenly into its stages, or its
-                batch into micro-batches.
+            FunctreeError: if the layers cannot be divided evenly into the pipeline's stages.
+            FunctreeError: if the batch cannot be divided evenly into the pipeline's micro-batches.
             FunctreeError: if a position in `divided` is not a position in `args`.
             FunctreeError: if an array at a position in `divided` does not have the batch's size.
 
@@ -285,7 +287,8 @@ def _scanned(
     skeleton, arrays = Skeleton.apart((stacked.layer, each))
     policy = remat_policy(remat)
 
-    # Shared state passes from layer to layer, like `x`. Each layer gets its slice of other state.
+    # Shared state passes from layer to layer, like `x`. Each layer gets its slice of the other
+    # state.
     def run(x: Tree, arrays: Tree, step: _Step) -> tuple[Tree, Tree]:
         return jax.lax.scan(step, (x, shared), (arrays, per_layer), unroll=unroll)
 
@@ -324,8 +327,8 @@ def _scanned(
 def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Step:
     """Return a step whose backward pass recomputes all values except those that a policy keeps."""
     # Without a loop, XLA would merge the recomputation with the forward pass as common
-    # subexpressions, and no memory would be saved. XLA does not merge two loops, so loops do not
-    # need the costly barriers.
+    # subexpressions, and no memory would be saved. `prevent_cse` adds costly barriers against this.
+    # Loops do not need them, since XLA does not merge two loops.
     unrolled = unroll is True or unroll >= depth
     return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
@@ -544,7 +547,8 @@ def _depth(stacked: Stacked[T], state: Mapping[Path, jax.Array] | None = None) -
     """Return the leading size of all array leaves and of the layers' own state.
 
     Raises:
-        FunctreeError: if there are no arrays, or their leading sizes differ.
+        FunctreeError: if there are no arrays.
+        FunctreeError: if the leading sizes of the arrays differ.
     """
     leaves = [*_arrays_with_path(stacked), *(state or {}).items()]
     if not leaves:

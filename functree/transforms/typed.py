@@ -70,8 +70,8 @@ def typed(
         AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
-        ShardingError: (when called) with `constrain=True`, if an array cannot be constrained, or
-            there is a mesh but no rules.
+        ShardingError: (when called) with `constrain=True`, if an array cannot be constrained.
+        ShardingError: (when called) with `constrain=True`, if there is a mesh but no rules.
         TypeError: (when called) if a value that is not an array does not have its annotated type.
             beartype and jaxtyping may raise errors of other classes.
 
@@ -94,7 +94,7 @@ def typed(
     check("typed: invalid arguments", fun=(fun, FUNCTION.or_none()), constrain=(constrain, FLAG))
     if fun is None:
         return functools.partial(typed, constrain=constrain)
-    from beartype import beartype  # imported only here, since the import takes about 0.1 s
+    from beartype import beartype  # imported only here, since the import is slow
 
     signature, partial = Signature.of(fun)
     if isinstance(fun, type):
@@ -159,7 +159,10 @@ def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
 
 
 def _needed(fun: AnyFunction) -> set[str]:
-    """Return the parameters that jaxtyping requires in a call; a wrapper may supply some."""
+    """Return the parameters that jaxtyping requires in a call.
+
+    A wrapper may supply some of these parameters.
+    """
     parameters = inspected(fun).parameters.values()
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return {
@@ -207,7 +210,7 @@ def _check_types(name: str, record: Record, leaves: Leaves) -> None:
 
 
 def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
-    """Return why the type of an array contradicts the rules, or None if it does not."""
+    """Return why the type of an array contradicts the rules, or None if the type fits them."""
     have = typed_spec(leaf.value)
     if have is None:
         return None
@@ -361,7 +364,7 @@ def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
 
 
 def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str | None:
-    """Return why the size of a dimension does not fit the sizes so far, or None.
+    """Return why the size of a dimension does not fit the sizes so far, or None if it fits.
 
     If the axis has no size yet, the dimension's size is added to `sizes`.
     """
