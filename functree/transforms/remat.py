@@ -94,7 +94,8 @@ def offload(*names: str, others: Remat = "full") -> Policy:
         A policy that is compared by value.
 
     Raises:
-        FunctreeError: if there are no names, or a name is not an identifier.
+        FunctreeError: if there are no names.
+        FunctreeError: if a name is not an identifier.
         FunctreeError: if `others` is invalid.
 
     Examples:
@@ -136,7 +137,7 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
     """Raise FunctreeError for names that no value has, which JAX would silently ignore.
 
     The names come from the traced program, so calls without a gradient are checked too. A policy
-    could record names, but it sees only differentiated values, and sees them too late for a check.
+    could record names, but JAX calls it only for differentiated values, and too late for a check.
     JAX caches the trace of the step, so no layer is traced twice.
     """
     known = _names(jax.make_jaxpr(run)(*operands))

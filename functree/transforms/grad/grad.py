@@ -88,7 +88,7 @@ def value_and_grad(
     Args:
         fn: a function that returns a scalar, or with `has_aux` a pair of a scalar and any other
             value. Its arguments may have any type.
-        wrt: a filter. The leaves of the argument that it matches are differentiated. All other
+        wrt: a filter. The argument's leaves that match this filter are differentiated. All other
             leaves are constants.
         argnums: the position of the differentiated argument, or several positions. The argument
             may be passed by keyword.
@@ -99,7 +99,7 @@ def value_and_grad(
     Returns:
         A function with `fn`'s parameters that returns `(fn's result, gradient)`. The gradient has
             the structure of the argument, with None for each leaf that was not differentiated. With
-            several `argnums`, it is a tuple.
+            several `argnums`, the result contains a tuple with one gradient for each argument.
 
     Raises:
         RuleError: if `wrt` is not a filter.

@@ -1,4 +1,4 @@
-"""Type checkers see gradient functions as these protocols; other transforms use `KnownGradient`.
+"""Protocols are the types of gradient functions, and `KnownGradient` describes their results.
 
 The types are protocols, so that a type checker can extract the type of the first parameter. A
 `Callable[Concatenate[M, P], M]` would also make this possible. However, a `Callable` loses the name

@@ -65,7 +65,7 @@ class Parameters(NamedTuple):
 
         Raises:
             FunctreeError: if the filter matches no array.
-            FunctreeError: if an array that it matches cannot be differentiated.
+            FunctreeError: if a matched array cannot be differentiated.
         """
         layouts = layout if layout is not None else ambient_rules()
         leaves, parts = (read(tree), []) if layouts is None else read_for(tree, layouts)
@@ -167,9 +167,9 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
-        """Return a value for each leaf: the next of `arrays` if the leaf is differentiated.
+        """Return a value for each leaf: the next item of `arrays` for a differentiated leaf.
 
-        Otherwise, the value is the leaf's item of `others`, which has an item for every leaf.
+        For any other leaf, the value is its item of `others`, which has an item for every leaf.
         """
         new = iter(arrays)
         return [
@@ -222,7 +222,7 @@ def _check_differentiable(leaves: Sequence[Leaf]) -> None:
 
 
 def _typed(array: Any) -> bool:
-    """Return whether an array's type has its full sharding: a mesh without Auto axes."""
+    """Return whether an array's type contains its full sharding, on a mesh without Auto axes."""
     mesh = jax.typeof(array).sharding.mesh
     return not mesh.empty and AxisType.Auto not in mesh.axis_types
 
@@ -251,7 +251,7 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
 
     The gradient of a linear function does not depend on the parameter. If no other value depends on
     the parameter, JAX drops the parameter and the devices of its mesh. A constraint on the mesh
-    then has no effect. XLA removes the selection.
+    then has no effect. The gradient therefore passes through a `select`, which XLA removes.
     """
     if (
         not isinstance(parameter, Tracer)
@@ -271,7 +271,7 @@ def _tied(gradient: jax.Array, parameter: Any) -> jax.Array:
 #
 # The result is right if the sum is constrained first and scattered afterwards. This moves no more
 # bytes if two mesh axes shard the gradient itself, since the partitioner sums before it slices in
-# any case. If they shard only a factor, the whole gradient is summed.
+# any case. If two mesh axes shard only a factor, the unsharded gradient is summed.
 
 
 # A gradient is summed over the dimensions of an activation with these names.
