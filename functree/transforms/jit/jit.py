@@ -69,9 +69,9 @@ def jit(
     Rules read the annotations of the function's parameters and result, and of the modules in them.
 
     JAX and NumPy arrays are traced. Every other leaf, even a Python number, is static, and is
-    compared by type and value. Static data of modules is compared with `==`, as in JAX. Whatever is
-    bound to the function (`self`, the arguments of a partial, a callable module) is an argument
-    too, and its arrays are traced. As in JAX, a call returns before the computation is done. The
+    compared by type and value. Static data of modules is compared with `==`, as in JAX. Values that
+    are bound to the function (`self`, the arguments of a partial, a callable module) are arguments
+    too, so their arrays are traced. As in JAX, a call returns before the computation is done. The
     function is traced once for each compilation.
 
     NumPy arrays, and abstract arrays without a sharding, count as uncommitted below.
@@ -83,15 +83,16 @@ def jit(
             layout applies to all arguments, and `None` accepts any sharding. Only uncommitted
             arrays are moved.
         out_shardings: the layout of the result, or a prefix tree of layouts. With `None`, the
-            compiler chooses, except that a part that replaces a donated argument keeps its
-            shardings.
+            compiler chooses the shardings, but a part that replaces a donated argument keeps the
+            shardings of that argument.
         mesh: the mesh of the body. The default is the current mesh, or otherwise the mesh of the
             arguments.
         rules: the ambient rules in the body, as if it ran under `ft.axis_rules`. They also place
             uncommitted arguments that have no entry in `in_shardings`. Leaves of modules and of
-            training states are placed as `ft.shard` would place them. An array that is an argument
-            itself is placed by a pattern with its name, or by its annotation and the `AxisRules`.
-            Without a mesh, `rules` have no effect, and `ft.jit` warns if there are several devices.
+            training states are placed as `ft.shard` would place them. An array that is itself an
+            argument is placed with a pattern that names it, or otherwise with its annotation and
+            the `AxisRules`. Without a mesh, `rules` have no effect, and `ft.jit` warns if there are
+            several devices.
         static_argnums: the positions of parameters that are static, whatever their values; `None`
             for none.
         static_argnames: the names of parameters that are static.
@@ -102,9 +103,9 @@ def jit(
         keep_unused: as in `jax.jit`.
         inline: as in `jax.jit`.
         compiler_options: as in `jax.jit`.
-        check_processes: whether several processes compare each compilation before it runs.
-            Processes with different shapes or programs would compute wrong numbers, or wait for
-            each other forever.
+        check_processes: whether several processes compare each new program before it runs. Without
+            this check, processes with different shapes or programs compute wrong numbers, or wait
+            for each other forever.
         **refused: options of `jax.jit` that `ft.jit` lacks. The error names the alternative.
 
     Returns:
@@ -112,21 +113,26 @@ def jit(
             accept modules. `compilations` has a record of each compilation and its cause.
 
     Raises:
-        FunctreeError: if `fun` is not a function, or Python cannot read its signature.
-        FunctreeError: if an option is unknown, or names an unknown parameter.
+        FunctreeError: if `fun` is not a function.
+        FunctreeError: if Python cannot read the signature of `fun`.
+        FunctreeError: if an option is unknown.
+        FunctreeError: if an option names an unknown parameter.
         FunctreeError: if a parameter is both static and donated.
         FunctreeError: (when called) if a leaf is neither an array nor hashable.
-        FunctreeError: (when called) if an argument is deleted, or an array is donated twice.
+        FunctreeError: (when called) if an argument is deleted.
+        FunctreeError: (when called) if a donated array is passed twice.
         FunctreeError: (when called) if the result is a generator.
         FunctreeError: (when called) with `check_processes`, if the settings, the arguments or the
             program differ between processes.
         RuleError: if `in_shardings` does not have the structure of the parameters.
         RuleError: if `in_shardings` has a layout for a static parameter.
         RuleError: if `rules` is not a layout.
-        ShardingError: if `mesh` is not a mesh, or has only sizes.
+        ShardingError: if `mesh` is not a mesh.
+        ShardingError: if `mesh` has only sizes.
         ShardingError: (when called) if a layout does not fit an argument or the result.
         ShardingError: (when called) if an argument is sharded differently than `in_shardings`
-            requires, or is on a different mesh.
+            requires.
+        ShardingError: (when called) if an argument is on a different mesh.
 
     Examples:
         >>> mesh = ft.make_mesh(data=2, model=4)

@@ -89,7 +89,7 @@ class Jit(Function[_P, _T]):
         compilations: a record for each program that the function has used, with the differences
             from the most similar earlier program. Wrappers of one function with equal options share
             traces and programs. If another wrapper compiled a program, the program's record is
-            marked.
+            marked as shared.
 
     Examples:
         >>> double = ft.jit(lambda x: 2 * x)
@@ -184,7 +184,8 @@ class Jit(Function[_P, _T]):
     ) -> Placement:
         """Decide where the uncommitted arrays of a call are placed.
 
-        `in_shardings` decides for the arrays that have an entry there, and the rules for the rest.
+        Arrays with an entry in `in_shardings` are placed with this entry, and all other arrays with
+        the rules.
         """
         paths, shardings = flat.group.paths, dict[int, NamedSharding]()
         if self._layouts is not None:
@@ -334,7 +335,7 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
     A single layout for all parameters applies to arrays only.
     """
     for name in sorted(static):
-        # A parameter in `**more` is `more.mode` here, and `mode` in the layouts.
+        # The argument `mode` in `**more` is named `more.mode` here, and `mode` in the layouts.
         key = name.rpartition(".")[2]
         if layouts.by_name is not None and layouts.by_name.get(key) is not None:
             raise RuleError(
@@ -344,7 +345,7 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
 
 
 def _is_spread(array: AnyArray) -> bool:
-    """Return whether the compiler chooses the sharding of an array, since it is uncommitted.
+    """Return whether the compiler chooses an array's sharding, since the array is uncommitted.
 
     JAX copies such an array to the devices, so donating it saves no memory. XLA may even fail: it
     assigns the memory of a donated input to an output before it chooses the input's sharding.

@@ -95,7 +95,7 @@ class Placement:
         return new
 
     # The function is jitted, since only a jitted function has devices for a constraint on an
-    # abstract mesh. It is made once, so that an eager `grad` or `vmap` compiles it once.
+    # abstract mesh. The property is cached, so that an eager `grad` or `vmap` compiles it once.
     @cached_property
     def _constrain(self) -> Callable[[dict[int, Any]], dict[int, Any]]:
         def constrain(traced: dict[int, Any]) -> dict[int, Any]:
@@ -142,8 +142,9 @@ def by_rules(
 ) -> dict[int, NamedSharding]:
     """Return the shardings that the rules give to uncommitted arguments.
 
-    Trees are laid out with all rules, as `ft.shard` lays them out. An array that is an argument
-    itself is laid out by a pattern that names it, or otherwise by its annotation and `AxisRules`.
+    Trees are laid out with all rules, as `ft.shard` lays them out. An array that is itself an
+    argument is laid out with a pattern that names it, or otherwise with its annotation and the
+    `AxisRules`.
 
     Args:
         call: the arguments of the call.
@@ -157,7 +158,7 @@ def by_rules(
     """
     leaves, parts = _read_arguments(call, rules, signature)
     view = agreed_mesh(mesh, own_meshes(parts))
-    # `check_rules` checks filters, over all arguments together.
+    # `check_rules` checks the filters, for all arguments together.
     decided = decide_parts(leaves, as_partial(parts), view, allow_unspecified=True)
     decisions, nameless = _without_names(decided)
     # Committed arrays stay where they are, so their problems do not matter. Arrays without names
@@ -200,7 +201,7 @@ def by_rules(
 
 
 def _warn_forgotten(name: str, leaves: Sequence[Leaf], rules: Layout, view: MeshView) -> None:
-    """Warn about bare arrays that are unsharded, since the rules lack a rule for the batch."""
+    """Warn about bare arrays that are unsharded because no rule covers the batch."""
     pairs = [(leaf, forgotten_axes(rules, leaf.axes, view)) for leaf in leaves]
     affected = [(leaf, forgotten) for leaf, forgotten in pairs if forgotten]
     if not affected:
@@ -214,7 +215,7 @@ def warn_unplaced(
 ) -> None:
     """Warn about uncommitted arrays without a layout, if other arrays are on several devices.
 
-    They are replicated, so every device repeats the work on them.
+    These arrays are replicated, so every device repeats the work on them.
 
     Args:
         name: the function's name.
@@ -227,7 +228,7 @@ def warn_unplaced(
         return
     unplaced: list[str] = []
     for path, array in zip(paths, arrays, strict=True):
-        # The outer function decides about traced arrays.
+        # The outer function places traced arrays.
         if not is_worth_telling(array) or isinstance(array, Tracer) or given(path):
             continue
         if is_unplaced(array):
@@ -253,7 +254,7 @@ def warn_without_mesh(name: str, arrays: Sequence[AnyArray]) -> None:
 
 
 def _devices(array: AnyArray) -> int:
-    """Return the number of devices that an array is on, or will be on; 1 if it is unknown."""
+    """Return the number of devices of an array's sharding, or 1 if the number is unknown."""
     # The devices of a traced array are unknown.
     if not isinstance(array, jax.Array | jax.ShapeDtypeStruct) or isinstance(array, Tracer):
         return 1
@@ -289,7 +290,7 @@ def _without_names(decided: Decisions) -> tuple[list[Decision], set[int]]:
     decisions, nameless = list(decided.decisions), set[int]()
     for i, (leaf, decision) in enumerate(zip(decided.leaves, decisions, strict=True)):
         if not is_in_module(leaf) and not leaf.shape:
-            # JAX replicates a scalar at no cost.
+            # Replicating a scalar is cheap.
             decisions[i] = decision._replace(specified=False)
             continue
         has_rules = decision.specified or not is_bare(leaf)
@@ -349,7 +350,7 @@ def by_in_shardings(
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
     """Return the mesh of `in_shardings`, and the sharding that they give to each array.
 
-    If an array may have any sharding, its sharding is None.
+    If an array may have any sharding, None stands for its sharding.
 
     Raises:
         ShardingError: if a layout does not fit.
@@ -436,8 +437,8 @@ def _untyped(array: AnyArray) -> Fault:
 class StateForm(NamedTuple):
     """Form that two trees share if one can replace the other as state.
 
-    It is the class of the root, and the path, shape and dtype of each array. Gradients of a model
-    have the model's form, although they have None for its functions.
+    The form consists of the root's class, and of the path, shape and dtype of each array. A model's
+    gradient has the model's form, although None replaces the model's functions.
     """
 
     root: type
@@ -457,9 +458,9 @@ Donated = Mapping[StateForm, Mapping[Path, tuple[NamedSharding | None, ...]]]
 def closed(name: str, result: Tree, donated: Donated, given: Shardings) -> Shardings:
     """Return the sharding of each array of a result.
 
-    It is the given sharding, or otherwise the sharding that the array keeps from a donated
-    argument. Outer parts are compared before inner parts. A bare array never keeps a sharding,
-    since it may have an argument's shape without replacing the argument.
+    An array gets its given sharding, or otherwise keeps the sharding of the donated argument that
+    it replaces. Outer parts are compared with donated arguments before inner parts. A bare array
+    never keeps a sharding, since it may have an argument's shape without replacing the argument.
 
     Args:
         name: the function's name.
