@@ -322,7 +322,7 @@ def _batch_axes(x: Tree, stages: MeshAxes) -> MeshAxes:
     """Return the mesh axes of the batch, from the ambient rules or from types.
 
     Raises:
-        FunctreeError: if one of them also shards the stack.
+        FunctreeError: if a mesh axis of the batch also shards the stack.
     """
     axes = _by_rules("batch") or _by_type(jax.tree.leaves(x)[0])
     both = [axis for axis in axes if axis in stages]
@@ -338,7 +338,8 @@ def _check_sizes(plan: _Plan, depth: int, batch: int) -> None:
     """Check that the layers can be divided into stages, and the batch into micro-batches.
 
     Raises:
-        FunctreeError: if one of them cannot be divided evenly.
+        FunctreeError: if the layers cannot be divided evenly.
+        FunctreeError: if the batch cannot be divided evenly.
     """
     stages, shards = devices_along(plan.stages), devices_along(plan.batch)
     problems: list[Problem] = []

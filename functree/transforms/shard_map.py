@@ -152,8 +152,8 @@ class ManualMesh(NamedTuple):
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
         """Return the problems of `P`s that name a mesh axis which does not become Manual here.
 
-        Rules may name such axes, since they also serve other functions. Specs from rules omit the
-        axes.
+        Rules may name such mesh axes, since rules also serve other functions. Specs from rules omit
+        these mesh axes.
         """
         problems: list[Problem] = []
         for part in parts:
@@ -182,7 +182,8 @@ class ManualMesh(NamedTuple):
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
         """Return the problem of an array that JAX would not move.
 
-        It is on different devices, or its type on Explicit axes has a different mesh or spec.
+        The array is on different devices, or its type on Explicit axes has a different mesh or
+        spec.
         """
         value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
         # JAX moves NumPy arrays, and abstract arrays are on no device.
@@ -207,7 +208,10 @@ class ManualMesh(NamedTuple):
         return [leaf.problem(why, remedy)]
 
     def varying(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """Return the problem of a result whose spec replicates it, although shards may differ."""
+        """Return the problem of a result whose spec replicates it, although its shards may differ.
+
+        The list is empty if there is no problem.
+        """
         unnamed = sorted((varying_axes(leaf.value) & self.axes) - named_axes(spec))
         if not unnamed:
             return []
@@ -382,8 +386,8 @@ def _run_mapped(
 ) -> Output:
     """Run a function of local arrays on global arrays, with `jax.shard_map`."""
     # The specs of the result depend on its structure, which is unknown until the body has run. JAX
-    # reads `out_specs` only after that, so the body can fill the list. Without this, the function
-    # would be traced twice.
+    # reads `out_specs` only after that, so the body can fill the list. To fill the list earlier,
+    # functree would have to trace the function twice.
     out_specs: list[PartitionSpec] = []
     outputs: list[Output] = []
 
@@ -478,8 +482,8 @@ def shard_map(
         mesh: a mesh. The default is the current mesh, or otherwise the mesh of the arguments.
         in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
             parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
-            `*args` has a single entry. Use `None` for a value that is not an array, and for arrays
-            on Explicit axes, whose types contain their specs.
+            Pass a single entry for `*args`. Pass `None` for a value that is not an array, and for
+            arrays on Explicit axes, whose types contain their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. It is resolved for the
             local result.
         rules: the layout to use if `in_specs` or `out_specs` is missing. It reads the annotations
@@ -501,8 +505,8 @@ def shard_map(
         FunctreeError: if an option is unknown or invalid.
         RuleError: if `in_specs` does not have the structure of the parameters.
         RuleError: (when called) if a layout does not have the structure of its tree.
-        ShardingError: (when called) if an array has no layout, or its layout does not fit. The
-            message gives the paths.
+        ShardingError: (when called) if an array has no layout. The message gives its path.
+        ShardingError: (when called) if an array's layout does not fit. The message gives its path.
         ShardingError: (when called) if there is no mesh.
         AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.

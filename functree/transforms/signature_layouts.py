@@ -40,8 +40,8 @@ def signature_layouts(
             result. A layout may be a prefix tree. `Float[Array, "batch embed"]` becomes the `P`
             from the rules. A tuple becomes a tuple with a layout for each element. A module, or a
             missing annotation, becomes the rules themselves, which read the module's annotations.
-            If the names depend on the array (`"*batch embed"`), the layout reads them from the
-            array. A number or a string becomes None.
+            If the names depend on the array's rank or dtype (`"*batch embed"`), the layout resolves
+            them for each array. A number or a string becomes None.
 
     Raises:
         FunctreeError: if `fun` is not a function.
@@ -78,7 +78,7 @@ def signature_layouts(
 def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
     """Return the layout for one annotation.
 
-    It is a spec, or an `AnnotationLayout` if it depends on the array.
+    The layout is a spec, or an `AnnotationLayout` if the spec depends on the array.
 
     Args:
         hint: the annotation.
@@ -110,7 +110,7 @@ def _layout(hint: Hint, rules: Layout, what: str) -> LayoutTree:
 
 
 def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpec:
-    """Return the spec of an annotated array, or an `AnnotationLayout` if it depends on the array.
+    """Return an annotated array's spec, or an `AnnotationLayout` if the spec depends on the array.
 
     The rank and the dtype of an array select among alternatives
     (`Float[Array, "a b"] | Float[Array, "c"]`).
@@ -130,7 +130,7 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
         return AnnotationLayout(rules, hint)
     ((axes, spec),) = said
     # Other layouts may have a mesh or a memory kind, and may shard more dimensions than the
-    # annotation does. A bare spec would lose all of this.
+    # annotation does. A bare spec would lose this information.
     if spec is not None and isinstance(rules, AxisRules | NoLayout):
         return spec
     if axes is None or not isinstance(rules, AxisRules):

@@ -75,7 +75,7 @@ def accumulate(
 
     Args:
         fn: a gradient function: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once. If
-            it comes from another library, its first parameter counts as differentiated.
+            `fn` comes from another library, its first parameter counts as differentiated.
         steps: the number of micro-batches.
         batch: the names of the parameters to divide. The batch is the leading dimension of each of
             their arrays. The default is every parameter that is neither differentiated
@@ -259,8 +259,8 @@ class MicroBatch(NamedTuple):
 def _operands(call: Call, steps: int, shards: int) -> list[Any]:
     """Return the arrays of a call as operands of the loop.
 
-    They are the whole batch, the keys of all micro-batches and shards, and the first carried
-    values.
+    The operands are the whole batch, the keys of all micro-batches and shards, and the first
+    carried values.
     """
     operands: list[Any] = []
     for leaf, role in zip(call.leaves.leaves, call.roles, strict=True):
@@ -543,7 +543,7 @@ class Shards:
         return jax.sharding.reshard(array, NamedSharding(self.mesh, wanted))
 
     def _check_equal(self, micro_batch: MicroBatch) -> None:
-        """Raise ShardingError for results that are not averaged, and differ between shards."""
+        """Raise ShardingError for results that are not averaged but differ between shards."""
         axes = ", ".join(f'"{axis}"' for axis in self.axes)
         why = f"differs between shards along {axes}"
         remedy = "return a float, which is averaged, or remove `over=`"
@@ -597,8 +597,8 @@ class Shards:
         """Sum parts over mesh axes, and return each device's block of a dimension.
 
         The array is reshaped to three dimensions, with the blocks along the first. The TPU compiler
-        cannot scatter some arrays with more dimensions, such as arrays with few heads. It moves the
-        whole sum, or fails to compile.
+        cannot scatter some arrays with more dimensions, such as arrays with few heads. The compiler
+        then moves the whole sum, or fails.
         """
         number = math.prod(self.mesh.shape[axis] for axis in axes)
         before, size, after = part.shape[:dim], part.shape[dim] // number, part.shape[dim + 1 :]

@@ -39,7 +39,7 @@ from functree.tree.skeleton.skeleton import Skeleton
 class Role(Enum):
     """Role of an array in the loop over micro-batches.
 
-    Its value is the option that names the arrays with the role.
+    The value of a role is the option that names the arrays with this role.
     """
 
     SAME = None  # the same in each micro-batch
@@ -60,7 +60,7 @@ class GradientFunction(NamedTuple):
         partial: the function, and the arguments that are bound to it.
         gradient: the description of what the function returns. If the function is not from
             functree, only `argnums` is used: the first argument counts as differentiated.
-        is_known: whether it is a gradient function of functree.
+        is_known: whether the function is a gradient function of functree.
         differentiated: the path prefixes of the differentiated arguments.
         named: the path prefixes of the arguments that are named for each role.
         weighted: whether the aux contains a weight.
@@ -155,7 +155,7 @@ class GradientFunction(NamedTuple):
             carried: the skeletons of the arguments in `carry=`, by path.
 
         Raises:
-            FunctreeError: if the aux differs from the required one.
+            FunctreeError: if the aux differs from the required aux.
         """
         if not self.own_aux:
             return result
@@ -195,7 +195,7 @@ class GradientFunction(NamedTuple):
         )
 
     def _refused(self, value: Tree, why: str) -> FunctreeTypeError:
-        """Build the error for an aux that differs from the required one."""
+        """Build the error for an aux that differs from the required aux."""
         kind = value_text(value)
         if isinstance(value, tuple | list):
             kind = f"a {type(value).__name__} of {len(value)}"
@@ -252,7 +252,7 @@ class Call(NamedTuple):
         bound = [*signature.parameters[: len(partial.args)], *(partial.kwargs.keys() - kwargs)]
         same = (*function.differentiated, *(Path((name,)) for name in bound))
         roles = [Role.SAME] * len(leaves.leaves)
-        # Later roles override earlier ones, since an array may be listed for several.
+        # Later roles override earlier ones, since an array may be listed for several roles.
         for role, arguments in {Role.BATCH: (), Role.SAME: same, **function.named}.items():
             for i in below(arguments, leaves.paths):
                 # An array with one key for each example belongs to the batch.
@@ -389,7 +389,7 @@ def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]
 
 
 def _has_length(value: Any, length: int) -> bool:
-    """Return whether a value is a tuple or list of a length."""
+    """Return whether a value is a tuple or list with a given length."""
     return isinstance(value, tuple | list) and len(value) == length
 
 
