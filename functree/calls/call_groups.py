@@ -59,8 +59,8 @@ class CallGroup:
     def take(self, call: Tree) -> list[Tree] | Refusal:
         """Return a call's arrays in JAX's order, or a refusal if the call is not in this group.
 
-        This method does not check that the returned leaves are arrays. Its first use generates a
-        much faster function, which replaces it.
+        This method does not check that the returned leaves are arrays. The first call generates a
+        faster function, which replaces the method.
         """
         skeleton, arrays = Skeleton.apart(call)
         if skeleton != self.skeleton:
@@ -119,8 +119,8 @@ class FlatCall(NamedTuple):
         """Return the meshes and devices of the arrays, as far as they are cheap to read.
 
         On one device, reading the shardings of all arrays would take a few percent of a call's
-        time, so only the first array of each parameter is read. A program on one device otherwise
-        depends only on the types of the arrays.
+        time, so only the first array of each parameter is read. Apart from these shardings, a
+        program on one device depends only on the types of the arrays.
         """
         if not self.concrete:
             meshes = tuple(map(mesh_of, self.arrays))
@@ -187,8 +187,8 @@ class CallGroups:
         """Flatten a call and find its group.
 
         Raises:
-            FunctreeError: if leaves are neither arrays nor hashable (the error lists their paths),
-                or if JAX cannot flatten the call.
+            FunctreeError: if leaves are neither arrays nor hashable; the error lists their paths.
+            FunctreeError: if JAX cannot flatten the call.
         """
         ends: list[tuple[CallGroup, Refusal]] = []
         try:
@@ -218,8 +218,8 @@ class CallGroups:
             The flat call, or None if no known group takes the call. In that case, the last group
             is added to `ends` with its refusal.
         """
-        # This takes at most one step per group. The number is fixed at the start, because another
-        # thread may add a group meanwhile.
+        # This takes at most one step per group. The number of steps is fixed at the start, because
+        # another thread may add a group meanwhile.
         for _ in range(len(self._known)):
             if group is None:
                 break
@@ -261,7 +261,7 @@ class CallGroups:
         return FlatCall(call, group, arrays, concrete)
 
 
-# What wrappers share
+# Objects that wrappers share
 
 
 class Traces:

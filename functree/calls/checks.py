@@ -39,7 +39,7 @@ def check_call(program: Program, flat: FlatCall) -> None:
     arrays, arguments = flat.arrays, program.body.arguments
     if program.missing is not None or not flat.concrete:
         _refuse_abstract(program, arrays)
-    # Use a function written in C if possible, since this runs in each call on several devices.
+    # Use a function written in C if possible, since each call on several devices runs this check.
     is_gone = _IS_DELETED if flat.concrete else is_deleted
     # JAX 0.10 aborts the process if a deleted array on several devices is used. Running a step
     # again on the old state is an easy mistake.
@@ -236,8 +236,8 @@ def check_donated(
             `jax.device_put`.
 
     Raises:
-        FunctreeError: if a donated array has a second path (the error lists both), or if an array
-            is deleted.
+        FunctreeError: if a donated array has a second path; the error lists both paths.
+        FunctreeError: if an array is deleted.
     """
     donated = set(arguments.donated)
     # The buffers of a deleted array cannot be read.

@@ -26,7 +26,8 @@ class CompileEvents(threading.local):
         self.count: int = 0
         self.compiled: int = 0
         self.cached: int = 0
-        # Bounded, since it is never emptied. One call lowers and compiles far fewer programs.
+        # Bounded, since it is never emptied. One call lowers and compiles far fewer programs than
+        # the bound.
         self.names: deque[str | None] = deque(maxlen=256)
 
     @property

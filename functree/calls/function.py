@@ -73,8 +73,8 @@ class Function(Generic[_P, _T]):
         self._set_up()
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
-        # A call of a compiled function may take only 300 µs, and each nested Python call adds 1 to
-        # 2 µs. Work that most calls do not need is therefore conditional.
+        # Each nested Python call noticeably slows down the call of a small compiled function. Work
+        # that most calls do not need is therefore conditional.
         program, flat = self._prepare(args, kwargs)
         arrays = flat.arrays
         if program.careful or flat.group.several_devices or not flat.concrete:
@@ -200,7 +200,7 @@ class Function(Generic[_P, _T]):
         """Return everything that a program depends on, except the call's group."""
 
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
-        """Place uncommitted arrays of a call as the layouts decide, and return the call."""
+        """Place the uncommitted arrays of a call with the layouts, and return the call."""
         return flat
 
     @abstractmethod

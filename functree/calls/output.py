@@ -47,9 +47,11 @@ class Output:
             name: the name of the function.
 
         Raises:
-            FunctreeError: if JAX cannot flatten the result or hold its arrays, if an array is
-                abstract, or if a static value must not be used after the trace. Examples are
-                traced arrays, functions that close over one, and lazy values such as generators.
+            FunctreeError: if JAX cannot flatten the result.
+            FunctreeError: if JAX does not support a leaf of the result.
+            FunctreeError: if an array is abstract.
+            FunctreeError: if a static value must not be used after the trace. Examples are traced
+                arrays, functions that close over one, and lazy values such as generators.
         """
         try:
             skeleton, values = Skeleton.apart(tree)

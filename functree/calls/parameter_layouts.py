@@ -26,8 +26,9 @@ class ParameterLayouts:
         otherwise: the layout of parameters that a dict does not name.
 
     Raises:
-        RuleError: if a sequence does not have one entry per positional parameter, if a name is
-            unknown, or if `written` has none of these forms.
+        RuleError: if a sequence does not have one entry per positional parameter.
+        RuleError: if a dict names an unknown parameter.
+        RuleError: if `written` has none of these forms.
     """
 
     def __init__(

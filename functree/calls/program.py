@@ -42,13 +42,13 @@ class Program:
         mesh: the mesh of the body; None for the mesh of the arguments.
         rules: the ambient rules of the body.
         entered: the mesh to set around a call, unless it is the current mesh.
-        out_shardings: the sharding of each array of the result; None if there are none.
+        out_shardings: the sharding of each array of the result; None if the result is not laid out.
         donates: whether parameters of the user's function are donated, even if none of their arrays
             can be donated.
         has_checks: whether the program has Equinox checks, for which a call waits. The checks of a
             program inside another program belong to the outer program.
-        is_kept: whether later calls may use the program. False if it closes over a traced array,
-            since the trace has ended by then.
+        is_kept: whether later calls may use the program. False if the program closes over a traced
+            array, since that array's trace ends before later calls.
     """
 
     group: CallGroup
@@ -96,7 +96,7 @@ class Program:
     def of_arrays(self) -> Wrapped:
         """Return the program as a `jax.jit` function from arrays to a tuple of arrays.
 
-        Its callers do not need functree's pytree classes.
+        Callers of the returned function do not need functree's pytree classes.
         """
 
         def of_arrays(*arrays: jax.Array) -> tuple[jax.Array, ...]:
@@ -130,8 +130,8 @@ def make_program(
         rules: the ambient rules, as in `Program`.
         entered: the mesh to set around a call, as in `Program`.
         options: options for `jax.jit`, except for shardings and donation.
-        lay_outputs: a function from the traced result to a sharding for each of its arrays, or to
-            None. None if the result is never laid out.
+        lay_outputs: a function from the traced result to a sharding for each of its arrays. The
+            function, or its return value, is None if the result is not laid out.
         donates: whether parameters are donated, as in `Program`.
 
     Returns:
@@ -174,8 +174,8 @@ def make_program(
         last = _constraining(last, out_shardings)
         del given["out_shardings"]
     # JAX has cached the trace of the body, so the user's function is not traced again. The rest of
-    # JAX's work for a second `jax.jit` still takes half as long as a trace, so it is made only if
-    # necessary.
+    # JAX's work for a second `jax.jit` still takes half as long as a trace, so a second `jax.jit`
+    # is called only if necessary.
     if last is not body or "out_shardings" in given:
         jitted = jax.jit(last, **given)
     checks = not in_trace and has_checks(traced.jaxpr)

@@ -58,8 +58,8 @@ def ledger_of(
             its shardings takes precedence.
 
     Raises:
-        FunctreeError: if the compiler returns no program text, or if the mesh and the program have
-            different numbers of devices.
+        FunctreeError: if the compiler returns no program text.
+        FunctreeError: if the mesh and the program have different numbers of devices.
     """
     # For a large program, XLA's memory analysis takes as long as reading the text. The
     # analysis runs in a thread, since other threads can run meanwhile.

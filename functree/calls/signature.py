@@ -191,7 +191,7 @@ class Signature:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
             raise FunctreeTypeError(f"{self.name}: {error}") from None
-        # A call that omits an argument then equals a call that passes its default.
+        # With defaults, a call that omits an argument equals a call that passes its default.
         bound.apply_defaults()
         return self.call(*bound.arguments.values())
 
@@ -329,7 +329,7 @@ def _record(module: str, annotations: Mapping[str, object]) -> type[Record]:
     hints = {name: hint for name, hint in annotations.items() if hint is not _EMPTY}
     fields = tuple(annotations)
     # A function may be created in each step of a loop. Python and JAX inspect a class when they
-    # first see it, which takes longer than creating it.
+    # first use it, which takes longer than creating it.
     record = None if hints else _RECORDS.get((module, fields))
     if record is None:
         members = {

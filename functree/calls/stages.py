@@ -181,8 +181,9 @@ class Traced(Stage[jax.stages.Traced]):
         """Lower the function for this platform, or for other platforms such as `("tpu",)`.
 
         Raises:
-            FunctreeError: if `lowering_platforms` is not a tuple of names, if any other option is
-                given, or if the function has host callbacks for GPUs that this machine lacks.
+            FunctreeError: if `lowering_platforms` is not a tuple of names.
+            FunctreeError: if any other option is given.
+            ShardingError: if the function has host callbacks for GPUs that this machine lacks.
         """
         name = self._program.name
         # Only JAX's own functions, such as `jax.export.export`, pass options with an underscore.
@@ -242,8 +243,9 @@ class Lowered(Stage[jax.stages.Lowered]):
                 order of that mesh.
 
         Raises:
-            FunctreeError: if an option has the wrong type, if the program does not fit in the
-                memory of a target, or if the function closes over a `jax.Ref`.
+            FunctreeError: if an option has the wrong type.
+            FunctreeError: if the program does not fit in the memory of a target.
+            FunctreeError: if the function closes over a `jax.Ref`.
         """
         # JAX cannot describe the compiled program, whose results include the refs.
         if self._closes_over_refs:
@@ -344,7 +346,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         layouts: Callable[[], Layouts],
     ):
         super().__init__(stage, call)
-        # JAX's compiled stage has it too, but not for a function with ordered effects.
+        # JAX's compiled stage has the output's structure too, except for a function with ordered
+        # effects.
         self._output: Output = output
         self._warnings, self._layouts = warnings, layouts
         self._checked: Hashable = None  # the kinds of the last checked arrays
@@ -352,19 +355,22 @@ class Compiled(Stage[jax.stages.Compiled]):
     def __call__(self, /, *args: Any, **kwargs: Any) -> Tree:
         """Run the compiled program.
 
-        Arguments must have the structure, shapes, dtypes and shardings that it was compiled for.
+        Arguments must have the structure, shapes, dtypes and shardings that the program was
+        compiled for.
 
         Raises:
-            FunctreeError: if arguments do not match the compiled program, if an array is deleted or
-                donated twice, or if the program was compiled for a target. The error lists the
+            FunctreeError: if arguments do not match the compiled program; the error lists their
                 paths.
+            FunctreeError: if an array is deleted.
+            FunctreeError: if a donated array is passed twice.
+            FunctreeError: if the program was compiled for a target without devices.
         """
         program, call = self._program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
         if isinstance(arrays, tuple) or not all(map(is_array, arrays)):
             raise self._other(call)
-        # Arrays are checked by class, because the check runs in every call. It comes first, because
-        # reading a tracer's `committed` raises an error.
+        # Arrays are checked by class, because the check runs in every call. The check comes first,
+        # because reading a tracer's `committed` raises an error.
         kinds = set(map(type, arrays))
         if any(issubclass(kind, Tracer | jax.ShapeDtypeStruct) for kind in kinds):
             raise self._without_value(arrays)
@@ -379,8 +385,8 @@ class Compiled(Stage[jax.stages.Compiled]):
         """Check that arrays match the compiled program.
 
         Raises:
-            FunctreeError: if an array's shape, dtype or sharding differs, or if an array is donated
-                twice.
+            FunctreeError: if an array's shape, dtype or sharding differs.
+            FunctreeError: if a donated array is passed twice.
         """
         program, arrays = self._program, flat.arrays
         # Arrays with the same type, sharding and commitment as in the last call need no check.
@@ -499,7 +505,7 @@ class Compiled(Stage[jax.stages.Compiled]):
 
 
 def _is_taken(array: jax.Array, sharding: Sharding | None) -> bool:
-    """Return whether JAX accepts an array, which JAX moves only if it is uncommitted."""
+    """Return whether JAX accepts an array for a sharding. JAX moves only uncommitted arrays."""
     return sharding is None or not array.committed or is_sharded_as(array, sharding)
 
 

@@ -36,7 +36,7 @@ class StaticArgument(StaticValue):
     """A static argument as one leaf of a call, compared by type and value.
 
     Raises:
-        TypeError: if it is hashed and its value is not hashable.
+        TypeError: (when hashed) if the value is not hashable.
     """
 
     __slots__ = ()
