@@ -137,7 +137,7 @@ def _check_all_processes(planned: Plan) -> None:
 
 
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place an array that each process has as a whole.
+    """Place an array that each process passes as a whole.
 
     Processes communicate only if the array has shards in several processes.
     """
@@ -156,7 +156,7 @@ def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
 
 
 def _from_rows(value: Any, sharding: NamedSharding) -> jax.Array:
-    """Place an array from the rows that each process has."""
+    """Place an array from the rows that each process passes."""
     whole = _whole_shape(value, sharding)
     return jax.make_array_from_process_local_data(sharding, _host(value), whole.shape)
 
@@ -209,7 +209,7 @@ def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block
     """Return the shards on the devices of a process.
 
     Raises:
-        ShardingError: if the shards are not the product of their indices in each dimension.
+        ShardingError: if the shards do not form a block of the array.
     """
     indices = sharding.devices_indices_map(tuple(parts))
     own: set[tuple[int, ...]] = set()

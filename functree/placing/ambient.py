@@ -21,8 +21,8 @@ from functree.tree.axes import Axes
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
 # A user context is part of the key of every trace that JAX caches, so JAX does not reuse a trace
-# under different rules. The context has one value for each thread: the rules that a task
-# entered last and has not left.
+# under different rules. The context has one value for each thread: the most recently entered rules
+# that no task has left.
 _OF_THREAD = jax.make_user_context(None)
 
 
@@ -73,7 +73,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
 def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
     """Leave the rules of `entry`, unless that is already done."""
     _RULES.set(before)
-    # Identity decides, since another task may have entered equal rules meanwhile.
+    # Compared by identity, since another task may have entered equal rules meanwhile.
     _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
     if not _STACK.rules:
         _STACK.warned.clear()

@@ -45,7 +45,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     Raises:
         ShardingError: if mesh axes do not divide a size. JAX alone would silently replicate the
             array.
-        ShardingError: if no rule lays out an axis, or if there is a mesh but no rules.
+        ShardingError: if no rule lays out an axis.
+        ShardingError: if there is a mesh but no rules.
         ShardingError: if the mesh was entered with the deprecated `with mesh:`.
         FunctreeError: if an array is deleted.
 

@@ -51,8 +51,10 @@ def shard(
     Raises:
         ShardingError: if the layout or the axes do not fit the tree.
         ShardingError: if an array is traced or abstract.
-        ShardingError: if there is no mesh, or if the layout is for a different mesh.
-        ShardingError: if the mesh has no devices, or no device of some process.
+        ShardingError: if there is no mesh.
+        ShardingError: if the layout is for a different mesh.
+        ShardingError: if the mesh has no devices.
+        ShardingError: if the mesh contains no device of one of the processes.
         FunctreeError: if an array is deleted.
         FunctreeError: if arrays or layouts differ between processes.
         RuleError: if `layout` is not a layout.

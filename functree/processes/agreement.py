@@ -38,14 +38,14 @@ class Agreement:
 
     Args:
         failure: the beginning of the message, such as `the arrays cannot be placed`.
-        name: the function that compares; by default the one that the user's program called.
+        name: the function that compares; by default the function that the user's program called.
         remedy: an additional remedy for facts that differ.
 
     Raises:
         FunctreeError: at the end of the block, if the facts differ.
         FunctreeError: if another process is at a different comparison.
-        FunctreeError: if another process raised an error. The class is the same if functree
-            defines it.
+        FunctreeError: if another process raised an error. If functree defines the class of that
+            error, this error has the same class.
     """
 
     def __init__(self, failure: str, name: str | None = None, remedy: str = ""):
@@ -84,7 +84,7 @@ class Agreement:
 
 
 def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
-    """Wait until something is done in all processes. An error in one of them ends the wait.
+    """Wait until something is done in all processes. An error in one process ends the wait.
 
     All processes must call this at the same point of their programs.
 
@@ -111,7 +111,7 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         names.update(dict.fromkeys(report["facts"]))
     for name in names:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
-        # The most common lines count as right. In a tie, the first process's do.
+        # The most common lines count as right. In a tie, the first of the tied processes is right.
         usual = max(lines, key=lines.count)
         others = [process for process, texts in enumerate(lines) if texts != usual]
         if others:

@@ -38,8 +38,8 @@ def check_processes(**values: object) -> None:
     """Check that values are the same in all processes.
 
     Processes with different shapes, programs or layouts silently compute wrong numbers, or wait for
-    each other forever. All processes must call this at the same point of their programs. It takes a
-    few milliseconds, and does nothing with a single process.
+    each other forever. All processes must call this function at the same point of their programs.
+    With a single process, the function does nothing.
 
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), strings, numbers,
@@ -49,7 +49,8 @@ def check_processes(**values: object) -> None:
     Raises:
         FunctreeError: if a value differs. All processes raise this error. The message names the
             process, and the leaf or the line.
-        FunctreeError: if a process is at a different comparison, or has ended.
+        FunctreeError: if a process is at a different comparison.
+        FunctreeError: if a process has ended.
         FunctreeError: if the processes have different numbers of devices.
         FunctreeTypeError: if a value has a type that cannot be compared.
 
@@ -63,7 +64,7 @@ def check_processes(**values: object) -> None:
 
 
 def facts_of(value: Any, *, skip: bool = False) -> list[str]:
-    """Describe a value in lines of text, which are equal in all processes if the value is.
+    """Describe a value in lines of text, which are equal in all processes if the values are equal.
 
     Args:
         value: a plan, a layout, a mesh, a lowered program, a string, or a tree of arrays and other
@@ -132,7 +133,7 @@ def _mesh_lines(mesh: MeshLike) -> list[str]:
     """Format the sizes of a mesh, and its devices in order."""
     lines = [f"mesh {mesh_view(mesh)}"]
     if isinstance(mesh, Mesh):
-        # If the order differs, processes send shards of an array to the wrong devices.
+        # If the order differed, processes would send shards of an array to the wrong devices.
         lines.append(f"devices {[device.id for device in mesh.devices.flat]}")
     return lines
 
@@ -185,7 +186,7 @@ _MOST_CHARACTERS = 2000
 
 
 def value_text(value: Any) -> str:
-    """Format a value as text that is equal in all processes if the value is.
+    """Format a value as text that is equal in all processes if the values are equal.
 
     Functions and classes are represented by their names. Sets and dicts are sorted, since their
     order differs between processes.

@@ -1,4 +1,4 @@
-"""`exchanged` sends JSON between processes, and checks that all are at the same comparison."""
+"""`exchanged` sends JSON between processes, and checks that they are at the same comparison."""
 
 import hashlib
 import inspect
@@ -42,7 +42,8 @@ class Place(NamedTuple):
 
         Args:
             failure: the beginning of messages.
-            name: the function that compares; by default the one that the user's program called.
+            name: the function that compares; by default the function that the user's program
+                called.
         """
         frame, called = inspect.currentframe(), ""
         _, users = users_frame()
@@ -95,12 +96,13 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
     Raises:
         FunctreeError: if the processes have unequal numbers of devices.
-        FunctreeError: if a process has ended, or reports an error.
+        FunctreeError: if a process has ended.
+        FunctreeError: if a process reports an error.
         FunctreeError: if a process is at a different comparison.
     """
     _check_devices(place)
-    # The first message is a digest of 32 bytes, since a lowered program may have megabytes, and is
-    # usually equal in all processes.
+    # The first message is a digest of 32 bytes, since the text of a lowered program may be
+    # megabytes long, and is usually equal in all processes.
     # The line is not compared: machines may keep the program in different folders.
     compared = json.dumps([place.name, place.number, report])
     digests = _gathered(place, np.frombuffer(hashlib.sha256(compared.encode()).digest(), np.uint8))
@@ -127,7 +129,7 @@ def _raise_failures(place: Place, told: Sequence[Told]) -> None:
         # The message shows the first of several errors, since they are usually the same.
         report = told[failed[0]].report
         # An error of functree keeps its class, so that it is caught in all processes or in none.
-        # Other classes may take different arguments.
+        # The constructors of other classes may take different arguments.
         kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
         who = f"{processes_text(failed)} of {len(told)}"
         text = f"{place.failure}: {who} failed with {report['class']}:\n{report['error']}"

@@ -15,9 +15,9 @@ from functree.errors import FunctreeError
 def preempted(step: int) -> bool:
     """Return whether training should save and stop because the scheduler will reclaim this machine.
 
-    Schedulers announce this with SIGTERM. With several processes, all must call this once per step.
-    If one process gets the signal, the call returns True in all of them at the same step, a few
-    steps later.
+    Schedulers announce this with SIGTERM. With several processes, every process must call this
+    function once per step. If one process gets the signal, the function returns True in all
+    processes at the same step, a few steps later.
 
     With one process, the first call starts to listen for SIGTERM. A second SIGTERM ends the process
     as usual.
@@ -45,7 +45,7 @@ def preempted(step: int) -> bool:
 
 
 class _Termination:
-    """Listener for SIGTERM that records whether it arrived."""
+    """Listener for SIGTERM that records whether the signal arrived."""
 
     def __init__(self) -> None:
         self.came = False
