@@ -126,7 +126,8 @@ def _not_static(static: object) -> tuple[str, str, str] | None:
     # Looked up on the class, as Python does for special methods.
     if hasattr(type(static), "__jax_array__"):
         remedy = "register the class as a pytree, or pass the array itself, `jnp.asarray(...)`"
-        return kind, "has an array that JAX cannot see, because its class is not a pytree", remedy
+        why = "has a `__jax_array__` method, but its class is not a pytree, so JAX cannot trace it"
+        return kind, why, remedy
     if runs_once(value):
         why = "would be exhausted by the trace, and its arrays would be constants of the program"
         return kind, why, "pass a list or an array"

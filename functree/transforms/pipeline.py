@@ -308,12 +308,18 @@ def _run_stage(plan: _Plan, x: Tree, run: Callable[[Tree, Int[Array, ""]], Tree]
 
 
 def _batch_size(x: Tree, microbatches: int) -> int:
-    """Return the size of the arrays' first dimension. Raise FunctreeError if the sizes differ."""
+    """Return the size of the batch, the first dimension of every array in `x`.
+
+    Raises:
+        FunctreeError: if `x` contains no array.
+        FunctreeError: if an array in `x` is a scalar.
+        FunctreeError: if the sizes differ.
+    """
     sizes: set[tuple[int, ...]] = {leaf.shape[:1] for leaf in jax.tree.leaves(x)}
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
-            f"Stacked.scan: microbatches={microbatches}: the arrays in `x` have the leading "
-            f"dimensions {sorted(sizes)}: make the batch dimension 0 of every array"
+            f"Stacked.scan: microbatches={microbatches}: the arrays in `x` need a common leading "
+            f"dimension, but have {sorted(sizes)}: make the batch dimension 0 of every array"
         )
     return sizes.pop()[0]
 

@@ -200,8 +200,9 @@ class ManualMesh(NamedTuple):
                 why = f"its type is on mesh {mesh_view(mesh)} with Explicit axes, "
                 why += f"but shard_map runs on mesh {mesh_view(self.mesh)}"
             elif have is not None and self.explicit and self.project(have) != spec:
-                why = f"its type is sharded {spec_text(self.project(have))}, "
-                why += f"but its spec is {spec_text(spec)}; shard_map does not reshard it"
+                why = f"its type has the spec {spec_text(self.project(have))}, "
+                why += f"but its layout has the spec {spec_text(spec)}; "
+                why += "shard_map does not reshard it"
                 remedy = "apply `jax.sharding.reshard` before the call, or use the spec of its type"
         if not why:
             return []

@@ -359,7 +359,7 @@ class Hidden:
 
 def test_an_array_that_jax_does_not_see_is_refused():
     f = ft.jit(lambda tree: jax.tree.leaves(tree)[0] * 2)
-    told = "tree.a.0   Hidden\n      has an array that JAX cannot see, because its class is not a pytree"
+    told = "tree.a.0   Hidden\n      has a `__jax_array__` method, but its class is not a pytree"
     with raises(told, "register the class as a pytree, or pass the array", error=FunctreeTypeError):
         f({"a": [Hidden(X)]})
     told = "tree.0   ShapedArray\n      is the type of an array"

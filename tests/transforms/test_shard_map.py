@@ -515,7 +515,7 @@ UNFIT: list[tuple[dict[str, Any], str, str]] = [
     (
         {"x": ft.shard(X, P(None, "model"), EXPLICIT), "mesh": EXPLICIT},
         "x",
-        "its type is sharded P(None, 'model'), but its spec is P('data', None); shard_map does",
+        "its type has the spec P(None, 'model'), but its layout has the spec P('data', None)",
     ),
 ]
 

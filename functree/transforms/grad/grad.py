@@ -267,7 +267,7 @@ def _positional(
         given = count(have, "positional argument")
         raise FunctreeValueError(
             f"grad: argnums={argnums} does not fit a call with {given}: "
-            "pass the positions of different arguments"
+            "pass a different position, counted from 0, for each argument"
         )
     return _Call(args, kwargs, places)
 
