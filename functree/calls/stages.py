@@ -363,7 +363,7 @@ class Compiled(Stage[jax.stages.Compiled]):
                 paths.
             FunctreeError: if an array is deleted.
             FunctreeError: if a donated array is passed twice.
-            FunctreeError: if the program was compiled for a target without devices.
+            ShardingError: if the program was compiled for a target without devices.
         """
         program, call = self._program, self._call.bind(args, kwargs)
         arrays = program.group.take(call)
