@@ -3,12 +3,13 @@
 call, program ─► an error, a warning, or nothing.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from operator import methodcaller
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Traced
 
@@ -29,6 +30,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
+from functree.tree.jaxprs import AnyJaxpr, inner_programs
 from functree.tree.paths import Path
 
 BIG_CONSTANT = 2**20  # bytes; closing over a larger array gives a warning
@@ -196,6 +198,40 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
             f"{name} closes over an array of {size / 2**20:.1f} MiB, {description}, which becomes "
             "a constant of the compiled program on every device: pass it as an argument",
         )
+
+
+def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMesh | None) -> None:
+    """Warn about gradients of grouped convolutions, which XLA's partitioner may compute wrongly.
+
+    If some mesh axes shard the input of a convolution with groups, the partitioner also sums the
+    gradient of its kernel over the other mesh axes, so it multiplies the gradient by their sizes.
+
+    Args:
+        name: the name of the function.
+        traced: JAX's `Traced` of a call.
+        mesh: the mesh of the program.
+    """
+    axes = [axis for axis, size in mesh.shape.items() if size > 1] if mesh is not None else []
+    if len(axes) > 1 and any(map(_is_kernel_gradient, _partitioned(traced.jaxpr))):
+        warn(
+            f"{name}: the gradient of a grouped convolution's kernel may be too large. If some mesh "
+            "axes shard the convolution's input, XLA multiplies the gradient by the sizes of the "
+            f"others: shard the input over all of {', '.join(axes)}, for example its batch"
+        )
+
+
+def _is_kernel_gradient(equation: JaxprEqn) -> bool:
+    """Return whether an operation is the gradient of a grouped convolution's kernel."""
+    return equation.params.get("batch_group_count", 1) > 1
+
+
+def _partitioned(program: AnyJaxpr) -> Iterator[JaxprEqn]:
+    """Yield all operations that the partitioner divides: those outside `shard_map`."""
+    for equation in program.eqns:
+        yield equation
+        if equation.primitive.name != "shard_map":
+            for inner in inner_programs(equation):
+                yield from _partitioned(inner)
 
 
 # Donation

@@ -1,6 +1,7 @@
 """`ft.jit`: what is traced and what is static, what may be jitted, and what is changed in place."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Float
 
 import functree as ft
+from functree.devices.specs import named_axes
 from functree.errors import FunctreeTypeError, FunctreeValueError
 from tests.lib.checks import counted, raises, warns
 from tests.lib.meshes import MESH
@@ -550,3 +552,52 @@ def test_without_jit_functions_are_still_traced_and_lowered_on_demand(wrap: Any)
         compiled = wrapped.lower(x).compile()
         assert np.array_equal(wrapped(x), x * 2)
     assert np.array_equal(compiled(x), x * 2)
+
+
+# The gradients of grouped convolutions
+
+
+def convolved(kernel: Array, images: Array) -> Array:
+    layout, groups = ("NHWC", "HWIO", "NHWC"), images.shape[-1] // kernel.shape[2]
+    y = jax.lax.conv_general_dilated(
+        images, kernel, (1, 1), "SAME", dimension_numbers=layout, feature_group_count=groups
+    )
+    return jnp.sum(jnp.sin(y))
+
+
+LINE = ft.make_mesh(data=8)
+# The channels of a kernel's input, a mesh, the spec of the images, and whether there is a warning.
+CONVOLUTIONS: dict[str, tuple[int, Any, P, bool]] = {
+    "one group": (8, MESH, P("data"), False),
+    "groups": (4, MESH, P("data"), True),
+    "depthwise": (1, MESH, P("model"), True),
+    "images over all axes": (1, MESH, P(("data", "model")), True),
+    "one axis": (1, LINE, P("data"), False),
+}
+
+
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_gradients_of_grouped_convolutions(case: str):
+    channels, mesh, spec, warned = CONVOLUTIONS[case]
+    random = np.random.default_rng(0)
+    kernel = random.normal(size=(3, 3, channels, 8)).astype(np.float32)
+    images = random.normal(size=(16, 8, 8, 8)).astype(np.float32)
+    gradient = ft.jit(ft.grad(convolved), in_shardings=(P(), spec), mesh=mesh)
+    if warned:
+        with warns("grouped convolution", "shard the input over all of data, model"):
+            found = gradient(kernel, images)
+    else:
+        found = gradient(kernel, images)
+    # If XLA no longer multiplies the gradient, the warning can go.
+    idle = set(mesh.shape) - set(named_axes(spec)) if warned else ()
+    times = math.prod(mesh.shape[axis] for axis in idle)
+    expected = times * np.asarray(jax.grad(convolved)(kernel, images))
+    assert np.allclose(found, expected, rtol=1e-3, atol=1e-3)
+
+
+def test_inside_a_shard_map_nothing_partitions_a_convolution():
+    def summed(kernel, images):
+        return jax.lax.psum(convolved(kernel, images), "data")
+
+    mapped = ft.shard_map(summed, mesh=MESH, in_specs=(P(), P("data")), out_specs=P())
+    ft.jit(ft.grad(mapped), mesh=MESH).trace(jnp.ones((3, 3, 1, 8)), jnp.ones((16, 8, 8, 8)))

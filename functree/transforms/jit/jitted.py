@@ -19,7 +19,12 @@ from jax.tree_util import tree_map
 
 from functree.calls.body import Arguments, Body, donated_indices
 from functree.calls.call_groups import CallGroup, FlatCall, Traces
-from functree.calls.checks import check_donated, check_mesh, warn_constants
+from functree.calls.checks import (
+    check_donated,
+    check_mesh,
+    warn_constants,
+    warn_grouped_convolutions,
+)
 from functree.calls.function import Function
 from functree.calls.output import Output
 from functree.calls.parameter_layouts import ParameterLayouts
@@ -266,6 +271,7 @@ class Jit(Function[_P, _T]):
         if traced is None:
             return program
         warn_constants(name, self._partial.fun, traced)
+        warn_grouped_convolutions(name, traced, surroundings.mesh)
         return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
