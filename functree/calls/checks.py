@@ -203,8 +203,8 @@ def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
 def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMesh | None) -> None:
     """Warn about gradients of grouped convolutions, which XLA's partitioner may compute wrongly.
 
-    If some mesh axes shard the input of a convolution with groups, the partitioner also sums the
-    gradient of its kernel over the other mesh axes, so it multiplies the gradient by their sizes.
+    If some mesh axes shard the convolution's input, the partitioner sums the gradient over the
+    other mesh axes, too. The gradient is then multiplied by their sizes.
 
     Args:
         name: the name of the function.
@@ -214,9 +214,9 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
     axes = [axis for axis, size in mesh.shape.items() if size > 1] if mesh is not None else []
     if len(axes) > 1 and any(map(_is_kernel_gradient, _partitioned(traced.jaxpr))):
         warn(
-            f"{name}: the gradient of a grouped convolution's kernel may be too large. If some mesh "
-            "axes shard the convolution's input, XLA multiplies the gradient by the sizes of the "
-            f"others: shard the input over all of {', '.join(axes)}, for example its batch"
+            f"{name}: the gradient of a grouped convolution's kernel may be too large. If some "
+            "mesh axes shard the convolution's input, XLA multiplies the gradient by the sizes of "
+            f"the others: shard the input over all of {', '.join(axes)}, for example its batch"
         )
 
 
