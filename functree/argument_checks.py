@@ -39,7 +39,7 @@ class Takes(NamedTuple):
     """The values that a parameter accepts.
 
     Attributes:
-        text: their description in messages, after "it must be".
+        text: the description of these values in messages, after "it must be".
         is_type: the check of a value's type. If it fails, the error is a `TypeError`.
         is_value: the check of a value whose type is right. If it fails, the error is a
             `ValueError`.
@@ -126,11 +126,11 @@ def is_key(value: object) -> bool:
 
 FLAG = Takes("True or False", lambda value: isinstance(value, bool | np.bool_))
 SIZE = Takes("a positive integer", _is_integer, lambda value: value > 0)
-EXTENT = Takes("an integer, at least 0", _is_integer, lambda value: value >= 0)
+EXTENT = Takes("a non-negative integer", _is_integer, lambda value: value >= 0)
 POSITIVE = Takes("a positive number", _is_real, lambda value: is_number(value) and value > 0)
 FRACTION = Takes("a number from 0 to 1", _is_real, lambda value: 0 <= value <= 1)
 DECAY = Takes("at least 0 and less than 1", _is_real, lambda value: 0 <= value < 1)
-ROOM = Takes("a number, at least 0", _is_real, lambda value: is_number(value) and value >= 0)
+ROOM = Takes("a non-negative number", _is_real, lambda value: is_number(value) and value >= 0)
 # A `staticmethod` is callable, but a function that wraps one is bound to instances.
 FUNCTION = Takes(
     "a function", lambda value: callable(value) and not isinstance(value, staticmethod)
@@ -166,7 +166,10 @@ _ADDRESS = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://|(gs|gcs|s3|s3a|az|abfss?|hdfs
 
 
 def _is_local(value: Any) -> bool:
-    """Return whether a path is valid and not a URL, which would create a local folder."""
+    """Return whether a path is valid and not a URL.
+
+    Writing to a URL would create a local folder.
+    """
     return _is_possible_path(value) and _ADDRESS.match(os.fspath(value)) is None
 
 
@@ -244,7 +247,7 @@ def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> 
     """Raise an error that lists the values that their parameters do not accept.
 
     Args:
-        headline: the first line of the error: the function's name, and what failed.
+        headline: the first line of the error, with the function's name and what failed.
         *others: further problems with values of the right type.
         **given: for each parameter, its value and the values that it accepts.
 
@@ -322,7 +325,7 @@ def parameter_error(
 
 
 def check_tree(function: str, tree: object) -> None:
-    """Raise FunctreeTypeError if a tree is a class or an uncalled function."""
+    """Raise FunctreeTypeError if a user passed a class or a function instead of a tree."""
     if not callable(tree) or not all_leaves([tree]):  # a callable module is a tree
         return
     what, remedy = "a function", "call it first"

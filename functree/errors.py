@@ -15,7 +15,8 @@ class Problem(NamedTuple):
         path: the leaf's path (an `ft.Path`), or `None` if the problem does not concern a single
             leaf.
         shape: the leaf's shape, or `None`.
-        what: a description of the leaf, rule or argument: `f32[1001, 4096]  "hidden embed"`.
+        what: a description of the leaf, rule or argument, such as
+            `f32[1001, 4096]  "hidden embed"`.
         why: the mistake.
         remedy: the change that fixes it; may be empty.
 
@@ -76,9 +77,10 @@ class FunctreeError(Exception):
 
 
 class FunctreeWarning(UserWarning):
-    """Category of all functree warnings, about code that runs, but probably not as intended.
+    """Category of all functree warnings.
 
-    `warnings.simplefilter("error", ft.FunctreeWarning)` turns them into errors.
+    They concern code that runs, but probably not as intended.
+    `warnings.simplefilter("error", ft.FunctreeWarning)` turns these warnings into errors.
 
     Examples:
         >>> issubclass(ft.FunctreeWarning, UserWarning)
@@ -134,7 +136,7 @@ class AxesError(FunctreeError, ValueError):
 class RuleError(FunctreeError, ValueError):
     """Error for an invalid layout, filter or path, or one that does not match its tree.
 
-    Most mistakes raise it when the object is created.
+    Most mistakes raise this error when the object is created.
 
     Examples:
         >>> ft.AxisRules({"hidden": ("model", "model")})
@@ -148,7 +150,7 @@ class RuleError(FunctreeError, ValueError):
 class ShardingError(FunctreeError, ValueError):
     """Error for a tree that cannot be laid out as requested, or for an unsuitable mesh.
 
-    It lists every leaf with a problem.
+    The error lists every leaf with a problem.
 
     Examples:
         >>> ft.plan(jnp.ones((3, 4)), ft.P("data"), {"data": 2})
@@ -162,7 +164,7 @@ class ShardingError(FunctreeError, ValueError):
 class StateError(FunctreeError):
     """Error for a piece of state that is unknown, or has the wrong shape or dtype.
 
-    Its usual cause is a state of another model.
+    The usual cause is a state that belongs to a different model.
 
     Examples:
         >>> issubclass(ft.StateError, ft.FunctreeError)
@@ -173,8 +175,9 @@ class StateError(FunctreeError):
 class CheckpointError(FunctreeError):
     """Error for a checkpoint that cannot be written, read, or restored into a tree.
 
-    It is also an `OSError` if the files are the cause: they are missing or damaged, exist already,
-    or cannot be read or written. Its `__cause__` is the operating system's error, if there is one.
+    The error is also an `OSError` if its cause is a file that is missing or damaged, already
+    exists, or cannot be read or written. Its `__cause__` is the operating system's error, if there
+    is one.
 
     Examples:
         >>> ft.restore(folder, {})
@@ -205,7 +208,7 @@ class ProblemGroup(NamedTuple):
 
     Attributes:
         paths: the text of each leaf's path; an empty string for a problem without a leaf.
-        what: the description that they share.
+        what: the description that the leaves share.
         whys: the mistakes.
     """
 
@@ -271,9 +274,9 @@ def count(number: int, noun: str) -> str:
 def near_name(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that a misspelled name probably stands for.
 
-    The names differ by one edit or one swap of neighboring letters, and have at least four letters.
-    If one of the two names begins with the other (`head`, `heads`), they count as different names,
-    not as a typo.
+    Both names have at least four letters. They differ by one inserted or changed letter, or by a
+    swap of two neighboring letters. If one of the two names begins with the other (`head`,
+    `heads`), they count as different names, not as a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -309,7 +312,7 @@ def longer_form(name: str, known: Iterable[str]) -> str | None:
 def _one_edit(short: str, long: str) -> bool:
     """Return whether one edit turns the shorter name into the longer one.
 
-    An edit inserts or changes a letter, or swaps two neighbors.
+    An edit inserts or changes a letter, or swaps two neighboring letters.
     """
     if len(long) - len(short) > 1 or short == long:
         return False
