@@ -65,7 +65,7 @@ def invalid_names(names: object) -> str | None:
 def given_at(
     node: Tree, depth: int, pending: GivenNames | None, names: Mapping[type, Names]
 ) -> tuple[GivenNames, ...]:
-    """Return the names that are given at a module, for all leaves below it.
+    """Return the names that a module's field, layout and class give to the leaves below it.
 
     Args:
         node: the module.
@@ -77,11 +77,11 @@ def given_at(
     sources: list[GivenNames] = []
     if pending is not None:
         pending.by_module = True
-        # A copy for this module, because a field such as `list[Linear]` has several modules, and
-        # the used patterns are recorded for each module.
+        # This module gets its own copy, because a field such as `list[Linear]` holds several
+        # modules, and the used patterns are recorded for each module.
         sources.append(GivenNames(pending.names, depth, Giver.FIELD))
     if names:
-        # Subclasses inherit the names of a class. The nearest class decides.
+        # Subclasses inherit a class's names. The nearest class in the MRO wins.
         for cls in type(node).__mro__:
             if cls in names:
                 sources.append(GivenNames(names[cls], depth, Giver.LAYOUT, cls))
@@ -93,7 +93,7 @@ def given_at(
 
 
 def given_axes(path: Path, several: Iterable[GivenNames]) -> Axes | OpenAxes | None:
-    """Return the axes that are given to a leaf, or None.
+    """Return the axes that names from several sources give to a leaf, or None.
 
     A field's names take precedence over a layout's names, which take precedence over a module's
     names. Among the classes in a layout's `names=`, the outermost wins, since its names describe
@@ -178,7 +178,7 @@ def _leads_through(pattern: str, empty: Collection[str]) -> bool:
     parts = list(tokens(pattern))
     for depth in range(len(parts) + 1):
         begin = parts[:depth]
-        # A beginning that ends in `**` matches every node, so it is no evidence.
+        # A prefix that ends in `**` matches every node, so its match proves nothing.
         if begin[-1:] == ["**"]:
             continue
         if any(map(glob_pattern(".".join(begin)).fullmatch, empty)):

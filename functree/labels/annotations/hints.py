@@ -35,7 +35,8 @@ class Dim(NamedTuple):
         token: the token as it is written.
         modifiers: the token's modifiers: `#` (broadcast), `*` (variadic), `_` (anonymous), `?`
             (size may differ between leaves).
-        body: the rest of the token: a name, a size, or an expression. For `rows=4`, the size.
+        body: the rest of the token: a name, a size, or an expression. In `rows=4`, the body is the
+            size.
     """
 
     name: str | None
@@ -109,9 +110,9 @@ def array_form(dim_str: str, dtype: Any = None) -> ArrayForm:
     tokens = dim_str.split()
     wrong = ""
     for token in tokens:
-        # `embed:data` or `embed@data` would assign mesh axes, as in some libraries. jaxtyping reads
-        # them as expressions, which would silently lack a name. `{...}` is an expression that may
-        # contain these characters.
+        # In some libraries, `embed:data` or `embed@data` assigns mesh axes. jaxtyping reads such a
+        # token as an expression, so the dimension would silently have no name. `{...}` is an
+        # expression that may contain these characters.
         if ("@" in token or ":" in token) and "{" not in token:
             wrong = f"`{token}` in a dimension string is not an axis name"
             break
@@ -195,7 +196,7 @@ class Namespace:
     def find(self, text: str) -> Any:
         """Evaluate an expression. Its errors propagate."""
         # The module is looked up now, not when the class is read, since a name may be defined below
-        # the class. It is copied, since `eval` adds `__builtins__` to its globals.
+        # the class. Its namespace is copied, since `eval` adds `__builtins__` to its globals.
         module = sys.modules.get(self.module)
         known = dict(vars(module)) if module else {}
         return eval(text, known, dict(self.names))
@@ -215,7 +216,10 @@ class Reference(NamedTuple):
     spec: PartitionSpec | None = None
 
     def resolve(self, strict: bool = True) -> "Hint":
-        """Return the referenced hint. Raise Python's error if the reference cannot be evaluated."""
+        """Return the referenced hint. Raise Python's error if the reference cannot be evaluated.
+
+        If `strict` is False, an undefined name that may stay unresolved gives `NOTHING` instead.
+        """
         try:
             hint = self._found()
         except NameError:
@@ -237,7 +241,7 @@ class Reference(NamedTuple):
         return parse(alias.__value__, inside)
 
 
-# The largest number of steps from one quoted name to the next. More steps mean that a name is
+# The maximum number of steps from one quoted name to the next. More steps mean that a name is
 # defined in terms of itself.
 _MAX_STEPS = 32
 
@@ -257,7 +261,7 @@ class Hint:
         elements: the hints of the elements of a `tuple[X, Y]`.
         below: the hint of an array at any depth: X in `PyTree[X]`.
         generics: the generic classes with their arguments: `Box[X]`.
-        names: the `ft.names` in its `Annotated`.
+        names: the `ft.names` in the annotation's `Annotated`.
         buffer: whether the annotation is an `ft.Buffer`.
         references: the parts that are not resolved yet.
         typed_dict: whether the annotation is a `TypedDict`, whose own annotations are not read.
@@ -288,7 +292,7 @@ class Hint:
             element = self.elements[index]
         if self.below is None:
             return element
-        # `PyTree[X]` annotates all levels below, so it is passed on.
+        # `PyTree[X]` annotates all levels below, so X is passed on.
         if element is NOTHING:
             return self._under
         return replace(merge((element, self.below)), below=self.below)
@@ -307,7 +311,7 @@ class Hint:
 
     @cached_property
     def _under(self) -> "Hint":
-        # Cached, since hints are compared by identity: all elements of a container share one.
+        # Hints are compared by identity. The cache lets all elements of a container share one hint.
         if self.below is None:
             return NOTHING
         return replace(self.below, below=self.below)
@@ -325,15 +329,15 @@ class Hint:
 
     @cached_property
     def settled(self) -> "Hint":
-        """The resolved hint. If a name cannot be resolved, reading it raises Python's error."""
+        """The resolved hint. Reading it raises Python's error if a name cannot be resolved."""
         # `cached_property` does not cache a failure, and a name may be defined later.
         return self._settle(strict=True)
 
     def tried(self) -> "Hint":
         """Resolve the hint as far as possible.
 
-        If a name cannot be resolved, optional parts are dropped. If other names still cannot be
-        resolved, the hint itself is returned.
+        If a name cannot be resolved, parts whose names may stay unresolved are dropped. If another
+        name still cannot be resolved, the hint is returned unchanged.
         """
         try:
             return self.settled
@@ -409,8 +413,8 @@ def parse(hint: Any, namespace: Namespace) -> Hint:
         # A variable without a value may be anything that its constraints or bound allow.
         bounds = hint.__constraints__ or (hint.__bound__,)
         return merge(parse(bound, Namespace(hint.__module__)) for bound in bounds)
-    # Compared by name, since the class is new in Python 3.12, and typing_extensions has its own
-    # class for older versions.
+    # The class is compared by name, since it is new in Python 3.12, and typing_extensions has its
+    # own class for older versions.
     if type(origin or hint).__name__ == "TypeAliasType":
         return _reference(str(hint), hint, namespace)
     if origin is typing.Annotated:
@@ -543,8 +547,8 @@ def _read(cls: type, given: Given) -> Mapping[str, Hint]:
     _add_values(cls, _handed_up(cls, given), given, values)
     hints: dict[str, Hint] = {}
     # Base classes come first, so that a subclass's annotation of the same field wins. Each
-    # annotation is read in the module of the class that contains it. The last class in the order is
-    # `object`.
+    # annotation is read in the module of the class that contains it. `object`, the last class in
+    # the MRO, has no annotations.
     for base in reversed(cls.__mro__[:-1]):
         namespace = _namespace(base, values.get(base, {}))
         for name, annotation in inspect.get_annotations(base).items():
@@ -604,7 +608,7 @@ def _add_values(cls: type, own: Values, given: Given, found: dict[type, Values])
     namespace = _namespace(cls, own)
     for base, arguments in _bases(cls):
         hints = {parameter: parse(argument, namespace) for parameter, argument in arguments}
-        # The annotation may fill in what the class leaves open (`class Layered(Box[list[U]])`).
+        # The annotation may give values that the class leaves open (`class Layered(Box[list[U]])`).
         inner = dict(given.get(base, {}))
         inner.update((parameter, hint) for parameter, hint in hints.items() if hint is not NOTHING)
         _add_values(base, inner, given, found)

@@ -34,7 +34,7 @@ class LeafAxes(NamedTuple):
 
 
 # The layers of a model share annotations, shapes and dtypes, so the axes are computed once for each
-# combination of these. A memory serves one walk over one tree.
+# combination. Each walk over a tree has its own memory.
 Memory = dict[tuple[Any, ...], LeafAxes]
 
 
@@ -73,7 +73,7 @@ def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}"
     if any(declared):
         why += f' ("{declared}")'
-    remedy = "lay it out with a spec (`P(...)`), or declare all its dimensions in the `StateRef`"
+    remedy = "use a spec (`P(...)`) as its layout, or declare all its dimensions in the `StateRef`"
     if have > len(declared):
         remedy = f"{STACK}; otherwise {remedy}"
     return _misfit(value, path, (), why, remedy)
@@ -120,8 +120,8 @@ def _chosen(
     """Choose among the alternatives with the right rank, using their dtypes if they differ."""
     options = _different(fitting, value, stack)
     if len(options) > 1:
-        # Only now, since a single alternative names the axes of an array of any dtype, such as the
-        # int8 weights of a quantized model.
+        # Dtypes are compared only here, since a single alternative names the axes of an array of
+        # any dtype, such as the int8 weights of a quantized model.
         of_dtype = [form for form in fitting if dtype_fits(form.dtype, value.dtype)]
         options = _different(of_dtype, value, stack) or options
     if len(options) == 1:
@@ -171,7 +171,7 @@ def _by_form(form: ArrayForm, value: AnyArray, stack: tuple[str, ...]) -> LeafAx
 def _unknown(value: AnyArray, stack: tuple[str, ...]) -> Axes:
     """Return the axes of an array if only the axes of its stacks are known."""
     ndim = len(value.shape)
-    # Truncated, since a misfit may have fewer dimensions than its stacks.
+    # The axes are truncated, since a misfit may have fewer dimensions than its stacks.
     return Axes(*(*stack, *[None] * ndim)[:ndim])
 
 
@@ -231,7 +231,7 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
     """Explain why an annotation does not apply to a node or an array.
 
     Returns:
-        None if it applies, or if the annotation is not about arrays.
+        The reason and the remedy, or None if the annotation applies or is not about arrays.
     """
     if hint.references or _is_about(hint, node):
         return None
@@ -302,7 +302,7 @@ def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]
         except USERS_ERRORS:
             continue  # a user's property, which may need more than the arrays
         other = by_id.setdefault(id(value), hint)
-        # Equal annotations have separate hints, and hints are compared by identity.
+        # Equal annotations have separate hints, which differ by identity, so this compares content.
         if (other.text, other.forms) != (hint.text, hint.forms):
             by_id[id(value)] = NOTHING
     return by_id
