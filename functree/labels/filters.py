@@ -197,7 +197,8 @@ def glob(pattern: str) -> Filter:
             quotes are literal.
 
     Raises:
-        RuleError: if `pattern` is not a string, or if a part cannot be parsed.
+        RuleError: if `pattern` is not a string.
+        RuleError: if a part of the pattern cannot be parsed.
 
     Examples:
         >>> layer = eqx.nn.Linear(2, 3, key=jax.random.key(0))
@@ -251,7 +252,7 @@ class Regex(Filter):
 def regex(pattern: str, separator: str = ".") -> Filter:
     """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
-    The tables of EasyLM, EasyDeL and similar libraries contain such expressions, for paths with
+    The tables of EasyLM, EasyDeL and similar libraries contain such expressions. Use them with
     `separator="/"`. Expressions from big_vision must match the whole path, so write `^(?:...)$`
     around them. A compiled expression (`re.compile`) is also a filter, and must match the whole
     path.
@@ -261,8 +262,8 @@ def regex(pattern: str, separator: str = ".") -> Filter:
         separator: the text that joins the keys of a path.
 
     Raises:
-        RuleError: if an argument is not a string, or if `pattern` is not a valid regular
-            expression.
+        RuleError: if an argument is not a string.
+        RuleError: if `pattern` is not a valid regular expression.
 
     Examples:
         >>> layout = ft.StateSharding(
@@ -374,9 +375,9 @@ def patterns(item: Filter) -> Iterator[Filter]:
 
 
 def naming(item: Filter) -> Iterator[Filter]:
-    """Yield the parts of a filter that name something in one tree.
+    """Yield the patterns and classes in a filter.
 
-    These are patterns and classes, but not properties such as axes.
+    Unlike properties such as axes, they refer to one particular tree.
     """
     for part in atoms(item):
         if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
@@ -423,7 +424,8 @@ def names(item: Filter, leaf: Leaf) -> bool:
 class FirstMatch:
     """Callable that returns the index of the first filter that matches a leaf, or None.
 
-    Only `...` and patterns that begin with a name above the leaf match a leaf without a path.
+    If a leaf has no path that filters match, only `...` and patterns that begin with a name above
+    the leaf match it.
     """
 
     def __init__(self, filters: Sequence[Filter]):
@@ -459,7 +461,8 @@ class FirstMatch:
         for i, item, expression, end, first in self._others:
             if least is not None and i > least:
                 break
-            # This runs for each leaf and filter. The last key rules out most globs.
+            # This runs for each leaf and filter, so it compares the last key first, which rules out
+            # most globs.
             if expression is not None:
                 text = named.get(first, seen)
                 fits = text is not None and text.endswith(end) and expression.fullmatch(text)
@@ -486,7 +489,7 @@ FilterLike = (
 
 
 def as_filter(written: Any) -> Filter:
-    """Convert a value that a user wrote to a filter. Raise RuleError if this is impossible."""
+    """Convert a user's value to a `Filter`. Raise RuleError if it cannot be converted."""
     match written:
         case Filter():
             return written

@@ -12,17 +12,17 @@ from functree.tree.paths import Key, Path
 
 
 def unheld_problem(path: Path, value: Any) -> Problem:
-    """Return the problem for a NumPy array that JAX cannot hold."""
+    """Return the problem for a NumPy array that JAX does not support."""
     why, remedy = unheld(value) or ("", "")
     return Problem(path, tuple(value.shape), f"{value.dtype}{list(value.shape)}", why, remedy)
 
 
 class FollowedLeaf(NamedTuple):
-    """Leaf whose decision another leaf, the follower, takes, as a moment follows its parameter.
+    """Leaf whose decision also applies to its follower, as a parameter's applies to its moments.
 
     Attributes:
-        path: the path of the followed leaf. None if the follower depends on no parameter, as an
-            optimizer's step count does. The follower is then replicated.
+        path: the path of the followed leaf. None if the follower, such as an optimizer's step
+            count, depends on no parameter. The follower is then replicated.
         dims: for each dimension of the follower, the index of the matching dimension of the
             followed leaf; None for a dimension that only the follower has.
         known: False if the follower depends on parameter shapes in a way that cannot be determined.
@@ -70,8 +70,8 @@ class Leaf(NamedTuple):
             no such path: then only `...` and patterns that begin with one of `roots` match.
         roots: the names above the leaf that patterns may begin with.
         stacked: the number of leading dimensions that belong to stacks of layers.
-        buffer: whether it is marked as not trained.
-        follows: the leaf whose decision it takes; None if layouts decide about it.
+        buffer: whether the array is marked as not trained.
+        follows: the leaf whose decision applies to this leaf; None if layouts apply to it.
         unread: the reason why its annotation does not name its axes, with the remedy; None if it
             has no such annotation.
     """
@@ -98,7 +98,7 @@ class Leaf(NamedTuple):
             name: the name, as a path of one key.
 
         Returns:
-            None if no pattern may begin with this name.
+            The path, or None if no pattern may begin with this name.
         """
         for root in self.roots:
             if root.path[:1] == name:
@@ -107,7 +107,7 @@ class Leaf(NamedTuple):
 
     @property
     def kind(self) -> Hashable:
-        """All properties of the leaf that a layout may use, except for paths."""
+        """The properties that decisions depend on, besides the values of `Layout.asks`."""
         return (
             self.axes,
             self.value.shape,
@@ -150,7 +150,7 @@ class Leaf(NamedTuple):
 def meeting(leaves: Iterable[Leaf]) -> list[Problem]:
     """Return one problem for each leaf whose path another leaf already has.
 
-    Such paths occur if a class gives two of its children the same key.
+    Leaves share a path if a class gives two of its children the same key.
     """
     first_at: dict[Path, Leaf] = {}
     problems: list[Problem] = []
@@ -176,7 +176,7 @@ def is_in_module(leaf: Leaf) -> bool:
 
 
 def is_bare(leaf: Leaf) -> bool:
-    """Return whether a leaf is itself an argument of a call, with a layout for all arguments."""
+    """Return whether a leaf is itself an argument of a call with one layout for all arguments."""
     return leaf.seen is None and leaf.follows is None
 
 

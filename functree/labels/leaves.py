@@ -107,8 +107,10 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
         names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
 
     Raises:
-        FunctreeError: if the tree contains itself, if the keys of a dict cannot be sorted, or if
-            JAX cannot hold a NumPy array of numbers. The error lists all such arrays.
+        FunctreeError: if the tree contains itself.
+        FunctreeError: if the keys of a dict cannot be sorted.
+        FunctreeError: if JAX does not support a NumPy array of numbers. The error lists all such
+            arrays.
     """
     walk = _Walk({**OWN_STATE, **(names or {})})
     try:
@@ -155,9 +157,9 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
 
     Raises:
         AxesError: if an annotation cannot be resolved, does not fit its leaf, or has several
-            alternatives that fit it. The same error is raised if names are given to a leaf that
-            does not exist, or if `names` is not a mapping from classes to `ft.names(...)`. The
-            error lists all leaves with a problem, by path.
+            alternatives that fit it. The error lists all leaves with a problem, by path.
+        AxesError: if `ft.names` gives axes to a leaf that does not exist.
+        AxesError: if `names` is not a mapping from classes to `ft.names(...)`.
 
     Examples:
         >>> class MLP(eqx.Module):
@@ -237,7 +239,7 @@ class _Walk:
         self.names = names
         self.leaves: list[Leaf] = []
         self.problems: list[Problem] = []
-        self.unheld: list[Problem] = []  # arrays that JAX cannot hold
+        self.unheld: list[Problem] = []  # arrays that JAX does not support
         self.kinds: dict[type, Kind] = {}
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
@@ -286,8 +288,8 @@ class _Walk:
 
     def _kind(self, node: Tree) -> Kind:
         kind = kind_of(node)
-        # Cached only if the class determines the kind. NumPy arrays of floats are arrays, but NumPy
-        # arrays of objects are static.
+        # The kind is cached only if the class determines it. NumPy arrays of floats are arrays, but
+        # NumPy arrays of objects are static.
         if kind is not STATIC and not isinstance(node, np.ndarray | np.generic | Tracer):
             self.kinds[type(node)] = kind
         return kind
@@ -297,7 +299,8 @@ class _Walk:
     ) -> tuple[Hint, Context]:
         """Resolve the annotation of a node, and add facts about the leaves below to the context."""
         if hint.references:
-            # Tried once per walk. The next walk tries again, since a name may be defined later.
+            # Each hint is tried once per walk. The next walk tries again, since a name may be
+            # defined later.
             tried = self.tried.get(hint)
             if tried is None:
                 tried = self.tried[hint] = hint.tried()
@@ -339,8 +342,8 @@ class _Walk:
         inside, opened = inside_of(context, cls), ()
         if isinstance(node, TrainingState) and first_beginning(path, self.training) is None:
             self.training[Path(path)] = node
-        # A subclass of dict, such as an OrderedDict, is a container. A field's names are for the
-        # modules in it.
+        # A subclass of dict, such as an OrderedDict, is a container. A field's names apply to the
+        # modules in the container.
         if not isinstance(node, dict):
             opened = given_at(node, len(path), context.pending, self.names)
             # A class with annotations describes its own leaves.
@@ -356,7 +359,8 @@ class _Walk:
             else:
                 below = hint.child(None)
                 if fields:
-                    # Registered without keys: use the annotation of the child's attribute.
+                    # The class is registered without keys, so use the annotation of the attribute
+                    # that holds the child.
                     attributes = attributes or hints_by_identity(node, fields)
                     below = attributes.get(id(child), below)
                     if below is NOTHING:
@@ -449,8 +453,9 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
 
     Raises:
         RuleError: if the structure of the axes does not match the tree.
-        ShardingError: if axes are given to a value that is not an array, or if they differ from an
-            array's annotation or its number of dimensions. The error lists these arrays by path.
+        ShardingError: if axes are given to a value that is not an array.
+        ShardingError: if the axes differ from an array's annotation or its number of dimensions.
+            The error lists these arrays by path.
     """
     given: dict[Keys, Axes] = {}
     for written, path, subtree in aligned(axes, tree, _AXES):

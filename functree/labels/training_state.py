@@ -15,8 +15,8 @@ from functree.tree.paths import Path, first_beginning
 from functree.tree.skeleton.skeleton import Skeleton
 
 MODEL, OPTIMIZER = "model", "opt_state"
-# The fields that depend on the model, or on nothing. Layouts decide about all other fields,
-# including fields that a subclass adds.
+# The fields that depend on the model, or on nothing. Layouts apply to all other fields, including
+# fields that a subclass adds.
 FOLLOWING = (OPTIMIZER, "step", "key")
 
 
@@ -105,7 +105,7 @@ def _in_training_state(
     Each leaf gets its path in the model, and the leaf that it follows.
     """
     # The optimizer's code uses paths in the model for parameters, and paths in the optimizer's
-    # state for its leaves.
+    # state for the state's leaves.
     parameters: dict[Path, Leaf | None] = {}
     of_optimizer: dict[int, Leaf] = {}
     batched = any(leaf.path[len(path)] == "step" and leaf.shape for _, leaf in members)
