@@ -2,7 +2,7 @@
 
 An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its state.
 
-The classes of the state's nodes are not used, since they differ for each optimizer. A leaf's path
+The classes of the state's nodes are not used, since they differ between optimizers. A leaf's path
 shows which parameter it belongs to. A leaf with its parameter's shape has all of the parameter's
 dimensions. For other leaves, `tx.init` is traced a second time, with all sizes of the parameters
 changed to distinct ones. The leaves' new sizes then show which dimensions of the parameter they
@@ -80,7 +80,7 @@ StateArrays = Mapping[Path, Any]
 """The arrays of an optimizer's state by path. Only their shapes and dtypes matter."""
 
 Owners = Mapping[Path, Sequence[Path]]
-"""By leaf path of a state, the parameters that the leaf may belong to, most likely first."""
+"""For the path of each leaf of a state, the parameters that it may belong to, likeliest first."""
 
 
 # The number of different steps by which sizes are changed. Parameters that paths may not
@@ -181,9 +181,9 @@ def _around(path: Path, parameter: Path) -> Hashable:
     return path
 
 
-# `tx.init` raises these if it needs more parameters than it gets, or if it combines parameters
-# whose sizes must match, as in a product. A node's class may also raise them when it checks its
-# fields.
+# `tx.init` raises these errors if it needs more parameters than it gets, or if it combines
+# parameters whose sizes must match, as in a product. A node's class may also raise them when it
+# checks its fields.
 _REFUSED = (TypeError, ValueError, LookupError, AttributeError)
 
 
@@ -205,10 +205,10 @@ def _by_sizes(
         state: the arrays of its state for the real sizes.
         owners: for each leaf of the state, the parameters that it may belong to.
         chosen: the parameters that `tx.init` gets, with None for the others.
-        paths: the leaves.
+        paths: the paths of the leaves.
 
     Raises:
-        FunctreeError: if `tx.init` raises one although it gets all parameters.
+        FunctreeError: if `tx.init` raises a FunctreeError although it gets all parameters.
     """
     every = trained.parameters
     parameters = {path: every[path] for path in chosen}
@@ -226,7 +226,8 @@ def _by_sizes(
                 raise
             break
         # Leaves whose rank changes cannot be compared. Neither can other leaves of their parameter:
-        # the optimizer may keep something else for it now, or they were made under `vmap`.
+        # the optimizer may now keep different arrays for the parameter, or the leaves were made
+        # under `vmap`.
         same = {path for path in other if path in state and other[path].ndim == state[path].ndim}
         jumped: set[Path] = set()
         for path in {*other, *paths} - same:
@@ -237,7 +238,7 @@ def _by_sizes(
                 pairs = [(owner, every[owner].shape, shapes[owner]) for owner in owners[path]]
                 followed[path] = _compared(state[path].shape, other[path].shape, pairs)
         # A larger size may exceed a threshold of the optimizer (127 to 128 for adafactor), and
-        # change the rank of leaves. Smaller sizes are tried then.
+        # change the rank of leaves. In that case, smaller sizes are tried.
         if len(same) == len(other) and len(followed) == len(paths):
             break
     return followed
@@ -284,7 +285,7 @@ def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | No
 
     A leaf may have dimensions of its own, followed by all dimensions of the parameter. Or it has
     some of the parameter's dimensions in their order, and its own dimensions all have size 1. Other
-    matches may be accidental: galore's rank may equal the smallest size of a parameter.
+    matches may be accidental: the rank in galore may equal the smallest size of a parameter.
 
     Args:
         real: the shape of the leaf.
@@ -336,7 +337,8 @@ def other_shapes(parameters: Mapping[Path, Leaf], steps: Mapping[Path, int]) -> 
         other = list(shape)
         for stack in enumerate(shape[: leaf.stacked]):
             other[stack[0]] = stacks[stack]
-        # In the order of sizes, so that sizes that change by more than the step stay in order.
+        # Dimensions are changed in the order of their sizes, so that the new sizes keep this order
+        # even if some change by more than the step.
         dims = range(leaf.stacked, len(shape))
         for i in sorted(dims, key=lambda i: (shape[i], i), reverse=step < 0):
             other[i] = _other_size(shape[i], step, {*shape, *other})

@@ -115,7 +115,7 @@ _CONFIG: Any = jax.config  # type checkers do not find its options
 # that takes it. The results of traces are therefore cached by `tx.init`, a function that differs
 # for each optimizer.
 _KNOWN: weakref.WeakKeyDictionary[Any, dict[Hashable, Any]] = weakref.WeakKeyDictionary()
-_REMEMBERED = 16  # the largest number of results for each optimizer
+_REMEMBERED = 16  # the maximum number of results for each optimizer
 
 T = TypeVar("T")
 
@@ -128,8 +128,8 @@ def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool
         key: the key.
         find: the function that computes the result.
         of_update: whether the result also depends on `update`. Optimizers without state share their
-            `init`. If `update` is a method, the optimizer itself is the cache's key. The
-            optimizer may be changed in place, but only warnings and checks use these results.
+            `init`, so the cache's key is `update`, or the optimizer itself if `update` is a method.
+            Such an optimizer may be changed in place, but only warnings and checks use the results.
     """
     owner = getattr(tx, "init", None)
     is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object

@@ -105,7 +105,7 @@ def _computed(traced: "TracedUpdate") -> dict[Path, Sources]:
     return {Path(path[1:]): on for (path, _), on in outputs if path[0] == UPDATES}
 
 
-# Operations that only move or repeat elements. A mapped program has them at other places.
+# Operations that only move or repeat elements. A mapped program has them in different places.
 _MOVES = frozenset({
     "broadcast_in_dim", "copy", "copy_p", "expand_dims", "reshape", "squeeze", "transpose",
 })  # fmt: skip
