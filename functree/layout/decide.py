@@ -1,7 +1,7 @@
-"""`decide_parts` decides about all leaves of a tree, and collects the problems.
+"""`decide_parts` decides how all leaves of a tree are sharded, and collects the problems.
 
-Labeled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout decides about leaves
-that follow no other leaf. A leaf that follows a parameter, such as an optimizer's moment, takes the
+Labeled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout applies to leaves that
+follow no other leaf. A leaf that follows a parameter, such as an optimizer's moment, gets the
 parameter's decision unless the layout claims the leaf.
 """
 
@@ -65,7 +65,7 @@ class Decisions(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """The leaves of one layout.
+    """The leaves to which one layout applies.
 
     Attributes:
         part: the layout and its subtree.
@@ -103,7 +103,7 @@ def decide_parts(
     same: Sequence[int] | None = None,
     allow_unspecified: bool = False,
 ) -> Decisions:
-    """Decide about the leaves of a tree.
+    """Decide how the leaves of a tree are sharded.
 
     Args:
         leaves: the leaves.
@@ -142,8 +142,8 @@ def decide_parts(
 def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]:
     """Return the decisions about the leaves of one layout.
 
-    The layout decides about leaves that follow no other leaf, and about leaves that it claims. Each
-    other leaf takes the decision of the leaf that it follows.
+    The layout applies to leaves that follow no other leaf, and to leaves that it claims. Each other
+    leaf gets the decision of the leaf that it follows.
     """
     layout = part.layout
     # If an argument is one array, its only leaf is bare.
@@ -188,7 +188,8 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
 def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
     """Return the groups of each layout.
 
-    Arguments that share a layout are grouped, since a filter in the layout may be for any of them.
+    Arguments that share a layout are grouped, since a filter in the layout may match leaves of any
+    of these arguments.
     """
     joined: dict[tuple[int, bool], list[Group]] = {}
     for i, group in enumerate(groups):
@@ -303,9 +304,9 @@ UNKNOWN = (
 
 
 def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[Group]:
-    """Label the leaves of each layout, and yield them with the decisions about them.
+    """Label the leaves of each layout, and yield the labeled leaves with their decisions.
 
-    A label holds the path that filters see, and the leaf that the labeled leaf follows.
+    A label holds the path that filters match, and the leaf that the labeled leaf follows.
     """
     start = 0
     for part in parts:
@@ -324,7 +325,7 @@ def grouped(leaves: Leaves, parts: Sequence[Part], view: MeshView) -> Iterator[G
 
 
 def _of_parts(problem: Problem, parts: Sequence[Part]) -> Problem:
-    """Add the path of the layout's subtree to a problem, if the layout has only one."""
+    """Add the path of the layout's subtree to a problem, if the layout has only one subtree."""
     # A problem with a path needs no second path, and the path of the whole tree is empty.
     shared = len(parts) > 1 or parts[0].scope.shared
     if shared or problem.path is not None or not parts[0].path:

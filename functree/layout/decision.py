@@ -35,8 +35,8 @@ class Reason(NamedTuple):
 
     Attributes:
         parts: the rules, specs or inner reasons that decided, in order. The text joins their `str`.
-        chosen_by: the filter that chose the layout, as a user writes it, or the option that chose
-            it; empty if nothing did.
+        chosen_by: the filter (as a user writes it) or the option that chose the layout; empty if
+            neither did.
     """
 
     parts: tuple[object, ...]
@@ -192,7 +192,7 @@ def apply_spec(
         spec: the spec.
         before: the decision of earlier layouts.
         because: the reason.
-        settles: whether the spec decides about all dimensions, so that their names need no rule.
+        settles: whether the spec settles all dimensions, so that their names need no rule.
     """
     faults: list[Fault] = []
     if len(spec.partitions) > len(leaf.shape):
@@ -237,7 +237,7 @@ def apply_spec(
 def conflict(
     dim: int, leaf: Leaf, have: Sequence[str], want: Sequence[str], source: Source
 ) -> Fault:
-    """Return the fault that `source` shards a dimension that is already sharded differently."""
+    """Return the fault for a dimension that `source` and an earlier layout shard differently."""
     already = f"{leaf.dimension(dim)} is already sharded over {axes_text(have)}"
     return (
         f"{already}, but {source} shards it over {axes_text(want)}",
@@ -314,7 +314,7 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 def near_misses(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
 ) -> list[Problem]:
-    """Return the problems of axes that only `...: None` covers but an unused rule almost names.
+    """Return the problems of axes that only `...: None` covers, but that an unused rule misspells.
 
     If one name is a longer form of the other (`hidden`, `hidden_dim`), they may be different axes,
     so the function only warns.
@@ -382,10 +382,10 @@ def leaf_problems(
 
 
 def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
-    """Return the fault that no rule names an axis."""
+    """Return the fault for an axis that no rule names."""
     near = near_name(name, mentioned)
     if near is not None:
-        # One edit away, so this is a typo, either in the rule or in the annotation.
+        # The names differ by one edit, so one of them, in the rule or the annotation, is a typo.
         hint = f"; did you mean the rule for `{near}`?"
         remedy = f"write `{name}` or `{near}` in both the rule and the axes"
     else:
@@ -449,7 +449,7 @@ def _indivisible(
 def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
     """Return the number of shards that mesh axes divide an array into.
 
-    A mesh axis that the mesh lacks counts as 1, since its absence is already a problem.
+    A mesh axis that the mesh lacks counts as 1, since its absence is reported separately.
     """
     return math.prod(mesh.sizes.get(axis, 1) for axis in mesh_axes)
 
@@ -461,7 +461,8 @@ def local_shape(
     sizes: list[int] = []
     for size, axes in zip(shape, mesh_axes, strict=True):
         parts = parts_over(axes, mesh)
-        # Rounded up: with `check=False`, a plan may have sizes that the mesh does not divide.
+        # Sizes are rounded up: with `check=False`, a plan may have sizes that the mesh does not
+        # divide.
         sizes.append(-(-size // parts))
     return tuple(sizes)
 
@@ -487,7 +488,7 @@ def leaves_at_fault(problems: Sequence[Problem]) -> str:
     """
     paths: set[object] = set()
     for problem in problems:
-        # A problem with a path but no shape is about a module, which lacks a named leaf.
+        # A problem with a path but no shape is about a module that lacks a named leaf.
         if problem.path is not None and problem.shape is not None:
             paths.add(problem.path)
     if not paths:

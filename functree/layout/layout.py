@@ -75,9 +75,9 @@ class Layout:
         return tuple([layout.asks(leaf) for layout in self.inner])
 
     def claims(self, leaf: Leaf) -> bool:
-        """Return whether the layout decides about a leaf that would otherwise follow another leaf.
+        """Return whether the layout applies to a leaf that would otherwise follow another leaf.
 
-        A layout claims leaves that it was written for, as with the filter `opt_state.**`.
+        For example, a layout with the filter `opt_state.**` claims the optimizer's state.
         """
         return any(layout.claims(leaf) for layout in self.inner)
 
@@ -93,7 +93,7 @@ class Layout:
 
     @property
     def hint(self) -> Hint | None:
-        """The annotation that names the leaves' axes, or None if the leaves have annotations."""
+        """The annotation that names the leaves' axes, or None if their own annotations do."""
         return None
 
     @property
@@ -363,7 +363,8 @@ def as_layout(value: Any) -> Layout:
     """Return the layout that a user's value stands for.
 
     Raises:
-        RuleError: if the value is not a layout, or its spec is invalid.
+        RuleError: if the value is not a layout.
+        RuleError: if the value is an invalid spec.
     """
     match value:
         case Layout():
@@ -428,7 +429,7 @@ def on_host(layout: LayoutLike) -> Layout:
         layout: any layout.
 
     Raises:
-        RuleError: if the argument is not a layout, or is None.
+        RuleError: if the argument is None or not a layout.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[
