@@ -82,12 +82,13 @@ class FSDP(Layout):
             )
         if not EXTENT.fits(min_size):
             raise RuleError(
-                f"FSDP: min_size={min_size!r} is not a number of elements: pass 0 or more"
+                f"FSDP: min_size={min_size!r} is not a number of elements: "
+                "pass a non-negative integer"
             )
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
-                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: write `P()` to leave such "
-                "leaves unchanged"
+                f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: "
+                "write `P()` to leave leaves that FSDP cannot shard unchanged"
             )
         as_layout(otherwise)  # raises for a spec with an invalid entry
         vars(self).update(
@@ -191,7 +192,7 @@ class FSDP(Layout):
 def misspelt_axes(layout: FSDP, leaves: Sequence[Leaf]) -> Iterator[Problem]:
     """Yield the problems of names in `axes` that no leaf has, if a leaf has a similar name.
 
-    Without this check, a misspelled name would shard nothing, without a message.
+    Without this check, a misspelled name would silently shard nothing.
     """
     if layout.axes is None:
         return

@@ -105,7 +105,7 @@ class AxisRules(Layout):
         return cls(zip(names, names, strict=True))
 
     def on(self, mesh: MeshLike) -> "AxisRules":
-        """Return a copy without the rules that name a mesh axis that the mesh lacks.
+        """Return a copy without the rules whose mesh axes are not all in the mesh.
 
         An axis that loses all its rules is left unsharded.
         """
@@ -186,7 +186,7 @@ class AxisRules(Layout):
             elif self.closed or dimension.mesh_axes or dimension.named is Named.CLOSED:
                 dimension = dimension._replace(named=Named.DECIDED, blocked=None)
             elif dimension.named is not Named.DECIDED:
-                # No rule for it applied, and no earlier layout left it unsharded on purpose.
+                # No rule for the axis applied, and no earlier layout left it unsharded on purpose.
                 blocked = self._blocked(leaf, name, ruled)
                 dimension = dimension._replace(named=Named.DECIDED, blocked=blocked)
             decision = decision.with_dimension(dim, dimension)
@@ -196,7 +196,7 @@ class AxisRules(Layout):
         return decision.because(*parts)
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
-        """Return the fault that other dimensions use the mesh axes of all rules for an axis.
+        """Return the fault for an axis whose rules all name mesh axes of other dimensions.
 
         An axis without a `None` rule is never left unsharded silently.
         """
@@ -207,7 +207,7 @@ class AxisRules(Layout):
         for rule in self.table:
             if rule.name == name:
                 wanted += rule.mesh_axes
-        # At least one is in use: a rule with free mesh axes would have applied.
+        # At least one mesh axis is in use: a rule with free mesh axes would have applied.
         taken = next(axis for axis in wanted if axis in owner)
         why = f'no rule for "{name}" applies: `{taken}` already shards '
         why += f'{leaf.dimension(owner[taken])}, and no rule leaves "{name}" unsharded'
@@ -236,7 +236,10 @@ class AxisRules(Layout):
 
 
 def with_rule(table: AxisRules, axis: str, mesh_axis: Any) -> AxisRules:
-    """Return a table in which one rule replaces all rules for an axis, in the first one's place."""
+    """Return a table in which one rule replaces all rules for an axis.
+
+    The new rule has the position of the first replaced rule.
+    """
     pairs = [(axis, mesh_axis) if name == axis else (name, value) for name, value in table.pairs]
     if axis not in table.mentioned:
         pairs.insert(0, (axis, mesh_axis))
@@ -553,7 +556,7 @@ def forgotten_axes(layout: Layout, axes: Axes, mesh: MeshView) -> tuple[str, ...
     Args:
         layout: the layout.
         axes: the array's axes.
-        mesh: the mesh, whose axes of size 1 do not count.
+        mesh: the mesh. Its axes of size 1 are ignored.
     """
     if BATCH not in axes:
         return ()

@@ -65,8 +65,8 @@ class StateSharding(Layout):
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
             last.
-        unused: `"error"`, `"warn"` or `"ignore"`, for a filter that matches no leaf, or only leaves
-            that earlier filters match. A final `...` may match nothing.
+        unused: how to report a filter that matches no leaf, or only leaves that earlier filters
+            match: `"error"`, `"warn"` or `"ignore"`. A final `...` may match nothing.
 
     Raises:
         RuleError: if `...` is not last.
@@ -360,7 +360,7 @@ def two_readings(layout: StateSharding, leaves: Sequence[Leaf]) -> Iterator[Prob
 
 
 def for_arrays(layout: Layout) -> Layout:
-    """Return the part of a layout for all arguments that applies to a single-array argument.
+    """Return the part of a call's shared layout that applies to an argument that is one array.
 
     Patterns that name the argument apply. Otherwise, `AxisRules` and the array's annotation apply.
     Specs and `FSDP` do not apply, since they are for parameters.
@@ -400,7 +400,7 @@ def with_tables(layout: Layout, change: Callable[[AxisRules], AxisRules]) -> Lay
 
 
 def reached(layout: Layout, decisions: Collection[Decision]) -> Iterator[Layout]:
-    """Yield a layout and the layouts in it, except those whose filter decided nothing."""
+    """Yield a layout and the layouts in it, except layouts whose filter chose them for no leaf."""
     yield layout
     inner: Sequence[Layout] = layout.inner
     if isinstance(layout, StateSharding):

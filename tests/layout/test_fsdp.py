@@ -147,7 +147,10 @@ NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
     "a number": ({"axis": 3}, "FSDP(3): write a mesh axis, or several different mesh axes"),
     "empty": ({"axis": ""}, "write a mesh axis"),
     "twice": ({"axis": ("data", "data")}, "several different mesh axes"),
-    "negative": ({"axis": "data", "min_size": -1}, "min_size=-1 is not a number of elements: pass 0 or more"),
+    "negative": (
+        {"axis": "data", "min_size": -1},
+        "min_size=-1 is not a number of elements: pass a non-negative integer",
+    ),
     "otherwise": ({"axis": "data", "otherwise": "data"}, "otherwise='data' is not a PartitionSpec: write `P()`"),
     "axes with a comma": ({"axis": "data", "axes": "embed,hidden"}, "axes='embed,hidden' is not a list of axis names"),
     "axes without a name": ({"axis": "data", "axes": ("a", "_")}, "as in `('embed', 'hidden')` or `'embed hidden'`"),
