@@ -57,7 +57,8 @@ def plan_optimizer(
         ShardingError: if the model cannot be laid out.
         ShardingError: if a leaf's spec cannot be determined and there is no `otherwise`.
         RuleError: if `layout` or `otherwise` is not a layout.
-        RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
+        RuleError: if `wrt` is not a filter.
+        RuleError: if a pattern in `wrt` matches no leaf.
         FunctreeError: if `tx` is not an optimizer.
         FunctreeError: if no array of the model matches `wrt`.
 
@@ -101,7 +102,7 @@ def plan_state(
         lost = [
             i for i, followed in enumerate(follows) if followed is not None and not followed.known
         ]
-        # Here these leaves follow nothing, so that the layout decides about them.
+        # In this copy, these leaves follow nothing, so the layout applies to them.
         undetermined = [state.leaves[i]._replace(follows=None) for i in lost]
         others = replace(state, leaves=tuple(undetermined))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)

@@ -96,8 +96,8 @@ def _live_row(leaf: Leaf) -> tuple[Row, AnyMesh | None]:
         return row_of(leaf, None, "abstract, with no sharding", shape), None
     local = tuple(sharding.shard_shape(shape))
     kind = other_memory(sharding)
-    # A `ShapeDtypeStruct` and a traced array have no `committed`, and have a sharding only if the
-    # user chose it.
+    # A `ShapeDtypeStruct` and a traced array have no attribute `committed`, and have a sharding
+    # only if the user chose it.
     committed = isinstance(value, Tracer) or bool(getattr(value, "committed", True))
     if isinstance(sharding, SingleDeviceSharding):
         device = _device_text(next(iter(sharding.device_set)))

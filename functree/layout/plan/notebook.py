@@ -30,7 +30,7 @@ class ShownByPlan:
 
 
 def notebook_html(tree: Tree) -> str | None:
-    """Render a tree as HTML for a notebook, or return None if it has no arrays or has specs.
+    """Render a tree as HTML for a notebook. Return None if it has no arrays, or contains specs.
 
     If the notebook shows objects with treescope, so does this function, with each array's axes and
     sharding in a comment.
@@ -59,7 +59,8 @@ def _active_treescope() -> Any | None:
     if shell is None:
         return None
     formatter = shell.display_formatter.formatters["text/html"]
-    # `treescope.basic_interactive_setup` sets this, but objects with `_repr_html_` keep their own.
+    # `treescope.basic_interactive_setup` sets this printer. Objects with `_repr_html_` keep their
+    # own HTML.
     name = getattr(formatter.type_printers.get(object), "__module__", "")
     return treescope if name.split(".")[0] == "treescope" else None
 

@@ -30,7 +30,7 @@ from functree.tree.paths import Path
 MOST_DEVICES = 16
 """The maximum number of devices in the pictures' color key."""
 MOST_LINES = 200
-"""The largest number of lines in a notebook. A page shows all lines."""
+"""The maximum number of lines in a notebook. A page shows all lines."""
 
 
 class PlanPage(NamedTuple):

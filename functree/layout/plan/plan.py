@@ -45,7 +45,7 @@ class Plan(Layout):
         rows: one for each array.
         problems: the problems; empty unless the plan was made with `check=False`.
         unused: the axes that rules name but no leaf has.
-        unused_names: the names of the classes in `names=` that named no leaf.
+        unused_names: the names of the classes in `names=` that name no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
 
@@ -116,7 +116,8 @@ class Plan(Layout):
 
         Raises:
             ShardingError: if the plan was made for sizes instead of a mesh.
-            ShardingError: if the plan has problems, or an array has no spec.
+            ShardingError: if the plan has problems.
+            ShardingError: if an array has no spec.
             ShardingError: if the plan was read from JSON or a pickle, which have no tree.
         """
         if self.problems:
@@ -207,7 +208,7 @@ class Plan(Layout):
     def _row(self, leaf: Leaf) -> Row | None:
         """Return the row of the array at the same path.
 
-        The path begins at the root of the plan's tree, or of the model if the plan covers only it.
+        The path begins at the root of the plan's tree, which may be the model in a training state.
         """
         paths = [leaf.path, *[root.path for root in leaf.roots]]
         if leaf.follows is None and leaf.seen is not None:
@@ -261,7 +262,7 @@ class Plan(Layout):
         """Compare two plans: meshes, arrays, axes, specs, memory and bytes, but not reasons.
 
         Raises:
-            FunctreeError: if the other value is not a plan.
+            FunctreeError: if `other` is not a plan.
         """
         if not isinstance(other, Plan):
             raise FunctreeTypeError(f"diff: `other` must be a plan, not {shown(other)}")
@@ -303,7 +304,7 @@ class Plan(Layout):
         """Render the plan as an HTML page.
 
         The page shows a collapsible tree, a picture of each array's shards, and the bytes on each
-        device. It is one file, and loads nothing from a network.
+        device. The page is one file, and loads nothing from a network.
         """
         return self.page().html(page=True)
 

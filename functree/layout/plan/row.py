@@ -33,8 +33,8 @@ class Row(NamedTuple):
         memory_kind: `"pinned_host"` for host memory; None for the default.
         mesh: the array's mesh if it differs from the plan's, and None otherwise. Only a plan that
             shows how arrays are sharded now has such rows.
-        follows: the path of the parameter whose dimensions and spec the array has, as an
-            optimizer's moment does; None if it follows no parameter.
+        follows: the path of the parameter whose dimensions and spec the array shares, as an
+            optimizer's moment does; None if the array follows no parameter.
 
     Examples:
         >>> row = ft.plan(

@@ -39,7 +39,7 @@ class Group(NamedTuple):
     Attributes:
         rows: the rows.
         parts: the text of each key of their paths: `blocks`, `{0-3}`, `w`.
-        follow: whether they follow parameters.
+        follow: whether the rows follow parameters.
     """
 
     rows: Sequence[Row]
@@ -205,7 +205,7 @@ _OF_ONE_LAYER = {
 }  # fmt: skip
 
 HEADLINE = "axes with several sizes in one module (are their names transposed?):"
-MOST = 8  # lines; a network with many convolutions could have a line for each
+MOST = 8  # the maximum number of lines; a network could have a line for each of many convolutions
 
 
 def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
@@ -215,7 +215,8 @@ def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
         # Not strict: an annotation that does not fit has fewer or more axes than the array.
         for name, size in zip(row.axes, row.shape, strict=False):
             if name is not None:
-                # A dict, since several dimensions of an array may have one axis.
+                # The paths are the keys of a dict, since several dimensions of an array may have
+                # one axis.
                 by_name.setdefault(name, {}).setdefault(size, {})[row.path] = None
     return {
         name: {size: tuple(paths) for size, paths in sizes.items()}
@@ -235,7 +236,8 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
             modules.setdefault(module, []).append(row)
     texts_of: dict[Path, dict[str, str]] = {}
     told: set[tuple[Path, str]] = set()
-    # Innermost first, so that an axis is reported where its sizes are closest together.
+    # The innermost modules come first, so that an axis is reported in the smallest module that has
+    # several sizes of it.
     for module in sorted(modules, key=len, reverse=True):
         for name, sizes in axis_sizes(modules[module]).items():
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
