@@ -1,4 +1,4 @@
-"""`is_array` recognizes arrays that JAX can hold; other functions describe and convert arrays."""
+"""`is_array` recognizes arrays that JAX supports; other functions describe and convert arrays."""
 
 import functools
 import re
@@ -31,7 +31,7 @@ def is_array(value: object) -> TypeGuard[AnyArray]:
     """Return whether a value is a JAX or NumPy array.
 
     Traced arrays, abstract arrays and NumPy scalars count as arrays. Python numbers do not, and
-    neither do NumPy arrays that JAX cannot hold.
+    neither do NumPy arrays that JAX does not support.
     """
     # This runs for each leaf, and joining the classes with `|` would take longer than the check.
     if isinstance(value, _NUMPY_ARRAYS):
@@ -44,9 +44,9 @@ _JAX_ARRAYS = (jax.Array, jax.ShapeDtypeStruct)
 
 
 def _is_held(array: np.ndarray | np.generic) -> bool:
-    """Return whether JAX can hold a NumPy array."""
+    """Return whether JAX supports a NumPy array."""
     dtype = array.dtype
-    # JAX holds no extended floats ("g", "G") and no variable-length strings ("T"). The kinds
+    # JAX supports neither extended floats ("g", "G") nor variable-length strings ("T"). The kinds
     # exclude objects, strings and dates. `np.void` (records and raw bytes) has the same kind as
     # bfloat16, so its type is compared.
     is_known = dtype.char not in "gGT" and dtype.kind not in "OUSMm" and dtype.type is not np.void
@@ -54,7 +54,7 @@ def _is_held(array: np.ndarray | np.generic) -> bool:
 
 
 def unheld(value: object) -> tuple[str, str] | None:
-    """Return the reason why JAX cannot hold a NumPy array or scalar, and the remedy.
+    """Return the reason why JAX does not support a NumPy array or scalar, and the remedy.
 
     The result is None for all other values.
     """
@@ -72,12 +72,12 @@ def unheld(value: object) -> tuple[str, str] | None:
         return why, 'convert it: `x.astype(x.dtype.newbyteorder("="))`'
     why = f"has dtype {value.dtype}, which JAX does not support"
     if value.dtype.char in "gG":
-        return why, "convert it: `x.astype(np.float64)`, or `np.complex128`"
+        return why, "convert it: `x.astype(np.float64)`, or `x.astype(np.complex128)`"
     return why, "convert it to numbers: for dates, use `.view(np.int64)`"
 
 
 def is_unheld_number(value: object) -> bool:
-    """Return whether a value is a NumPy array of numbers that JAX cannot hold.
+    """Return whether a value is a NumPy array of numbers that JAX does not support.
 
     Such a value is meant as an array, not as a static leaf.
     """

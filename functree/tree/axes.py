@@ -15,7 +15,8 @@ _A = TypeVar("_A", bound="Axes")
 class Axes(tuple[str | None, ...]):
     """Names of a leaf's dimensions, outermost first; `None` for an unnamed dimension.
 
-    It is a hashable tuple. JAX treats it as a leaf, so a tree of `Axes` has the model's structure.
+    `Axes` is a hashable tuple that JAX treats as a leaf. A tree of `Axes` therefore has the model's
+    structure.
 
     Args:
         names: an identifier or `None` for each dimension.
@@ -50,7 +51,8 @@ class Axes(tuple[str | None, ...]):
         """Parse a string of names separated by spaces, with `_` for an unnamed dimension.
 
         Raises:
-            AxesError: if `text` is not a string, or a name in it is not an identifier.
+            AxesError: if `text` is not a string.
+            AxesError: if a name in `text` is not an identifier.
         """
         if not isinstance(text, str):
             raise AxesError(
@@ -76,12 +78,12 @@ class Axes(tuple[str | None, ...]):
         return f"Axes({', '.join(map(repr, self))})"
 
     def __getnewargs__(self) -> tuple[str | None, ...]:
-        # For pickle and copy: the default would pass one tuple to `__new__`, which takes each name
-        # as an argument.
+        # Pickle and copy call this method. The default would pass one tuple to `__new__`, which
+        # takes each name as an argument.
         return tuple(self)
 
 
-# The strings in a model's code are parsed in each of its traces.
+# The strings in a model's code are parsed in each trace of the model, so the results are cached.
 @lru_cache(maxsize=4096)
 def _parsed(cls: type[_A], text: str) -> _A:
     return cls(*(None if name == "_" else name for name in text.split()))
@@ -117,7 +119,8 @@ class OpenAxes:
         """Parse a string such as `out_channels ...`.
 
         Raises:
-            AxesError: if the string has several `...`, or a name is not an identifier.
+            AxesError: if the string has several `...`.
+            AxesError: if a name is not an identifier.
         """
         before, _, after = text.partition("...")
         return cls(Axes.parse(before), Axes.parse(after))
@@ -156,20 +159,21 @@ class Names:
 def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Names:
     """Name the dimensions of the leaves below a module that does not name them itself.
 
-    Write it in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
+    Write `ft.names` in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
     bias="out")]`, or as a value of a layout's `names=` mapping. Naming a field that the module
     does not have raises an error when a tree is read.
 
     Args:
         *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the
-            module, and `"**"` matches all leaves. A string instead of a mapping gives the leading
+            module, and `"**"` matches all leaves. A string instead of a mapping names the leading
             axes of a stack of layers, such as `eqx.filter_vmap` of a constructor makes. Every leaf
             below the module gets these axes, and `ft.FSDP` never shards them.
         **fields: the axes of the module's own fields. In a string, `...` stands for any number of
             unnamed dimensions.
 
     Raises:
-        AxesError: if axes cannot be parsed, or an argument is neither a mapping nor a string.
+        AxesError: if axes cannot be parsed.
+        AxesError: if an argument is neither a mapping nor a string.
         RuleError: if a glob cannot be parsed.
 
     Examples:
@@ -207,7 +211,8 @@ def _stack_axes(text: str) -> list[str]:
     """Parse the axes of a stack, all of which must have names.
 
     Raises:
-        AxesError: if there is no axis, or an axis has no name.
+        AxesError: if there is no axis.
+        AxesError: if an axis has no name.
     """
     axes = Axes.parse(text)
     if not axes or None in axes:

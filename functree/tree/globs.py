@@ -1,4 +1,4 @@
-"""A glob becomes a regular expression, and a path becomes the text that it matches."""
+"""A glob becomes a regular expression, and a path becomes a text to match with the expression."""
 
 import re
 from collections.abc import Iterable
@@ -38,7 +38,7 @@ def _escaped(key: object) -> str:
 def _unescaped(key: str) -> str:
     """Undo `_escaped`: return a string key itself, and any other key as its text."""
     key = key.removeprefix(_NO_STRING)
-    # One pass, so that an escaped character does not begin another escape.
+    # All escapes are undone in one pass, so that an escaped character does not begin another one.
     return re.sub("\x1d(.)", lambda escape: _ESCAPED[escape[1]], key)
 
 

@@ -89,7 +89,7 @@ class Stack:
 class PackedTree:
     """Node that holds another tree in packed form.
 
-    Its leaves have the paths, axes and modules that they have in that tree.
+    Its leaves have the same paths, axes and enclosing modules as in that tree.
     """
 
     __slots__ = ()

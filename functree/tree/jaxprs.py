@@ -1,4 +1,4 @@
-"""`all_equations` lists a traced program's operations; `dependencies` follows values through it."""
+"""`all_equations` lists a program's operations; `dependencies` follows values through a program."""
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -211,8 +211,8 @@ class ScanSizes(NamedTuple):
 def scan_sizes(equation: Any) -> ScanSizes:
     """Count the constants and carried values of a `scan`.
 
-    The operation's parameters differ between JAX versions. The counts are derived from shapes: only
-    sliced arrays and stacked results have one dimension fewer inside the loop.
+    The operation's parameters differ between JAX versions, so the counts are derived from shapes:
+    only sliced arrays and stacked results have one dimension fewer inside the loop.
     """
     body: Any = equation.params["jaxpr"]
     open_body = getattr(body, "jaxpr", body)

@@ -37,7 +37,7 @@ def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
 def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
     """Return the nodes at paths that exist in the tree.
 
-    Each node above them is flattened once.
+    Each node above these nodes is flattened once.
 
     Raises:
         FunctreeError: if several nodes share one of the paths.
@@ -91,8 +91,8 @@ def walk(
 
     Args:
         tree: the tree.
-        stops_at: a function of a node's path and the node. Where it is true, the node's kind is
-            `FOUND`, and nothing below the node is visited.
+        stops_at: a function of a node's path and the node. If its result is true, the node's kind
+            is `FOUND`, and nothing below the node is visited.
         in_model: whether children of a state or a packed tree have their paths in the model
             (several keys), instead of the paths of their nodes (one key).
 

@@ -35,7 +35,8 @@ class Path(tuple[Any, ...]):
         keys: the plain keys, outermost first; or the text of a path.
 
     Raises:
-        RuleError: if `keys` is not iterable, or is a string that is not a path.
+        RuleError: if `keys` is not iterable.
+        RuleError: if `keys` is a string that is not the text of a path.
 
     Examples:
         >>> path = ft.Path(("blocks", 3, "attn", "query"))
@@ -50,7 +51,7 @@ class Path(tuple[Any, ...]):
     __slots__ = ()
 
     def __new__(cls, keys: Iterable[Key] = ()) -> Self:
-        # First, because most paths are made from a tuple of keys.
+        # This case comes first, because most paths are made from a tuple of keys.
         if type(keys) is tuple:
             return super().__new__(cls, keys)
         if isinstance(keys, str):
@@ -67,7 +68,8 @@ class Path(tuple[Any, ...]):
         """Parse the text of a path.
 
         Raises:
-            RuleError: if `text` is not a string, or is not the text of a path.
+            RuleError: if `text` is not a string.
+            RuleError: if `text` is not the text of a path.
         """
         if not isinstance(text, str):
             raise RuleError(
@@ -117,7 +119,7 @@ def part_text(key: Key) -> str:
     """Format one key of a path."""
     if isinstance(key, str):
         return key if key.isidentifier() else json.dumps(key, ensure_ascii=False)
-    # The exact type: `True` is an int, and its text would parse as a name.
+    # The exact type is compared, since `True` is an int, and its text would parse as a name.
     if type(key) is int:
         return str(key)
     return f"[{key!r}]"
@@ -186,7 +188,8 @@ def _literal(source: str, text: str) -> Key:
     """Return the key that is written in brackets as a Python literal.
 
     Raises:
-        RuleError: if it is not a literal, or cannot be hashed.
+        RuleError: if the text in brackets is not a literal.
+        RuleError: if the key cannot be hashed.
     """
     try:
         key = ast.literal_eval(source)

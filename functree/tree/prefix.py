@@ -19,8 +19,8 @@ class PrefixOf(NamedTuple):
         one: the singular for messages: `layout`.
         is_one: a function that returns whether an object is such a value, and not a tree of them.
         wanted: the predicate in the message about an object that is neither.
-        hint: a function from an invalid part of the prefix, and its subtree, to the end of the
-            message.
+        hint: a function that returns the end of the message, given an invalid part of the prefix
+            and the subtree at the same path.
     """
 
     noun: str
@@ -36,8 +36,8 @@ def aligned(
     """Yield each value of a prefix tree with the path of its subtree, and the subtree itself.
 
     Raises:
-        RuleError: if the structures of the prefix and the tree differ, or the prefix contains an
-            invalid value.
+        RuleError: if the structures of the prefix and the tree differ.
+        RuleError: if the prefix contains an invalid value.
     """
     if of.is_one(prefix):
         yield prefix, path, tree
