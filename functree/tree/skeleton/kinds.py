@@ -191,8 +191,8 @@ class RegisteredKind(Kind):
 class DefaultDictKind(RegisteredKind):
     """Kind of defaultdicts.
 
-    Their children are read like a dict's children. JAX builds them, because only the treedef has
-    the factory.
+    Their children are read like a dict's children. JAX builds the defaultdicts, because only the
+    treedef holds the factory of default values.
     """
 
     def children(self, node: Tree) -> Children:
@@ -307,7 +307,7 @@ class ModuleKind(Kind):
         if not _complete(sample):
             return REGISTERED.build(code, sample)
         known, cls = _contents(sample), type(sample)
-        # The children first: their statements must precede the module's statements.
+        # The children come first, since their statements must precede the module's statements.
         below: dict[str, str] = {}
         for name in _fields(cls, False):
             below[name] = code.visit(known[name])
@@ -322,8 +322,8 @@ class ModuleKind(Kind):
         return module
 
 
-# Returns the `__dict__` of a module. It bypasses Equinox's `__getattribute__`, which binds methods
-# and is slow.
+# This function returns the `__dict__` of a module. It bypasses Equinox's `__getattribute__`, which
+# binds methods and is slow.
 _contents: Callable[[eqx.Module], dict[str, Tree]] = eqx.Module.__dict__["__dict__"].__get__
 
 
@@ -375,13 +375,13 @@ def kind_of(node: Tree) -> Kind:
     """Return the kind of a node or leaf."""
     if node is None:
         return NONE
-    # The exact class: in JAX, a subclass of list or dict is a leaf, or is registered with its own
-    # flattening.
+    # The exact class is compared, since in JAX a subclass of list or dict is a leaf, or is
+    # registered with its own flattening.
     container = _CONTAINERS.get(type(node))
     if container is not None:
         return container
-    # Before the `isinstance` checks of arrays and modules, which are slow for a new class. Each
-    # function has a new class of named tuples for its calls.
+    # This check precedes the `isinstance` checks of arrays and modules, which are slow for a new
+    # class. Each function has a new class of named tuples for its calls.
     if isinstance(node, tuple) and hasattr(type(node), "_fields") and _flattens_as_tuple(node):
         return NAMED_TUPLE
     if is_array(node):
@@ -417,9 +417,9 @@ def elements(node: tuple[T, ...]) -> tuple[T, ...]:
     return tuple(tuple.__iter__(node))
 
 
-# A subtree with at least this number of arrays has its own form. A form costs 0.2 µs per call.
+# A subtree with at least this number of arrays has its own form. Each form adds a function call.
 LARGE = 12
-# The number of forms that are cached for each class.
+# The maximum number of forms that are cached for each class.
 _REMEMBERED = 16
 
 
@@ -444,10 +444,10 @@ class Form:
         self.size: int = code.size
         self.take: Callable[[Tree], list[AnyArray] | Refusal] = code.finished(what)
         build = BuildCode(code.parts)
-        # Not `visit`, which looks for the form of a subtree.
+        # `visit` is not called here, since it looks for the form of a subtree.
         build.lines.append(f"return {kind_of(sample).build(build, sample)}")
         self.build: Callable[[Sequence[AnyArray]], Tree] = build.function("build(arrays)", what)
-        # Keeps the forms of subtrees alive, so that other trees can use them.
+        # This list keeps the forms of subtrees alive, so that other trees can use them.
         self._parts: list[Form] = [form for _, form in code.parts.values()]
 
     def fits(self, tree: Tree) -> bool:
@@ -606,7 +606,7 @@ class TakeCode(Code):
             at: the expression for a list or tuple of the children.
         """
         samples = list(samples)
-        # Before unpacking, which raises for a different number of values.
+        # This check precedes the unpacking, which raises an error for a different number of values.
         self.refuse_if(f"len({at}) != {len(samples)}", f"len({at})")
         names = [self.name() for _ in samples]
         if names:
@@ -618,8 +618,8 @@ class TakeCode(Code):
     def finished(self, what: str) -> Callable[[Tree], list[AnyArray] | Refusal]:
         """Compile the function under a file name that contains the class of the tree."""
         lines = [f"    {line}" for line in (*self.lines, f"return [{', '.join(self.arrays)}]")]
-        # A module that lacks a field, or a dict with different keys, raises KeyError. Its structure
-        # differs.
+        # A KeyError means that a module lacks a field, or that a dict has different keys, so the
+        # structure differs.
         found = f"{self.value(_keys)}({self.value(tuple(self.dicts))}, locals())"
         self.lines[:] = [
             "try:",

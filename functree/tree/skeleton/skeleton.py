@@ -134,7 +134,7 @@ class Skeleton:
 
     @cached_property
     def keys(self) -> tuple[object, ...]:
-        """A JAX key for each array, whose name is the text of the whole path."""
+        """A JAX key for each array. The key's name is the text of the array's whole path."""
         return tuple(GetAttrKey(str(path)) for path in self.paths)
 
     @property

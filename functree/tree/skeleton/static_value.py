@@ -54,7 +54,7 @@ class StaticValue:
 
 def _compared(value: object) -> object:
     """Return the value that represents a leaf in comparisons."""
-    # The text, because 0.0 == -0.0, and nan is not equal to itself.
+    # Numbers are compared as text, because 0.0 == -0.0, and nan is not equal to itself.
     if isinstance(value, float | complex | np.number):
         return repr(value)
     if _is_float0(value):
@@ -66,7 +66,7 @@ def equal(one: object, other: object) -> bool:
     """Return whether two static values are the same object, or compare equal with `==`.
 
     Raises:
-        FunctreeTypeError: if `==` raises.
+        FunctreeTypeError: if `==` raises an error.
     """
     try:
         # Not `one != other`: some classes define `__eq__` without a matching `__ne__`.
@@ -96,7 +96,7 @@ def is_hashable(value: object) -> bool:
 
 
 def runs_once(value: object) -> bool:
-    """Return whether a value is used up by one iteration or `await`: a generator, a `map`.
+    """Return whether one iteration or `await` uses a value up, such as a generator or a `map`.
 
     Only Python's own classes count. An iterator of another class, such as a data loader, may be
     static.
