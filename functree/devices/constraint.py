@@ -33,7 +33,7 @@ def with_constraint(
     return value
 
 
-# A model constrains many activations to a few specs.
+# A model constrains many activations to a few specs, so the shardings are cached.
 @functools.lru_cache(maxsize=1024)
 def _by_type(
     mesh: Mesh | AbstractMesh, spec: PartitionSpec

@@ -67,7 +67,8 @@ def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequ
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
-    # The compiler shards tangents. A gradient of a gradient is laid out by its own `grad`.
+    # The compiler chooses how tangents are sharded. The outer `grad` lays out a gradient of a
+    # gradient.
     return _lies_as.bind(*primals), tangents
 
 

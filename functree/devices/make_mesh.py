@@ -28,8 +28,8 @@ def make_mesh(
         explicit: whether the mesh axes are Explicit, so that shardings are part of array types. By
             default they are Auto. The default of `jax.make_mesh` is Explicit.
         devices: the devices; by default all devices.
-        dcn: the factor of each mesh axis that crosses slices. `data=8, dcn={"data": 4}` is 4 slices
-            of 2 devices.
+        dcn: the factor of each mesh axis that crosses slices. For example, `data=8,
+            dcn={"data": 4}` means 4 slices of 2 devices.
         target: an accelerator that you don't have, to compile programs without running them.
             `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), and `"cuda:h100:8"`
             is 8 GPUs (extra `functree[cuda]`).
@@ -37,9 +37,11 @@ def make_mesh(
             dimensions of a TPU slice's torus, a mesh axis may cover part of a dimension.
 
     Raises:
-        ShardingError: if there is no mesh axis, or a size is not a positive integer.
+        ShardingError: if there is no mesh axis.
+        ShardingError: if a size is not a positive integer.
         ShardingError: if the sizes do not fit the devices.
-        ShardingError: if `target` is invalid, or its compiler is not installed.
+        ShardingError: if `target` is invalid.
+        ShardingError: if the compiler for `target` is not installed.
         ShardingError: if an option has a value of the wrong type.
 
     Examples:
@@ -81,7 +83,7 @@ def _first_devices(
     if target is not None:
         named = Target.read(target)
         # A mesh on part of a target is refused, since the smaller slice has its own name. This
-        # check comes before the compiler, which may hang on a mistyped large number.
+        # check runs before the compiler, which may hang on a mistyped large number.
         if needed != named.size:
             raise ShardingError(
                 f"{requested} needs {count(needed, 'device')}, but target={shown(target)} has "
@@ -112,7 +114,9 @@ def _check_options(explicit: object, devices: object, dcn: object, target: objec
         ("target", target, target is None or isinstance(target, str)),
     ):
         if not fits:
-            remedy = f"; write {EXAMPLES}" if name == "target" else ""
+            remedy = "; pass a value of the option's type, or rename the mesh axis"
+            if name == "target":
+                remedy = f"; write {EXAMPLES}"
             raise ShardingError(
                 f"make_mesh({name}={given!r}): `{name}` is an option, so it cannot name a mesh axis"
                 f"{remedy}"

@@ -47,7 +47,8 @@ def mesh_view(mesh: MeshLike) -> MeshView:
     """Return the view of a mesh, of a dict of sizes, or of the current mesh (None).
 
     Raises:
-        ShardingError: if there is no current mesh, or its mesh axes are Manual.
+        ShardingError: if there is no current mesh.
+        ShardingError: if mesh axes of the current mesh are Manual.
         ShardingError: if the value is not a mesh.
     """
     if mesh is None:
@@ -58,7 +59,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         if manual:
             raise ShardingError(
                 f"inside shard_map, shapes are local along Manual mesh axes ({', '.join(manual)}): "
-                "lay out arrays outside it, and use `ft.constrain` for the remaining mesh axes"
+                "lay out arrays outside shard_map, and use `ft.constrain` for the other mesh axes"
             )
     if isinstance(mesh, Mesh | AbstractMesh):
         return MeshView(dict(mesh.shape), mesh)
@@ -77,14 +78,17 @@ def mesh_view(mesh: MeshLike) -> MeshView:
 
 
 def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> MeshView:
-    """Return the view of the given mesh, or otherwise of the layout's first mesh.
+    """Return the view of the given mesh, the layout's first mesh, or the current mesh.
+
+    The first of these that exists is used.
 
     Args:
         mesh: the given mesh, or None.
         own: the meshes in the layout, from a `NamedSharding` or a plan.
 
     Raises:
-        ShardingError: if there is no mesh, or two meshes differ.
+        ShardingError: if there is no mesh.
+        ShardingError: if two meshes differ.
     """
     known = [one for one in own if one is not None]
     if mesh is None and known:
@@ -176,7 +180,7 @@ _DEVICES = jax.make_user_context(None)
 
 @contextmanager
 def traced_under(mesh: Mesh | AbstractMesh) -> Iterator[None]:
-    """Make a mesh current while a function is traced, with its devices if it has any."""
+    """Make a mesh and its devices, if any, current while a function is traced."""
     with ExitStack() as stack:
         stack.enter_context(jax.sharding.use_abstract_mesh(abstract_mesh(mesh)))
         if isinstance(mesh, Mesh):

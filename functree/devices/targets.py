@@ -179,8 +179,8 @@ def device_memory(device: Device) -> int | None:
 
 EXAMPLES = '`"tpu:v5e:16x16"` for a TPU slice, or `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
-# The largest TPU slice has 9,216 chips. A compiler takes up to 20 µs to describe a chip, so a typo
-# with many digits would take minutes, or all memory.
+# The largest TPU slice has 9,216 chips. A compiler describes each chip, so a typo with many digits
+# would take minutes, or all memory.
 MOST_CHIPS = 1 << 17
 
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
@@ -221,7 +221,7 @@ class Target(NamedTuple):
     def read(cls, text: str) -> Self:
         """Parse the name of a target.
 
-        No compiler is involved, since the TPU compiler ends Python if a dimension is 0.
+        No compiler is involved, since the TPU compiler ends the process if a dimension is 0.
 
         Raises:
             ShardingError: if the text is not the name of a target.
@@ -282,7 +282,8 @@ def target_devices(target: Target) -> tuple[Device, ...]:
     """Return the devices of a target.
 
     Raises:
-        ShardingError: if the target's compiler is not installed, or JAX cannot load it.
+        ShardingError: if the target's compiler is not installed.
+        ShardingError: if JAX cannot load the compiler.
         ShardingError: if the compiler does not support slices of this shape.
     """
     package, extra = _COMPILERS[target.platform]

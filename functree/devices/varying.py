@@ -53,8 +53,8 @@ def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
     """Cast arrays so that each varies along every mesh axis along which any of them varies.
 
-    JAX casts operands of its own operations like this. Some operations and custom derivatives
-    require it.
+    JAX casts operands of most of its own operations like this. For other operations and for custom
+    derivatives, call this function.
 
     Examples:
         >>> from functree.devices.varying import equally_varying
@@ -110,7 +110,7 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """Wrap `fun` to run as in a shard_map with `check_vma=False`, even if the enclosing one checks.
+    """Wrap `fun` to run as in a shard_map with `check_vma=False`, whatever the enclosing one sets.
 
     Examples:
         >>> from functree.devices.varying import unchecked
