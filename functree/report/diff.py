@@ -31,7 +31,7 @@ class Change(NamedTuple):
         path: the path of the leaf; empty if the change does not concern a single leaf.
         what: the property: `spec`, `bytes on each device`, `all-gather over data`.
         before: its value in the first plan or ledger; None if it is missing there.
-        after: its value in the second; None if it is missing there.
+        after: its value in the second plan or ledger; None if it is missing there.
     """
 
     path: Path
@@ -48,7 +48,7 @@ class SharedWhat(str):
         paths: the paths of the leaves.
     """
 
-    # A string, so that readers of a `Change` need not know this class.
+    # The class derives from `str`, so that readers of a `Change` need not know it.
     beginning: str
     paths: tuple[Path, ...]
 
@@ -66,8 +66,8 @@ class Diff:
 
     Attributes:
         rows: the differences. For ledgers, the differences with the most bytes come first.
-        totals: the totals of both, even if they are equal. For plans, these are
-            the bytes on each device; for ledgers, the bytes moved to each device.
+        totals: the totals of both, even if they are equal. For plans, these are the bytes on each
+            device; for ledgers, the bytes moved to each device.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
@@ -114,7 +114,7 @@ class Diff:
 
         For easy comparison, all lines share a unit of bytes, except lines with far fewer bytes.
         """
-        # The unit of the largest change, since a size may be far larger than all changes.
+        # This is the unit of the largest change, since a size may be far larger than all changes.
         unit = common_unit(_grown([row]) or 0 for row in self.rows)
         for rows in _alike(self.rows):
             path, _, before, after = rows[0]
@@ -146,7 +146,7 @@ class Folded(NamedTuple):
         before: its value before.
         after: its value after.
         rows: the number of changes.
-        grown: the increase in bytes, summed over the changes; None if they are not bytes.
+        grown: the increase in bytes, summed over the changes; None if the values are not bytes.
     """
 
     path: str
@@ -203,7 +203,7 @@ def _exact(value: object) -> str:
 
 
 def _grown(rows: Sequence[Change]) -> int | None:
-    """Sum the increase in bytes over equal changes, or return None if they are not bytes."""
+    """Sum the increase in bytes over equal changes, or return None if the values are not bytes."""
     _, _, before, after = rows[0]
     if not isinstance(before, Bytes) and not isinstance(after, Bytes):
         return None
@@ -300,11 +300,13 @@ def changes(
     Args:
         before: the first mapping.
         after: the second mapping.
-        path: returns the path of a key's leaf.
-        properties: returns the properties to compare, by name, for a key and its value.
-        whole: returns a name and a value for an entry that only one mapping has.
+        path: a function that returns the path of a key's leaf.
+        properties: a function that returns the properties to compare, by name, for a key and its
+            value.
+        whole: a function that returns a name and a value for an entry that only one mapping has.
     """
-    # Entries are in the order of the first mapping. Entries that only the second has come last.
+    # Entries are in the order of the first mapping. Entries that are only in the second mapping
+    # come last.
     for key in dict.fromkeys([*before, *after]):
         if key not in after:
             what, text = whole(key, before[key])

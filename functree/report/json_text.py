@@ -21,7 +21,7 @@ from functree.tree.paths import Path
 T = TypeVar("T")
 
 FORMAT = 1
-"""The version of the format, which increases if older versions of functree cannot read it."""
+"""The version of the format. It increases if older versions of functree cannot read the JSON."""
 
 MOST_LEVELS = 100
 """The maximum number of levels of nested lists and objects.
@@ -35,8 +35,9 @@ def parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: if the text is not JSON, if it is nested more than `MOST_LEVELS` levels deep, or
-            if an object repeats a name, since readers differ in which value they use.
+        ValueError: if the text is not JSON.
+        ValueError: if the JSON is nested more than `MOST_LEVELS` levels deep.
+        ValueError: if an object repeats a name. JSON readers differ in which value they use.
     """
     try:
         value = json.loads(text, object_pairs_hook=_object)
@@ -125,8 +126,9 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
         cls: a named tuple or a dataclass. The types of its fields define the expected JSON.
 
     Raises:
-        FunctreeError: if the text is not JSON, if it is of a different kind or has a newer format,
-            or if a value is missing or has the wrong type.
+        FunctreeError: if the text is not JSON.
+        FunctreeError: if the JSON is of a different kind, or has a newer format.
+        FunctreeError: if a value is missing or has the wrong type.
     """
     if not isinstance(text, str | bytes):
         raise FunctreeTypeError(f"from_json: expected the JSON text of a {kind}, not {text!r}")

@@ -56,7 +56,7 @@ _TOOLS = (
     '<button type="button" class="fold">Collapse all</button>'
     '<output aria-live="polite"></output></div>'
 )
-# Hidden until the script runs.
+# The tools are hidden until the script runs.
 
 
 class Card(NamedTuple):
@@ -104,7 +104,7 @@ def code(text: str, kind: str = "") -> str:
 
 
 def color(index: int) -> int:
-    """Return the color number of a mesh axis or part. From the sixth on, they share a color."""
+    """Return the color number of a mesh axis or part. All from the sixth on share a color."""
     return min(index, 5)
 
 
@@ -193,7 +193,7 @@ class TreeLeaf(NamedTuple):
         parts: the texts of the keys of its path.
         size: its bytes, shown as a bar.
         content: the HTML of its text.
-        number: the number of items that it stands for, such as arrays.
+        number: the number of items that the line stands for, such as arrays.
         picture: the HTML of a picture on its left; may be empty.
         copies: the bytes among `size` that other devices also hold.
     """
@@ -412,7 +412,7 @@ class Pictures:
         for devices, name in self._stripes.items():
             stops = ""
             for i, device in enumerate(devices):
-                # Two stops for each color, so there is no transition.
+                # Each color has two stops, so there is no transition.
                 for end in (i, i + 1):
                     stops += (
                         f'<stop offset="{end / len(devices):.3g}" '
@@ -421,7 +421,8 @@ class Pictures:
             content += f'<linearGradient id="{name}" y2="1">{stops}</linearGradient>'
         for drawn, name in self._symbols.items():
             content += f'<symbol id="{name}" viewBox="0 0 {WIDE} {HIGH}">{drawn}</symbol>'
-        # Not `hidden`: a symbol that is not displayed cannot be used elsewhere.
+        # The attribute `hidden` would not work: a symbol that is not displayed cannot be used
+        # elsewhere.
         return f'<svg class="symbols" aria-hidden="true">{content}</svg>'
 
     def _blocks(

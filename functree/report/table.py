@@ -1,7 +1,7 @@
 """This module builds tables from cells of text, as lines of fixed width.
 
-rich's tables take 0.3 ms for each row, or ten seconds for 33,000 rows. This module also formats the
-paths and the bytes in tables.
+rich's tables would be too slow for plans with thousands of rows. This module also formats the paths
+and the bytes in tables.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
