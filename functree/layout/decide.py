@@ -92,7 +92,7 @@ class Group:
         return mentioned_axes(self.reached)
 
 
-UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate it")
+UNSPECIFIED = ("no layout was given for this array (`None`)", "write `P()` to replicate this array")
 
 
 def decide_parts(

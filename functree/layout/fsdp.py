@@ -175,8 +175,8 @@ class FSDP(Layout):
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of the dimensions it may shard ({sizes}) is {wanted}"
-        otherwise = "pass `otherwise=P()` to leave such leaves unchanged"
-        return start.wrong((why, f"pad one of them, raise `min_size`, or {otherwise}"))
+        otherwise = "pass `otherwise=P()` to leave leaves that FSDP cannot shard unchanged"
+        return start.wrong((why, f"pad one of these dimensions, raise `min_size`, or {otherwise}"))
 
     def __repr__(self) -> str:
         given = [repr(self.axis)]

@@ -260,7 +260,7 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
 
 def unannotated(leaf: Leaf) -> tuple[str, str]:
     """Return why rules cannot lay out a leaf without names, and the remedy."""
-    why, remedy = "has no axis names", 'annotate it (`Float[Array, "..."]`)'
+    why, remedy = "has no axis names", 'annotate the array (`Float[Array, "..."]`)'
     if leaf.unread is not None:
         reason, remedy = leaf.unread
         why += f": {reason}"
@@ -271,8 +271,8 @@ def unannotated(leaf: Leaf) -> tuple[str, str]:
         names = f'`names={{{cls.__name__}: ft.names({leaf.path[-1]}="...")}}`'
     return (
         f"{why}, and rules shard axes by name",
-        f"{remedy}, pass {names} to the rules, lay it out with a path filter, or have these rules "
-        "leave it unsharded with `unnamed=P()`",
+        f"{remedy}, pass {names} to the rules, lay the array out with a path filter, or pass "
+        "`unnamed=P()` to the rules to leave it unsharded",
     )
 
 

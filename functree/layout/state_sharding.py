@@ -202,13 +202,13 @@ class StateSharding(Layout):
 
     def _unmatched(self) -> Fault:
         """Return the fault of a leaf that no filter matches."""
-        why = "no filter matches it, since there are no filters"
+        why = "no filter matches this leaf, since there are no filters"
         if self.filters:
             listed = ", ".join(map(_written, self.filters[:8]))
-            why = f"no filter matches it; the filters are {listed}"
+            why = f"no filter matches this leaf; the filters are {listed}"
         if len(self.filters) > 8:
             why += " and others"
-        return why, "add a filter for it, or `...: P()` as the last filter"
+        return why, "add a filter for this leaf, or `...: P()` as the last filter"
 
     def __repr__(self) -> str:
         texts = zip(map(_written, self.filters), map(repr, self._layouts), strict=True)
@@ -332,7 +332,7 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
         None,
         what,
         why,
-        "remove it, or move it before the earlier filters if it should apply to these leaves",
+        "remove the filter, or move it before the earlier filters if it should apply to its leaves",
     )
 
 

@@ -69,11 +69,11 @@ def unheld(value: object) -> tuple[str, str] | None:
         )
     if value.dtype.kind in "fciub" and not value.dtype.isnative:
         why = f"has dtype {value.dtype.str}, whose byte order JAX does not support"
-        return why, 'convert it: `x.astype(x.dtype.newbyteorder("="))`'
+        return why, 'convert the array: `x.astype(x.dtype.newbyteorder("="))`'
     why = f"has dtype {value.dtype}, which JAX does not support"
     if value.dtype.char in "gG":
-        return why, "convert it: `x.astype(np.float64)`, or `x.astype(np.complex128)`"
-    return why, "convert it to numbers: for dates, use `.view(np.int64)`"
+        return why, "convert the array: `x.astype(np.float64)`, or `x.astype(np.complex128)`"
+    return why, "convert the array to numbers: for dates, use `.view(np.int64)`"
 
 
 def is_unheld_number(value: object) -> bool:

@@ -238,5 +238,5 @@ def test_the_remedies(case: str):
 
 
 def test_what_is_annotated_by_its_own_class_needs_no_reason():
-    with raises("has no axis names, and rules shard axes by name", "annotate it"):
+    with raises("has no axis names, and rules shard axes by name", "annotate the array"):
         specs(hold(MATRIX, Box(Bare(W))))

@@ -314,7 +314,7 @@ ILLEGAL: dict[str, tuple[Callable[[st.DrawFn, Drawn], Any], str]] = {
     "repeated axis": (with_an_axis_twice, "twice"),
     "indivisible size": (that_does_not_divide, "multiple of"),
     "missing name": (without_a_name, "no rule names"),
-    "unmatched leaf": (that_matches_not_all, "no filter matches it"),
+    "unmatched leaf": (that_matches_not_all, "no filter matches this leaf"),
     "hidden filter": (with_a_hidden_filter, "is never used"),
     "filter of nothing": (with_a_filter_of_nothing, "matches no leaf"),
 }

@@ -138,6 +138,6 @@ def test_arrays_on_several_meshes_are_told_apart() -> None:
     assert "on the mesh (model=2) of cpu:4, cpu:5" in str(plan)
     assert "replicated" not in plan.summary(), "each is sharded over the mesh that it is on"
     with raises(
-        '"other axes"', "the plan places it on a different mesh", "make a plan for each mesh"
+        '"other axes"', "the plan places this leaf on a different mesh", "make a plan for each mesh"
     ):
         ft.plan(tree, plan)

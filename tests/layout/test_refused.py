@@ -123,9 +123,9 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     # Filters
     "no filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"a": P(), Position: P()}), [
         "filter Position: matches no leaf",
-        "b: no filter matches it; the filters are 'a', Position",
+        "b: no filter matches this leaf; the filters are 'a', Position",
     ]),
-    "no filters": (W, ft.StateSharding({}), ["w: no filter matches it, since there are no filters"]),
+    "no filters": (W, ft.StateSharding({}), ["w: no filter matches this leaf, since there are no filters"]),
     "a filter of nothing": (W, ft.StateSharding({"**.bais": P("data"), ...: P()}), [
         "filter '**.bais': matches no leaf",
     ]),
@@ -150,16 +150,19 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
     "one array in two memories": (TIED, {"a": ft.on_host(P("data")), "b": P("data")}, [
         "b.0: is the same array as `a`, which is laid out as P('data', None) in pinned_host, not as P('data', None)",
     ]),
-    "a plan of another tree": (W, ft.plan({"v": x(4)}, P(), SIZES), ["w: the plan has no row for it"]),
+    "a plan of another tree": (W, ft.plan({"v": x(4)}, P(), SIZES), ["w: the plan has no row for this leaf"]),
     "a plan of live arrays": (W, ft.plan({"w": jnp.ones((8,6))}), [
-        "w: the plan has no spec for it: uncommitted, on the device cpu:0",
+        "w: the plan has no spec for this leaf: uncommitted, on the device cpu:0",
     ]),
 }  # fmt: skip
 
 # What each family says to do, by one of its cases; the whole text below has others.
 REMEDIES = {
     "a size by a spec": "pad dimension 1 to 8, or write `None` in the spec to leave it unsharded",
-    "sizes by FSDP": "pad one of them, raise `min_size`, or pass `otherwise=P()` to leave such leaves unchanged",
+    "sizes by FSDP": (
+        "pad one of these dimensions, raise `min_size`, or pass `otherwise=P()` to leave leaves that FSDP cannot "
+        "shard unchanged"
+    ),
     "a mesh axis of a spec": "use an axis that the mesh has",
     "a mesh axis of FSDP": "use an axis that the mesh has",
     "a mesh axis twice": "use the mesh axis once: it can shard only one dimension of an array",
@@ -171,20 +174,20 @@ REMEDIES = {
     "a name without a rule": 'write `hidden` or `hiden` in both the rule and the axes, or `"hidden": None` to leave it unsharded',
     "a typo behind the ellipsis": 'write `hidden` or `hiden` in both the rule and the axes, or add `"hidden": None` if they are different axes',
     "no names": (
-        'annotate it (`Float[Array, "..."]`), pass `names=` to the rules, lay it out with a path filter, or have '
-        "these rules leave it unsharded with `unnamed=P()`"
+        'annotate the array (`Float[Array, "..."]`), pass `names=` to the rules, lay the array out with a path filter, '
+        "or pass `unnamed=P()` to the rules to leave it unsharded"
     ),
     "no names in a class": (
-        'annotate it (`Float[Array, "..."]`), pass `names={Position: ft.names(weight="...")}` to the rules, lay it '
-        "out with a path filter, or have these rules leave it unsharded with `unnamed=P()`"
+        'annotate the array (`Float[Array, "..."]`), pass `names={Position: ft.names(weight="...")}` to the rules, lay '
+        "the array out with a path filter, or pass `unnamed=P()` to the rules to leave it unsharded"
     ),
     "names for another field": "name a leaf of Linear: `weight`, `bias`",
     "an axis of FSDP": "correct the name in `axes=`",
     "two specs": "after `|`, shard only dimensions that the layout before it leaves unsharded",
-    "no filters": "add a filter for it, or `...: P()` as the last filter",
+    "no filters": "add a filter for this leaf, or `...: P()` as the last filter",
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
-    "a hidden filter": "remove it, or move it before the earlier filters if it should apply to these leaves",
-    "no layout": "write `P()` to replicate it",
+    "a hidden filter": "remove the filter, or move it before the earlier filters if it should apply to its leaves",
+    "no layout": "write `P()` to replicate this array",
     "one array at two paths": "give both paths the same spec, or put a separate array at each path",
     "a plan of another tree": "use a plan of the tree that contains this leaf",
 }  # fmt: skip

@@ -237,7 +237,7 @@ def test_unused_says_what_to_do() -> None:
     ]
     assert {w.filename for w in caught} == {__file__}  # the line of the call
     # unmatched leaves are an error all the same
-    with pytest.raises(ft.ShardingError, match="no filter matches it"):
+    with pytest.raises(ft.ShardingError, match="no filter matches this leaf"):
         ft.plan(net(), ft.StateSharding({"conv.*": P()}, unused="ignore"), SIZES)
 
 
@@ -346,7 +346,7 @@ def test_from_specs_of_another_structure() -> None:
         {"a": jnp.ones(2), "b": jnp.ones(2)}, ft.StateSharding.from_specs({"a": P(), "c": P()})
     )
     assert "filter 'c'\n      matches no leaf" in text
-    assert "b   f32[2]\n      no filter matches it" in text
+    assert "b   f32[2]\n      no filter matches this leaf" in text
     with pytest.raises(ft.RuleError, match="3 at `a` is not a PartitionSpec"):
         ft.StateSharding.from_specs({"a": 3})
 

@@ -137,7 +137,7 @@ def test_a_static_leaf_that_cannot_be_hashed():
             "2 leaves cannot be static",
             "model.scale.a.0   set\n      is neither an array nor hashable",
             "model.scale.a.1   bytearray",
-            "make it an array or a hashable value",
+            "make the leaf an array or a hashable value",
             error=FunctreeTypeError,
         ):
             f(model, X)

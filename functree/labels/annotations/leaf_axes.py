@@ -73,7 +73,7 @@ def state_axes(value: AnyArray, path: Path, declared: Axes) -> LeafAxes:
     why = f"has {count(have, 'dimension')}, but its `StateRef` declares {len(declared)}"
     if any(declared):
         why += f' ("{declared}")'
-    remedy = "use a spec (`P(...)`) as its layout, or declare all its dimensions in the `StateRef`"
+    remedy = "lay the state out with a spec (`P(...)`), or declare all dimensions in the `StateRef`"
     if have > len(declared):
         remedy = f"{STACK}; otherwise {remedy}"
     return _misfit(value, path, (), why, remedy)

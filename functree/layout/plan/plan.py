@@ -195,11 +195,11 @@ class Plan(Layout):
         """Give a leaf the plan's spec for the array at the same path."""
         before, row = so_far or whole(leaf), self._row(leaf)
         if row is None:
-            return before.wrong(("the plan has no row for it", _OWN_TREE))
+            return before.wrong(("the plan has no row for this leaf", _OWN_TREE))
         if row.spec is None:
-            return before.wrong((f"the plan has no spec for it: {row.reason}", _OWN_TREE))
+            return before.wrong((f"the plan has no spec for this leaf: {row.reason}", _OWN_TREE))
         if row.mesh is not None:
-            why = f"the plan places it on a different mesh: {row.reason}"
+            why = f"the plan places this leaf on a different mesh: {row.reason}"
             return before.wrong((why, "make a plan for each mesh"))
         decision = apply_spec(leaf, row.spec, before, row.reason)
         kind = row.memory_kind or before.memory_kind

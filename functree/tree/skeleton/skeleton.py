@@ -207,7 +207,8 @@ class Skeleton:
 
 def _unhashable(path: Path, value: object) -> Problem:
     why = "is neither an array nor hashable, so it can be neither traced nor static"
-    return Problem(path, None, type(value).__name__, why, "make it an array or a hashable value")
+    remedy = "make the leaf an array or a hashable value"
+    return Problem(path, None, type(value).__name__, why, remedy)
 
 
 T = TypeVar("T")
