@@ -46,7 +46,7 @@ def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
-    """Return the current mesh or otherwise the arrays' mesh, if it has Explicit mesh axes.
+    """Return the current mesh, or without one the arrays' mesh, if it has Explicit mesh axes.
 
     JAX differentiates and loops eagerly on Explicit mesh axes only under a current mesh.
     """
@@ -57,7 +57,10 @@ def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | AbstractMesh:
-    """Return an abstract mesh with the devices of the first array on it, if there is one."""
+    """Find the devices of an abstract mesh: return the mesh of the first array on it.
+
+    If no array with devices is on the abstract mesh, return the abstract mesh.
+    """
     for array in arrays:
         found = mesh_of(array)
         if isinstance(found, Mesh) and found.abstract_mesh == mesh:

@@ -92,7 +92,7 @@ class Leaf(NamedTuple):
     unread: tuple[str, str] | None = None
 
     def named(self, name: tuple[Key, ...]) -> Path | None:
-        """Return the path of the leaf, beginning with a name above it.
+        """Return the path of the leaf, beginning with a name above the leaf.
 
         Args:
             name: the name, as a path of one key.

@@ -73,11 +73,11 @@ class Source(NamedTuple):
 class Named(IntEnum):
     """The state of a dimension's name after some layouts have decided."""
 
-    UNASKED = 0  # no rules have decided about the leaf
+    UNASKED = 0  # no rules have been applied to the leaf
     MISSING = 1  # no rule mentions the name, which is an error
     MENTIONED = 2  # `FSDP` has the name in `axes`, so no rule has to mention it
     CLOSED = 3  # only the rule `...: None` covers the name
-    DECIDED = 4  # a layout has decided about the dimension, by its name or its index
+    DECIDED = 4  # a layout has settled the dimension, by its name or its index
 
 
 class Dimension(NamedTuple):
@@ -88,7 +88,7 @@ class Dimension(NamedTuple):
         source: the source of its sharding; None if it is unsharded.
         named: the state of its name.
         blocked: the fault if rules mention the name but none could apply; otherwise None. A later
-            layout that decides about the dimension removes this fault.
+            layout that settles the dimension removes this fault.
     """
 
     mesh_axes: tuple[str, ...] = ()

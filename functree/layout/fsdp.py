@@ -167,7 +167,7 @@ class FSDP(Layout):
         return free
 
     def _unfit(self, leaf: Leaf, start: Decision, free: Sequence[int], parts: int) -> Decision:
-        """Decide about a leaf if the mesh axis divides none of the dimensions in `free`."""
+        """Return the decision for a leaf if the mesh axis divides no dimension in `free`."""
         if self.otherwise is not None:
             reason = f"FSDP: no dimension it can shard, so otherwise={spec_text(self.otherwise)}"
             # `otherwise` applies to sizes only: a name that no rule mentions is still a fault.

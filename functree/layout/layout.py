@@ -54,7 +54,7 @@ class Layout:
 
     @abstractmethod
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
-        """Decide about one leaf.
+        """Decide how one leaf is sharded.
 
         Args:
             leaf: the leaf.

@@ -341,7 +341,8 @@ def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     """Return whether the rules end with `...: None`.
 
     Raises:
-        RuleError: if `...` is not last, or maps to a mesh axis.
+        RuleError: if `...` is not last.
+        RuleError: if `...` maps to a mesh axis.
     """
     closed = False
     for name, _ in pairs:

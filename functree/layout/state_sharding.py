@@ -57,8 +57,8 @@ Unused = Literal["error", "warn", "ignore"]
 class StateSharding(Layout):
     """A layout that maps filters to layouts. The first filter that matches a leaf decides.
 
-    Filters see one path of each leaf. The path begins at the root of the tree, of a prefix tree's
-    entry, or of an argument. In an `ft.TrainState`, filters see the path in the model. A glob may
+    Filters match one path of each leaf. The path begins at the root of the tree, of a prefix tree's
+    entry, or of an argument. In an `ft.TrainState`, filters match the path in the model. A glob may
     begin with an argument's name, a field of an `ft.TrainState`, or a key above a state. The glob
     then matches paths that begin there.
 

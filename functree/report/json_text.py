@@ -127,7 +127,8 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
 
     Raises:
         FunctreeError: if the text is not JSON.
-        FunctreeError: if the JSON is of a different kind, or has a newer format.
+        FunctreeError: if the JSON is of a different kind.
+        FunctreeError: if this version of functree cannot read the JSON's format.
         FunctreeError: if a value is missing or has the wrong type.
     """
     if not isinstance(text, str | bytes):

@@ -269,7 +269,7 @@ def _meant(hint: Hint) -> str:
 
 
 def _is_about(hint: Hint, node: Tree) -> bool:
-    """Return whether an annotation is for values with this structure."""
+    """Return whether an annotation is for values with a node's structure."""
     if is_array(node):
         return bool(hint.forms)
     if hint.below is not None:

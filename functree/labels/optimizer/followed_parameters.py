@@ -281,7 +281,7 @@ def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]
 
 
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:
-    """Determine from their sizes which dimensions of a parameter a leaf has.
+    """Determine which dimensions of a parameter a leaf has, from the sizes of both.
 
     A leaf may have dimensions of its own, followed by all dimensions of the parameter. Or it has
     some of the parameter's dimensions in their order, and its own dimensions all have size 1. Other

@@ -41,7 +41,8 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
 
     Raises:
         ShardingError: if leaves cannot be laid out; the error lists all problems.
-        ShardingError: if there is no mesh, or if the layout is for a different mesh.
+        ShardingError: if there is no mesh.
+        ShardingError: if the layout is for a different mesh.
         ShardingError: if `layout` is left out and the arrays are not on `mesh`.
         FunctreeError: if `tree` is a class, or a function that was not called.
         RuleError: if the layout is None or not a layout.
