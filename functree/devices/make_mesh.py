@@ -28,8 +28,8 @@ def make_mesh(
         explicit: whether the mesh axes are Explicit, so that shardings are part of array types. By
             default they are Auto. The default of `jax.make_mesh` is Explicit.
         devices: the devices; by default all devices.
-        dcn: the factor of each mesh axis that crosses slices. For example, `data=8,
-            dcn={"data": 4}` means 4 slices of 2 devices.
+        dcn: the factor of each mesh axis that crosses slices. For example,
+            `data=8, dcn={"data": 4}` means 4 slices of 2 devices.
         target: an accelerator that you don't have, to compile programs without running them.
             `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), and `"cuda:h100:8"`
             is 8 GPUs (extra `functree[cuda]`).
