@@ -1,7 +1,8 @@
 """A cast changes an array's dtype, and counts the values that the new dtype cannot hold.
 
 Rounding a float is not a loss. A value is lost if it is out of range, or if its imaginary part is
-dropped. A fraction or a NaN is lost in an integer dtype, and an integer in a float that rounds it.
+dropped. An integer dtype loses fractions and NaNs, and a float dtype loses the integers that it
+rounds.
 """
 
 import functools
@@ -30,8 +31,8 @@ class Loss(NamedTuple):
         size: the number of its elements.
         before: its dtype before the cast.
         after: its dtype after the cast.
-        lost: how many of its values were lost. For an array on devices, this number is an array
-            too, so that the next cast does not wait for it.
+        lost: how many of its values were lost. For an array on devices, this number is a JAX array,
+            so that the next cast does not wait for the count.
     """
 
     path: Path
@@ -72,7 +73,8 @@ def cast_on_host(array: _Array, dtype: Any) -> _Array:
         return _cast(array, dtype)
 
 
-# Elements that are checked at once. Masks of a whole array would take several times its memory.
+# The number of elements that are checked at once. Masks for a whole array would take several times
+# the array's memory.
 _BLOCK = 2**20
 
 
@@ -93,8 +95,7 @@ def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
 def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether the smallest and the largest value show that no value is lost.
 
-    For weights that are cast to shorter floats, this takes a tenth of the time that checking each
-    value would.
+    For weights that are cast to shorter floats, this is much faster than checking each value.
     """
     if not array.size or not (_is_float(array.dtype) and _is_float(dtype)):
         return False

@@ -75,7 +75,8 @@ class Exported:
 
         Raises:
             FunctreeError: if the number of arguments is wrong.
-            FunctreeError: if an argument has a different shape or dtype, or was deleted.
+            FunctreeError: if an argument's shape or dtype differs from the exported one.
+            FunctreeError: if an argument was deleted.
         """
         if len(arrays) != len(self.exported.in_avals):
             raise FunctreeTypeError(
@@ -169,7 +170,8 @@ def _checked(data: bytes) -> bytes:
     """Check the digest of a function's bytes, and remove it.
 
     Raises:
-        FunctreeError: if there is no digest, or it differs.
+        FunctreeError: if there is no digest.
+        FunctreeError: if the digest differs.
     """
     # Checked first, since JAX trusts offsets and sizes in the bytes: one flipped bit may crash the
     # process.

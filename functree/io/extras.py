@@ -35,7 +35,7 @@ def _is_installed(package: str) -> bool:
 class ForeignErrors:
     """Context manager that converts errors of other packages into functree's errors.
 
-    The original error is chained as the cause. Orbax raises all classes of errors, including
+    The original error is chained as the cause. Orbax raises errors of many classes, including
     `Exception` itself. Errors of JAX's runtime, such as an out-of-memory error, are not converted.
 
     Args:

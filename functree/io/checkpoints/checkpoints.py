@@ -42,16 +42,16 @@ class Checkpoints:
     leftovers.
 
     Args:
-        folder: a folder that all processes see, or its address in a bucket: `gs://bucket/run`.
+        folder: a folder that all processes share, or its address in a bucket: `gs://bucket/run`.
         keep: how many of the newest checkpoints are kept; None keeps all.
-        every: the interval between saved steps, which are its multiples; None saves every step.
+        every: the number whose multiples are the saved steps; None saves every step.
 
     Attributes:
         folder: the folder.
 
     Raises:
-        CheckpointError: if a checkpoint could not be written in the background. It is raised by the
-            next `save`, `wait` or `restore`, or at the end of the `with` statement.
+        CheckpointError: if a checkpoint could not be written in the background. The next `save`,
+            `wait` or `restore`, or the end of the `with` statement, raises the error.
 
     Examples:
         >>> with ft.Checkpoints(folder / "run", keep=2, every=10) as checkpoints:
@@ -77,7 +77,7 @@ class Checkpoints:
         self._keep, self._every = keep, every
         # The steps that may have leftovers of a killed process; None for all.
         self._unswept: list[int] | None = None
-        # The steps that this run saved, which count as newer than all others.
+        # The steps that this run saved. They are treated as newer than all others.
         self._saved: set[int] = set()
         self._is_open = False  # whether the program is inside the `with` statement
         # The background writer, and the future that ends with it.
@@ -102,14 +102,14 @@ class Checkpoints:
                 self.wait()
             elif self._running is not None:
                 # Wait without the other processes, which may be in the middle of a step that this
-                # one never reaches.
+                # process never reaches.
                 _, ended = self._running
                 _NOT_ASKED.pop(ended, None)
                 ended.result()
         except FunctreeError as failed:
             if error is None:
                 raise
-            # Added as a note, since the first error may be the cause of this one.
+            # Added as a note, since the error of the block may have caused this one.
             error.add_note(f"and the last checkpoint was not saved: {failed}")
 
     @property
@@ -136,7 +136,7 @@ class Checkpoints:
         return max(self.steps, default=None)
 
     def save(self, step: int, tree: Tree, meta: object = None, force: bool = False) -> bool:
-        """Save a tree as the checkpoint of a step. You may donate the tree once this returns.
+        """Save a tree as the checkpoint of a step. You may donate the tree once `save` returns.
 
         Args:
             step: the step, at least 0.
@@ -151,7 +151,7 @@ class Checkpoints:
             CheckpointError: if `ft.save` would raise it.
             CheckpointError: if the step already has a checkpoint.
             CheckpointError: if the previous checkpoint could not be written.
-            FunctreeError: if it is called outside the `with` statement.
+            FunctreeError: if `save` is called outside the `with` statement.
         """
         check("Checkpoints.save: invalid arguments", step=(step, EXTENT), force=(force, FLAG))
         if not self._is_open:
@@ -169,7 +169,7 @@ class Checkpoints:
         writer = CheckpointWriter(
             self._folder.at(str(step)), tree, meta, verify=True, step=int(step)
         )
-        # A new executor for each call, whose future raises the thread's error in `wait`.
+        # Each call creates an executor, whose future raises the thread's error in `wait`.
         thread = ThreadPoolExecutor(1, "functree checkpoint")
         ended = thread.submit(self._finish, writer, int(step))
         thread.shutdown(wait=False)
@@ -181,9 +181,9 @@ class Checkpoints:
         """Wait until the background checkpoint is complete.
 
         Raises:
-            CheckpointError: if it could not be written.
+            CheckpointError: if the checkpoint could not be written.
         """
-        # Cleared first, so that an error in the background is raised once.
+        # Cleared first, so that an error in the background is raised only once.
         running, self._running = self._running, None
         if running is not None:
             _NOT_ASKED.pop(running[1], None)
@@ -225,7 +225,8 @@ class Checkpoints:
 
         Raises:
             CheckpointError: if `ft.restore` raises it.
-            CheckpointError: if there is no checkpoint, or none for this step.
+            CheckpointError: if there is no checkpoint.
+            CheckpointError: if there is no checkpoint for this step.
         """
         check("Checkpoints.restore: invalid arguments", step=(step, EXTENT.or_none()))
         self.wait()
@@ -235,8 +236,8 @@ class Checkpoints:
             try:
                 return restore(path, like, layout, mesh, only=only, cast=cast, verify=verify)
             except CheckpointError:
-                # Another process may have removed the latest because of `keep`. In that case, a
-                # newer one exists.
+                # Another process may have removed the latest checkpoint because of `keep`. In that
+                # case, a newer checkpoint exists.
                 if step is not None or self._found(None) == found:
                     raise
 
@@ -244,13 +245,14 @@ class Checkpoints:
         """Check that a step has a checkpoint, or find the latest step.
 
         Raises:
-            CheckpointError: if there is no checkpoint, or none for this step.
+            CheckpointError: if there is no checkpoint.
+            CheckpointError: if there is no checkpoint for this step.
         """
         with Agreement(f"{self.folder} cannot be restored") as agreement:
             agreement.compare(lambda: {"step": [str(step)]})
             text = " ".join(map(str, self.steps))
-        # All use the first process's list: on a network file system, the others may not see
-        # the latest step yet, and would restore a different one.
+        # All processes use the first process's list. On a network file system, the others may not
+        # see the latest step yet, and would restore a different step.
         steps = list(map(int, text_of_first(text).split()))
         if steps and step is None:
             return steps[-1]
@@ -262,7 +264,7 @@ class Checkpoints:
         )
 
     def _check_new(self, step: int) -> None:
-        """Raise CheckpointError if a step exists, and warn if a later one does."""
+        """Raise CheckpointError if a step has a checkpoint, and warn if a later step has one."""
         with files(f"{self.folder} cannot be written"):
             # Leftovers are removed here, not when the folder is opened, so that readers remove
             # nothing.
@@ -295,12 +297,13 @@ class Checkpoints:
         if self._keep is None or jax.process_index() != 0:
             return
         with files(f"old checkpoints in {self.folder} cannot be removed"):
-            # A run that resumes from an earlier step saves lower numbers than already exist. If
-            # steps were sorted by number alone, its own checkpoints would be removed first.
+            # A run that resumes from an earlier step saves steps with lower numbers than existing
+            # steps. If steps were sorted by number alone, the run's own checkpoints would be
+            # removed first.
             steps = sorted(self.steps, key=lambda one: (one == step, one in self._saved, one))
             for one in steps[: -self._keep]:
                 old = self._folder.at(str(one))
-                # A link leads to a checkpoint of another run.
+                # A link points to another run's checkpoint.
                 if os.path.islink(old.path) or is_foreign(old):
                     warn(f"{old.path} was not removed, since `ft.Checkpoints` did not write it")
                 else:

@@ -41,7 +41,8 @@ class Contents(NamedTuple):
         """Build the contents of a tree's checkpoint.
 
         Raises:
-            CheckpointError: if an array cannot be saved, or its path cannot be read back.
+            CheckpointError: if an array cannot be saved.
+            CheckpointError: if an array's path cannot be read back.
             CheckpointError: if `meta` is not JSON.
         """
         check_tree("save", tree)
@@ -90,8 +91,9 @@ class Contents(NamedTuple):
         arrays: list[str] = []
         for row in manifest.rows:
             arrays.append(f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}")
-        # Each process has its own NumPy arrays, and orbax writes the first process's. Different
-        # values would be lost silently. A JAX array is the same array in all processes.
+        # Each process has its own NumPy arrays, and orbax writes only the first process's arrays.
+        # Other processes' different values would be lost silently. A JAX array is the same array in
+        # all processes.
         values: list[str] = []
         for path, value in self.stored.items():
             if not isinstance(value, jax.Array):

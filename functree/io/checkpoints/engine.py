@@ -3,9 +3,9 @@
 Random keys are stored as words, and dtypes that zarr lacks as bytes. An array and its stored form
 have the same bits in the same order, and therefore the same digest.
 
-Before orbax reads, the headers of the arrays are compared with the manifest, since tensorstore
-trusts them. It allocates chunks of any size, and parses nested JSON recursively. Either may crash
-the process, which no `except` can prevent.
+Before orbax reads arrays, their headers are compared with the manifest, since tensorstore trusts
+headers. It allocates chunks of any size, and parses nested JSON recursively. Either may crash the
+process, which no `except` can prevent.
 """
 
 import math
@@ -49,8 +49,8 @@ class Response(Protocol):
 
 def is_done(running: Response) -> bool:
     """Wait briefly, and return whether a save has ended. Raise the save's error, if any."""
-    # Short waits let the processes report errors to each other. In orbax, a process may wait for a
-    # failed process or a bucket for up to twenty minutes.
+    # Short waits let the processes report errors to each other. Orbax may wait up to twenty minutes
+    # for a failed process or a bucket.
     seconds = 0.25
     start = time.monotonic()
     try:
@@ -65,7 +65,7 @@ def is_done(running: Response) -> bool:
 
 
 def start_saving(folder: Path, arrays: Mapping[str, StoredArray]) -> Response:
-    """Start writing arrays to a new folder. The arrays may be donated once this returns."""
+    """Start writing arrays to a new folder. The arrays may be donated once the function returns."""
     orbax = import_orbax()
     if not arrays:  # orbax does not write an empty tree
         nothing: Future[None] = Future()
@@ -110,8 +110,8 @@ def _watch() -> ThreadPoolExecutor:
     # including orbax's. `atexit` functions run only afterwards. The thread is started here, since a
     # program that is ending cannot start threads.
     worker = executor.submit(threading.current_thread).result()
-    # Not a daemon: Python waits for it before JAX disconnects from the other processes, which two
-    # threads must not do at once.
+    # Not a daemon: Python must wait for this thread before JAX disconnects from the other
+    # processes, since two threads must not disconnect at once.
     threading.Thread(
         target=_end_saves, args=(worker,), name="functree checkpoint", daemon=False
     ).start()
@@ -127,8 +127,8 @@ def _end_saves(worker: threading.Thread) -> None:
     """
     worker.join()
     if any(map(_is_running, _SAVES)) or _FAILED.is_set():
-        # Closing the connection ends their wait. They could not finish anyway, since orbax would
-        # need new threads.
+        # Closing the connection ends the saves' wait. The saves could not finish anyway, since
+        # orbax would need new threads.
         jax.distributed.shutdown()
 
 
@@ -143,7 +143,9 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
         JAX arrays with these shardings, and NumPy arrays.
 
     Raises:
+        CheckpointError: if an array's header cannot be read.
         CheckpointError: if an array's shape in the files differs from its target's shape.
+        CheckpointError: if the folder contains a pipe or another special file.
     """
     orbax = import_orbax()
     if not targets:
@@ -222,7 +224,7 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
 
 def import_orbax() -> Any:
     """Import orbax, or raise FunctreeError if it is not installed."""
-    # `Any`, since its types are unknown where it is not installed.
+    # `Any`, since orbax's types are unknown where orbax is not installed.
     return import_extra("orbax.checkpoint", "checkpoint").v1
 
 
@@ -231,11 +233,11 @@ def _context(orbax: Any) -> Any:
     context = orbax.Context()
     # Compression barely shrinks trained weights, and takes 2.4 times as long.
     context.array.saving.use_compression = False
-    # The layout decides where arrays are placed, never the file.
+    # The layout determines where arrays are placed; the file never does.
     context.array.saving.enable_write_sharding_file = False
     # If a program ends while orbax creates folders in the background, orbax's other threads wait
-    # for minutes. With several processes, `_end_saves` ends that wait. In the foreground, all
-    # processes would wait for a process that cannot create its folders.
+    # for minutes. With several processes, `_end_saves` ends that wait. If orbax created folders in
+    # the foreground, all processes would wait for a process that cannot create its own.
     context.asynchronous.create_directories_asynchronously = jax.process_count() > 1
     # Without this option, orbax refuses to read only some of the arrays.
     context.pytree.loading.partial_load = True

@@ -32,9 +32,9 @@ from functree.io.extras import ForeignErrors, import_extra
 MANIFEST = "functree.json"
 
 DEADLINE = 60.0
-"""Seconds after which a bucket that does not answer counts as unreachable.
+"""Seconds after which a bucket that does not answer is treated as unreachable.
 
-Tensorstore alone would try for many minutes.
+Tensorstore alone would retry for many minutes.
 """
 
 ASKED_AFTER = 20.0
@@ -80,7 +80,7 @@ class Folder:
         """Read the manifest.
 
         Raises:
-            CheckpointFileError: if something that is not a regular file has its name.
+            CheckpointFileError: if the manifest is not a regular file.
         """
         manifest = self.path / MANIFEST
         # Opening a pipe would wait for a writer, and reading a device may never end.
@@ -90,7 +90,7 @@ class Folder:
         return Found(found.value if found.state == "value" else None, found.stamp.generation)
 
     def commit(self, text: str, generation: bytes) -> bool:
-        """Write the manifest atomically, if the current one has this generation.
+        """Write the manifest atomically, if the current manifest has this generation.
 
         Returns:
             Whether it was written: False if another writer was first.
@@ -122,11 +122,11 @@ class Folder:
 
     def obstacle(self) -> str:
         """Describe the file or link that keeps this path from being a folder, or return ''."""
-        # A single call of `stat`: another process may make or remove the folder between two.
+        # Call `stat` only once: another process may make or remove the folder between two calls.
         try:
             is_folder = stat.S_ISDIR(os.stat(self.path).st_mode)
         except OSError:
-            is_folder = not os.path.islink(self.path)  # nothing is there, or a broken link
+            is_folder = not os.path.islink(self.path)  # there is nothing, or a broken link
         if is_folder:
             return ""
         if os.path.islink(self.path):
@@ -171,7 +171,7 @@ class Folder:
 
 
 class BucketFolder(Folder):
-    """Folder at an address in a bucket, which exists if it has contents.
+    """Folder at an address in a bucket. The folder exists if it has contents.
 
     The inherited methods that call the operating system find nothing at such an address.
 
@@ -194,7 +194,7 @@ class BucketFolder(Folder):
             paths = self._listed(self._files.ls, self._root, detail=False, refresh=True)
         except FileNotFoundError:
             return []
-        # If the folder does not exist, gcsfs lists an object with its name.
+        # If the folder does not exist, gcsfs lists an object with the folder's name.
         inside = [path for path in paths if path.startswith(f"{self._root}/")]
         return [path.rstrip("/").rpartition("/")[2] for path in inside]
 
@@ -227,7 +227,8 @@ class BucketFolder(Folder):
             self._reached = time.monotonic()
 
     def _listed(self, ask: Any, path: str, **options: Any) -> Any:
-        # Without a timeout, gcsfs tries each request six times, and may wait for each forever.
+        # Without a timeout, gcsfs tries each request six times, and may wait forever for each
+        # attempt.
         try:
             return ask(path, **options, timeout=DEADLINE)
         except TimeoutError:
@@ -244,8 +245,8 @@ def files(failure: str) -> ForeignErrors:
 
 # A scheme has at least two letters, since a Windows drive has one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# `Path` removes a slash from an address. A folder could have such a name, but hardly one with these
-# schemes.
+# `Path` removes a slash from an address. A folder could have the resulting name, but hardly with
+# one of these schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 _IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
 # Orbax and fsspec expand shell patterns and resolve dots, and tensorstore refuses line breaks.
@@ -291,7 +292,7 @@ def _in_bucket(address: str) -> BucketFolder:
             f"{address!r} contains {found.group()!r}, which orbax does not accept in a name: "
             "use an address without it"
         )
-    # Orbax needs gcsfs to reach a bucket, but does not report that it is missing.
+    # Orbax needs gcsfs to reach a bucket, but does not report that gcsfs is missing.
     import_extra("gcsfs", "gcs")
     tensorstore: Any = import_extra("tensorstore", "gcs")
     fsspec: Any = import_extra("fsspec", "gcs")
@@ -323,14 +324,15 @@ DAY = 24 * 3600.0
 _REMOVED_AFTER = DAY + 3600.0
 
 BEGUN, FAILED = ".begun", ".failed"
-"""Suffixes of the files next to the values with which processes notify each other.
+"""Suffixes of the files with which processes notify each other. The files are next to the values.
 
 `BEGUN` means that the first process has begun to write here, and `FAILED` that a process could not
 write.
 """
 
-# The values, orbax's temporary folders, processes' notes, and the locks of earlier versions.
-# If a process is killed while it writes a manifest, tensorstore leaves `functree.json.__lock`.
+# The values, orbax's temporary folders, processes' notes, and the locks of earlier functree
+# versions. If a process is killed while it writes a manifest, tensorstore leaves
+# `functree.json.__lock`.
 _OWN = re.compile(
     rf"{VALUES}(\.orbax-checkpoint-tmp|\.begun|\.failed|\.lock|\.json)?|functree\.json\.__lock"
 )
@@ -340,7 +342,8 @@ def read_manifest(folder: Folder) -> Manifest:
     """Read the manifest of the checkpoint in a folder.
 
     Raises:
-        CheckpointError: if the folder is not a checkpoint, or its manifest has changed.
+        CheckpointError: if the folder is not a checkpoint.
+        CheckpointError: if the manifest has changed since it was written.
     """
     path = folder.path / MANIFEST
     with files(f"{path} cannot be read"):
@@ -415,7 +418,7 @@ class Draft:
 
         Raises:
             CheckpointError: if another writer was first.
-            CheckpointError: if the file cannot be written.
+            CheckpointError: if the manifest cannot be written.
         """
         folder = self._folder
         with files(f"{folder.path} cannot be written"):
@@ -447,7 +450,7 @@ class Draft:
                 if is_in_bucket(folder.path) or _named(folder) in (self.name, None):
                     return
             _remove_values(folder, self.name)
-            # An older folder is the user's, even if it is empty.
+            # A folder that existed before belongs to the user, even if it is empty.
             if self._is_new:
                 folder.remove_empty()
 
@@ -500,7 +503,8 @@ def is_foreign(folder: Folder) -> bool:
 def _named(folder: Folder) -> str | None:
     """Read the name of the folder with the values from a manifest.
 
-    The name is empty if there is no manifest, and None if the manifest is unreadable or has none.
+    The name is empty if there is no manifest, and None if the manifest is unreadable or names no
+    folder.
     """
     try:
         found = folder.read().data
@@ -526,7 +530,8 @@ def sweep(folder: Folder) -> bool:
         Whether there may be leftovers that are too recent to remove.
     """
     ages = {name: folder.age(name) for name in folder.names() if _OWN.fullmatch(name)}
-    # The manifest is read after the ages, since a later manifest names nothing old.
+    # The manifest is read after the ages, since a manifest that is written meanwhile names only
+    # recent files.
     kept = _named(folder) if ages else None
     if kept is None:
         return False  # there are no leftovers, or an unreadable manifest may name them

@@ -80,8 +80,8 @@ class Checkpoint:
     def diff(self, other: "Checkpoint | Plan") -> Diff:
         """Compare the checkpoint with another checkpoint, or with a plan.
 
-        It compares mesh sizes, arrays, axes and specs. Between two checkpoints, it also compares
-        the digests of values.
+        The comparison covers mesh sizes, arrays, axes and specs. Between two checkpoints, it also
+        covers the digests of values.
 
         Raises:
             FunctreeError: if `other` is neither a checkpoint nor a plan.
@@ -131,7 +131,8 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
         path: the folder of the checkpoint, or its address in a bucket.
 
     Raises:
-        CheckpointError: if `path` is not a checkpoint, or its manifest has changed.
+        CheckpointError: if `path` is not a checkpoint.
+        CheckpointError: if the manifest has changed since it was written.
 
     Examples:
         >>> ft.save(

@@ -42,7 +42,7 @@ class SavedArray(NamedTuple):
         shape: its shape.
         dtype: its dtype.
         axes: the names of its dimensions.
-        spec: the spec that it was saved with; None if it had none.
+        spec: the spec that the array was saved with; None if it had no spec.
         bytes: the size of one copy in bytes.
         digest: the digest of its values as 8 hexadecimal digits; None if none was saved.
         same_as: the array's first path, if this is a later path of the same array; otherwise None.
@@ -107,7 +107,8 @@ class Manifest(NamedTuple):
             where: the file, for messages.
 
         Raises:
-            CheckpointError: if the text is not a manifest, or has a newer format.
+            CheckpointError: if the text is not a manifest.
+            CheckpointError: if the manifest has a newer format.
             CheckpointError: if the text has changed since it was written.
         """
         try:
@@ -146,7 +147,7 @@ def checksum(body: Mapping[str, Any]) -> str:
 
 def _check_rows(rows: Sequence[SavedArray]) -> None:
     """Raise FunctreeError for inconsistent rows."""
-    # Another program or a person may have written them with a correct checksum.
+    # Another program or a person may have written these rows with a correct checksum.
     known: dict[Path, SavedArray] = {}
     for row in rows:
         why, size = "", math.prod(row.shape) * row.dtype.itemsize

@@ -213,11 +213,11 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
     """Read each stored array once, by name."""
     stored: dict[str, Any] = {}
     targets: dict[str, Any] = {}
-    for one in reversed(wanted):  # the first of several arrays with one name decides
+    for one in reversed(wanted):  # the first of several arrays with one name sets the target
         target = one.target
         if target.size:
             targets[one.name] = target
-        else:  # it is only in the manifest
+        else:  # an empty array is only in the manifest
             stored[one.name] = np.empty(target.shape, target.dtype)
     if targets and manifest.arrays is None:
         raise CheckpointFileError(
@@ -230,8 +230,9 @@ def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> d
     """Read some of a checkpoint's arrays.
 
     Raises:
-        CheckpointError: if one cannot be read. Orbax may not name it, so it is found by bisection.
-            All processes do so, since orbax needs the same number of calls in each.
+        CheckpointError: if an array cannot be read. Orbax may not name the array, so bisection
+            finds it. All processes bisect, since orbax needs the same number of calls in each
+            process.
     """
     try:
         with Agreement(f"{folder} cannot be restored"), files(f"{folder} cannot be read"):
@@ -305,7 +306,7 @@ def _arrays(
             made[key] = array.copy() if one.name in used else array
             used.add(one.name)
         arrays[one.leaf.path] = made[key]
-    # Last, since reading the numbers waits for their devices.
+    # The warning comes last, since reading the counts waits for the devices.
     warn_of_losses(
         f"{folder} was restored", losses, "give these arrays in `like` the dtype that was saved"
     )
@@ -326,12 +327,12 @@ def _wanted_arrays(
         folder: the checkpoint, for the message.
         manifest: its manifest.
         leaves: the arrays in `like`.
-        shardings: the sharding of each.
+        shardings: the sharding of each array.
         only: the filter of the arrays to restore.
         cast: whether their dtypes may differ.
 
     Raises:
-        CheckpointError: if they differ from the saved arrays.
+        CheckpointError: if the arrays in `like` differ from the saved arrays.
     """
     rows = {row.path: row for row in manifest.rows}
     known = set(leaves.paths)
@@ -372,7 +373,7 @@ def _saved_leaf(row: SavedArray) -> Leaf:
     return Leaf(row.path, value, row.axes, seen=row.path, buffer=row.buffer)
 
 
-# The largest number of paths in a remedy. Nobody would read a longer filter.
+# The maximum number of paths in a remedy. A longer filter would be hard to read.
 _MOST = 6
 
 
@@ -420,7 +421,7 @@ def _matched(
     """
     matched = [leaf for leaf in saved if _matches(only, leaf)]
     lost: list[Filter] = []
-    # Properties such as a dtype are exempt: a filter may name one that no array has.
+    # Properties such as a dtype are exempt: a filter may name a property that no array has.
     functions = [part for part in atoms(only) if isinstance(part, FunctionFilter)]
     for part in (*naming(only), *functions):
         if not any(map(part, leaves)) and not any(_matches(part, leaf) for leaf in saved):

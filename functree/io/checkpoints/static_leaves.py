@@ -25,7 +25,7 @@ _NUMBERS = (bool, int, float, complex)
 def static_texts(tree: Tree) -> dict[str, str]:
     """Return the texts of a tree's static leaves by path.
 
-    Leaves whose text contains an address are omitted, since it differs between processes.
+    Leaves whose text contains an address are omitted, since addresses differ between processes.
     """
     texts: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
@@ -40,7 +40,8 @@ def static_texts(tree: Tree) -> dict[str, str]:
 def unsaveable(tree: Tree) -> Iterator[Problem]:
     """Yield a problem for each leaf that looks like an array, but has values that cannot be saved.
 
-    Otherwise, they would count as static leaves, and a restore would return the values from `like`.
+    Otherwise, these leaves would be treated as static, and a restore would return the values from
+    `like`.
     """
     for path, leaf in leaves_of(tree):
         if isinstance(leaf, jax.Ref):
@@ -66,11 +67,12 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         if then is None or is_array(leaf):
             continue
         now = _text(leaf)
-        # Both are shortened, since functree's first versions saved texts of any length.
+        # Both texts are shortened, since functree's first versions saved texts of any length.
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
             kind.append(f"`{path}` was saved as {_short(then)}, but is {_short(now)} in `like`")
-    # These are None or missing in `like`. An array there is a separate error.
+    # These leaves are None or missing in `like`. An array at one of their paths is a separate
+    # error.
     for name, then in lost.items():
         others.append(f"`{name}` was saved as {_short(then)}, but is missing from `like`")
     if numbers:

@@ -40,18 +40,19 @@ def save(
     overwrite: bool = False,
     meta: object = None,
 ) -> None:
-    """Save the arrays of a tree by path. When this returns, the checkpoint is complete.
+    """Save the arrays of a tree by path. When `save` returns, the checkpoint is complete.
 
-    If it raises an error, an earlier checkpoint at the path is unchanged.
+    If `save` raises an error, an earlier checkpoint at the path is unchanged.
 
     Args:
-        path: a new folder that all processes see, or its address in a bucket: `gs://bucket/run/1`.
+        path: a new folder that all processes share, or its address in a bucket:
+            `gs://bucket/run/1`.
         tree: modules and containers with concrete arrays. Other leaves are static, and are not
             saved. `ft.restore` warns if they differ in `like`.
         verify: whether digests of the values are saved. `ft.restore` uses them to detect changed
             data.
-        overwrite: whether a checkpoint at this path is replaced. It is replaced once the new one is
-            complete. With `verify=True`, the new values are also read back first.
+        overwrite: whether a checkpoint at this path is replaced. The old checkpoint is replaced
+            once the new one is complete. With `verify=True`, the new values are first read back.
         meta: JSON values that are saved with the arrays. `ft.inspect` returns them.
 
     Raises:
@@ -59,7 +60,8 @@ def save(
         CheckpointError: if the path holds anything else.
         CheckpointError: if an array is traced, abstract, or not on devices of all processes.
         CheckpointError: if a leaf is a mutable reference, or a masked array.
-        CheckpointError: if JAX lacks an array's dtype, or XLA cannot convert it to bytes.
+        CheckpointError: if JAX lacks an array's dtype.
+        CheckpointError: if XLA cannot convert an array's dtype to bytes.
         CheckpointError: if `meta` is not JSON.
         CheckpointError: if the files cannot be written.
         FunctreeError: if the processes save different trees.
@@ -95,7 +97,7 @@ class CheckpointWriter:
         step: the step of `ft.Checkpoints`.
 
     Raises:
-        CheckpointError: if `save` would raise it.
+        CheckpointError: for the reasons that `save` lists.
     """
 
     def __init__(
@@ -111,12 +113,13 @@ class CheckpointWriter:
         self._folder, self._failure = folder, f"{folder.path} cannot be written"
         self._another = f"{self._failure}: another process failed to write it"
         options = [f"verify={verify}, overwrite={overwrite}"]
-        # Compared before the folder is made, so that different trees leave no files.
+        # The trees are compared before the folder is made, so that different trees leave no files.
         with Agreement(self._failure) as agreement:
             import_orbax()
             contents = Contents.of(tree, meta, step)
             agreement.compare(lambda: {**contents.facts(), "options": options})
-        # Only the first process creates a draft. It sends the name of the values to the others.
+        # Only the first process creates a draft. It sends the name of the folder with the values to
+        # the others.
         self._draft: Draft | None = None
         with Agreement(self._failure):
             if jax.process_index() == 0:
@@ -140,10 +143,10 @@ class CheckpointWriter:
         is written.
 
         Returns:
-            The manifest, and the save that must end before it is written.
+            The manifest, and the save that must end before the manifest is written.
         """
-        # Digests are computed before orbax begins, since the arrays may be donated afterwards. They
-        # describe the arrays, not the disk, so that write errors are noticed.
+        # Digests are computed before orbax begins, since the arrays may be donated afterwards. The
+        # digests describe the arrays in memory, not the files, so that write errors are noticed.
         if verify:
             self._digests, differ = digests_of(contents.stored)
             if differ:
@@ -159,10 +162,11 @@ class CheckpointWriter:
         """Wait until the values are written, then write the manifest. All processes must call this.
 
         Raises:
-            CheckpointError: if `save` would raise it.
+            CheckpointError: for the reasons that `save` lists.
         """
         with self._undone():
-            # In orbax alone, the others would wait for minutes for a process that cannot write.
+            # With orbax alone, the other processes would wait for minutes for a process that cannot
+            # write.
             wait_in_all(self._failure, self._is_written)
             # Read back before the manifest replaces the earlier checkpoint, which must stay if the
             # disk has wrong values.
@@ -175,7 +179,7 @@ class CheckpointWriter:
         A collective here could come between the collectives of a step. Values are not read back.
 
         Raises:
-            CheckpointError: if `save` would raise it.
+            CheckpointError: for the reasons that `save` lists.
         """
         with self._undone():
             # Orbax waits for all processes through JAX's coordination service, without collectives.
@@ -230,14 +234,14 @@ class CheckpointWriter:
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
-        # Last, since it makes the values the checkpoint. Written first, it would name missing
-        # values if this process were killed.
+        # The manifest is written last, since it completes the checkpoint. If it were written first,
+        # it would name missing values if this process were killed.
         if self._draft is not None:
             self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
         """Raise CheckpointError if the values on the disk differ from the saved ones."""
-        # Some arrays at a time, since all at once would take the memory of a second model.
+        # Arrays are read in groups, since all at once would take the memory of a second model.
         while self._targets:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):

@@ -40,7 +40,7 @@ def with_joined_heads(shape: Sequence[int], axes: Sequence[str | None]) -> list[
     """Join `head_dim` with the dimension before it in a shape, as published models do."""
     sizes: list[int] = []
     for size, axis in zip(shape, axes, strict=True):
-        # Without a dimension before it, this is the scale of a norm over one head.
+        # If `head_dim` comes first, the array is the scale of a norm over one head.
         if axis == "head_dim" and sizes:
             sizes[-1] *= size
         else:
@@ -125,7 +125,7 @@ class TensorForm(NamedTuple):
                 outer.append(slice(0, 1))  # a dimension of size 1
                 continue
             # Only the first of the joined dimensions is sliced in the file. A block of the others
-            # would be scattered there, so they are sliced in memory.
+            # would be scattered in the file, so they are sliced in memory.
             first, others = taken[joined[0]], joined[1:]
             sizes = [self.shape[i] for i in others]
             rest = math.prod(sizes)

@@ -107,15 +107,15 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Find the files with tensors in a folder: the files in the index, or all.
+    """Find a folder's files with tensors: the files in the index, or all files without an index.
 
     Raises:
         FunctreeError: if the folder has no safetensors file.
         FunctreeError: if the index is invalid.
         FunctreeError: if a file in the index is missing, or outside the folder.
     """
-    # The index decides, since the folder may also hold a partial download, or a copy of the model
-    # for another program.
+    # Only files in the index are read, since the folder may also hold a partial download, or a copy
+    # of the model for another program.
     index = folder / INDEX
     if not os.path.lexists(index):
         found = sorted(folder.glob("*.safetensors"))

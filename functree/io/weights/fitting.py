@@ -50,8 +50,8 @@ class Terms(NamedTuple):
             cast.
         dtype: the remedy for a tensor with a different dtype.
         misfit: the remedy for a tensor that is missing or has a different shape.
-        unread: the remedy for tensors that no array is read from, before the list of their names.
-            It may be empty.
+        unread: the remedy for tensors that no array is read from. It precedes the list of their
+            names, and may be empty.
         lost: the remedy for values that a dtype cannot hold.
     """
 
@@ -236,7 +236,7 @@ def fitted(
 
     Args:
         leaves: the arrays.
-        shardings: the sharding of each.
+        shardings: the sharding of each array.
         named: the name of each array that has one.
         tensors: all tensors in the files.
         terms: the rules for casts, and the remedies.
@@ -284,7 +284,8 @@ def unread_problems(
         tensors: the names of all tensors in the files.
         read: the names of the tensors that are read.
         left_out: patterns for names of tensors that need not be read.
-        advice: the remedy for unread tensors, before the list of their names. It may be empty.
+        advice: the remedy for unread tensors. It precedes the list of their names, and may be
+            empty.
     """
     tensors = list(tensors)
     unread = [name for name in tensors if name not in read]
@@ -359,7 +360,7 @@ def _row_for(leaf: Leaf, path: str, unread: Mapping[str, Tensor]) -> str:
         for text in (name, f"{name}.T"):
             if TensorForm.fitting(leaf.shape, tensor.shape, TensorName.parse(text)) is not None:
                 fitting.setdefault(name, text)
-    # A low cutoff is enough: these tensors have the right shape, and nothing else needs them.
+    # A low cutoff is enough: these tensors have the right shape, and no other array needs them.
     near = nearest(str(leaf.path), fitting, 1, cutoff=0.4)
     if not near:
         return ""

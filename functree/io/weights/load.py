@@ -110,8 +110,8 @@ def load_tensors(
     - `*` in a name stands for the text that the glob's `*` matched.
     - `{i}` in a glob matches a number, which the name may use in arithmetic: `"blocks.{i}.{j}.w"`
       may have the name `"layers.{2*i+j}.w"`.
-    - `{layer}`, and `{expert}` after it, count the elements of an array's leading dimensions, each
-      of which has its own tensor.
+    - `{layer}`, and `{expert}` after it, stand for the indices of an array's leading dimensions.
+      Each index has its own tensor.
     - `[0/3]` after a name selects the first of three equal parts of the tensor, and `[0:2/4]` the
       first two of four. The parts divide the first dimension that fits.
     - `.T` at the end of a name transposes the tensor, and `.transpose(2, 0, 1)` reorders its
@@ -132,8 +132,10 @@ def load_tensors(
             with values that the dtype cannot hold. Rounding floats causes no warning.
 
     Raises:
-        FunctreeError: if an array has no name, or the files lack its tensor.
-        FunctreeError: if a tensor has a different shape or dtype, or is not read.
+        FunctreeError: if an array has no name.
+        FunctreeError: if the files lack an array's tensor.
+        FunctreeError: if a tensor has a different shape or dtype.
+        FunctreeError: if a tensor is neither read nor left out.
         FunctreeError: if a pattern in `table` or `left_out` matches nothing.
         FunctreeError: if an array in `like` has no sharding, and there is no layout.
         FunctreeError: if a file is not a safetensors file.
@@ -218,7 +220,7 @@ def _loaded(
         facts: further facts that must be the same in all processes.
 
     Raises:
-        FunctreeError: if something does not fit.
+        FunctreeError: if an array, a tensor or the table has a problem.
         ShardingError: if the layout does not fit the tree.
     """
     failure = _failure(where)
@@ -244,8 +246,8 @@ def _facts(weights: Sequence[Weight]) -> Facts:
     """Return the facts that must be the same in all processes."""
     arrays: list[str] = []
     names: list[str] = []
-    # Each machine has its own files, perhaps of a different model with the same shapes. Arrays
-    # would then mix both models.
+    # Machines may have different files, perhaps of models with the same shapes. Arrays would then
+    # mix both models.
     beginnings: dict[str, str] = {}
     for weight in weights:
         path, sharding = path_text(weight.leaf.path), weight.sharding
@@ -261,7 +263,7 @@ def _facts(weights: Sequence[Weight]) -> Facts:
 def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
     """Read the arrays. All processes must call this, with the same arrays.
 
-    An array that occurs several times in `like` is one array again.
+    If `like` has one array at several paths, so does the result.
 
     Args:
         where: the files, for messages.
@@ -288,7 +290,7 @@ def _read(where: str, weights: Sequence[Weight], remedy: str) -> list[_Array]:
                 losses.append(loss)
     with Agreement(_failure(where)):  # a user may turn the warning into an error
         warn_of_losses(where, losses, remedy)
-    # Each process has read its own files, so copies of a part may differ. With one process, there
+    # Each process has read its own files, so copies of a shard may differ. With one process, there
     # is nothing to compare, and digests would read the whole model.
     if jax.process_count() > 1:
         paths = [str(loss.path) for loss in losses]
@@ -321,23 +323,25 @@ def load_weights(
 ) -> Transformer:
     """Load a published model from `config.json` and `*.safetensors`.
 
-    The families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe. The arrays
-    are created sharded, and each process reads only the slices that its devices hold. One error
-    lists all problems, before anything is read.
+    The supported families are llama, mistral, qwen2, qwen3, mixtral, qwen3_moe, olmo2 and olmoe.
+    The arrays are created sharded, and each process reads only the slices that its devices hold.
+    One error lists all problems, before anything is read.
 
     Args:
         folder: the folder with the files.
         layout: the layout of the model.
         mesh: the mesh; by default the current mesh.
-        param_dtype: the dtype of the parameters; by default as in the files. A warning lists the
-            paths of arrays with values that it cannot hold. Float64 raises an error
-            without `jax_enable_x64`.
+        param_dtype: the dtype of the parameters; by default, the dtype in the files. A warning
+            lists the paths of arrays with values that this dtype cannot hold. Float64 raises an
+            error without `jax_enable_x64`.
         **fields: fields of the config: `compute_dtype` (by default float32), `remat`, `attention`,
             `max_seq`, `capacity`, `dispatch` and `dot_general`.
 
     Raises:
-        FunctreeError: if the family is unknown, or a field of `config.json` is not understood.
-        FunctreeError: if a weight is missing, has a different shape, or is not read.
+        FunctreeError: if the family is unknown.
+        FunctreeError: if functree does not understand a field of `config.json`.
+        FunctreeError: if a weight is missing, or has a different shape.
+        FunctreeError: if a weight is not read.
         FunctreeError: if the processes have different files.
         ShardingError: if the layout is None, or does not fit the model.
 
@@ -375,8 +379,8 @@ def load_weights(
             config = dataclasses.replace(config, param_dtype=embed.dtype)
         repeated = dict(_repeated(published, tensors))
     others = [problem for problem in repeated.values() if problem is not None]
-    # The plan is checked for an abstract model, so that a layout that does not fit is reported
-    # after a second, not after reading 100 GB.
+    # The plan is checked with an abstract model, so that a layout that does not fit is reported
+    # before any array is read.
     model = abstract(Transformer.create)(config, key=jax.random.key(0))
     terms = _OF_PUBLISHED if param_dtype is None else _OF_PUBLISHED._replace(dtypes="cast")
     facts = {"config": facts_of(config)}
@@ -388,7 +392,7 @@ def load_weights(
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
     """Raise FunctreeError for sizes in a config that the files cannot have.
 
-    Even creating an abstract model with such sizes might take forever.
+    Even creating an abstract model with these sizes might take forever.
     """
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     # Each layer has its own tensors, and each other size occurs in a tensor's shape.
@@ -419,7 +423,7 @@ _SIZES = "vocab_size embed heads kv_heads head_dim hidden experts expert_hidden"
 _FREQUENCIES = ".rotary_emb.inv_freq"
 # Frequencies were saved in the dtype of the weights, and bfloat16 has 8 bits of precision.
 _TOLERANCE = 2.0**-7
-# Rows of two tables that are compared at a time. Whole tables may take gigabytes.
+# The number of rows of two tables that are compared at a time. Whole tables may take gigabytes.
 _ROWS = 4096
 
 

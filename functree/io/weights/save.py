@@ -181,7 +181,7 @@ def _tensors(leaves: Sequence[Leaf], names: Mapping[Path, TensorName]) -> dict[s
             parts = (part for stack in parts for part in _layers(stack))
         axes = leaf.axes[len(name.places) :]
         for tensor, part in zip(name.tensors(leaf.shape), parts, strict=True):
-            # In all processes, since gathering an array is a collective.
+            # All processes gather the array, since gathering is a collective.
             whole = _on_host(part)
             if jax.process_index() == 0:
                 tensors[tensor] = as_published(whole, axes, name)
@@ -278,7 +278,7 @@ def _config(family: str, config: TransformerConfig) -> dict[str, Any]:
 # Fields of layers that do not affect the result, or that users choose when they load weights, such
 # as the dtype of activations and the capacity of experts.
 _FREE = ("axes", "axis", "compute_dtype", "dispatch", "capacity")
-# The same kinds of fields in the config, and the fields that every family supports.
+# Fields of these kinds in the config, and the fields that every family supports.
 _NOT_COMPARED = (*CHOSEN, "param_dtype", "hidden", "expert_hidden")
 _HEADLINE = "save_weights: no published family computes the same function as this model"
 _OPTIONS = "use the options of one of these families, or save any model with `ft.save`"

@@ -54,8 +54,8 @@ class TensorName(NamedTuple):
     Attributes:
         name: the tensor's name in the files, which may contain `{layer}` and `{expert}`.
         part: the part of the tensor.
-        order: the dimensions of the tensor in the array's order. Empty means reversed, and None
-            means unchanged.
+        order: the dimensions of the tensor in the array's order. An empty tuple reverses the
+            dimensions, and None keeps their order.
     """
 
     name: str
@@ -113,10 +113,10 @@ _OPERATIONS: dict[type[ast.operator], Callable[[int, int], int]] = {
 def _filled(place: re.Match[str], numbers: Mapping[str, int]) -> str:
     """Compute an expression in braces.
 
-    If it contains unknown names, they stay in the expression, within braces.
+    An expression with unknown names is returned in braces.
 
     Raises:
-        SyntaxError, ValueError, ZeroDivisionError: if it is not arithmetic.
+        SyntaxError, ValueError, ZeroDivisionError: if the expression is not arithmetic.
     """
     expression = _NAME.sub(lambda name: str(numbers.get(name[0], name[0])), place[1])
     if _NAME.search(expression):
