@@ -187,7 +187,7 @@ def _prepare(options: Namespace) -> None:
 
     Raises:
         Failure: if a mesh or target cannot be parsed.
-        Failure: if an option occurs several times, but the command accepts it once.
+        Failure: if an option occurs several times, but the command accepts it only once.
         Failure: if the number of devices does not fit a mesh.
     """
     is_plan, read = options.command == "plan", mesh_or_devices

@@ -102,7 +102,8 @@ def parsed(
 
 
 def _checked(main: Parser, commands: Mapping[str, Parser], arguments: Sequence[str]) -> Namespace:
-    # Unknown names are reported first: argparse reports a misspelled option as a missing one.
+    # Unknown names are reported first: argparse would report a misspelled option as a missing
+    # option.
     before = list(takewhile(lambda one: one.startswith("-"), arguments))
     main.check(before)
     if arguments and not before and arguments[0] not in commands:
@@ -164,7 +165,8 @@ def mesh_sizes(text: str) -> dict[str, int]:
     """Parse `data=8,model=4` into `{"data": 8, "model": 4}`.
 
     Raises:
-        Failure: if the text is malformed, or names a mesh axis twice.
+        Failure: if the text is malformed.
+        Failure: if the text names a mesh axis twice.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -192,7 +194,7 @@ _RULES = "write rules such as `--rules batch=data,hidden=model,...=none`"
 def given_layout(options: Namespace) -> LayoutTree:
     """Return the layout for `plan`, `ledger` or `why`, or None if there is none.
 
-    It comes from `--layout`, or from `--rules` and `--fsdp`.
+    The layout comes from `--layout`, or from `--rules` and `--fsdp`.
 
     Raises:
         Failure: if `--layout` is combined with `--rules` or `--fsdp`.

@@ -28,7 +28,7 @@ class Cause(NamedTuple):
         after: the result, in the same form.
         origins: where these shardings come from, without duplicates: paths of arguments and
             results, and source lines of constraints.
-        reason: why the collective counts as asked for; empty if it does not.
+        reason: why the collective is classified as asked for; empty if it is not.
         hint: advice for avoiding the collective; empty if there is none.
     """
 
@@ -62,8 +62,8 @@ class Collective:
             source and target. None if the groups could not be parsed, or the mesh is unknown.
         group_size: the number of devices in a group; None if it is unknown.
         bytes: the bytes of its result on one device, per run.
-        count: the number of runs, with all enclosing loops multiplied out. A branch counts as if it
-            were taken. None if the length of an enclosing loop is unknown.
+        count: the number of runs, with all enclosing loops multiplied out. Every branch is assumed
+            to be taken. None if the length of an enclosing loop is unknown.
         paths: the paths of the parameters that it serves, each relative to its argument. Empty if
             there are none.
         arguments: the argument that each of these parameters belongs to, in the same order.
@@ -71,7 +71,7 @@ class Collective:
         source: the innermost line of model code, as `file:line`. If there is none, it is the
             innermost line; None if no line is known. Model code is your own code, the layers of
             functree and Equinox, and other installed packages. JAX, optax, and the transforms of
-            functree and Equinox do not count.
+            functree and Equinox are not model code.
         op: the name of its instruction in the program's text.
         moves: the role of the array for each of these parameters. `itself` is the parameter, or a
             value computed from the parameter alone. `gradient` is its gradient. `activation` is an
@@ -79,8 +79,8 @@ class Collective:
             such an activation. `update` is a part of its update. None if the array serves no
             parameter.
         called_from: the innermost line of your own code, if `source` is in an installed package or
-            in functree. None otherwise, or if it is unknown: JAX keeps only the ten innermost
-            frames (`jax_traceback_in_locations_limit`).
+            in functree. None otherwise, or if the line is unknown, since JAX keeps only the ten
+            innermost frames (`jax_traceback_in_locations_limit`).
         verdict: `asked` if the layout requires it or you wrote it; `compiler` if the compiler chose
             it; None if this is unknown.
         cause: the operation that it comes from; None if it is unknown.
@@ -167,7 +167,7 @@ class Memory:
             CPU compiler's figure leaves out temporaries, so on CPUs the peak is the sum of all
             allocations. The TPU compiler's figure includes fast on-chip memory and host memory. On
             TPUs, the peak is therefore at most the sum of the allocations in main memory. The peak
-            may be less than `arguments` or `temporaries`, since these count all allocations,
+            may be less than `arguments` or `temporaries`, since these cover all allocations,
             including host memory.
     """
 

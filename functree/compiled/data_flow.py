@@ -23,7 +23,8 @@ MOVES = COPIES | {
     "broadcast", "concatenate", "convert", "dynamic-slice", "dynamic-update-slice", "pad",
     "reduce-precision", "reverse", "slice", "slice-done", "slice-start", "transpose",
 }  # fmt: skip
-# The range of operands that hold the value. Other operands are indices, padding or conditions.
+# For each opcode, the range of operands that hold the value. Other operands are indices, padding or
+# conditions.
 _PASSED = {
     "dynamic-slice": (0, 1),
     "dynamic-update-slice": (0, 2),
@@ -110,7 +111,7 @@ class DataFlow:
 
     @cached_property
     def callers(self) -> Mapping[str, list[Instruction]]:
-        """The instructions that call each computation, by its name."""
+        """The instructions that call each computation, by the computation's name."""
         callers: defaultdict[str, list[Instruction]] = defaultdict(list)
         for opcode in CALLS:
             for instruction in self.hlo.by_opcode.get(opcode, ()):
@@ -160,7 +161,7 @@ class DataFlow:
     def origins(
         self, value: HloValue, passes: Callable[[Instruction], bool]
     ) -> frozenset[HloValue]:
-        """Return the values that a value was computed from, including through loops and branches.
+        """Return the values that a value was computed from, even through loops and branches.
 
         Args:
             value: the value.
@@ -209,7 +210,7 @@ class DataFlow:
     ) -> dict[HloValue, int]:
         """Find which of the given values depend on each value in their histories.
 
-        Each answer is an integer with one bit for each of `values`. All outputs of a program may
+        Each answer is a bit mask with one bit for each of `values`. All outputs of a program may
         depend on one number, such as a global norm, so separate walks for each output would take
         quadratic time.
 
@@ -452,7 +453,7 @@ _KNOWN = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 def runs(flow: DataFlow) -> Mapping[str, int | None]:
     """Count how often each computation runs, by name; None if an enclosing loop has unknown length.
 
-    Each branch of a conditional counts as if it were taken.
+    Every branch of a conditional is assumed to be taken.
     """
     hlo = flow.hlo
     counts: dict[str, int | None] = {hlo.entry: 1}

@@ -23,8 +23,8 @@ class Flops(NamedTuple):
     """The flops of a compiled program on one device.
 
     Attributes:
-        total: the number of flops. A multiply-add counts as two. Each branch of a conditional
-            counts as if it were taken, and a loop of unknown length counts once.
+        total: the number of flops. A multiply-add is two flops. Every branch of a conditional is
+            assumed to be taken, and a loop of unknown length is assumed to run once.
         not_understood: one sentence for each part that is missing from the total or may be
             undercounted.
     """
@@ -61,7 +61,7 @@ def count_flops(text: str) -> Flops:
     for name, number in unknown.items():
         sentences.append(f"{name}: the flops of {count(number, 'call')} are unknown and left out")
     if endless:
-        why = "a loop's length depends on data, so each operation counts once"
+        why = "a loop's length depends on data, so each operation is counted once"
         sentences.append(f"the number of runs of {', '.join(endless)} is unknown: {why}")
     return Flops(total, tuple(sentences))
 
@@ -256,7 +256,7 @@ def convolution_flops(
     """Count the flops of one run of a convolution.
 
     Args:
-        one: the convolution, which has the window and the order of the dimensions.
+        one: the convolution, with its window and the order of its dimensions.
         image: the type of the convolved array.
         kernel: the type of the kernel.
         output: the type of the result.
@@ -266,7 +266,7 @@ def convolution_flops(
         return 0  # every convolution has labels
     of_image, of_kernel, of_output = labels.groups()
     # `b` is the batch, `f` the features, and `i` and `o` are the kernel's input and output
-    # features. If features are in groups, `i` counts the input features of one group.
+    # features. If features are in groups, `i` is the number of input features in one group.
     flops = 2 * output.shape[of_output.index("b")] * output.shape[of_output.index("f")]
     flops *= kernel.shape[of_kernel.index("i")]
     for dimension, window in enumerate(_windows(one)):

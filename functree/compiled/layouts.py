@@ -169,7 +169,7 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
         results: the paths of its results; None to use the names in the lowered function.
 
     Raises:
-        FunctreeError: if this version of JAX does not have Shardy's passes.
+        FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
     names = None if results is None else list(map(result_name, results))
     return Layouts(*laid_out(lowered, names))

@@ -103,7 +103,7 @@ class Ledger:
     def totals(self) -> dict[tuple[str, tuple[str, ...] | None], int]:
         """Return the bytes of all runs by kind and mesh axes, largest first.
 
-        A collective in a loop of unknown length counts once, so its total is a lower bound.
+        A collective in a loop of unknown length is counted once, so its total is a lower bound.
         """
         return _bytes_by(
             self.collectives, lambda collective: (collective.kind, collective.mesh_axes)
@@ -126,7 +126,7 @@ class Ledger:
         return ledger_text(self.collectives, self.summary(), notes)
 
     def __repr__(self) -> str:
-        return f"<Ledger of {len(self.collectives)} collectives for {self.backend}>"
+        return f"<Ledger of {count(len(self.collectives), 'collective')} for {self.backend}>"
 
     def diff(self, other: "Ledger") -> Diff:
         """Compare this ledger with another ledger.
@@ -167,8 +167,8 @@ class Ledger:
     def html(self, plan: Plan | None = None) -> str:
         """Render the ledger as an HTML page.
 
-        It shows the moved bytes by mesh axis, kind, phase and parameter, and the memory by part.
-        The page is one file that loads nothing from the network.
+        The page shows the moved bytes by mesh axis, kind, phase and parameter, and the memory by
+        part. The page is one file that loads nothing from the network.
 
         Args:
             plan: the plan of one of the arguments. The page then includes the plan, and shows the
@@ -301,7 +301,7 @@ def _by_parameter(collectives: Sequence[Collective]) -> dict[_Key, _Total]:
         )
         runs, size = totals.get(key, (0, 0))
         if collective.count is None:
-            runs += 1  # a loop of unknown length counts once, as in `Ledger.totals`
+            runs += 1  # a loop of unknown length is counted once, as in `Ledger.totals`
         else:
             runs += collective.count
         totals[key] = _Total(runs, size + collective.total)
@@ -329,7 +329,7 @@ def _what(key: _Key, of: str = "") -> str:
 
 
 MOST_ROWS = 200
-"""The largest number of rows of a ledger in a notebook; a page shows all rows."""
+"""The maximum number of a ledger's rows in a notebook; a page shows all rows."""
 
 
 class _Page(NamedTuple):

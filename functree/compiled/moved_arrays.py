@@ -129,7 +129,7 @@ def _is_repeated(flow: DataFlow, collective: Instruction) -> bool:
     """Return whether this is a later part of an asynchronous collective on a TPU.
 
     Several fusions contain such a collective. They start it, continue it during other work, and end
-    it. Only the first counts.
+    it. Only the first part is listed.
     """
     if _CHAIN.search(collective.attribute("frontend_attributes") or "") is None:
         return False
@@ -181,8 +181,8 @@ def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
 def mesh_axes_of(groups: Iterable[Group], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
     """Return the mesh axes that vary within a group, in the order of the mesh.
 
-    Return None if a position is outside the mesh. An axis counts even if a group covers only a part
-    of it.
+    Return None if a position is outside the mesh. An axis is included even if a group covers only a
+    part of it.
 
     Args:
         groups: the groups.
@@ -266,7 +266,7 @@ def _device_ids(number: int, order: str | None) -> np.ndarray | None:
 
     Args:
         number: the number of devices.
-        order: the text of `device_ids=`; None if they are in order.
+        order: the text of `device_ids=`; None if the devices are in order.
     """
     if order is None:
         return np.arange(number)

@@ -146,7 +146,7 @@ class Provenance:
         }
         if known or phase not in _FORWARD:
             return known
-        # If a computed weight is multiplied by data, both count.
+        # If a computed weight is multiplied by data, both are returned.
         for value in product.computed:
             known |= self._uses.computed_of(value)
         return known | product.parameters if known else known
@@ -192,7 +192,7 @@ class Provenance:
 
         Args:
             family: a parameter, and its moments and averages.
-            outputs: the outputs that depend on its gradient.
+            outputs: the outputs that depend on the parameter's gradient.
         """
         # A model computes with its parameters, not with their moments and averages. Weights usually
         # suffice; the other parameters take a longer walk.
@@ -206,7 +206,7 @@ class Provenance:
             return named.pop() if len(named) == 1 else None
         if len(members) == 1:
             return min(members)
-        # A target network depends on the network that it follows, but not the reverse.
+        # A target network depends on the network that it follows, but not vice versa.
         made = [self._uses.made_of(i) for i in outputs if self._replaced[i] in members]
         common = members.intersection(*made)
         return min(common) if len(common) == 1 else None
@@ -217,12 +217,12 @@ class Provenance:
         """Return the members of a family that are parts of a model.
 
         A model need not compute with each of its parts: no gradient depends on the last bias. A
-        part therefore counts if the model computes with another part of the same tree.
+        part is therefore a member if the model computes with another part of the same tree.
 
         Args:
             family: a parameter, and its moments and averages.
             known: parameters that a model computes with.
-            trees: the prefixes of their paths.
+            trees: the prefixes of these parameters' paths.
         """
         paths = {member: self._parameters[member] for member in family}
         end = _common_end(list(paths.values()))
@@ -251,8 +251,8 @@ class Provenance:
     def _updated_by(self, moved: MovedArray) -> Collection[int]:
         """Find the parameter whose new value an optimizer computes from the moved array.
 
-        The result is empty if there are several: the norm of one gradient may be a part of a global
-        norm.
+        The result is empty if there are several such parameters: the norm of one gradient may be a
+        part of a global norm.
         """
         replaced = self._replaced_by(self._uses.updates(moved))
         if len(replaced) <= 1:
@@ -301,7 +301,7 @@ class Provenance:
             parameter = self._replaced[output]
             if parameter is None:
                 continue
-            # Only parameters that are updated count. Otherwise, a mask that multiplies several
+            # Only updated parameters join a family. Otherwise, a mask that multiplies several
             # parameters would join their families.
             family = {parameter} | (self._uses.made_of(output) & replaced)
             separate: list[set[int]] = []
@@ -398,7 +398,7 @@ class Provenance:
     def _by_end(self) -> Mapping[_Keys, list[int]]:
         """The parameters by each suffix of their paths.
 
-        An argument's name counts, too: a result may be a dict of arguments.
+        Suffixes may include an argument's name, since a result may be a dict of arguments.
         """
         by_end: dict[_Keys, list[int]] = {}
         for index, path in enumerate(self._parameters):

@@ -32,8 +32,8 @@ class CompiledProgram(NamedTuple):
     Attributes:
         text: the text of the program.
         memory: a function that returns the program's memory statistics, as
-            `compiled.memory_analysis` does, or None if the compiler reports none. It is called
-            last.
+            `compiled.memory_analysis` does, or None if the compiler reports none. The function is
+            called last.
         parameters: the path of each parameter of the program, which begins with the name of an
             argument.
         outputs: the path of each output.
@@ -224,7 +224,7 @@ class _Reader:
             collective.op for collective in collectives if collective.count is None
         )
         if endless:
-            why = "a loop's length depends on data, so each operation counts once"
+            why = "a loop's length depends on data, so each operation is counted once"
             yield f"the number of runs of {', '.join(endless)} is unknown: {why}"
 
     def idle(
@@ -248,7 +248,7 @@ class _Reader:
 def _memory(program: CompiledProgram, flow: DataFlow) -> Memory:
     """Return the memory of a program.
 
-    If the compiler does not report it, only parameters and results count.
+    If the compiler does not report it, the memory covers only parameters and results.
     """
     sizes: dict[Path, int] = {}
     for path, parameter in zip(program.parameters, flow.hlo.parameters, strict=True):

@@ -1,11 +1,11 @@
 """`laid_out` derives the sharding of each value in a lowered program, using Shardy's propagation.
 
 In a lowered program, only arguments, results and constraints have shardings. The compiler runs
-Shardy to derive all other shardings. Here, Shardy's passes run on a copy of the program. They
-typically take a tenth of a second, where a compilation takes many seconds.
+Shardy to derive all other shardings. Here, Shardy's passes run on a copy of the program. The passes
+take much less time than a compilation.
 
-Passes and their options are strings, not an API, and may change with jaxlib. If they do, there are
-no layouts, and only features that need layouts fail.
+Passes and their options are strings, not an API, and may change with jaxlib. If they change, only
+features that need layouts fail.
 """
 
 import linecache
@@ -60,7 +60,7 @@ _WRITTEN = "functree.written"
 
 
 class Frame(NamedTuple):
-    """A range in a file. Lines count from 1, columns from 0."""
+    """A range in a file. Lines are numbered from 1, and columns from 0."""
 
     file: str
     line: int
@@ -116,7 +116,7 @@ class LaidOut(NamedTuple):
 
     @property
     def decided(self) -> str:
-        """The origins of its sharding, other than itself: `data by x, model by model.up`."""
+        """The origins of its sharding, except the array itself: `data by x, model by model.up`."""
         others = [(axis, by) for axis, by in self.origins.items() if by != self.name]
         return ", ".join(f"{axis} by {source_end(by)}" for axis, by in others)
 
@@ -131,7 +131,7 @@ def laid_out(
         results: the names of its results; None to use JAX's names.
 
     Raises:
-        FunctreeError: if this version of JAX does not have the passes.
+        FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
     with _propagated(lowered, _PASSES) as (main, sizes, given):
         return _Reader().rows_of(main, results, given), sizes
@@ -141,7 +141,7 @@ def moved_bytes(lowered: Lowered) -> int:
     """Estimate the bytes that a program will move to each device, before it is compiled.
 
     Raises:
-        FunctreeError: if this version of JAX does not have the passes.
+        FunctreeError: if the installed jaxlib lacks the Shardy passes.
     """
     with _propagated(lowered, f"{_PASSES}, {_COLLECTIVES}") as (main, sizes, _):
         return sum(times * _bytes(collective, sizes) for collective, times in _collectives(main, 1))
@@ -392,8 +392,8 @@ class _Reader:
                 alike[i] += members
         dimensions = [_dimensions(row.spec) for row in self._rows]
         origins: list[dict[str, str]] = [{} for _ in self._rows]
-        # Of several that arrive at once, the first one given decides: arguments come first, and
-        # results last.
+        # If several shardings arrive at once, the one that was given first is kept: arguments come
+        # first, and results last.
         waiting = [(0, 0, i, source) for source, (i, _, _) in enumerate(self._given)]
         heapify(waiting)
         while waiting:
@@ -423,14 +423,14 @@ class _Reader:
         ]
 
     def _moves_dimensions(self, linked: Sequence[int], here: int, there: int) -> bool:
-        """Return whether a dimension of one of two linked rows may be another of the other's."""
+        """Return whether a dimension may have a different position in each of two linked rows."""
         op = self._rows[linked[0]].op
         if op == "convolution":
-            return {here, there} != set(linked[:2])  # images stay as they are, a kernel does not
+            return {here, there} != set(linked[:2])  # only a kernel's dimensions move
         return op in _MOVES_DIMENSIONS
 
     def _step(self, made: int, here: int, there: int) -> tuple[int, int]:
-        """Return the phase in which an operation passes a sharding on, and 1 if one sweep later."""
+        """Return the phase in which an operation passes on a sharding, and the delay in sweeps."""
         op = self._rows[made].op
         late = int(there != made)
         if made in self._typed and not late:
@@ -492,7 +492,8 @@ class _Reader:
                     if outer in self._indices:
                         self._indices[inner] = self._indices[outer]
             self._read_inside(operation)
-            # So are the values that the region returns. A loop's condition returns a scalar.
+            # The values that the region returns are sharded like the result, too. A loop's
+            # condition returns a scalar.
             for region in operation.regions:
                 *_, last = region.blocks[0].operations
                 for inner, outer in zip(last.operands, operation.results, strict=False):
@@ -624,7 +625,7 @@ def _expression(frames: Sequence[Frame], source: str) -> str:
     texts = linecache.getlines(frame.file)[frame.line - 1 : frame.end_line]
     if not texts:
         return ""  # the file is missing, or belongs to an interactive session
-    # Columns count bytes.
+    # Columns are byte offsets.
     texts[-1] = texts[-1].encode()[: frame.end_column].decode(errors="replace")
     texts[0] = texts[0].encode()[frame.column :].decode(errors="replace")
     text = " ".join(" ".join(texts).split())

@@ -27,11 +27,11 @@ _layer_files: set[str] = set()
 
 
 def name_lines_of(*layers: Callable[..., object]) -> None:
-    """Count the modules of some layers as model code, although they belong to functree.
+    """Treat the modules of some layers as model code, although they belong to functree.
 
-    `functree.nn`, which this module cannot import, calls this once with its public layers. They are
-    parts of a user's model, and a line inside a layer is more informative than the line that calls
-    the whole model.
+    `functree.nn`, which this module cannot import, calls this once with its public layers. Layers
+    are parts of a user's model, and a line inside a layer is more informative than the line that
+    calls the whole model.
 
     Args:
         layers: classes and functions.
@@ -130,7 +130,7 @@ def source_end(source: str) -> str:
 def is_model_file(file: str) -> bool:
     """Return whether a file may contain a model.
 
-    Such files are the user's files, functree's and Equinox's layers, and other installed packages.
+    These are the user's files, functree's and Equinox's layers, and other installed packages.
     """
     if is_own_file(file):
         return is_layer(file)

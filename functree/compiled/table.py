@@ -138,7 +138,7 @@ def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Coll
     """Join groups whose paths differ only in the key at this position from the end."""
 
     def key(group: Sequence[Collective]) -> Hashable:
-        # The argument does not count, since it is not a key of a module.
+        # The argument's name is ignored, since it is not a key of a module.
         if len(group[0].paths) != 1 or len(group[0].paths[0]) < from_end:
             return id(group)
         common = but_for_key(list(map(_path, group)), from_end)
@@ -239,7 +239,7 @@ def _in_order(line: str) -> tuple[int, str]:
 
 COLUMNS = (52, 18, 16, 5)  # the widths of parameter, kind, mesh axes and runs
 ROWS = 40
-"""The largest number of rows in the table; one line gives the total of all smaller rows."""
+"""The maximum number of rows in the table; one line gives the total of all smaller rows."""
 
 
 def ledger_text(collectives: Sequence[Collective], summary: str, notes: Sequence[str]) -> str:
@@ -330,7 +330,7 @@ def peak_notes(memory: Memory) -> list[str]:
 
 
 MOST = 4
-"""The largest number of warning lines; further lines are only counted."""
+"""The maximum number of warning lines; further lines are only counted."""
 LONGEST = 80
 
 # "[SPMD] Involuntary full rematerialization. The compiler cannot go from sharding {...} to {...}

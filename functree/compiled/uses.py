@@ -208,7 +208,7 @@ class ParameterUses:
     def in_products(self) -> frozenset[int]:
         """The parameters that a model's products depend on element by element.
 
-        If no product is known to be differentiated, all products count.
+        If no product is known to be differentiated, all products are used.
         """
         products = self._differentiated_products or self._products
         return self._made_into(products, self._is_elementwise)
@@ -264,7 +264,7 @@ class ParameterUses:
 
     @cached_property
     def _reached(self) -> Mapping[HloValue, int]:
-        """The outputs that depend on each value element by element, as bits."""
+        """The outputs that depend on each value element by element, as a bit mask."""
         results = [result for result, _ in self._flow.results]
         return self._flow.reached(results, self._is_elementwise)
 
@@ -302,7 +302,7 @@ class ParameterUses:
     def factors(self, moved: MovedArray) -> frozenset[int]:
         """Return the parameters that the moved array is multiplied by, or looked up in.
 
-        If other values are computed from the array first, their factors do not count.
+        If other values are computed from the array first, their factors are left out.
         """
         # The operands of a sum are products, which are more informative.
         if moved.kind not in _GATHERS:
@@ -387,7 +387,7 @@ def _outputs_of(reached: Mapping[HloValue, int], moved: MovedArray) -> frozenset
     """Return the outputs whose history contains the result of a collective.
 
     Args:
-        reached: the outputs of each value, as bits.
+        reached: the outputs of each value, as a bit mask.
         moved: the array that is moved.
     """
     bits = 0

@@ -1,4 +1,4 @@
-"""`Verdicts` decides whether a collective was asked for, and finds its cause.
+"""`Verdicts` determines whether a collective was asked for, and finds its cause.
 
 The compiler starts from Shardy's layouts. They contain the operation that a collective comes from,
 with the shardings of its operands and the sharding that its result needs.
@@ -17,7 +17,7 @@ from functree.compiled.shardy import CONSTRAINT, RESULT, LaidOut
 from functree.devices.specs import mesh_axes, named_axes
 from functree.tree.paths import Path
 
-# A constraint may move arrays up to this many operations earlier.
+# A constraint may cause a move up to this many operations earlier.
 _FARTHEST = 8
 # Operations that may move a dimension to a different position.
 _TURNS = ("dot_general", "transpose")
@@ -103,7 +103,7 @@ class Verdicts:
     def _reason(
         self, collective: Collective, name: str, parameters: Sequence[int], operation: int | None
     ) -> str:
-        """Return why a collective counts as asked for, or an empty string if it does not."""
+        """Return why a collective is classified as asked for, or an empty string if it is not."""
         primitive, is_sum = _primitive(name), collective.kind in _SUMS
         axes = set(collective.mesh_axes or ())
         if "shard_map" in name:
@@ -162,7 +162,7 @@ class Verdicts:
                 i for i in chain(*alike) if self._rows[i].bytes_of(self._sizes) == collective.bytes
             ]
         elif not name:
-            # Without an operation, the compiler moves arguments or results.
+            # A collective without an operation moves arguments or results.
             places = self._results
         ranked = sorted(places, key=fit, reverse=True)
         if collective.moves == "itself" and parameters and not (ranked and takes(ranked[0])):
@@ -291,10 +291,10 @@ def data_of(
 ) -> set[int]:
     """Find the parameters that are data, and not part of a model.
 
-    An argument is a model if its arrays differ in leading size, unlike in a batch, or if it has
-    several arrays, and more than any trained argument. A trained argument is also a model, unless
-    models were found in this way and none of them is trained. If no argument is a model, all are
-    data.
+    An argument is a model if its arrays, unlike a batch's, differ in leading size. It is also a
+    model if it has several arrays, and more than any trained argument. A trained argument is also a
+    model, unless models were found in this way and none of them is trained. If no argument is a
+    model, all are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.

@@ -65,8 +65,8 @@ def explore(
         target: the target to compile for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without a target,
             programs are compiled for this machine's devices.
         hardware: the figures for the score. The default is the target's hardware. Without a target,
-            the default is a TPU v5e, which the ranking's first line names. A peak above its memory
-            then only adds a note.
+            the default is a TPU v5e, which the ranking's first line names. A peak above the v5e's
+            memory then only adds a note.
         out_shardings: the layout of the result, as in `ft.jit`, or a dict with a layout for each
             name in `layouts`. By default, results that replace donated arguments keep the
             arguments' shardings.
@@ -75,8 +75,9 @@ def explore(
 
     Raises:
         FunctreeError: if an argument is invalid.
-        ShardingError: if a mesh does not have the target's number of devices, if it has more
-            devices than there are, or if the target's compiler is not installed.
+        ShardingError: if a mesh does not have the target's number of devices.
+        ShardingError: if a mesh has more devices than this machine.
+        ShardingError: if the target's compiler is not installed.
 
     Examples:
         >>> def step(w, x: Float[Array, "batch embed"]):
@@ -131,7 +132,8 @@ class _Exploration:
     ):
         self._step, self._layouts, self._target = step, layouts, target
         self._out: LayoutTree = out_shardings
-        # One layout applies to all candidates, unless it is a dict with the same names.
+        # `out_shardings` applies to all candidates, unless it is a dict with the names of the
+        # layouts.
         self._out_by_name: bool = isinstance(out_shardings, Mapping) and set(out_shardings) == set(
             layouts
         )
@@ -289,7 +291,7 @@ def _too_large(plan: Plan, memory: float, there: str) -> tuple[Problem, ...]:
 def _may_not_fit(program: Memory, kind: Kind) -> str:
     """Describe a peak on this machine that exceeds an accelerator's memory.
 
-    It is not a problem, since the accelerator's own program has a different peak.
+    The peak is not a problem, since the accelerator's own program has a different peak.
     """
     peak, there = bytes_text(program.peak), bytes_text(round(kind.hardware.memory))
     return (

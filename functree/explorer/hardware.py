@@ -36,14 +36,15 @@ class Hardware:
         memory: the bytes of memory that a program may use.
         links: the bandwidth of one link in one direction, in bytes per second. `ft.explore` derives
             the number of links along each mesh axis from the target's shape. For a GPU, give the
-            sum of its NVLinks. A dict gives the bytes per second that a device sends along each
-            mesh axis. For a collective over several mesh axes, the slowest counts, unless the dict
-            has their tuple as a key.
+            sum of its NVLinks. If `links` is a dict, it gives the bytes per second that a device
+            sends along each mesh axis. For a collective over several mesh axes, the lowest of their
+            values applies, unless the dict has their tuple as a key.
         efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
             similar programs.
 
     Raises:
-        FunctreeError: (when created) if a value is not positive, or `efficiency` is above 1.
+        FunctreeError: (when created) if a value is not positive.
+        FunctreeError: (when created) if `efficiency` is above 1.
 
     Examples:
         >>> ft.Hardware(

@@ -1,7 +1,7 @@
 """`wire_bytes` and `bandwidth` describe the links between devices along each mesh axis.
 
-`wire_bytes` counts the bytes that a device sends. `bandwidth` returns the bytes that it can send
-per second.
+`wire_bytes` counts the bytes that a device sends. `bandwidth` returns the bytes that a device can
+send per second.
 """
 
 import math
@@ -63,7 +63,7 @@ def _group(axes: Sequence[str], mesh: Mesh) -> list[Device]:
 def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
     """Return the bandwidth of a group of GPUs.
 
-    Within a host, they use NVLink. Between hosts, they use the ports of the group's GPUs on one
+    Within a host, the GPUs use NVLink. Between hosts, they use the ports of the group's GPUs on one
     host.
     """
     hosts = [device.process_index for device in group]
@@ -97,7 +97,7 @@ def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
 
 
-# A ledger counts the bytes of the result on one device. With ring algorithms in a group of n
+# A ledger gives the bytes of the result on one device. With ring algorithms in a group of n
 # devices, each device sends this multiple of the result's bytes:
 _FACTORS = {
     "all-reduce": lambda n: 2 * (n - 1) / n,  # a reduce-scatter, and then an all-gather
@@ -112,7 +112,7 @@ _FACTORS = {
 def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
     """Return the bytes sent along each mesh axis, largest first, and the bytes with unknown axes.
 
-    A collective over several mesh axes counts under their tuple.
+    The bytes of a collective over several mesh axes are listed under their tuple.
     """
     sizes: dict[MeshAxes, float] = {}
     unknown = 0

@@ -45,8 +45,9 @@ def trials(meshes: Any, layouts: Mapping[str, LayoutTree], target: Target | None
     """Pair each mesh with each layout, in the given order.
 
     Raises:
-        ShardingError: if an entry of `meshes` is not a mesh, if a mesh does not have the target's
-            number of devices, or if it has more devices than there are.
+        ShardingError: if an entry of `meshes` is not a mesh.
+        ShardingError: if a mesh does not have the target's number of devices.
+        ShardingError: if a mesh has more devices than this machine.
         RuleError: if `meshes` contains a number of devices, but the layouts name no mesh axes.
     """
     by_key: dict[tuple[tuple[tuple[str, int], ...], str], Trial] = {}
@@ -83,7 +84,8 @@ def _factored(
 ) -> Iterator[tuple[Mapping[str, int], str]]:
     """Yield all meshes of a number of devices, each with the layouts that use all its mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
-    # A function may name a mesh axis that only some layouts use, so each mesh has them all.
+    # The compiled function may name a mesh axis that only some layouts use, so each mesh has all of
+    # the mesh axes.
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(

@@ -36,7 +36,7 @@ GIVEN = "the given hardware"
 """The name of hardware that the caller gives."""
 
 MOST = 3
-"""The largest number of problems that are printed for a candidate."""
+"""The maximum number of problems that are printed for a candidate."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,13 +52,13 @@ class Candidate:
         bytes_per_device: the bytes of the arguments, from the plan.
         peak_bytes: the most bytes in use at one time, as the compiler reports them.
         flops: the flops of the program, including recomputation.
-        wire_bytes: the bytes that are sent, by mesh axis, largest first. A collective over several
-            mesh axes counts under their tuple.
+        wire_bytes: the bytes that are sent, by mesh axis, largest first. The bytes of a collective
+            over several mesh axes are listed under their tuple.
         compute_seconds: the time for the flops.
         wire_seconds: the time to send the bytes, one mesh axis after the other.
         score: the sum of these two times. It compares layouts and does not forecast times.
         tied: whether it and at least one other candidate are within 15 % of the best score. The
-            score cannot tell which of these is faster.
+            score does not show which of these is the fastest.
         is_frontier: whether all candidates whose score is at least as good have a higher peak.
         notes: one sentence for each part of the program that the figures leave out.
         ledger: the arrays that the program moves, and its memory.
@@ -129,7 +129,7 @@ class Ranking:
         return _text(self.rows, self._head(), _tie_text(self.best))
 
     def __repr__(self) -> str:
-        return f"<Ranking of {len(self.rows)} candidates for {self.target or self.kind}>"
+        return f"<Ranking of {count(len(self.rows), 'candidate')} for {self.target or self.kind}>"
 
     def html(self) -> str:
         """Render the ranking as an HTML page, with a bar for each candidate's score."""

@@ -32,9 +32,10 @@ AVOIDABLE = "avoidable"
 
 # A fix may increase flops and memory up to these factors.
 _FLOPS, _MEMORY = 1.05, 1.02
-# Removing a constraint comes first, unless another fix moves less than this share of its bytes.
+# Removing a constraint comes first, unless another fix moves less than this share of the bytes that
+# the removal leaves.
 _CLEARLY = 0.9
-# The largest numbers of edits of one place that are compiled, and of fixes that are printed.
+# The maximum number of compiled edits of one place, and the maximum number of printed fixes.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
 # A fix must reduce the moved bytes to less than this share.
@@ -48,7 +49,7 @@ class WhyRow(NamedTuple):
         collective: the collective.
         verdict: `asked`, `compiler` or None, as in `Collective.verdict`, or `avoidable`. Avoidable
             means that the compiler chose it, and that one of the fixes reduces it.
-        reason: why it counts as asked for; `not asked for` if it does not.
+        reason: why it is classified as asked for; `not asked for` if it is not.
         cause: the operation that it comes from.
     """
 
@@ -93,7 +94,7 @@ class Why:
         fixes: edits that move less with at most 5 % more flops and 2 % more memory, best first.
         trades: edits that move less, but need more flops or memory than a fix may, best first.
         hints: advice for collectives that no fix avoids.
-        data: the arguments that count as data. Their layouts are not changed.
+        data: the arguments that are treated as data. Their layouts are not changed.
         tried: the number of edits that could be lowered and ranked.
         compiled: the number of edits that were compiled.
     """
@@ -218,12 +219,13 @@ def why(
         in_shardings: the layouts of the arguments, as in `ft.jit`, if the function is not jitted.
         out_shardings: the layout of the result, if the function is not jitted.
         mesh: the mesh, if the function is not jitted.
-        compilations: the largest number of edits to compile.
+        compilations: the maximum number of edits to compile.
         progress: whether to show progress on standard error.
         **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: as in `ft.layouts`, or if `compilations` is not a positive integer.
+        FunctreeError: for the reasons that `ft.layouts` lists.
+        FunctreeError: if `compilations` is not a positive integer.
 
     Examples:
         >>> def loss(w, x):

@@ -141,7 +141,8 @@ class Exported:
         return "\n".join([*(line.rstrip() for line in lines), "", note])
 
     def __repr__(self) -> str:
-        return f"<Exported of {self.exported.fun_name}, {len(self.exported.in_avals)} arguments>"
+        arguments = count(len(self.exported.in_avals), "argument")
+        return f"<Exported of {self.exported.fun_name}, {arguments}>"
 
     def _misfits(self, arrays: Sequence[object]) -> Iterator[Problem]:
         """Yield a problem for each argument whose shape or dtype differs from the exported one."""

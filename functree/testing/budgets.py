@@ -43,9 +43,10 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         file: the path of the golden file.
 
     Raises:
-        AssertionError: if the file does not exist, or the plan differs from it. The message lists
-            the lines that differ.
-        FunctreeError: if `plan` is not a plan, or `file` is not a local path.
+        AssertionError: if the file does not exist.
+        AssertionError: if the plan differs from the file. The message lists the lines that differ.
+        FunctreeError: if `plan` is not a plan.
+        FunctreeError: if `file` is not a local path.
 
     Examples:
         >>> plan = ft.plan(
@@ -125,11 +126,13 @@ def assert_collectives(
         ledger: a ledger, or a compiled function.
         allow: the allowed collectives: kinds, or pairs of a kind and mesh axes. None allows all.
         at_most: the maximum number of bytes that the program may move to each device, in total or
-            for each kind. Every iteration of a loop counts.
+            for each kind. The bytes of all loop iterations are included.
 
     Raises:
-        AssertionError: if the program has other collectives, or moves more bytes. The message lists
-            these collectives with their parameters and bytes.
+        AssertionError: if the program has other collectives. The message lists them with their
+            parameters and bytes.
+        AssertionError: if the program moves more bytes. The message lists the collectives that move
+            them.
         AssertionError: if the ledger could not read a part of the program.
         FunctreeError: if an argument is invalid.
 
@@ -169,7 +172,7 @@ def assert_collectives(
         if total > most:
             raise AssertionError(
                 f"{kind} moves {bytes_text(total)}, which is {bytes_text(total - most)} more than "
-                f"{bytes_text(most)}\n"
+                f"the budget of {bytes_text(most)}\n"
                 f"{_listed(moved)}"
             )
 
@@ -193,7 +196,7 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
         return
     lines = [
         f"the program needs {bytes_text(memory.peak)} on each device, which is "
-        f"{bytes_text(memory.peak - bytes)} more than {bytes_text(bytes)}",
+        f"{bytes_text(memory.peak - bytes)} more than the budget of {bytes_text(bytes)}",
         f"  temporaries {bytes_text(memory.temporaries)}, outputs {bytes_text(memory.outputs)}",
     ]
     # Arguments are listed by path, since a layout can make them smaller.
@@ -243,7 +246,8 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
     A kind that cannot occur in the program is refused, since a budget for it would always hold.
 
     Raises:
-        FunctreeError: if there is no such kind, or the program has no such mesh axis.
+        FunctreeError: if there is no such kind.
+        FunctreeError: if the program has no such mesh axis.
     """
     name, axes = written, None
     if isinstance(written, tuple) and len(written) == 2:

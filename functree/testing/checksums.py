@@ -46,7 +46,7 @@ def numbers(x: Any) -> Any:
 
 def wide(values: np.ndarray) -> np.ndarray:
     """Cast numbers to a dtype in which differences are exact enough."""
-    # With JAX's function, since NumPy does not count bfloat16 as a float.
+    # JAX's function is used, since NumPy does not treat bfloat16 as a float.
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         return values.astype(np.complex128)
     if is_inexact(values.dtype):
@@ -64,9 +64,9 @@ def rounding(dtype: np.dtype) -> float:
 def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> _Array:
     """Compute the checksum of an array.
 
-    Each position has its own weight, so permuted elements change the sum. The weights of floats are
-    positive, so an element that is not finite makes the sum not finite. Integers are summed modulo
-    2**32, which is exact in any order.
+    Each position has its own weight, so permuting elements changes the sum. The weights of floats
+    are positive, so an element that is not finite makes the sum not finite. Integers are summed
+    modulo 2**32, which is exact in any order.
 
     Args:
         x: the array.

@@ -125,7 +125,10 @@ class Values:
         return Compared(whole, np.asarray(tolerance), wide(parts))
 
     def _tiled(self, scope: Scope, site: Site, record: np.ndarray) -> np.ndarray:
-        """Cut a value into tiles. The first indices select a tile, the rest an element in it."""
+        """Cut a value into tiles.
+
+        The first indices select a tile, and the rest select an element in the tile.
+        """
         record = wide(scope.left.viewed(record))
         record = record.reshape(record.shape[len(scope.axes) :])
         tiles = self._coarse.tiles[site]
@@ -202,7 +205,7 @@ def _draws(run: Sampler, program: Program) -> list[Records]:
 
 
 def _distance(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Return the distances between numbers, which are zero where either is not finite."""
+    """Return the distances between numbers. If a number is not finite, its distance is zero."""
     if not np.issubdtype(one.dtype, np.inexact):
         return (one != other).astype(np.float64)
     with np.errstate(invalid="ignore"):

@@ -50,7 +50,7 @@ def assert_same_as_unsharded(
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
             function is jitted, with `layouts` as ambient rules if it is a single layout. A
-            shard_map in it must not have `mesh=`.
+            shard_map in the function must not have `mesh=`.
         args: its arguments. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.
@@ -131,7 +131,8 @@ def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Itera
         if a.shape != b.shape or one.value.dtype != other.value.dtype:
             before_text, after_text = shown(one.value), shown(other.value)
             yield f"  {where}: is {before_text}, but {after_text} if sharded"
-        # NaNs at the same positions count as equal, even if the function should not return them.
+        # NaNs at the same positions are treated as equal, even if the function should not return
+        # NaNs.
         elif not np.allclose(b, a, rtol=rtol, atol=atol, equal_nan=True):
             most, size = np.nanmax(np.abs(b - a)), np.nanmax(np.abs(a))
             yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
@@ -225,7 +226,7 @@ def _only_one_has(finding: Finding, many: Program) -> Operation:
     body, place, where = scope.pairs.right, scope.right, "on the mesh"
     if finding.only == "device":
         body, place, where = scope.pairs.left, scope.left, "on one device"
-    what = f"only the program {where} has it"
+    what = f"only the program {where} has this operation"
     if finding.before is not None:
         what += f", and the last common operation before it is {_named(scope.step(finding.before))}"
     if finding.other is not None:

@@ -31,9 +31,9 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     loops, conditionals, shard_maps and gradients. A second run checks all values on the line of the
     first bad value.
 
-    Infinities that are constants of the program, such as a mask's, are ignored. A NaN that is made
-    from infinities is found. A constant NaN, such as the variance of no elements, is found only if
-    it reaches a value that leaves its source line.
+    Infinities that are constants of the program, such as a mask's, are ignored. An operation that
+    makes a NaN from infinities is found. An operation that uses a constant NaN, such as the
+    variance of no elements, is found only if the NaN reaches a value that leaves its source line.
 
     Args:
         fn: the function. A function from `ft.jit` runs unchanged, but donates nothing. Any other
@@ -136,7 +136,7 @@ class _Reading:
     def body(
         self, body: Body, given: Sequence[int], place: Place
     ) -> tuple[_Finding | None, list[int]]:
-        """Return the finding in a body, and its outputs' badness.
+        """Return the finding in a body, and the badness of the body's outputs.
 
         Args:
             body: the body.

@@ -14,7 +14,7 @@ from functree.devices.varying import varying_over
 from functree.testing.steps import Body, Step
 
 Site = tuple[int, ...]
-"""Position of a value: the index of its step, and its index among the step's results.
+"""Position of a value: the index of its step, and the value's index among the step's results.
 
 For a value inside a step's body, the index of that step and the index of the body come first.
 """
@@ -65,8 +65,8 @@ def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Foun
     """Run a body on arrays, in the trace of another function.
 
     A record inside a loop has a leading dimension for the iterations. A record inside a shard_map
-    has leading dimensions for its mesh axes, with one record per device. Nothing is summed over
-    devices.
+    has leading dimensions for the shard_map's mesh axes, with one record per device. Nothing is
+    summed over devices.
 
     Args:
         body: the body.
@@ -125,7 +125,7 @@ def _while(step: Step, ins: Sequence[Any], watch: Watch, at: Site) -> _Found:
 
     def iteration_and_slots(state: _Slots) -> _Slots:
         outs, records = iteration(state.carry)
-        # All iterations beyond the separate slots share the last one.
+        # All iterations beyond the separate slots share the last slot.
         slot = jnp.minimum(state.count, KEPT_ITERATIONS)
         kept: dict[Site, Record] = {}
         for site, record in records.items():

@@ -25,8 +25,8 @@ class Operation:
         source: its file and line, such as `model.py:12`; empty if it does not come from a line of
             the user's code.
         line: the text of this line.
-        paths: the paths of the argument arrays that it uses, including arrays that were transformed
-            before. Activations have no path.
+        paths: the paths of the argument arrays that it uses, even if other operations transformed
+            them first. Activations have no path.
         shape: the shape of its result; in a shard_map, the shape of the shard on one device.
         dtype: the dtype of its result.
         layout: the sharding of the result, in words; empty if it is unknown.
@@ -158,8 +158,8 @@ def _paths_taken(
 def _labels(body: Body, inputs: Sequence[Path | None]) -> Mapping[Number, Path | None]:
     """Map each value made from one argument to the argument's path, and other values to None.
 
-    A value made from one argument, such as a normalized weight, counts as that argument. A value
-    made from several is an activation, which has no path.
+    A value made from one argument, such as a normalized weight, gets that argument's path. A value
+    made from several arguments is an activation, which has no path.
     """
     labels: dict[Number, Path | None] = dict(zip(body.inputs, inputs, strict=True))
     for step in body.steps:

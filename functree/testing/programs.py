@@ -118,9 +118,9 @@ class Both:
 
     Attributes:
         unsharded: the function on one device.
-        on_device: copies its arguments to that device.
+        on_device: a function that copies the arguments to that device.
         sharded: the function on the mesh.
-        on_mesh: copies its arguments to the mesh, sharded.
+        on_mesh: a function that copies the arguments to the mesh, sharded.
     """
 
     def __init__(
@@ -143,7 +143,8 @@ class Both:
 
         Raises:
             AssertionError: if the layouts shard nothing.
-            ShardingError: if a layout does not fit, or a shard_map has its own mesh.
+            ShardingError: if a layout does not fit.
+            ShardingError: if a shard_map has its own mesh.
         """
         # A single layout applies to all arguments, and therefore to activations.
         rules = layouts if isinstance(layouts, Layout) else None

@@ -21,7 +21,7 @@ class Compared(NamedTuple):
 
     Attributes:
         whole: a number or an array for each tile on one device, by the indices of the tile.
-        tolerance: the tolerance, as one number or one for each element of `whole`.
+        tolerance: the tolerance, as one number, or as one number for each element of `whole`.
         parts: the same numbers or arrays for each device of the mesh, by its indices on the mesh.
     """
 
@@ -81,7 +81,7 @@ def relate(
 
     Args:
         whole: a number or an array for each tile of the whole value, by the indices of the tile.
-        tolerance: the tolerance, as one number or one for each element of `whole`.
+        tolerance: the tolerance, as one number, or as one number for each element of `whole`.
         parts: the same numbers or arrays for each device, by its indices on the mesh.
         axes: the sizes of the mesh axes, in the order of these indices.
     """

@@ -32,7 +32,8 @@ class Finding:
         relation: the relation between the parts on devices and the value on one device.
         note: the reason, in words; empty if it is unknown.
         only: `"mesh"` or `"device"` if only one of the programs has the operation.
-        before: if `only` is set, the index on the mesh of the last common step before it.
+        before: if `only` is set, the index on the mesh of the last common step before the
+            operation.
         other: if `only` is `"mesh"`, the index of the first step that only the program on one
             device has.
     """
@@ -58,8 +59,8 @@ class Search:
     """Search for the first difference.
 
     Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside,
-    values may differ legitimately: terms of a sum, a device's index, or its local maximum. There,
-    the search goes back from a wrong result to a step with correct inputs.
+    some values may differ legitimately, such as the terms of a sum, a device's index or a local
+    maximum. There, the search goes back from a wrong result to a step with correct inputs.
 
     Args:
         sums: the checksums of both programs.
@@ -106,7 +107,7 @@ class Search:
         if scope.pairs.right_of.get(maker[0]) == its[0] or left is None or right is None:
             return None
         whole, size = left
-        # Its dependence on rounding is unknown, so the margin is wide.
+        # The output's dependence on rounding is unknown, so the margin is wide.
         margin = 1e-3 * size if is_inexact(whole.dtype) else np.zeros(whole.shape)
         if agree(whole, right, margin):
             return None
@@ -172,13 +173,16 @@ class Search:
                 if i is None and not scope.step(index).places:
                     unpaired.add(index)
                 left.extend((one, scope.step(index)) for one in scope.step(index).ins)
-            # The inputs of a sum over devices may be terms, which do not make it wrong.
+            # The inputs of a sum over devices may be terms, which do not make the sum wrong.
             elif known.kind is not Kind.SAME and not (known.missing and summed):
                 causes.add(value)
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """Return the first step that a step depends on and only the left program has, or None."""
+        """Return the first step that only the left program has and that a step depends on.
+
+        Return None if there is no such step.
+        """
         if i is None:
             return None
         body, found = scope.pairs.left, list[int]()

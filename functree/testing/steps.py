@@ -25,7 +25,8 @@ T = TypeVar("T")
 Number = int
 """Index of a value in a body."""
 
-# Equations that only run another program. Recomputed values count as saved, since they are equal.
+# Equations that only run another program. Recomputed values are treated as saved, since they are
+# equal.
 _CALLS = frozenset(
     "jit closed_call core_call remat2 checkpoint custom_jvp_call custom_vjp_call "
     "custom_vjp_call_jaxpr".split()
@@ -245,7 +246,7 @@ def _step(
         constants, carried = scan_sizes(eqn)
         operands = 0, constants, carried
     elif name == "while":
-        # The condition is left out: it only decides how often the body runs, which is recorded.
+        # The condition is left out: it only determines how often the body runs, which is recorded.
         programs = [params["body_jaxpr"]]
         operands = params["cond_nconsts"], params["body_nconsts"], len(outs)
     return Step(

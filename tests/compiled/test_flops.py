@@ -262,5 +262,5 @@ def test_a_loop_of_unknown_length_counts_once_and_that_is_said() -> None:
     assert len(found.not_understood) == 1
     assert found.not_understood[0].startswith("the number of runs of ")
     assert found.not_understood[0].endswith(
-        "a loop's length depends on data, so each operation counts once"
+        "a loop's length depends on data, so each operation is counted once"
     )

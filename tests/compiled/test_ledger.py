@@ -249,7 +249,8 @@ def test_a_loop_of_unknown_length_is_said() -> None:
     endless = [one for one in ledger.collectives if one.count is None]
     assert endless and all(one.total == one.bytes for one in endless)
     assert (
-        "a loop's length depends on data, so each operation counts once" in ledger.not_understood[0]
+        "a loop's length depends on data, so each operation is counted once"
+        in ledger.not_understood[0]
     )
     assert "not understood: the number of runs" in str(ledger)
 

@@ -228,7 +228,7 @@ HEADS: dict[str, tuple[Callable[[Head], Any], str]] = {
     "a huge shape without elements": (extra([0, 2**62], [0, 0]), "extra\n"),
     "a dtype of integers": (
         tensor(dtype="I32"),
-        "lm_head.weight has the dtype I32, but weights must be",
+        "lm_head.weight has the dtype I32, but must have one of",
     ),
     "deep": (lambda head: f'{{"x": {DEEP}}}', WHOLE),
 }

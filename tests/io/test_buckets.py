@@ -276,7 +276,9 @@ ADDRESSES = {
         "gs:/bucket/run lacks a slash",
         "pass the bucket's address as a string",
     ],
-    "gs://": ["gs:// is not the address of a folder in a bucket, such as gs://bucket/run/1"],
+    "gs://": [
+        "gs:// is not the address of a folder in a bucket: pass an address such as gs://bucket/run/1"
+    ],
     "gs://bucket//run": ["is not the address of a folder in a bucket"],
     "gs://b/run": ["gs://b/run cannot be opened", "Invalid GCS bucket name"],
     "gs://bucket/run*": ["'gs://bucket/run*' contains '*'"],

@@ -282,7 +282,7 @@ with ft.Checkpoints(path + "4") as checkpoints:
         assert len(lines) == 4 and all("File too large" in line for line in lines[:3]), (out, err)
         # One that leaves by an error of its own talks to no other: it finds a word of that.
         why = "File too large" if process == processes - 1 else "another process failed to write it"
-        assert "and the last checkpoint was not saved: " in lines[3] and why in lines[3]
+        assert "the last checkpoint was not saved: " in lines[3] and why in lines[3]
         assert all(int(line.split()[1]) < 10 for line in lines), lines
     if processes == 2:
         assert "process 1 of 2 failed with CheckpointFileError" in ends[0][1]

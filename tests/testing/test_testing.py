@@ -91,12 +91,12 @@ def test_budgets_for_collectives() -> None:
     with failing as caught:
         assert_collectives(ledger, at_most=total - 1)
     assert str(caught.value).startswith(
-        "the program moves 1.6 MiB, which is 1 B more than 1.6 MiB\n"
+        "the program moves 1.6 MiB, which is 1 B more than the budget of 1.6 MiB\n"
     )
     with failing as caught:
         assert_collectives(ledger, at_most={("all-reduce", "data"): 145155})
     assert str(caught.value).startswith(
-        "all-reduce over data moves 141.8 KiB, which is 1 B more than 141.8 KiB\n"
+        "all-reduce over data moves 141.8 KiB, which is 1 B more than the budget of 141.8 KiB\n"
     )
     with raises("allow='all-reduce': pass a set of kinds, such as `{'all-reduce'}`"):
         assert_collectives(ledger, allow="all-reduce")  # pyright: ignore[reportArgumentType]
@@ -147,7 +147,7 @@ def test_budgets_for_memory() -> None:
     with failing as caught:
         assert_peak_memory(compiled, peak - 1)
     assert str(caught.value).startswith(
-        "the program needs 4.2 MiB on each device, which is 1 B more than 4.2 MiB\n  temporaries"
+        "the program needs 4.2 MiB on each device, which is 1 B more than the budget of 4.2 MiB\n  temporaries"
     )
     assert "model.blocks.layer.mlp.gate 24 KiB" in str(caught.value)
 

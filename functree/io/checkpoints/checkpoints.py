@@ -11,7 +11,7 @@ import jax
 
 from functree.argument_checks import EXTENT, FLAG, FOLDER, SIZE, check
 from functree.devices.meshes import MeshLike
-from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, warn
+from functree.errors import CheckpointError, CheckpointFileError, FunctreeError, count, warn
 from functree.io.checkpoints.engine import is_done
 from functree.io.checkpoints.folder import (
     files,
@@ -44,7 +44,7 @@ class Checkpoints:
     Args:
         folder: a folder that all processes share, or its address in a bucket: `gs://bucket/run`.
         keep: how many of the newest checkpoints are kept; None keeps all.
-        every: the number whose multiples are the saved steps; None saves every step.
+        every: only steps that are multiples of this number are saved; None saves every step.
 
     Attributes:
         folder: the folder.
@@ -110,7 +110,7 @@ class Checkpoints:
             if error is None:
                 raise
             # Added as a note, since the error of the block may have caused this one.
-            error.add_note(f"and the last checkpoint was not saved: {failed}")
+            error.add_note(f"the last checkpoint was not saved: {failed}")
 
     @property
     def steps(self) -> tuple[int, ...]:
@@ -148,7 +148,7 @@ class Checkpoints:
             Whether the step is saved: False only if `every` skips it.
 
         Raises:
-            CheckpointError: if `ft.save` would raise it.
+            CheckpointError: for the reasons that `ft.save` lists.
             CheckpointError: if the step already has a checkpoint.
             CheckpointError: if the previous checkpoint could not be written.
             FunctreeError: if `save` is called outside the `with` statement.
@@ -224,7 +224,7 @@ class Checkpoints:
             verify: whether digests are checked, as in `ft.restore`.
 
         Raises:
-            CheckpointError: if `ft.restore` raises it.
+            CheckpointError: for the reasons that `ft.restore` lists.
             CheckpointError: if there is no checkpoint.
             CheckpointError: if there is no checkpoint for this step.
         """
@@ -286,7 +286,8 @@ class Checkpoints:
             )
 
     def __repr__(self) -> str:
-        return f"<Checkpoints at {self.folder}: {len(self.steps)} steps, latest {self.latest}>"
+        steps = count(len(self.steps), "step")
+        return f"<Checkpoints at {self.folder}: {steps}, latest {self.latest}>"
 
     def _finish(self, writer: CheckpointWriter, step: int) -> None:
         """Write a checkpoint in the background, then remove the oldest ones."""

@@ -217,8 +217,9 @@ def check_dtypes(arrays: Mapping[str, StoredArray], targets: Mapping[str, Target
     for name, array in arrays.items():
         if array.dtype != targets[name].dtype:
             raise CheckpointError(
-                f"{name} was read as {array.dtype} instead of {targets[name].dtype}, since orbax's "
-                "threads do not see `jax.enable_x64`: set `jax_enable_x64` for the whole process"
+                f"{name} was read as {array.dtype} instead of {targets[name].dtype}, since "
+                "`jax.enable_x64` does not apply to orbax's threads: set `jax_enable_x64` for the "
+                "whole process"
             )
 
 

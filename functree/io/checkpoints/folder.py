@@ -285,7 +285,8 @@ def _in_bucket(address: str) -> BucketFolder:
     """Return the folder at an address in a bucket."""
     if not _IN_BUCKET.fullmatch(address):
         raise CheckpointError(
-            f"{address} is not the address of a folder in a bucket, such as gs://bucket/run/1"
+            f"{address} is not the address of a folder in a bucket: pass an address such as "
+            "gs://bucket/run/1"
         )
     if found := _UNUSABLE.search(address):
         raise CheckpointError(

@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of all arrays. An array at several paths counts once."""
+        """Total bytes of all arrays. An array at several paths is counted once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:

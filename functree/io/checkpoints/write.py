@@ -234,8 +234,8 @@ class CheckpointWriter:
 
     def _commit(self) -> None:
         """Write the manifest, in the first process."""
-        # The manifest is written last, since it completes the checkpoint. If it were written first,
-        # it would name missing values if this process were killed.
+        # The manifest is written last, since it completes the checkpoint. If it were written first
+        # and this process were then killed, it would name missing values.
         if self._draft is not None:
             self._draft.commit(self._manifest)
 

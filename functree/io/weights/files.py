@@ -100,7 +100,7 @@ def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> M
             kind = source.get_dtype()
             if kind not in dtypes:
                 raise FunctreeError(
-                    f"{file}: {name} has the dtype {kind}, but weights must be {', '.join(dtypes)}"
+                    f"{file}: {name} has the dtype {kind}, but must have one of {', '.join(dtypes)}"
                 )
             tensors[name] = Tensor(tuple(source.get_shape()), np.dtype(dtypes[kind]), source)
     return tensors

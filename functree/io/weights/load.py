@@ -362,7 +362,9 @@ def load_weights(
         param_dtype=(param_dtype, FLOATING.or_none()),
     )
     if layout is None:
-        raise ShardingError("load_weights: the layout is None: pass `ft.P()` to replicate")
+        raise ShardingError(
+            "load_weights: the layout is None: pass `ft.P()` to replicate the model"
+        )
     if param_dtype is not None and not is_enabled(param_dtype):
         raise FunctreeValueError(f"{_failure(folder)}: {not_enabled(param_dtype)}; {ENABLE}")
     with Agreement(_failure(folder)):
