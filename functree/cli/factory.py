@@ -46,7 +46,10 @@ def made(text: str) -> Tree:
                 f"{text} needs the value of an array, but factories are only traced", error
             ) from error
     if not is_call(value) and not Skeleton.apart(value)[1]:
-        raise Failure(f"{text} returned {_kind(value)}, which has no arrays")
+        raise Failure(
+            f"{text} returned {_kind(value)}, which has no arrays: return a tree of arrays, or a "
+            "function with its arguments"
+        )
     return value
 
 

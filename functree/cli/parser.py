@@ -37,8 +37,8 @@ unsharded, `data+model` means two mesh axes, and --fsdp shards more dimensions:
 """
 
 _CODES = """\
-exit codes: 0 success; 1 the layout has problems, or the program does not fit;
-2 the command failed; 130 the command was interrupted.
+exit codes: 0 success; 1 the layout has problems, or no program fits in device
+memory; 2 the command failed; 130 the command was interrupted.
 """
 
 

@@ -68,7 +68,7 @@ class Collective:
             there are none.
         arguments: the argument that each of these parameters belongs to, in the same order.
         phase: `forward`, `backward`, `recompute`, or `update`; None if it is unknown.
-        source: the innermost line of model code, as `file:line`. If there is none, it is the
+        source: the innermost line of model code, as `file:line`. Without model code, it is the
             innermost line; None if no line is known. Model code is your own code, the layers of
             functree and Equinox, and other installed packages. JAX, optax, and the transforms of
             functree and Equinox are not model code.

@@ -482,8 +482,8 @@ def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
 
     The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so
     the number is derived from the loop: the condition must compare a counter with a constant, and
-    the body must add a constant to the counter. XLA rewrites loops in this form, with the constant
-    as the second operand and a subtraction as the addition of a negative number.
+    the body must add a constant to the counter. XLA rewrites loops into this form, with the
+    constant as the second operand and a subtraction as the addition of a negative number.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:

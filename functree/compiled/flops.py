@@ -1,10 +1,10 @@
 """`count_flops` counts the flops of a compiled program on one device, with loops multiplied out.
 
-The compilers' own count includes each loop body only once, and leaves out custom kernels. Here,
-products, convolutions and known kernels are counted from their shapes. All other operations, such
-as sums, cost comparatively little and are left out. A program shows a kernel's name and shapes,
-but not its computation, so each known kind of kernel has its own formula. The flops of unknown
-kernels are never guessed.
+The compilers' own count includes each loop body only once, and leaves out custom kernels. Here, the
+flops of products, convolutions and known kernels are computed from their shapes. All other
+operations, such as sums, cost comparatively little and are left out. A program shows a kernel's
+name and shapes, but not its computation, so each known kind of kernel has its own formula. The
+flops of unknown kernels are never guessed.
 """
 
 import functools

@@ -41,8 +41,8 @@ def assert_same_as_unsharded(
     """Assert that a function returns the same results with sharded arguments as on one device.
 
     On failure, the message names the results that differ, and the first operation whose values
-    differ. It shows the operation's line, the arguments that it uses, the iteration, the devices,
-    the sharding of its result, and the largest difference.
+    differ. The message also shows the operation's line, the arguments that it uses, the iteration,
+    the devices, the sharding of its result, and the largest difference.
 
     The reference run uses one device, without a mesh and without rules. If the function contains a
     shard_map outside functree's layers, the reference run uses a mesh with axes of size 1.

@@ -182,7 +182,7 @@ WRONG: dict[str, str] = {
     f"plan demo:raising {LAID}": "demo:raising raised: demo.py:44: ValueError: no data (add `--traceback` to see the traceback)",
     f"plan demo:asks {LAID}": "demo:asks needs the value of an array, but factories are only traced: demo.py:48:",
     f"plan demo:own_error {LAID}": "demo:own_error raised: demo.py:77: Mine: \\x1b[31mred",
-    f"plan demo:no_return {LAID}": "demo:no_return returned None, which has no arrays",
+    f"plan demo:no_return {LAID}": "demo:no_return returned None, which has no arrays: return",
     f"plan broken:tree {LAID}": "broken cannot be imported: broken.py:1: ModuleNotFoundError: No module named",
     f"plan ends:tree {LAID}": "ends cannot be imported: ends.py:2: SystemExit: 4",
     f"plan wrong:tree {LAID}": "wrong cannot be imported: SyntaxError: '(' was never closed",

@@ -128,8 +128,8 @@ def restore(
 
     Args:
         path: the folder of the checkpoint, or its address in a bucket.
-        like: a tree like the saved one, which may be abstract. The result has its structure and its
-            static leaves.
+        like: a tree like the saved one, which may be abstract. The result has the structure and the
+            static leaves of `like`.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
         mesh: a mesh, or None for the current mesh.
         only: a filter for the arrays to restore. All other arrays come from `like`, and are neither
@@ -221,7 +221,8 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
             stored[one.name] = np.empty(target.shape, target.dtype)
     if targets and manifest.arrays is None:
         raise CheckpointFileError(
-            f"{folder} cannot be read: its manifest names no folder of arrays"
+            f"{folder} cannot be read: its manifest names no folder of arrays; restore another "
+            "checkpoint"
         )
     return stored | _loaded(folder, folder / str(manifest.arrays), targets)
 

@@ -101,8 +101,8 @@ def load_tensors(
     """Load safetensors files into your own tree, with a table of names.
 
     The arrays are created sharded, and each process reads only the slices that its devices hold. If
-    a tensor joins neighboring dimensions of an array, such as heads and head size, it is split
-    like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
+    a tensor joins neighboring dimensions of an array, such as heads and head size, the tensor is
+    split like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
     problems, before anything is read.
 
     The names of tensors in `table` follow these rules:
@@ -121,10 +121,10 @@ def load_tensors(
 
     Args:
         files: a file, several files, or their folder.
-        like: a tree, which may be abstract. The result has its structure, shapes, dtypes and static
-            leaves.
+        like: a tree, which may be abstract. The result has the structure, shapes, dtypes and static
+            leaves of `like`.
         table: a mapping from globs of paths to names of tensors. The first glob that matches a path
-            gives its name.
+            gives the name of the path's tensor.
         layout: the layout of the tree. By default, each array is sharded as in `like`.
         mesh: a mesh, or None for the current mesh.
         left_out: patterns for the names of tensors that are not read, with `*` for any text.

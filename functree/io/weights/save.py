@@ -48,8 +48,8 @@ MOST_BYTES = 5 * 10**9
 def save_weights(folder: str | FilePath, model: Transformer) -> None:
     """Write a model in a published format, for `ft.load_weights` and other libraries.
 
-    The model is saved in the family that computes the same function. Without experts, this is
-    `qwen3` for norms of queries and keys, `olmo2` for norms over all heads, `qwen2` for biases,
+    The model is saved in the family that computes the same function. Without experts, this family
+    is `qwen3` for norms of queries and keys, `olmo2` for norms over all heads, `qwen2` for biases,
     `mistral` for a window, and otherwise `llama`. With experts, it is `qwen3_moe` for norms of
     queries and keys, `olmoe` for norms over all heads, and otherwise `mixtral`.
 
