@@ -35,7 +35,8 @@ def made(text: str) -> Tree:
 
     Raises:
         Failure: if `text` does not name a function.
-        Failure: if the function raises an error, or returns no arrays.
+        Failure: if the function raises an error.
+        Failure: if the function returns no arrays.
     """
     factory = _found(text)
     with UsersCode(f"{text} raised"):

@@ -38,7 +38,7 @@ _PASSED = {
 # Opcodes that run one computation once, with their operands as its parameters.
 _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
-"""The opcodes that call computations, except those that call one for each element."""
+"""The opcodes that call computations, except opcodes that call one for each element."""
 
 PASSES_ON = COPIES | _ONCE | {
     "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional",

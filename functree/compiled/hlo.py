@@ -82,7 +82,8 @@ class Instruction:
     computation: str
     type: str
     _rest: str
-    # Parsed from `_rest` on first use: walks read a few instructions often, and most never.
+    # Parsed from `_rest` on first use: walks read a few instructions often, and most instructions
+    # never.
     _arrays: list[ArrayType] | None = field(default=None, init=False)
     _computations: list[str] | None = field(default=None, init=False)
     _operands: list[str] | None = field(default=None, init=False)

@@ -317,7 +317,7 @@ class Provenance:
     def _replaced(self) -> list[int | None]:
         """The parameter that each output replaces, or is the gradient of.
 
-        It is None if there is no such parameter, or if it is ambiguous.
+        The entry is None if there is no such parameter, or if the parameter is ambiguous.
         """
         left = [set(candidates) for candidates in self._candidates]
         known: dict[int, int] = {}

@@ -107,7 +107,7 @@ class Ranking:
 
     @property
     def best(self) -> tuple[Candidate, ...]:
-        """The best candidate and those tied with it; empty if none can run."""
+        """The best candidate and the candidates tied with it; empty if none can run."""
         runs, _ = _divided(self.rows)
         return tuple(row for row in runs if row.tied) or tuple(runs[:1])
 

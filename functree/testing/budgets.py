@@ -187,8 +187,8 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
     Raises:
         AssertionError: if the program needs more memory. The message lists the memory of
             temporaries, outputs and the largest arguments.
-        FunctreeError: if `compiled` is neither a compiled function nor a ledger, or `bytes` is not
-            an integer of at least 0.
+        FunctreeError: if `compiled` is neither a compiled function nor a ledger.
+        FunctreeError: if `bytes` is not an integer of at least 0.
     """
     check("assert_peak_memory: invalid arguments", bytes=(bytes, EXTENT))
     memory = _ledger_of(compiled).memory

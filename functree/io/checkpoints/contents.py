@@ -72,8 +72,8 @@ class Contents(NamedTuple):
                 row.bytes_global,
                 buffer=leaf.buffer,
             )
-            # An array at several paths, such as a tied embedding, is stored once. It is one array
-            # again after a restore, so it stays tied.
+            # An array at several paths, such as a tied embedding, is stored once. A restore creates
+            # one array again, so the embedding stays tied.
             same_as = first.setdefault(id(leaf.value), leaf.path)
             if same_as != leaf.path:
                 saved = saved._replace(same_as=same_as)

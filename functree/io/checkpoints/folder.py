@@ -245,8 +245,8 @@ def files(failure: str) -> ForeignErrors:
 
 # A scheme has at least two letters, since a Windows drive has one.
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://")
-# `Path` removes a slash from an address. A folder could have the resulting name, but hardly with
-# one of these schemes.
+# `Path` removes a slash from an address. A folder may have a name like the result, but is unlikely
+# to begin with one of these schemes.
 _BROKEN_ADDRESS = re.compile(r"(gs|gcs|s3|s3a|az|abfss?|hdfs|https?|file):/")
 _IN_BUCKET = re.compile(r"gs://[^/]+(/[^/]+)*/?")
 # Orbax and fsspec expand shell patterns and resolve dots, and tensorstore refuses line breaks.

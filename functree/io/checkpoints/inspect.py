@@ -152,7 +152,7 @@ def inspect(path: str | os.PathLike[str]) -> Checkpoint:
 
 def _plan_row(row: SavedArray) -> Row:
     """Convert a row to a plan's row, with the bytes of the whole array."""
-    # An array at several paths counts only at the first one, as in `total_bytes`.
+    # An array at several paths is counted only at its first path, as in `total_bytes`.
     reason, own_bytes = "", row.bytes
     if row.same_as is not None:
         reason, own_bytes = f"the same array as {row.same_as}", 0

@@ -141,7 +141,8 @@ class Manifest(NamedTuple):
 
 def checksum(body: Mapping[str, Any]) -> str:
     """Compute the checksum of a manifest's values."""
-    # It covers the values instead of the text, since the checksum is part of the same JSON.
+    # The checksum covers the values instead of the text, since the checksum is part of the same
+    # JSON.
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

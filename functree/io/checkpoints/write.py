@@ -58,8 +58,10 @@ def save(
     Raises:
         CheckpointError: if the path holds a checkpoint, and `overwrite` is False.
         CheckpointError: if the path holds anything else.
-        CheckpointError: if an array is traced, abstract, or not on devices of all processes.
-        CheckpointError: if a leaf is a mutable reference, or a masked array.
+        CheckpointError: if an array is traced or abstract.
+        CheckpointError: if an array is not on devices of all processes.
+        CheckpointError: if a leaf is a mutable reference.
+        CheckpointError: if a leaf is a masked array.
         CheckpointError: if JAX lacks an array's dtype.
         CheckpointError: if XLA cannot convert an array's dtype to bytes.
         CheckpointError: if `meta` is not JSON.

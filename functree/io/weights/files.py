@@ -112,7 +112,8 @@ def files_of(folder: Path) -> list[Path]:
     Raises:
         FunctreeError: if the folder has no safetensors file.
         FunctreeError: if the index is invalid.
-        FunctreeError: if a file in the index is missing, or outside the folder.
+        FunctreeError: if a file in the index is missing.
+        FunctreeError: if a file in the index is outside the folder.
     """
     # Only files in the index are read, since the folder may also hold a partial download, or a copy
     # of the model for another program.

@@ -340,10 +340,12 @@ def load_weights(
     Raises:
         FunctreeError: if the family is unknown.
         FunctreeError: if functree does not understand a field of `config.json`.
-        FunctreeError: if a weight is missing, or has a different shape.
+        FunctreeError: if a weight is missing.
+        FunctreeError: if a weight has a different shape.
         FunctreeError: if a weight is not read.
         FunctreeError: if the processes have different files.
-        ShardingError: if the layout is None, or does not fit the model.
+        ShardingError: if the layout is None.
+        ShardingError: if the layout does not fit the model.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)

@@ -58,10 +58,11 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
         model: the model.
 
     Raises:
-        FunctreeError: if the folder already has weights, or a `config.json`.
+        FunctreeError: if the folder already contains weights or a `config.json`.
         FunctreeError: if no family computes the same function, for example because of a user's
             attention function. The error lists the parts that differ, by path.
-        FunctreeError: if an array has no values, or is not on devices of all processes.
+        FunctreeError: if an array has no values.
+        FunctreeError: if an array is not on devices of all processes.
         FunctreeError: if the processes have different models.
 
     Examples:
