@@ -20,9 +20,9 @@ _FRAME = re.compile(r"(\d+) \{file_location_id=(\d+)(?: parent_frame_id=(\d+))?"
 
 _PACKAGE = Path(__file__).parents[1]
 _INSTALLED = ("site-packages", "dist-packages")
-# Installed packages whose code is not part of a model, except Equinox's layers.
-_NO_MODELS = ("equinox", "jax", "jaxlib", "optax")
-_EQUINOX_LAYERS = ("equinox", "nn")
+# Installed packages whose code is not part of a model. All calls of one of their layers or helpers
+# share a line, so the line of the caller is more informative.
+_NO_MODELS = frozenset({"einops", "equinox", "flax", "haliax", "jax", "jaxlib", "optax"})
 _layer_files: set[str] = set()
 
 
@@ -130,12 +130,12 @@ def source_end(source: str) -> str:
 def is_model_file(file: str) -> bool:
     """Return whether a file may contain a model.
 
-    These are the user's files, functree's and Equinox's layers, and other installed packages.
+    These are files of the user, functree's layers, and installed packages that contain models.
     """
     if is_own_file(file):
         return is_layer(file)
     package = _in_package(file)
-    return not package or package[0] not in _NO_MODELS or package[:2] == _EQUINOX_LAYERS
+    return not package or package[0] not in _NO_MODELS
 
 
 def is_users_file(file: str) -> bool:

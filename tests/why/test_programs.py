@@ -75,7 +75,7 @@ def test_verdicts_and_causes(name: str):
         return
     cause = max(rows, key=lambda one: one.total).cause
     assert cause is not None
-    assert labeled.expression in cause.expression + text_of(cause.source)
+    assert labeled.expression in cause.op + cause.expression + text_of(cause.source)
     told = [origin + text_of(origin) for origin in cause.origins]
     for wanted in labeled.origins:
         assert any(wanted in text for text in told), (wanted, told)
