@@ -70,8 +70,8 @@ class Collective:
         phase: `forward`, `backward`, `recompute`, or `update`; None if it is unknown.
         source: the innermost line of model code, as `file:line`. Without model code, it is the
             innermost line; None if no line is known. Model code is your own code, the layers of
-            functree and Equinox, and other installed packages. JAX, optax, and the transforms of
-            functree and Equinox are not model code.
+            functree, and installed packages that contain models. JAX, Equinox, Flax, haliax, optax
+            and einops are not model code.
         op: the name of its instruction in the program's text.
         moves: the role of the array for each of these parameters. `itself` is the parameter, or a
             value computed from the parameter alone. `gradient` is its gradient. `activation` is an
