@@ -432,3 +432,8 @@ def test_functions_of_code_without_a_name() -> None:
         ft.jit(ft.grad(total, layout=P("data")), rules=rules),
     ):
         assert float(function(x)[0, 0]) == 2
+
+
+def test_a_wrapper_of_a_module_has_none_of_its_fields():
+    wrapped = ft.jit(MLP(jnp.ones((4, 8))))
+    assert "up" not in vars(wrapped)

@@ -116,6 +116,7 @@ EXEMPT: dict[str, Any] = {
     "a device": jax.devices()[0],
     "with an __eq__": Compared(2.0),
     "a mesh": MESH,
+    "a date": np.datetime64("2020-01-01"),
     "a leaf inside of a tree": [TRAINER, X],
 }
 

@@ -476,3 +476,13 @@ def test_progress(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     why(jax.grad(loss), W, X, in_shardings=SPECS, mesh=MESH, compilations=1)
     said = capsys.readouterr()
     assert (said.out, said.err) == ("", "")
+
+
+def test_the_hint_about_a_reshape_that_a_mesh_axis_does_not_divide():
+    def heads(w: Any, x: Any) -> Any:
+        return jnp.sin((x @ w).reshape(16, 6, 8))
+
+    args = jax.ShapeDtypeStruct((32, 48), "float32"), jax.ShapeDtypeStruct((16, 32), "float32")
+    ledger = ft.ledger(heads, *args, in_shardings=(P(None, "model"), P("data")), mesh=MESH)
+    hints = {one.cause.hint for one in ledger.collectives if one.cause is not None}
+    assert "4 does not divide 6: choose a multiple of 4" in hints

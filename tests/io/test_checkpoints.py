@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Array, Float
 
 import functree as ft
-from functree.io.checkpoints import read
+from functree.io.checkpoints import read, write
 from functree.io.checkpoints.engine import load_arrays
 from tests.lib.checks import raises, warns
 from tests.lib.meshes import EXPLICIT, MESH, SIZES
@@ -502,3 +502,26 @@ def test_after_surgery_the_rest_is_restored(trained: tuple[Path, Any]) -> None:
     for one, other in zip(*map(jax.tree.leaves, (found.opt_state, like.opt_state)), strict=True):
         assert one is other
     assert_same((found.model.body, found.key), (ts.model.body, ts.key))
+
+
+def test_an_overwritten_checkpoint_stays_if_the_disk_changes_new_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def changed(*args: Any) -> dict[str, Any]:
+        stored = load_arrays(*args)
+        return stored | {"w": stored["w"] + 1}
+
+    tree = {"w": jnp.ones(2), "b": jnp.ones(3)}
+    ft.save(tmp_path / "c", tree)
+    monkeypatch.setattr(write, "load_arrays", changed)
+    why = "the values of w on the disk differ from the saved values"
+    with raises(why, error=ft.CheckpointError):
+        ft.save(tmp_path / "c", jax.tree.map(jnp.zeros_like, tree), overwrite=True)
+    assert_same(ft.restore(tmp_path / "c", tree), tree)
+
+
+def test_a_step_that_is_none(tmp_path: Path):
+    with ft.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, {"w": jnp.ones(2)})
+    with raises("Checkpoints.restore: invalid arguments", "step", error=ft.FunctreeError):
+        ft.Checkpoints(tmp_path).restore({"w": jnp.ones(2)}, -1)

@@ -344,3 +344,13 @@ def test_packed_texts_are_as_if_apart(name: str) -> None:
     found = run(model(name), packed, positions, segments)
     for part, row in ((found[:, :4], PROMPTS[:1, :4]), (found[:, 4:], PROMPTS[1:, :9])):
         np.testing.assert_allclose(part, run(model(name), row), rtol=1e-5, atol=1e-5)
+
+
+def test_a_cache_has_the_dtype_of_the_activations() -> None:
+    config = ft.nn.TransformerConfig(**SIZES, max_seq=64)
+    whole = ft.abstract(ft.nn.Transformer.create)(config, key=jax.random.key(0))
+    sizes = whole.embed.weight.shape
+    embed = ft.abstract(ft.nn.Embedding)(*sizes, param_dtype=jnp.bfloat16, key=jax.random.key(0))
+    narrow = eqx.tree_at(lambda model: model.embed, whole, embed)
+    for model, dtype in ((whole, jnp.float32), (narrow, jnp.bfloat16)):
+        assert ft.abstract(ft.nn.Cache.create)(model, 2, 48).key.dtype == dtype

@@ -357,6 +357,7 @@ def test_batch_norm_in_a_stack_has_a_state_for_each_layer(how: str) -> None:
 
 def test_dropout_is_equinoxs() -> None:
     x = jnp.asarray(X)
+    assert jax.tree.leaves(nn.Dropout(0.25)) == [False]  # the probability is static
     for p in (0.0, 0.25, 0.9):
         np.testing.assert_array_equal(nn.Dropout(p)(x, key=KEY), eqx.nn.Dropout(p)(x, key=KEY))
     for ours, theirs in (

@@ -9,7 +9,9 @@ from functree.report.table import (
     bytes_text,
     columns,
     common_path,
+    common_unit,
     row_lines,
+    text_in_unit,
     width,
     wrapped,
 )
@@ -23,6 +25,11 @@ from functree.report.table import (
 )  # fmt: skip
 def test_sizes(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_the_largest_unit() -> None:
+    sizes = 2**30, 3 * 2**50
+    assert text_in_unit(sizes[1], common_unit(sizes)) == "3,072 TiB"
 
 
 def paths(*several: str) -> list[ft.Path]:

@@ -360,6 +360,7 @@ OTHER_STATES: list[tuple[Any, str]] = [
     (ft.make_state({"a": ft.StateRef(jnp.ones(5000))})[1], "a State of `a`"),
     (ft.make_state({"norm": {"mean": ft.StateRef(0.0), "var": ft.StateRef(0.0)}})[1],
      "a State of `norm.mean`, `norm.var`"),
+    (ft.make_state([ft.StateRef(0) for _ in range(6)])[1], "a State of `0`, `1`, `2`, `3`, `4`, `5`"),
     (ft.make_state([ft.StateRef(0) for _ in range(9)])[1], "a State of `0`, `1`, `2`, `3`, `4`, `5`, 3 more"),
     (ft.make_state({})[1], "an empty State"),
 ]  # fmt: skip
