@@ -138,7 +138,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     ),
     "unhashable": (
         lambda: ft.split({"a": [np.array([None]), np.array("text")], "b": set()}),
-        ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make it an"),
+        ("3 leaves cannot be static", "a.0, a.1   ndarray", "neither an array nor hashable", "b   set", "make the leaf an array"),
     ),
     "not a static": (lambda: ft.merge({"w": 1}), ("merge: `static` has type dict: pass the first result of `ft.split`",)),  # type: ignore[arg-type]
     "missing": (

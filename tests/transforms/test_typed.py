@@ -108,7 +108,7 @@ def test_types_that_are_not_as_the_rules_say():
     told = (
         "up: 1 array is not sharded as the ambient rules require",
         "w   f32[6, 8]",
-        "is sharded P(None, None), but",
+        "has the spec P(None, None), but",
     )
     asked = "the rules require P(None, 'model')", "constrain=True"
     with ft.axis_rules(RULES), jax.set_mesh(EXPLICIT):
