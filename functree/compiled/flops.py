@@ -1,4 +1,4 @@
-"""`count_flops` counts the flops of a compiled program on one device, with loops multiplied out.
+"""`count_flops` counts a compiled program's flops on one device, in every loop iteration.
 
 The compilers' own count includes each loop body only once, and leaves out custom kernels. Here, the
 flops of products, convolutions and known kernels are computed from their shapes. All other

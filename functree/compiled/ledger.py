@@ -160,7 +160,7 @@ class Ledger:
         """Read a ledger from JSON; it equals the ledger that was written.
 
         Raises:
-            FunctreeError: if the text is not the JSON of a ledger.
+            FunctreeError: if the text is not ledger JSON.
         """
         return read_json(text, "ledger", cls)
 

@@ -277,7 +277,10 @@ def seconds_text(seconds: float) -> str:
 
 
 def why_worse(one: Candidate, best: Candidate) -> str:
-    """Explain why a candidate's score is worse than the best; empty for the best candidate."""
+    """Explain why a candidate's score is worse than the best score.
+
+    The text is empty for the best candidate.
+    """
     if not one.score or not best.score or one is best:
         return ""
     compute = (one.compute_seconds or 0) - (best.compute_seconds or 0)

@@ -287,7 +287,7 @@ def _pairs(rules: Iterable[Rule], closed: bool) -> list[tuple[Any, Any]]:
 def _reason(
     leaf: Leaf, start: Decision, applied: Mapping[int, Rule], closed: bool
 ) -> tuple[object, ...]:
-    """Return the reason for each dimension: its rule, or why it has none."""
+    """Return the reason for each dimension's sharding: the rule that applied, or why none did."""
     parts: list[object] = []
     for dim, name in enumerate(leaf.axes):
         if dim in applied:

@@ -56,7 +56,7 @@ class ConfigReader:
         Args:
             name: the name of the field.
             text: a description of the accepted values, for messages.
-            fits: returns whether a value is accepted.
+            fits: a function that returns whether a value is accepted.
             default: the value of an absent field; without a default, the field is required.
         """
         self.names.add(name)
@@ -287,7 +287,7 @@ def _qwen3(read: ConfigReader) -> dict[str, Any]:
 
 
 def _of_training(read: ConfigReader) -> None:
-    """Read the fields of experts that do not affect the logits."""
+    """Read the experts' config fields that do not affect the logits."""
     read("router_aux_loss_coef", "a number", is_number, 0)
     read.flag("output_router_logits", False)
 
@@ -391,7 +391,10 @@ def _names_of_experts(
 
 
 def _names_of_mixtral(config: TransformerConfig, tensors: Collection[str] = ()) -> dict[str, str]:
-    """Return the table for Mixtral; newer files use the names of other families with experts."""
+    """Return the table of names for Mixtral.
+
+    Newer files use the names that other families with experts use.
+    """
     if "model.layers.0.mlp.gate.weight" in tensors:
         return _names_of_experts(config, tensors)
     names = _names_of_experts(config, tensors, "block_sparse_moe")

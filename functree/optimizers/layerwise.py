@@ -111,7 +111,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
 
 def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
-    """Return a state's shardings; None unless all parameters are on the same devices, at least two.
+    """Return a state's shardings, or None unless all parameters share the same two or more devices.
 
     State with the shape of its parameter is sharded like the parameter, since `jnp.zeros_like` of
     one layer ignores the sharding of its stack.
@@ -163,7 +163,7 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
 
 
 _OUTSIDE = (
-    "move transforms that combine several leaves outside `ft.layerwise`: "
+    "move transforms that combine several leaves out of `ft.layerwise`: "
     "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`"
 )
 _NO_KEYS = (

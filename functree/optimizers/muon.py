@@ -160,7 +160,7 @@ _OF_ONE = ("ns_coeffs", "ns_steps", "eps", "adaptive", "preconditioning", "consi
 def _orthogonalize(
     given: Mapping[str, Any], dimensions: MuonDimensionNumbers | None
 ) -> MatrixFunction:
-    """Return optax's Muon for one matrix, without momentum, decay and learning rate."""
+    """Return optax's Muon for one matrix, without momentum, decay or a learning rate."""
 
     def orthogonalized(matrix: jax.Array) -> jax.Array:
         tx = optax.contrib.muon(

@@ -97,7 +97,7 @@ def _check_local(leaves: Sequence[Leaf]) -> None:
             problems.append(leaf.problem(_ALL, "leave this array out, since it is already placed"))
         elif is_key(leaf.value.dtype):
             problems.append(
-                leaf.problem(_KEYS, "make the same keys in all processes, with `local=False`")
+                leaf.problem(_KEYS, "create the same keys in all processes, and pass `local=False`")
             )
     _raise_local(problems)
 

@@ -196,7 +196,8 @@ def processes_text(processes: Sequence[int]) -> str:
 def _check_devices(place: Place) -> None:
     """Raise FunctreeError if the processes have unequal numbers of devices.
 
-    Such processes cannot gather arrays. JAX lists all devices in each process, so nothing is sent.
+    Such processes cannot gather arrays. JAX lists all devices in each process, so this check needs
+    no communication.
     """
     counts = Counter(device.process_index for device in jax.devices())
     numbers = [counts[process] for process in range(jax.process_count())]

@@ -126,7 +126,7 @@ class Diff:
             yield Folded(name, _common_what(rows), *texts, len(rows), _grown(rows))
 
     def html(self) -> str:
-        """Render the differences as an HTML page, with a bar for each change of bytes."""
+        """Render the differences as an HTML page, with a bar for each change in bytes."""
         return diff_html(self, page=True)
 
     def _repr_html_(self) -> str:
@@ -158,7 +158,7 @@ class Folded(NamedTuple):
 
 
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
-    """Group equal changes, across layers and a module's parameters, which share a line."""
+    """Group equal changes across layers and a module's parameters, to show each group on a line."""
     groups = grouped(rows, _but_for_indices)
     # First `mlp.{gate,up}`, then `mlp.{gate,up}.weight`, where each is a module.
     for from_end in (1, 2):

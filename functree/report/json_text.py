@@ -136,7 +136,7 @@ def read_json(text: str, kind: str, cls: type[T]) -> T:
     try:
         data = parsed(text)
     except ValueError as error:
-        raise FunctreeValueError(f"the text is not the JSON of a {kind}: {error}") from error
+        raise FunctreeValueError(f"the text is not {kind} JSON: {error}") from error
     return read_value(data, kind, cls)
 
 
@@ -147,10 +147,10 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
     if isinstance(data, dict):
         actual = data.get("functree")
     if not actual:
-        raise FunctreeValueError(f"the text is not the JSON of a {kind}")
+        raise FunctreeValueError(f"the text is not {kind} JSON")
     if actual != kind:
         name = actual if isinstance(actual, str) else value_text(actual)
-        raise FunctreeValueError(f"this is the JSON of a {name}, not of a {kind}")
+        raise FunctreeValueError(f"this is {name} JSON, not {kind} JSON")
     version = data.get("format")
     if version not in range(1, FORMAT + 1):
         readable = f"this version of functree reads up to format {FORMAT}"
@@ -158,7 +158,7 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
     try:
         return _read(data, cls, "")
     except _MisfitError as error:
-        raise FunctreeValueError(f"invalid JSON of a {kind}: {error}") from error
+        raise FunctreeValueError(f"invalid {kind} JSON: {error}") from error
 
 
 class _MisfitError(Exception):

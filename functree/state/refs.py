@@ -18,7 +18,7 @@ from functree.tree.paths import Path
 
 
 class _Token:
-    """Identity of a piece of state: two refs with one token declare the same piece.
+    """Identity of a piece of state: refs that share a token declare the same piece.
 
     Refs themselves cannot be compared by identity, since `jax.tree.map` rebuilds modules.
     """

@@ -125,7 +125,7 @@ class Pairs:
 
     @cached_property
     def right_of(self) -> dict[int, int]:
-        """Right step of each paired left step, by index."""
+        """The index of each left step's right step, by the left step's index."""
         return dict(self.steps)
 
     def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:

@@ -179,7 +179,7 @@ class Search:
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """Return the first step that only the left program has and that a step depends on.
+        """Return the first step, found only in the left program, that step `i` depends on.
 
         Return None if there is no such step.
         """

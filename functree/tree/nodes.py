@@ -93,8 +93,8 @@ def walk(
         tree: the tree.
         stops_at: a function of a node's path and the node. If its result is true, the node's kind
             is `FOUND`, and nothing below the node is visited.
-        in_model: whether children of a state or a packed tree have their paths in the model
-            (several keys), instead of the paths of their nodes (one key).
+        in_model: whether to yield the children of a state or a packed tree with their paths in the
+            model (several keys), instead of their nodes' paths (one key).
 
     Raises:
         RecursionError: if the tree contains itself, or is nested too deeply for JAX.

@@ -111,7 +111,7 @@ MEETING = (
     "give each child a different key in the class's `tree_flatten_with_keys`",
 )
 NO_TEXT = (
-    "has a path that cannot be read back from its text",
+    "has a path that cannot be parsed from a string",
     "use strings or integers as keys",
 )
 PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {

@@ -189,7 +189,7 @@ def test_what_looks_at_all_leaves_is_refused(name: str, model: str):
         results(ft.layerwise(optimizer(name)), name, tree, gradients)
     text = str(caught.value)
     assert "`ft.layerwise` needs an optimizer that acts on each leaf alone" in text
-    assert "move transforms that combine several leaves outside" in text
+    assert "move transforms that combine several leaves out of" in text
     assert "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(" in text
 
 

@@ -113,7 +113,7 @@ def test_what_is_moved_in_the_json_of_a_ledger() -> None:
         ("moves", "everything", "`moves` of 'r' is 'everything': use itself, gradient, act"),
         ("count", 1.5, "`collectives.0.count` is 1.5, not an integer"),
     ):
-        with raises(f"invalid JSON of a ledger: {why}"):
+        with raises(f"invalid ledger JSON: {why}"):
             wrong = {**data, "collectives": [{**moved, name: value}]}
             ft.Ledger.from_json(json.dumps(wrong))
     # As an earlier functree wrote it.

@@ -102,8 +102,8 @@ def test_each_type() -> None:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "of something else": ({"functree": "ledger"}, "this is the JSON of a ledger, not of a plan"),
-    "of nothing": ({"functree": ...}, "not the JSON of a plan"),
+    "of something else": ({"functree": "ledger"}, "this is ledger JSON, not plan JSON"),
+    "of nothing": ({"functree": ...}, "not plan JSON"),
     "newer": (
         {"format": 3},
         "the JSON of this plan has format 3, but this version of functree reads up to format 1",
@@ -113,10 +113,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "has format 0, but this version of functree reads up to format 1",
     ),
     "without a format": ({"format": ...}, "has format None"),
-    "without a name": ({"rows": ...}, "invalid JSON of a plan: it has no `rows`"),
+    "without a name": ({"rows": ...}, "invalid plan JSON: it has no `rows`"),
     "without a name, inside": (
         {"rows": [ROW, {}]},
-        "invalid JSON of a plan: `rows.1` has no `path`",
+        "invalid plan JSON: `rows.1` has no `path`",
     ),
     "no list": ({"rows": {}}, "`rows` is {}, not a list"),
     "no object": ({"sizes": []}, "`sizes` is [], not an object"),
@@ -130,7 +130,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "none of several": ({"note": 3}, "`note` is 3, not a string"),
     "no size": ({"size": -1}, "`size` is -1, not a size"),
     "a size that no float has": ({"size": 10**400}, "`size` is 1000"),
-    "a name twice": ({"more": {}}, 'not the JSON of a plan: an object repeats the name "a"'),
+    "a name twice": ({"more": {}}, 'not plan JSON: an object repeats the name "a"'),
     "too deep": ({"more": None}, "it is nested more than 100 levels deep"),
     "far too deep": ({"more": True}, "it is nested more than 100 levels deep"),
     "a wrong element of one of several": (
@@ -153,13 +153,13 @@ def test_what_is_refused(case: str) -> None:
 @pytest.mark.parametrize("dtype", ["float33", "(3,f4", "key<other>"])
 def test_dtypes_that_there_are_not(dtype: str) -> None:
     every = json.dumps({"functree": "every", "format": 1, "axes": [], "dtype": dtype})
-    with raises("invalid JSON of a every: ", dtype, error=FunctreeValueError):
+    with raises("invalid every JSON: ", dtype, error=FunctreeValueError):
         read_json(every, "every", Every)
 
 
 @pytest.mark.parametrize("given", ["{", "", "[]", "3", "null", '"plan"', "{}"])
 def test_what_is_no_json_of_functree(given: str) -> None:
-    with raises("not the JSON of a ledger", error=FunctreeValueError):
+    with raises("not ledger JSON", error=FunctreeValueError):
         read_json(given, "ledger", Report)
 
 

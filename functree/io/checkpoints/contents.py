@@ -118,7 +118,7 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             )
         if not _is_readable(leaf.path):
             yield leaf.problem(
-                "has a path that cannot be read back from its text",
+                "has a path that cannot be parsed from a string",
                 "use strings or integers as keys",
             )
 

@@ -267,7 +267,7 @@ def folder_at(path: str | os.PathLike[str]) -> Folder:
             return _in_bucket(text)
         raise CheckpointError(
             f"{text} cannot be used, since orbax reaches only buckets at `gs://`: use a `gs://` "
-            "address, or save to a file system that all processes share and copy the checkpoints"
+            "address, or save to a shared file system, then copy the checkpoints"
         )
     if match := _BROKEN_ADDRESS.match(text):
         raise CheckpointError(

@@ -71,9 +71,10 @@ class Manifest(NamedTuple):
 
     Attributes:
         rows: one row for each array.
-        arrays: the folder inside the checkpoint with the values; None if no array has values.
+        arrays: the folder that holds the values, inside the checkpoint; None if no array has
+            values.
         step: the step of `ft.Checkpoints`, or None.
-        sizes: the sizes of the axes of the mesh that the arrays were saved from.
+        sizes: the size of each mesh axis when the arrays were saved.
         static: the texts of the tree's static leaves by path. A restore takes these leaves from
             `like`, and warns about differences.
         meta: the user's `meta`.

@@ -242,7 +242,7 @@ class CheckpointWriter:
             self._draft.commit(self._manifest)
 
     def _read_back(self) -> None:
-        """Raise CheckpointError if the values on the disk differ from the saved ones."""
+        """Raise CheckpointError if the values read back from disk differ from the saved values."""
         # Arrays are read in groups, since all at once would take the memory of a second model.
         while self._targets:
             group = self._next_targets()

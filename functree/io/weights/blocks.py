@@ -11,7 +11,7 @@ from functree.io.weights.table import WHOLE, Part, TensorName
 
 
 def joined_as(shape: Sequence[int], stored: Sequence[int]) -> tuple[int, ...] | None:
-    """Count the dimensions of a shape that each dimension of a stored shape joins.
+    """Count, for each dimension of a stored shape, the dimensions of `shape` that it joins.
 
     Dimensions of size 1 are ignored in both. The result is None if the shapes do not fit.
 

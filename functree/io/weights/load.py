@@ -77,7 +77,7 @@ _OF_TENSORS = Terms(
     dtype="pass cast=True to convert it to {dtype}",
     misfit="correct the name in `table`, or the shape in `like`",
     unread="add rows for these tensors to `table`, or pass left_out=",
-    lost="give these arrays in `like` the dtype of the files",
+    lost="give these arrays in `like` the dtype that they have in the files",
 )
 _OF_PUBLISHED = Terms(
     dtypes="files",

@@ -292,8 +292,8 @@ def gradients(
         dv = pᵀ do, dp = do vᵀ, ds = p * (dp - o · do), dq = ds k, dk = dsᵀ q
 
     Returns:
-        The gradients of the queries, in the dtype of the sums, and of keys and values, in the dtype
-        `of_keys`.
+        The gradients of the queries (in the dtype of the sums), and of the keys and values (in the
+        dtype `of_keys`).
     """
     query, key, value, mask, mixed, log_total = kept
     dtype, scale = accumulator(query.dtype), _scale(query)

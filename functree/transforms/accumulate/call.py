@@ -408,7 +408,7 @@ def _keys_shape(value: Any) -> tuple[int, ...] | None:
 
 
 def _indivisible(leaf: Leaf, steps: int, shards: Mapping[str, int]) -> list[Problem]:
-    """Return the problem of an array that cannot be divided evenly into micro-batches."""
+    """Return the problem with an array that cannot be divided evenly into micro-batches."""
     # On Auto axes, the type has an empty spec: the compiler may shard a micro-batch differently.
     sharding = jax.typeof(leaf.value).sharding
     typed = mesh_axes(next(iter(sharding.spec), None))

@@ -189,8 +189,8 @@ class Jit(Function[_P, _T]):
     ) -> Placement:
         """Decide where the uncommitted arrays of a call are placed.
 
-        Arrays with an entry in `in_shardings` are placed with this entry, and all other arrays with
-        the rules.
+        Arrays with an entry in `in_shardings` are placed according to this entry, and all other
+        arrays according to the rules.
         """
         paths, shardings = flat.group.paths, dict[int, NamedSharding]()
         if self._layouts is not None:
