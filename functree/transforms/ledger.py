@@ -155,7 +155,7 @@ def call_of(
     out_shardings: LayoutTree,
     mesh: Mesh | AbstractMesh | None,
 ) -> LoweredCall:
-    """Lower a call of a function, which is jitted first unless it already is.
+    """Lower a call of a function. Jit the function first, unless it is already jitted.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -348,7 +348,7 @@ def _lowered(fn: Any, args: Sequence[Tree], kwargs: dict[str, Tree]) -> Any:
     if not isinstance(fn, jax.stages.Wrapped):
         return fn.lower(*args, **kwargs)
     traced = fn.trace(*args, **kwargs)
-    # Only JAX's own `Traced` has a jaxpr. Flax wraps it in a class of its own.
+    # Only JAX's own `Traced` has a jaxpr. Flax wraps JAX's `Traced` in its own class.
     if isinstance(traced, jax.stages.Traced):
         given = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves((args, kwargs))]
         check_callbacks(_name(fn), traced.jaxpr, given)

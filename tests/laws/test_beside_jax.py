@@ -72,7 +72,7 @@ def exported_with_ref() -> Any:
     return ft.export(ft.jit(lambda x: x + ref[...]), X)
 
 
-PMAP = "`jax.pmap` is such a shard_map: use `ft.shard_map` instead, or `jax.grad` and `jax.lax"
+PMAP = "If you use `jax.pmap`, replace it with `ft.shard_map`, or use `jax.grad` and"
 ONE = "for a single device, write `P()` with the mesh `ft.make_mesh(data=1, devices=[device])`"
 SINGLE = SingleDeviceSharding(DEVICE)
 FORMAT = Format(Layout((0,)), NamedSharding(MESH, P("data")))

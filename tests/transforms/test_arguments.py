@@ -202,7 +202,7 @@ def test_of_a_traced_array_without_names_the_layout_is_left_to_the_compiler():
 def test_a_layout_without_rules_is_not_about_activations():
     f = ft.jit(step, rules=ft.FSDP("data", min_size=0), mesh=MESH)
     with warns(
-        "step: `x` f32[64, 4] is uncommitted and has axes, but the rules name no axes",
+        "step: `x` f32[64, 4] is uncommitted and has axis names, but there are no rules for them",
         "so it is replicated on mesh",
         "add `ft.AxisRules` to the rules, place it with `ft.shard`, or pass `in_shardings=`",
     ):

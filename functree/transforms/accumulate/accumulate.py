@@ -65,17 +65,16 @@ def accumulate(
 ) -> Callable[_P, _T]:
     """Run a gradient function over a batch in micro-batches, and average the results.
 
-    One `lax.scan` runs all micro-batches, so only one micro-batch needs memory at a time. If the
-    loss is a mean over the batch, the result equals the result for the whole batch. Micro-batch `i`
-    contains the examples `i`, `i + steps`, …, so each device keeps its own examples, and no example
-    moves.
+    One `lax.scan` runs all micro-batches, so memory is needed for only one micro-batch at a time.
+    If the loss is a mean over the batch, the result equals the result for the whole batch.
+    Micro-batch `i` contains the examples `i`, `i + steps`, …, so examples stay on their devices.
 
     Without `over=`, gradients are reduced over devices in every micro-batch. With `over=`, they are
     reduced once.
 
     Args:
         fn: a gradient function: `ft.value_and_grad(loss)` or `ft.grad(loss)`. It is traced once. If
-            `fn` comes from another library, its first parameter counts as differentiated.
+            `fn` comes from another library, its first parameter is assumed to be differentiated.
         steps: the number of micro-batches.
         batch: the names of the parameters to divide. The batch is the leading dimension of each of
             their arrays. The default is every parameter that is neither differentiated
@@ -83,16 +82,16 @@ def accumulate(
         keys: the names of parameters whose random keys, typed or raw, are split. Micro-batch `i`
             gets `jax.random.split(key, steps)[i]`. With `over=`, each shard gets its own key. An
             array with one key for each example is part of the batch.
-        carry: the names of parameters, such as `state`, that each micro-batch takes from the
-            previous one. `fn` returns the next value as its aux, or a tuple of values for several
-            names. The result contains the last value.
-        weighted: whether `fn` returns sums, with the micro-batch's weight as its aux, such as its
-            number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are divided
-            by the sum of the weights, so a masked mean is exact for every `steps` and on every
-            mesh. The result contains the sum of the weights.
+        carry: the names of parameters, such as `state`, whose values each micro-batch takes from
+            the previous one. `fn` returns the next value as its aux, or a tuple of values for
+            several names. The result contains the last value.
+        weighted: whether `fn` returns sums, and as its aux the micro-batch's weight, for example
+            the number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are
+            divided by the sum of the weights, so a masked mean is exact for every `steps` and on
+            every mesh. The result contains the sum of the weights.
         over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
-            axes. Parameters that are sharded over them are gathered once, before the loop.
-            Gradients are reduced once, after the loop, and scattered where the parameter is
+            axes. Parameters that are sharded over these mesh axes are gathered once, before the
+            loop. Gradients are reduced once, after the loop, and scattered where the parameter is
             sharded. Each device therefore needs memory for the gathered parameters and their
             gradients. The loss must be a mean over examples, or `weighted`. In the function, these
             mesh axes are Manual, as in a `shard_map`. Without a mesh, `over` has no effect.
@@ -110,11 +109,14 @@ def accumulate(
             of functree.
         FunctreeError: (when called) if a leading dimension cannot be divided evenly into the
             micro-batches of all shards.
-        FunctreeError: (when called) if no array is divided.
+        FunctreeError: (when called) if no array is divided into micro-batches.
+        FunctreeError: (when called) if an array is deleted.
+        FunctreeError: (when called) if a name in the function's `**kwargs` is not passed.
         FunctreeError: (when called) if a value in `keys` is not a random key.
         FunctreeError: (when called) if `fn` does not return the weight or carried values as aux.
         FunctreeError: (when called) if a carried value changes its type between micro-batches.
         ShardingError: (when called) if the mesh lacks a mesh axis in `over`.
+        ShardingError: (when called) if a mesh axis in `over` is already Manual.
         ShardingError: (when called) if `over` is used, but the parameters' sharding is unknown.
         ShardingError: (when called) if a result that is not averaged differs between shards.
 
@@ -197,7 +199,7 @@ def averaged(call: Call, steps: int, over: Sequence[str]) -> Tree:
     Args:
         call: the call, with the whole batch.
         steps: the number of micro-batches.
-        over: the mesh axes over whose shards the loop runs. It is empty for a single loop.
+        over: the mesh axes over whose shards the loop runs; empty for a single loop.
     """
     shards = Shards.of(call, over) if over else None
     sizes = {} if shards is None else shards.sizes
@@ -243,8 +245,8 @@ class MicroBatch(NamedTuple):
             index among the operands.
         carried: a map from each carried array's index in the result to its operand's index.
         weight: the index of the weight in the result, or None.
-        summed: the indices of the result's arrays that are summed over the micro-batches. The
-            others are carried, or have the value of the last micro-batch.
+        summed: the indices of the result's arrays that are summed over the micro-batches. All
+            other arrays are carried, or have the value of the last micro-batch.
     """
 
     run: Callable[..., Sequence[Any]]
@@ -453,7 +455,7 @@ class Shards:
         if not sizes:
             return None
         view = local_view(mesh_view(mesh))
-        # Without Auto axes, the types have the shardings of the parameters.
+        # Without Auto axes, the types contain the parameters' shardings.
         if AxisType.Auto in mesh.axis_types:
             rules = ambient_rules()
             layouts = tuple(rules if layout is None else layout for layout in layouts)
@@ -613,7 +615,7 @@ class Shards:
 
 
 def _joined(first: PartitionSpec, then: PartitionSpec, ndim: int) -> PartitionSpec:
-    """Build a spec that shards each dimension with one spec, and its blocks with the next."""
+    """Build a spec that shards each dimension with `first`, and its blocks with `then`."""
     pairs = zip(of_rank(first, ndim).partitions, of_rank(then, ndim).partitions, strict=True)
     return PartitionSpec(*[entry((*mesh_axes(a), *mesh_axes(b))) for a, b in pairs])
 

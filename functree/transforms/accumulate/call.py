@@ -2,7 +2,7 @@
 
 The loop divides the arrays of the batch and splits random keys. It takes carried arrays from the
 previous micro-batch. All other arrays are the same in each micro-batch. This module also checks
-what the function takes and returns.
+the function's arguments and results.
 """
 
 import math
@@ -59,7 +59,7 @@ class GradientFunction(NamedTuple):
         signature: the function's signature.
         partial: the function, and the arguments that are bound to it.
         gradient: the description of what the function returns. If the function is not from
-            functree, only `argnums` is used: the first argument counts as differentiated.
+            functree, only `argnums` is used: the first argument is assumed to be differentiated.
         is_known: whether the function is a gradient function of functree.
         differentiated: the path prefixes of the differentiated arguments.
         named: the path prefixes of the arguments that are named for each role.
@@ -98,7 +98,10 @@ class GradientFunction(NamedTuple):
 
     @property
     def own_aux(self) -> str:
-        """The required aux, in words: a weight, carried values, or both. Empty if any aux fits."""
+        """The required aux, in words: a weight, carried values, or both.
+
+        The text is empty if any aux fits.
+        """
         parts: list[str] = []
         if self.weighted:
             parts.append("the weight of the micro-batch")
@@ -124,7 +127,7 @@ class GradientFunction(NamedTuple):
             raise FunctreeValueError("accumulate: invalid parameter names", problems)
 
     def _fault(self, name: str, role: Role, before: Role | None) -> tuple[str, str] | None:
-        """Return why a name cannot have a role, and the remedy, or None if it can.
+        """Return why a name cannot have a role, and the remedy, or None if it can have the role.
 
         `before` is a role that the name already has.
         """
@@ -184,7 +187,7 @@ class GradientFunction(NamedTuple):
         return result[0], aux
 
     def _as_weight(self, weight: Any) -> jax.Array:
-        """Convert a weight to an array. Raise FunctreeError if it is not a scalar."""
+        """Convert a weight to an array. Raise FunctreeError if the weight is not a scalar."""
         if eqx.is_array_like(weight) and jnp.shape(weight) == ():
             array = jnp.asarray(weight)
             if not is_key(array.dtype):
@@ -204,7 +207,7 @@ class GradientFunction(NamedTuple):
         return FunctreeTypeError(f"accumulate: {headline}", [problem])
 
     def _check_aux(self) -> None:
-        """Raise FunctreeError for a function that returns no aux, or whose aux is unknown."""
+        """Raise FunctreeError if the function's aux is required but missing or unknown."""
         name = self.signature.name
         if self.own_aux and not self.is_known:
             raise FunctreeTypeError(
@@ -384,7 +387,7 @@ def _check_given(function: GradientFunction, record: Sequence[Tree]) -> None:
 
 
 def below(places: Sequence[tuple[Any, ...]], paths: Sequence[Path]) -> list[int]:
-    """Return the indices of the paths that begin with one of the prefixes, prefix by prefix."""
+    """Return the indices of the paths that begin with one of the prefixes, in prefix order."""
     return [i for place in places for i, path in enumerate(paths) if path[: len(place)] == place]
 
 

@@ -73,13 +73,13 @@ def value_and_grad(
 
     On Auto axes, the type of a traced parameter has no sharding, and an unconstrained gradient
     silently loses the mesh axes of FSDP. Gradients are therefore constrained to `layout` if it is
-    given. Otherwise, under ambient rules, they are sharded like their parameters. On Explicit axes,
-    the types have shardings, so ambient rules are not needed. Without a layout or rules, or without
-    a mesh, JAX's gradients are returned unchanged.
+    given. Otherwise, under ambient rules, they are sharded like their parameters. On Explicit
+    axes, the types contain shardings, so ambient rules are not needed. Without a layout or rules,
+    or without a mesh, JAX's gradients are returned unchanged.
 
     Inside `ft.shard_map`, JAX sums the gradient of a shared parameter over all shards. If the loss
     on each of `n` shards is the mean over its examples, the sum is `n` times the gradient of the
-    overall mean. A loss that differs between shards therefore raises an error there. Return
+    overall mean. A loss that differs between shards therefore raises an error. Return
     `jax.lax.pmean(loss, "data")`, or `psum` if the loss is a sum. The gradients then need no
     reduction. The check cannot detect a parameter that was gathered with `all_gather`: its gradient
     is still the gradient of the summed losses. `check_vma=False` always raises an error, since each
@@ -105,12 +105,15 @@ def value_and_grad(
         RuleError: if `wrt` is not a filter.
         RuleError: if `layout` is a tuple without one layout for each of `argnums`.
         RuleError: (when called) if a pattern in `wrt` matches no leaf.
+        FunctreeError: if `fn` is not a function.
         FunctreeError: if `fn` is written in C and has no signature.
+        FunctreeError: (when called) if an array is deleted.
+        FunctreeError: (when called) with `has_aux`, if `fn` does not return a pair.
         FunctreeError: (when called) if the filter matches no leaf.
         FunctreeError: (when called) if the filter matches a leaf that is abstract or not inexact.
         FunctreeError: (when called) if the call has no argument at a position in `argnums`.
         FunctreeError: (when called) inside shard_map, if the loss differs between shards.
-        FunctreeError: (when called) inside a shard_map with `check_vma=False`.
+        FunctreeError: (when called) if the call is inside a shard_map with `check_vma=False`.
         ShardingError: (when called) if the layout does not fit the gradients.
 
     Examples:
@@ -199,6 +202,7 @@ def grad(
 
     Raises:
         RuleError: if `wrt` is not a filter.
+        RuleError: if `layout` is a tuple without one layout for each of `argnums`.
         RuleError: (when called) if a pattern in `wrt` matches no leaf.
         FunctreeError: if `ft.value_and_grad` would raise it.
         ShardingError: (when called) if the layout does not fit the gradients.
@@ -232,7 +236,7 @@ def grad(
 def _like(fn: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator like `functools.wraps(fn)` that drops `fn`'s return annotation.
 
-    The wrapper's result differs from `fn`'s.
+    The annotation is wrong for the wrapper, whose result differs from `fn`'s.
     """
 
     def decorate(wrapper: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +271,7 @@ def _positional(
         given = count(have, "positional argument")
         raise FunctreeValueError(
             f"grad: argnums={argnums} does not fit a call with {given}: "
-            "pass a different position, counted from 0, for each argument"
+            "pass one position, counted from 0, for each differentiated argument"
         )
     return _Call(args, kwargs, places)
 
@@ -328,8 +332,8 @@ def _manual_axes() -> tuple[str, ...]:
         raise FunctreeError(
             "grad: inside shard_map(check_vma=False), each shard computes only its own part of "
             "the gradient, and JAX does not sum the parts: leave `check_vma` at True, or take the "
-            "gradient outside of shard_map. `jax.pmap` is such a shard_map: use `ft.shard_map` "
-            "instead, or `jax.grad` and `jax.lax.pmean` inside it"
+            "gradient outside of shard_map. If you use `jax.pmap`, replace it with `ft.shard_map`, "
+            "or use `jax.grad` and `jax.lax.pmean` inside it"
         )
     return manual
 
@@ -351,7 +355,7 @@ def _check_one_loss(
     axes = ", ".join(f'"{axis}"' for axis in sorted(varying))
     if len(varying) > 1:
         axes = f"({axes})"
-    why = "is shared between shards, so its gradient would be the gradient of their summed losses"
+    why = "is shared between shards, so its gradient would be the gradient of the sum of all losses"
     remedy = f"return `jax.lax.pmean(loss, {axes})` for the mean, or `psum` for the sum"
     problems: list[Problem] = []
     for argument, arrays in zip(parameters, arrays_of_each, strict=True):

@@ -57,7 +57,8 @@ class ValueAndGradient(Protocol[_P, _R]):
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-# An attribute, since `functools.wraps` copies attributes to wrappers such as `ft.jit`.
+# The description is stored as an attribute, since `functools.wraps` copies attributes to wrappers
+# such as `ft.jit`.
 _ATTRIBUTE = "__functree_gradient__"
 
 
@@ -102,7 +103,7 @@ def known(fn: _F, gradient: KnownGradient) -> _F:
 
 
 def known_gradient(fn: object) -> KnownGradient | None:
-    """Return the description of functree's gradient function, or of a wrapper around one.
+    """Return the description of a gradient function made by functree, or of a wrapper around one.
 
     For any other function, return None.
 

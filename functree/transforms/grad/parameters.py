@@ -296,7 +296,7 @@ class SummedFirst:
             self._batch.update(self._axes_of(name))
 
     def spec(self, leaf: Leaf, wanted: PartitionSpec) -> PartitionSpec | None:
-        """Return the spec of a gradient's first constraint, or None if it needs none.
+        """Return the spec of a gradient's first constraint, or None without such a constraint.
 
         Args:
             leaf: the parameter.

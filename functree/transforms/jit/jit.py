@@ -74,7 +74,7 @@ def jit(
     too, so their arrays are traced. As in JAX, a call returns before the computation is done. The
     function is traced once for each compilation.
 
-    NumPy arrays, and abstract arrays without a sharding, count as uncommitted below.
+    Below, "uncommitted arrays" include NumPy arrays, and abstract arrays without a sharding.
 
     Args:
         fun: a function, a method, a partial, or a callable module.

@@ -280,8 +280,8 @@ class Jit(Function[_P, _T]):
             return self._options.mesh
         mesh = current_mesh()
         if isinstance(mesh, AbstractMesh) and not tracing():
-            # For example, an eager `jax.sharding.auto_axes` sets such a mesh. The arrays have the
-            # devices.
+            # For example, an eager `jax.sharding.auto_axes` sets an abstract mesh. The arrays'
+            # shardings contain the devices.
             return with_devices_of(mesh, arrays)
         return mesh
 
@@ -307,11 +307,12 @@ class Jit(Function[_P, _T]):
     ) -> Shardings | None:
         """Return the sharding of each array of a result.
 
-        It comes from `out_shardings`, or otherwise from the donated argument that the array
-        replaces.
+        Each sharding comes from `out_shardings`, or otherwise from the donated argument that the
+        array replaces.
         """
         name, layouts = self._signature.name, self._options.out_shardings
-        # Built only now, since the constructors of some classes refuse abstract arrays.
+        # The tree is built only now, since the constructors of some classes refuse abstract
+        # arrays.
         result = output.tree
         given: Shardings = [None] * len(output.values)
         if layouts is not None:
@@ -403,8 +404,8 @@ def _uses_mesh(jaxpr: Any) -> bool:
 def _on_mesh(program: Program, traced: Traced, mesh: Mesh | AbstractMesh) -> Program:
     """Make a program run on the mesh of its arguments, even if its result depends on none of them.
 
-    JAX drops unused arguments, and takes the devices from the others. If it dropped all arguments
-    on the mesh, the program would run on the default device.
+    JAX drops unused arguments, and takes the devices from the remaining arguments. If it dropped
+    all arguments on the mesh, the program would run on the default device.
 
     Raises:
         ShardingError: if the mesh is abstract, and a constraint would have no effect.
@@ -513,7 +514,7 @@ def _facts(program: Program, flat: FlatCall) -> Facts:
     """Return the facts that must agree in all processes: settings, arguments, mesh and program."""
     arguments: list[str] = []
     for path, x in zip(program.group.paths, flat.arrays, strict=True):
-        # Each process has its own copy of such an array, and the copies must have equal values.
+        # An array with values here has a copy in each process, and the copies must be equal.
         if has_values_here(x):
             arguments.append(f"{path}: {own_text(x)}")
         else:

@@ -66,7 +66,7 @@ class Placement:
     donated: Collection[int]
 
     def place(self, arrays: Sequence[Any]) -> list[Any]:
-        """Place the arrays of a call that have a sharding, and return all its arrays."""
+        """Place the arrays that have a sharding here, and return all arrays of the call."""
         new, traced, moving = list(arrays), dict[int, Any](), dict[int, Any]()
         for i, sharding in self.shardings.items():
             array = arrays[i]
@@ -307,7 +307,8 @@ def _warn_replicated(name: str, leaves: Sequence[Leaf], view: MeshView) -> None:
     groups = defaultdict[tuple[str, str], list[Leaf]](list)
     for leaf in leaves:
         if any(leaf.axes):
-            lack, remedy = "axes, but the rules name no axes", "add `ft.AxisRules` to the rules"
+            lack = "axis names, but there are no rules for them"
+            remedy = "add `ft.AxisRules` to the rules"
         elif leaf.unread is None:
             lack, remedy = "no axis names", "annotate {}"
         else:
@@ -350,7 +351,7 @@ def by_in_shardings(
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
     """Return the mesh of `in_shardings`, and the sharding that they give to each array.
 
-    If an array may have any sharding, None stands for its sharding.
+    The sharding is None for an array that may have any sharding.
 
     Raises:
         ShardingError: if a layout does not fit.
