@@ -280,7 +280,7 @@ class Traces:
 
 
 def _reference(fun: AnyFunction) -> Callable[[], AnyFunction]:
-    """Return a weak reference to a function, or a strong one if it does not support weak ones."""
+    """Return a weak reference to a function, or a strong one if weak ones are not supported."""
     try:
         weak = weakref.ref(fun)
     except TypeError:  # some functions that are written in C

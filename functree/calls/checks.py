@@ -176,7 +176,9 @@ def _other_mesh(array: AnyArray, mesh: Mesh | AbstractMesh) -> str | None:
 
 
 def warn_constants(name: str, fun: AnyFunction, traced: Traced) -> None:
-    """Warn about large arrays that a function closes over. They become constants of its program.
+    """Warn about large arrays that a function closes over.
+
+    These arrays become constants of the compiled program.
 
     Args:
         name: the name of the function.
@@ -216,7 +218,8 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
         warn(
             f"{name}: the gradient of a grouped convolution's kernel may be too large. If some "
             "mesh axes shard the convolution's input, XLA multiplies the gradient by the sizes of "
-            f"the others: shard the input over all of {', '.join(axes)}, for example its batch"
+            "the other mesh axes: shard the input, for example its batch, over all of "
+            f"{', '.join(axes)}"
         )
 
 

@@ -147,7 +147,7 @@ class Situation(NamedTuple):
     def distance(self, other: "Situation") -> int:
         """Count the leaves and other fields that differ from another situation.
 
-        A leaf that changed counts twice.
+        A changed leaf adds two to the count.
         """
         fields = sum(mine != theirs for mine, theirs in zip(self[1:], other[1:], strict=True))
         return len(self.leaves.items() ^ other.leaves.items()) + fields

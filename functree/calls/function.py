@@ -127,7 +127,7 @@ class Function(Generic[_P, _T]):
         self._used.clear()
 
     def on_mesh(self, mesh: Mesh) -> Self:
-        """Return this function with a different mesh, which replaces its own mesh if it has one."""
+        """Return this function with a mesh that replaces the function's own mesh, if any."""
         return type(self).of(self.__wrapped__, self._options._replace(mesh=mesh))
 
     @overload
@@ -189,7 +189,7 @@ class Function(Generic[_P, _T]):
     # For subclasses
 
     def _set_up(self) -> None:
-        """Read the options that calls need into attributes."""
+        """Store the options that calls need in attributes."""
 
     def _rules(self) -> Layout | None:
         """Return the rules for a call made now: the function's own, or the ambient rules."""

@@ -51,7 +51,8 @@ class Output:
             FunctreeError: if JAX does not support a leaf of the result.
             FunctreeError: if an array is abstract.
             FunctreeError: if a static value must not be used after the trace. Examples are traced
-                arrays, functions that close over one, and lazy values such as generators.
+                arrays, functions that close over traced arrays, and lazy values such as
+                generators.
         """
         try:
             skeleton, values = Skeleton.apart(tree)

@@ -232,7 +232,7 @@ def _traceable(arrays: Sequence[AnyArray], mesh: Mesh | AbstractMesh | None) -> 
     return given
 
 
-_CONFIG: Any = jax.config  # type checkers cannot see its options, which are attributes
+_CONFIG: Any = jax.config  # type checkers do not know its options, which are attributes
 
 
 def without_jit() -> bool:

@@ -1,9 +1,9 @@
 """`run_checked` raises Equinox's own error if an Equinox check in a program fails.
 
-One such check is `eqx.error_if`. Equinox raises its error from a callback in the program. JAX wraps
-it in an error with two kilobytes of text, and raises that error where the result is used, which may
-be in a different function. `run_checked` raises Equinox's error in the call, as `eqx.filter_jit`
-does.
+One such check is `eqx.error_if`. Equinox raises its error from a callback in the program. JAX
+wraps this error in an error with a much longer text. It raises the longer error where the result is
+used, which may be in a different function. `run_checked` raises Equinox's error in the call, as
+`eqx.filter_jit` does.
 """
 
 import logging
@@ -62,7 +62,7 @@ def run_checked(run: Callable[..., Output], arguments: Sequence[Tree], name: str
 
 
 def raise_failed(error: RuntimeError | ValueError, name: str) -> None:
-    """Raise Equinox's error if JAX's error is about a failed check.
+    """Raise Equinox's error if a failed check caused JAX's error.
 
     JAX raises a ValueError if the program ends before the call returns.
     """

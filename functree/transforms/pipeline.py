@@ -39,7 +39,7 @@ def stages_of(axis: str, arrays: Sequence[AnyArray]) -> MeshAxes:
         arrays: the stack's arrays.
 
     Returns:
-        The mesh axes, or an empty tuple if they have only one device.
+        The mesh axes, or an empty tuple if they span only one device.
 
     Examples:
         >>> from functree.transforms.pipeline import stages_of
@@ -128,7 +128,7 @@ def check_pipeline(
 
 
 Layers = Callable[[Tree, Sequence[Array], Sequence[Tree]], Tree]
-"""A function that runs layers on `x`, given their arrays and the arguments that they all share."""
+"""A function that runs layers on `x`, given the layers' arrays and shared arguments."""
 
 
 class _Plan(NamedTuple):

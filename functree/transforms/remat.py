@@ -1,4 +1,4 @@
-"""`remat=` selects the values that the backward pass recomputes, keeps or reads from host memory.
+"""`remat=` selects the values to recompute, to keep, or to move to host memory.
 
 The option ─► a policy of `jax.checkpoint`.
 """
@@ -46,8 +46,8 @@ REMAT = Takes(
 class Offload:
     """Checkpoint policy that is compared by value.
 
-    JAX's own policies are closures, which are compared by identity. Each new config with such a
-    policy would count as a different config, so its program would be compiled again.
+    JAX's own policies are closures, which are compared by identity. Each new config with one of
+    JAX's policies would differ from all earlier configs, so its program would be compiled again.
     """
 
     names: tuple[str, ...]
@@ -162,7 +162,7 @@ def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands
 
 
 def _names(program: AnyJaxpr) -> set[str]:
-    """Return the names of the values in a program, including the programs inside it."""
+    """Return the names of the values in a program and in its inner programs."""
     # `jax.ad_checkpoint.checkpoint_name` adds an equation with the primitive `name`.
     named = (equation for equation in all_equations(program) if equation.primitive.name == "name")
     return {equation.params["name"] for equation in named}

@@ -79,7 +79,10 @@ class MapOptions(NamedTuple):
 
 
 class PartialView(MeshView):
-    """Mesh on which some axes count as one device in a plan. Messages show the real sizes."""
+    """Mesh on which a plan treats some axes as having one device.
+
+    Messages show the real sizes.
+    """
 
     def __str__(self) -> str:
         return str(mesh_view(self.mesh))
@@ -101,7 +104,7 @@ class ManualMesh(NamedTuple):
     def explicit(self) -> bool:
         """Whether the mesh axes that become Manual are Explicit outside.
 
-        If they are, the types of arrays have specs.
+        If they are, the types of arrays contain specs.
         """
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.axes)
@@ -114,9 +117,9 @@ class ManualMesh(NamedTuple):
         Args:
             leaves: the leaves of the tree.
             parts: the layouts of the tree.
-            local: whether the arrays are local. For local arrays, every mesh axis counts as one
-                device, so any size fits. Manual axes must divide the sizes of global arrays. On
-                Explicit axes, a global array without a layout gets the spec in its type.
+            local: whether the arrays are local. For local arrays, every mesh axis is treated as
+                having one device, so any size fits. Manual axes must divide the sizes of global
+                arrays. On Explicit axes, a global array without a layout gets the spec in its type.
 
         Returns:
             The specs, restricted to the Manual axes, and the problems.
@@ -124,8 +127,8 @@ class ManualMesh(NamedTuple):
         sizes = dict.fromkeys(self.mesh.shape, 1)
         if not local:
             sizes.update((axis, self.mesh.shape[axis]) for axis in self.axes)
-        # All leaves count as different arrays (`same`): nothing is placed, so one array at two
-        # paths may have two specs.
+        # All leaves are treated as different arrays (`same`): nothing is placed, so one array at
+        # two paths may have two specs.
         plan = plan_leaves(
             leaves,
             parts,
@@ -264,7 +267,7 @@ class Mapped(Function[_P, _T]):
 
     def _key(self, flat: FlatCall, rules: Layout | None) -> Hashable:
         # In the trace of an outer function, custom derivative rules must keep the ambient rules of
-        # the body, so such programs are separate.
+        # the body, so programs made in such a trace are cached separately.
         return (tracing(), self._manual_mesh(flat.arrays), rules, *flat.kinds())
 
     def _program(self, flat: FlatCall) -> Program:
@@ -401,7 +404,7 @@ def _run_mapped(
     # JAX's messages and profiles show the name of the user's function.
     body.__name__ = body.__qualname__ = traced.__name__
     # An empty set means all axes. Naming all axes would be wrong under a `vmap` on an Explicit
-    # mesh, which removes an axis.
+    # mesh, since the `vmap` removes an axis.
     axis_names = manual.axes
     if axis_names == set(manual.mesh.axis_names):
         axis_names = frozenset()
@@ -470,12 +473,12 @@ def shard_map(
 ) -> Mapped[_P, _T] | Callable[[Callable[_P, _T]], Mapped[_P, _T]]:
     """Run a function on each device, with that device's shards of the arrays.
 
-    The function sees local arrays and may use collectives (`jax.lax.psum(x, "model")`). It may take
-    and return modules and containers. Values that are not arrays, including Python numbers, are
-    passed unchanged. They are static, so a different value needs a new program. One program is
-    compiled for each structure, set of shapes and mesh. As under `jax.jit`, the function is traced
-    once for each program. The layouts of the result need no second trace. A function that closes
-    over traced values is traced in each call.
+    The function gets local arrays and may use collectives (`jax.lax.psum(x, "model")`). Its
+    arguments and results may be modules and containers. Values that are not arrays, including
+    Python numbers, are passed unchanged. These values are static, so each different value triggers
+    a compilation. One program is compiled for each structure, set of shapes and mesh. As under
+    `jax.jit`, the function is traced once for each program. The layouts of the result need no
+    second trace. A function that closes over traced values is traced in each call.
 
     Args:
         fun: a function, a method, a partial, or a callable module. Bound values, such as `self`,
@@ -500,15 +503,21 @@ def shard_map(
 
     Returns:
         A function with the same signature, and with `trace`, `lower`, `eval_shape` and
-            `compilations` as in `ft.jit`. Under other transforms, it becomes part of their program.
+            `compilations` as in `ft.jit`. Under other transforms, the function becomes part of
+            their program.
 
     Raises:
+        FunctreeError: if `fun` is not a function.
         FunctreeError: if an option is unknown or invalid.
         RuleError: if `in_specs` does not have the structure of the parameters.
         RuleError: (when called) if a layout does not have the structure of its tree.
+        ShardingError: if `mesh` has only sizes.
         ShardingError: (when called) if an array has no layout. The message gives its path.
         ShardingError: (when called) if an array's layout does not fit. The message gives its path.
         ShardingError: (when called) if there is no mesh.
+        ShardingError: (when called) if `axis_names` contains an axis that the mesh lacks.
+        ShardingError: (when called) if a mesh axis in `axis_names` is already Manual.
+        ShardingError: (when called) if a spec replicates a result that may differ between devices.
         AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.
 
@@ -516,8 +525,9 @@ def shard_map(
         Inside the function, a mean over a local batch is a local mean. Apply `jax.lax.pmean` to it
         in the loss that `jax.grad` differentiates. With `check_vma=True`, JAX sums the gradient of
         a replicated parameter over the devices. The gradient of a *local* mean is then too large:
-        it is multiplied by the number of devices. With `check_vma=False`, it is the gradient of one
-        device only. A gradient that is taken outside the function is correct in both cases.
+        it is multiplied by the number of devices. With `check_vma=False`, each device computes only
+        its own part of the gradient. A gradient that is taken outside the function is correct in
+        both cases.
 
     Examples:
         >>> rules = ft.AxisRules(

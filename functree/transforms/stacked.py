@@ -112,8 +112,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
         """Return one layer, or a shorter stack for a slice.
 
-        An array index, traced or not, is clamped to the stack, as in JAX. Checking it would mean
-        waiting for the device.
+        An array index, traced or not, is clamped to the valid range, as in JAX. A check of the
+        index would have to wait for the device.
         """
         if isinstance(index, slice):
             return Stacked(_take(self.layer, index), self.axis)
@@ -181,15 +181,15 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
         """Apply the layers to `x` in order, with options for each layer's inputs and outputs.
 
         Args:
-            x: an array or a tree of arrays. Every layer returns it with the same shapes and dtypes.
+            x: an array or a tree of arrays. Every layer must preserve its shapes and dtypes.
             *args: positional arguments, which every layer gets unchanged.
             each: keyword arguments of the layers, as trees of arrays. Each layer gets its slice of
-                their leading dimension: `{"key": jax.random.split(key, len(layers))}`.
+                the arrays' leading dimension: `{"key": jax.random.split(key, len(layers))}`.
             collect: whether each layer returns `(x, out)`, where `out` is a tree of arrays. The
                 scan returns the layers' `out` as one tree, whose arrays have one slice per layer.
-            remat: the values to keep for the backward pass. `None` keeps all. `"full"` keeps only
-                the input of each layer, and `"dots"` also keeps the products with weights.
-                `ft.offload(...)` keeps named values in host memory. A policy of
+            remat: the values to keep for the backward pass. `None` keeps all values. `"full"`
+                keeps only the input of each layer, and `"dots"` also keeps the products with
+                weights. `ft.offload(...)` keeps named values in host memory. A policy of
                 `jax.checkpoint_policies` is accepted too.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
             state: an `ft.State`. Each layer then gets `state=` and returns the new state last:
@@ -473,7 +473,7 @@ def _arrays_with_path(tree: Tree) -> Iterator[tuple[Path, jax.Array | jax.ShapeD
 def _check_same_type(layer: Tree, x: Tree, y: Tree) -> None:
     """Raise FunctreeError if a layer changes the type of `x`.
 
-    The message of `lax.scan` would be about its carry.
+    The error of `lax.scan` would describe the scan's carry instead.
     """
     given, returned = _types(x), _types(y)
     if given != returned:
@@ -588,7 +588,7 @@ def _take(layer: T, index: int | jax.Array | slice) -> T:
 def _checked_index(index: Any, depth: int) -> int | jax.Array:
     """Return the index of one layer, after checking it.
 
-    Arrays are not checked, since they may be traced or on a device.
+    An array index is not checked, since it may be traced or on a device.
     """
     is_scalar = isinstance(index, jax.Array) and index.ndim == 0
     if is_scalar and jnp.issubdtype(index.dtype, jnp.integer):

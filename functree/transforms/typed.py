@@ -67,6 +67,8 @@ def typed(
         A function with the same signature.
 
     Raises:
+        FunctreeError: if `fun` is not a function.
+        FunctreeError: if `fun` is a class.
         AxesError: (when called) if an array does not match its annotation. The message gives the
             argument, the axis and both sizes.
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
@@ -214,7 +216,7 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
     have = typed_spec(leaf.value)
     if have is None:
         return None
-    # Types do not record Auto and Manual axes, so these axes count as one device here.
+    # Types do not record Auto and Manual axes, so these axes are treated as having one device.
     mesh = jax.typeof(leaf.value).sharding.mesh
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     hidden = {axis for axis, axis_type in types.items() if axis_type != AxisType.Explicit}
@@ -305,7 +307,7 @@ def check_sizes(
 def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
     """Yield the arrays that the function itself annotates, each with the alternative that fits.
 
-    An alternative that fits by rank and dtype precedes one that fits only by rank.
+    An alternative that fits by rank and dtype takes precedence over one that fits only by rank.
     """
     hints = field_hints(type(record))
     for leaf in leaves:
@@ -342,7 +344,7 @@ def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple
     start = 0
     for dim in form.dims:
         length = 1
-        if dim.variadic:  # at most one token is
+        if dim.variadic:  # at most one token is variadic
             length = len(shape) - len(form.dims) + 1
         yield dim, shape[start : start + length]
         start += length
