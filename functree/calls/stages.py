@@ -308,7 +308,7 @@ class Lowered(Stage[jax.stages.Lowered]):
             >>> print(scale.lower(jnp.ones((16, 4))).layouts().rows[-1].array)
             f32[16/data, 4]
         """
-        # Kept, because the ledger needs them too.
+        # The layouts are kept, because the ledger needs them too.
         if self._layouts is None:
             self._layouts = layouts_of(self.jax, self.jax.out_info.paths())
         return self._layouts

@@ -28,7 +28,7 @@ def make_mesh(
         explicit: whether the mesh axes are Explicit, so that shardings are part of array types. By
             default they are Auto. The default of `jax.make_mesh` is Explicit.
         devices: the devices; by default all devices.
-        dcn: the factor of each mesh axis that crosses slices. For example,
+        dcn: for each mesh axis, the factor of its size that crosses slices. For example,
             `data=8, dcn={"data": 4}` means 4 slices of 2 devices.
         target: an accelerator that you don't have, to compile programs without running them.
             `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), and `"cuda:h100:8"`
@@ -40,6 +40,8 @@ def make_mesh(
         ShardingError: if there is no mesh axis.
         ShardingError: if a size is not a positive integer.
         ShardingError: if the sizes do not fit the devices.
+        ShardingError: if `dcn` does not fit the mesh axes or the slices.
+        ShardingError: if both `devices` and `target` are passed.
         ShardingError: if `target` is invalid.
         ShardingError: if the compiler for `target` is not installed.
         ShardingError: if an option has a value of the wrong type.
@@ -50,7 +52,7 @@ def make_mesh(
     """
     _check_options(explicit, devices, dcn, target)
     _check_sizes(sizes)
-    # NumPy integers count as integers: `np.prod` returns one.
+    # NumPy integers are accepted, since `np.prod` returns one.
     sizes = {name: int(size) for name, size in sizes.items()}
     chosen = _first_devices(sizes, devices, target)
     types = (AxisType.Explicit if explicit else AxisType.Auto,) * len(sizes)
@@ -142,8 +144,8 @@ def _grid(
                 f"make_mesh: dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}: "
                 f"use a positive integer that divides {sizes[name]}"
             )
-    # Only devices of several TPU slices differ in `slice_index`. On other platforms, the devices of
-    # a process count as a slice.
+    # Only devices of several TPU slices differ in `slice_index`. On other platforms, the devices
+    # of a process are treated as a slice.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     by_slice = len(slices) > 1
     if not by_slice:

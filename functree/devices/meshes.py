@@ -70,7 +70,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
                     "a dict of mesh sizes must map names to positive integers, not "
                     f"{name!r}: {size!r}"
                 )
-        # NumPy integers count as integers: `np.prod` returns one.
+        # NumPy integers are accepted, since `np.prod` returns one.
         return MeshView({name: int(size) for name, size in mesh.items()})
     raise ShardingError(
         f"{mesh!r} is not a mesh: pass a `Mesh`, an `AbstractMesh`, or a dict of sizes"
@@ -125,14 +125,15 @@ def platform() -> str:
         >>> platform()
         'cpu'
     """
-    # The mesh decides first, since the program may be compiled for devices that you don't have. The
-    # abstract device is part of every trace's key, so a trace is not reused on another platform.
+    # The mesh's platform takes precedence, since the program may be compiled for devices that you
+    # don't have. The abstract device is part of every trace's key, so a trace is not reused on
+    # another platform.
     device = jax.sharding.get_abstract_mesh().abstract_device
     return jax.default_backend() if device is None else device.platform
 
 
 def agrees(view: MeshView, other: Mesh | AbstractMesh) -> bool:
-    """Return whether a mesh has the view's sizes and, where both are known, its devices."""
+    """Return whether a mesh has the view's sizes, and the view's devices if both have devices."""
     if dict(other.shape) != dict(view.sizes):
         return False
     # An abstract mesh has no devices to compare.
@@ -210,7 +211,7 @@ def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
 
 
 def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
-    """Explain why no program can run on a mesh, with the remedy; return None if one can.
+    """Explain why programs cannot run on a mesh, with the remedy; return None if they can.
 
     The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are
     compile-only.
@@ -258,7 +259,7 @@ def tracing() -> bool:
 
 
 def compiling() -> bool:
-    """Return whether a function is being traced into a program. Eager transforms don't count."""
+    """Return whether a function is being traced into a program, not by an eager transform."""
     # An eager transform computes operations without traced operands immediately. JAX has no public
     # test. This test adds an unused number to a program.
     return isinstance(jnp.zeros(()), Tracer)
@@ -281,7 +282,7 @@ def _thread_resources() -> Any:
 
 
 Device = Any
-"""A JAX device. Type checkers see a variable in `jax.Device`, so they reject it as a type."""
+"""A JAX device. Type checkers treat `jax.Device` as a variable, so they reject it as a type."""
 
 # The kinds that TPUs report, and their usual names.
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}

@@ -46,7 +46,7 @@ def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
-    """Return the current mesh, or without one the arrays' mesh, if it has Explicit mesh axes.
+    """Return the current mesh, or otherwise the arrays' mesh, if that mesh has Explicit axes.
 
     JAX differentiates and loops eagerly on Explicit mesh axes only under a current mesh.
     """
@@ -87,12 +87,12 @@ def is_placed(value: Any, target: NamedSharding) -> bool:
 
 
 def memory_of(sharding: Sharding) -> str:
-    """Return the memory kind of a sharding, with `device` for None."""
+    """Return the memory kind of a sharding, or `device` if the memory kind is None."""
     return sharding.memory_kind or "device"
 
 
 def other_memory(sharding: Sharding) -> str | None:
-    """Return the memory kind of a sharding, with None for the default, device memory."""
+    """Return the memory kind of a sharding, or None for device memory, the default."""
     kind = memory_of(sharding)
     if kind == "device":
         return None
@@ -150,7 +150,7 @@ def refuse_deleted(
 ) -> FunctreeError:
     """Build the error that lists the paths of deleted arrays.
 
-    An argument whose arrays are all deleted, such as a donated training state, is one entry.
+    An argument whose arrays are all deleted, such as a donated training state, is listed once.
 
     Args:
         name: the function that reads the values, for the message.

@@ -147,8 +147,8 @@ _COMMON = """
 def target_config(gpu: Gpu) -> str:
     """Write XLA's `GpuTargetConfigProto` for a GPU as text.
 
-    `get_topology_desc(platform="cuda", target_config=...)` accepts it. The text contains only
-    fields that the parser of JAX 0.10.2 accepts, since the parser refuses all others.
+    `get_topology_desc(platform="cuda", target_config=...)` accepts the text. The text contains
+    only fields that the parser of JAX 0.10.2 accepts, since the parser refuses all others.
     """
     major, minor = gpu.capability
     extension = "NONE"
@@ -221,7 +221,8 @@ class Target(NamedTuple):
     def read(cls, text: str) -> Self:
         """Parse the name of a target.
 
-        No compiler is involved, since the TPU compiler ends the process if a dimension is 0.
+        The name is parsed without a compiler, since the TPU compiler ends the process if a
+        dimension is 0.
 
         Raises:
             ShardingError: if the text is not the name of a target.

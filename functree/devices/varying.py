@@ -51,7 +51,9 @@ def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
 
 
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
-    """Cast arrays so that each varies along every mesh axis along which any of them varies.
+    """Cast arrays so that all of them vary along the same mesh axes.
+
+    These are the mesh axes along which any of the arrays varies.
 
     JAX casts operands of most of its own operations like this. For other operations and for custom
     derivatives, call this function.
@@ -110,7 +112,9 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """Wrap `fun` to run as in a shard_map with `check_vma=False`, whatever the enclosing one sets.
+    """Wrap `fun` so that it runs as in a shard_map with `check_vma=False`.
+
+    The setting of the enclosing shard_map has no effect.
 
     Examples:
         >>> from functree.devices.varying import unchecked

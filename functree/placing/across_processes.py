@@ -47,10 +47,12 @@ def place_across(planner: Planner, local: bool) -> Any:
 
     Args:
         planner: the function that reads and plans the tree.
-        local: whether each process has its own rows of each array, instead of all rows.
+        local: whether each process passes only its own rows of each array.
 
     Raises:
-        FunctreeError: if plans, or values that several processes have, differ between processes.
+        FunctreeError: if plans differ between processes.
+        FunctreeError: if processes pass different values for one array.
+        ShardingError: if processes with the same shards pass different rows.
     """
     rows = "if each process has its own rows, pass `local=True`; otherwise"
     if local:
@@ -221,7 +223,7 @@ def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block
     if math.prod(map(len, block)) != len(own):
         raise ShardingError(
             f"{FAILURE}: with {spec_text(sharding.spec)}, the shards of process {process} do not "
-            "form a block of the array, so the process has no rows: pass the whole array in all "
+            "form a block of the array, so they are not rows: pass the whole array in all "
             "processes, with `local=False`"
         )
     return block

@@ -107,8 +107,9 @@ def ambient_rules() -> Layout | None:
 def is_told_first(layout: Layout) -> bool:
     """Return whether a warning about a layout is the first under the current outermost rules.
 
-    A model constrains many activations, and is traced several times for one program, so one mistake
-    in its rules would repeat a warning many times. Outside `axis_rules`, each warning is the first.
+    A model constrains many activations, and is traced several times for one program, so one
+    mistake in its rules would cause the same warning many times. Outside `axis_rules`, each
+    warning is the first.
     """
     if not _STACK.rules:
         return True
@@ -131,7 +132,8 @@ def spec(axes: str | Axes) -> PartitionSpec:
         axes: the names of the axes, as a string or `Axes`.
 
     Raises:
-        ShardingError: if there are no ambient `AxisRules`, or they do not lay out these axes.
+        ShardingError: if there are no ambient `AxisRules`.
+        ShardingError: if the rules do not lay out these axes.
 
     Examples:
         >>> with ft.axis_rules(

@@ -45,9 +45,9 @@ class Batch(NamedTuple):
     ) -> "tuple[list[Any], Batch | None]":
         """Return the arrays of a batch, and its form, which is None if the tree must be planned.
 
-        A tree must be planned if it has a module, a leaf that is not a concrete array, or one array
-        at two paths. It must also be planned if its layout may depend on more than shapes and
-        names, as a layout function may.
+        A tree must be planned if it contains a module, a leaf that is not a concrete array, or one
+        array at two paths. It must also be planned if its layout may depend on more than shapes
+        and names, as a layout function may.
         """
         if not _is_batch(tree):
             return [], None

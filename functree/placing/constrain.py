@@ -33,8 +33,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
     same model runs on one device.
 
     Under `jax.vmap`, the compiler decides how to shard the mapped dimension, unless
-    `spmd_axis_name=` gives its mesh axis. JAX raises a `ValueError` if a rule uses that mesh axis
-    too, so use different rules inside `jax.vmap`.
+    `spmd_axis_name=` names a mesh axis for it. JAX raises a `ValueError` if a rule uses that mesh
+    axis too, so use different rules inside `jax.vmap`.
 
     Args:
         tree: an array, or a tree of arrays.
@@ -46,6 +46,8 @@ def constrain(tree: T, layout: str | Axes | LayoutTree, rules: LayoutLike = None
         ShardingError: if mesh axes do not divide a size. JAX alone would silently replicate the
             array.
         ShardingError: if no rule lays out an axis.
+        ShardingError: if `layout` names axes, but `tree` is not an array.
+        ShardingError: if the number of axes differs from the number of dimensions.
         ShardingError: if there is a mesh but no rules.
         ShardingError: if the mesh was entered with the deprecated `with mesh:`.
         FunctreeError: if an array is deleted.
@@ -177,8 +179,9 @@ class AxisShards(NamedTuple):
     """The sharding of dimensions with one name.
 
     Attributes:
-        mesh_axes: the mesh axes that shard them, outermost first; empty if they are unsharded.
-        parts: the number of shards; 1 if they are unsharded.
+        mesh_axes: the mesh axes that shard these dimensions, outermost first; empty without
+            sharding.
+        parts: the number of shards; 1 without sharding.
     """
 
     mesh_axes: tuple[str, ...]

@@ -159,7 +159,7 @@ def _check_concrete(leaves: Leaves) -> None:
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
             why = "is abstract, but `ft.shard` moves concrete arrays"
             problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
-        # These checks take most of a call that moves nothing, so they share this loop.
+        # These checks dominate a call that moves nothing, so they share this loop.
         elif not isinstance(leaf.value, _OF_NUMPY) and leaf.value.is_deleted():
             raise refuse_deleted("shard", leaves.paths, leaves.values)
     if problems:

@@ -86,7 +86,7 @@ class Agreement:
 def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
     """Wait until something is done in all processes. An error in one process ends the wait.
 
-    All processes must call this at the same point of their programs.
+    All processes must call this function at the same point of their programs.
 
     Args:
         failure: the beginning of the message.
@@ -111,7 +111,8 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         names.update(dict.fromkeys(report["facts"]))
     for name in names:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
-        # The most common lines count as right. In a tie, the first of the tied processes is right.
+        # The most common lines are taken as correct, or in a tie, the lines of the first tied
+        # process.
         usual = max(lines, key=lines.count)
         others = [process for process, texts in enumerate(lines) if texts != usual]
         if others:

@@ -44,11 +44,11 @@ def check_processes(**values: object) -> None:
     Args:
         **values: plans, layouts, meshes, lowered programs (`f.lower(...)`), strings, numbers,
             arrays, sets, dataclasses, or trees of these. Arrays within one process are compared by
-            value, arrays across processes by sharding, and functions by name.
+            value, arrays that span processes by sharding, and functions by name.
 
     Raises:
         FunctreeError: if a value differs. All processes raise this error. The message names the
-            process, and the leaf or the line.
+            differing process, and the leaf or the line.
         FunctreeError: if a process is at a different comparison.
         FunctreeError: if a process has ended.
         FunctreeError: if the processes have different numbers of devices.
@@ -68,7 +68,7 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
 
     Args:
         value: a plan, a layout, a mesh, a lowered program, a string, or a tree of arrays and other
-            values. Arrays within one process are compared by value, arrays across processes by
+            values. Arrays within one process are compared by value, arrays that span processes by
             sharding.
         skip: whether values with unknown contents are compared by class.
 

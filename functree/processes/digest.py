@@ -224,7 +224,7 @@ _PLACE = "place it again with `ft.shard`"
 def digests_of(
     arrays: Mapping[str, jax.Array | np.ndarray | np.generic], remedy: str = _PLACE
 ) -> tuple[dict[str, str], list[Problem]]:
-    """Compute digests of arrays. All processes must call this, with the same names.
+    """Compute digests of arrays. All processes must call this function with the same names.
 
     Args:
         arrays: arrays, by their paths as strings.
@@ -249,7 +249,7 @@ def compared(
 ) -> tuple[dict[str, dict[Bounds, int]], list[Problem]]:
     """Collect the digests of shards from all processes, and compare the copies of each shard.
 
-    All processes must call this, with the same names.
+    All processes must call this function with the same names.
 
     Args:
         parts: the digests of this process's shards, by the array's path as a string.

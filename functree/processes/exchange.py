@@ -123,7 +123,7 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
 
 
 def _raise_failures(place: Place, told: Sequence[Told]) -> None:
-    """Raise an error if a process reports one."""
+    """Raise FunctreeError if a process reports an error."""
     failed = [process for process, message in enumerate(told) if "error" in message.report]
     if failed:
         # The message shows the first of several errors, since they are usually the same.

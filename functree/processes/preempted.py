@@ -15,9 +15,9 @@ from functree.errors import FunctreeError
 def preempted(step: int) -> bool:
     """Return whether training should save and stop because the scheduler will reclaim this machine.
 
-    Schedulers announce this with SIGTERM. With several processes, every process must call this
-    function once per step. If one process gets the signal, the function returns True in all
-    processes at the same step, a few steps later.
+    Schedulers send SIGTERM before they reclaim a machine. With several processes, every process
+    must call this function once per step. If one process gets the signal, the function returns True
+    in all processes at the same step, a few steps later.
 
     With one process, the first call starts to listen for SIGTERM. A second SIGTERM ends the process
     as usual.

@@ -211,7 +211,7 @@ def _grown(rows: Sequence[Change]) -> int | None:
 
 
 def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
-    """Sort changes by their bytes, the largest first; changes that share a line count together.
+    """Sort changes by bytes, largest first; the bytes of changes on one line are added up.
 
     Other numbers, such as a collective's runs, follow the previous change if both concern the same
     leaf, or if neither concerns a leaf. Otherwise, they come last. All other changes, such as
@@ -234,7 +234,7 @@ def by_bytes(rows: Sequence[Change]) -> tuple[Change, ...]:
 
 
 def _weight_before(weighed: Sequence[tuple[float, Change]], path: Path) -> float:
-    """Return the weight of the last change if it counts bytes of this leaf, and 0 otherwise."""
+    """Return the last change's weight if it is finite and concerns this leaf, or 0 otherwise."""
     if not weighed:
         return 0
     weight, last = weighed[-1]

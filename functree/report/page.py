@@ -251,7 +251,7 @@ def tree_html(
     named: bool = True,
     opened: bool = True,
 ) -> str:
-    """Render a collapsible tree, or nothing if it has no leaves.
+    """Render a collapsible tree, or nothing if there are no leaves.
 
     Args:
         leaves: the leaves.
@@ -273,7 +273,8 @@ def tree_html(
 def _node(name: str, leaves: Sequence[TreeLeaf], depth: int, own: int) -> _Node:
     """Build the subtree of some leaves whose paths have the same keys up to a depth.
 
-    A subtree with one line becomes that line. A subtree with only one subtree merges with it.
+    A subtree with one line becomes that line. A subtree that contains only one subtree merges with
+    that subtree.
 
     Args:
         name: the name of the subtree.

@@ -26,7 +26,8 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
     lines: list[str] = []
     name, *others = cells
     if width(name) > widths[0]:
-        # A long name gets its own lines, and is broken only if necessary, so it can be searched.
+        # A long name gets its own lines, and is broken only if necessary, so that users can search
+        # for it.
         lines += wrapped(name, WIDTH)
         name = ""
     lines += columns((name, *others), widths, number)
@@ -37,7 +38,7 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
 
 
 def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[str]:
-    """Return the lines of a table's row, which has several if a cell is too long.
+    """Return the lines of a table's row. A cell that is too long takes several lines.
 
     Args:
         cells: the texts, without the last column.
@@ -110,7 +111,7 @@ def grouped(values: Iterable[_T], key: Callable[[_T], Hashable]) -> list[list[_T
 
 
 def pattern_of(path: Path) -> tuple[object, ...]:
-    """Replace the indices in a path with `*`. Integer keys of dicts count as indices."""
+    """Replace the indices in a path with `*`. Integer keys of dicts are treated as indices."""
     return tuple("*" if isinstance(key, int) else key for key in path)
 
 
