@@ -267,7 +267,9 @@ class Log:
         if self._earlier and not nearest:
             # Nothing that is compared differs, so a JAX setting changed, such as the matmul
             # precision.
-            nearest = (Difference(Path(), "settings", "of JAX", "different"),)
+            nearest = (
+                Difference(Path(), "settings", "of the earlier compilation", "other JAX settings"),
+            )
         self._earlier.append(now)
         record = Compilation(len(self.records) + 1, nearest, shared)
         self.records.append(record)

@@ -57,7 +57,7 @@ def _figures(message: str) -> str:
 
 
 def check_fits(name: str, mesh: Mesh, compiled: Compiled, arguments: FindArguments) -> None:
-    """Check that a program fits in the memory of a GPU, which the GPU compiler does not check.
+    """Check that a program fits in a GPU's memory, since the GPU compiler does not check this.
 
     Raises:
         FunctreeError: if the program does not fit.

@@ -134,7 +134,7 @@ def _check_all_processes(planned: Plan) -> None:
     if missing:
         raise ShardingError(
             f"{FAILURE}: the mesh has no device of {processes_text(sorted(missing))}: "
-            "make a mesh of all devices"
+            "build the mesh from all devices"
         )
 
 
@@ -223,8 +223,8 @@ def _block(parts: Sequence[int], sharding: NamedSharding, process: int) -> Block
     if math.prod(map(len, block)) != len(own):
         raise ShardingError(
             f"{FAILURE}: with {spec_text(sharding.spec)}, the shards of process {process} do not "
-            "form a block of the array, so they are not rows: pass the whole array in all "
-            "processes, with `local=False`"
+            "form a block of the array, so it cannot pass them as rows: pass the whole array in "
+            "all processes, with `local=False`"
         )
     return block
 

@@ -98,7 +98,7 @@ def ambient_rules() -> Layout | None:
     if rules is not _OF_THREAD.value and rules != _OF_THREAD.value and tracing():
         raise ShardingError(
             "another asyncio task of this thread is in `ft.axis_rules`, or this thread was started "
-            "inside it, so `jax.jit` would cache this trace under the wrong rules: "
+            "in such a block, so `jax.jit` would cache this trace under the wrong rules: "
             "use `ft.jit(rules=...)`, or leave `ft.axis_rules` before `await`"
         )
     return rules

@@ -207,7 +207,7 @@ def _check_devices(place: Place) -> None:
         if number != usual:
             why = (
                 f"has {number} of the {len(jax.devices())} devices, but other processes have "
-                f"{usual}"
+                f"{usual} each"
             )
             problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
     if problems:

@@ -26,6 +26,7 @@ def preempted(step: int) -> bool:
         step: the current step, which must increase from call to call.
 
     Raises:
+        FunctreeError: if `step` is not a non-negative integer.
         FunctreeError: if the first call of a single process is not in its main thread.
 
     Examples:
@@ -58,7 +59,8 @@ class _Termination:
         # Python lets only the main thread set a handler.
         if threading.current_thread() is not threading.main_thread():
             raise FunctreeError(
-                "preempted can only listen for SIGTERM in the main thread: call it there first"
+                "preempted can only listen for SIGTERM in the main thread: make the first call in "
+                "that thread"
             )
         self._before = signal.signal(signal.SIGTERM, self._note)
         self._listens = True

@@ -241,7 +241,7 @@ def _divided(args: tuple[Tree, ...], divided: Sequence[int], batch: int) -> froz
             if i in divided and leaf.shape[:1] != (batch,):
                 path = Path(("args", i, *Path.of(keys)))
                 why = f"is in `divided`, but its dimension 0 does not have the batch size {batch}"
-                remedy = f"make the batch its dimension 0, or remove {i} from `divided`"
+                remedy = f"make the batch dimension 0 of this array, or remove {i} from `divided`"
                 problems.append(array_problem(path, leaf, why, remedy))
     if problems:
         raise FunctreeValueError(
@@ -319,7 +319,7 @@ def _batch_size(x: Tree, microbatches: int) -> int:
     if len(sizes) != 1 or () in sizes:
         raise FunctreeValueError(
             f"Stacked.scan: microbatches={microbatches}: the arrays in `x` need a common leading "
-            f"dimension, but have {sorted(sizes)}: make the batch dimension 0 of every array"
+            f"dimension, but theirs are {sorted(sizes)}: make the batch dimension 0 of every array"
         )
     return sizes.pop()[0]
 

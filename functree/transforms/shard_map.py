@@ -487,7 +487,7 @@ def shard_map(
         in_specs: the layouts of the arguments: one entry for each positional parameter, a dict by
             parameter name, or one layout for all. An entry is a layout or a prefix tree of layouts.
             Pass a single entry for `*args`. Pass `None` for a value that is not an array, and for
-            arrays on Explicit axes, whose types contain their specs.
+            arrays on Explicit axes, since their types contain their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. It is resolved for the
             local result.
         rules: the layout to use if `in_specs` or `out_specs` is missing. It reads the annotations

@@ -506,7 +506,7 @@ def an_array_that_does_not_fit_in_one() -> Any:
     return place(np.ones((differs(8, 7), 16), np.float32))
 
 
-@differing("the mesh has no device of process", "make a mesh of all devices")
+@differing("the mesh has no device of process", "build the mesh from all devices")
 def part_of_the_devices() -> Any:
     return ft.shard(
         batch(0), ft.P(), ft.make_mesh(data=8 // COUNT, devices=jax.devices()[: 8 // COUNT])

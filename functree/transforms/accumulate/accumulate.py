@@ -626,7 +626,7 @@ def _check_axes(mesh: Mesh | AbstractMesh, over: Sequence[str]) -> None:
     for axis in over:
         if axis in manual:
             why = "is a mesh axis of the shard_map around this call"
-            remedy = f'leave it out, and average the gradients with `jax.lax.pmean(g, "{axis}")`'
+            remedy = f'remove it from `over=`, and apply `jax.lax.pmean(g, "{axis}")` to gradients'
         elif axis not in mesh.axis_names:
             near = did_you_mean(axis, mesh.axis_names)
             why = f"the mesh {mesh_view(mesh)} has no such axis{near}"

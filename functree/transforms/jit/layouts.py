@@ -55,8 +55,8 @@ class Placement:
 
     Attributes:
         shardings: the sharding of each array that is placed, by its index.
-        can_run: whether the mesh has devices. If not, the placed arrays are abstract: a program for
-            such a mesh can be compiled but not run.
+        can_run: whether the mesh has devices. If not, the placed arrays are abstract: a program
+            for a mesh without devices can be compiled but not run.
         donated: the indices of the donated arrays. Their placed copies share no buffer with the
             given arrays.
     """
