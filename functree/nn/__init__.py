@@ -73,6 +73,7 @@ _name_lines_of(
 def __dir__() -> list[str]:
     """Return the public names, for `dir` and completion.
 
-    Submodules are attributes of their package, so `nn.linear` would appear next to `nn.Linear`.
+    Submodules are attributes of their package, so without this function, `nn.linear` would
+    appear next to `nn.Linear`.
     """
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

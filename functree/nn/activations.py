@@ -51,7 +51,7 @@ def activation(x: Shaped[Array, "..."], axes: str) -> Shaped[Array, "..."]:
         axes: the names of the dimensions, outermost first.
 
     Raises:
-        ShardingError: if the rules do not fit, as in `ft.constrain`.
+        ShardingError: if the rules do not fit `x`, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.activations import activation
@@ -90,16 +90,17 @@ def unsharded_sequence() -> Iterator[None]:
 def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array, "... embed"], ...]:
     """Return a layer's input once for each product, sharded as that product needs it.
 
-    With sequence parallelism (Korthikanti et al., "Reducing activation recomputation", 2022), rules
-    shard the sequence between layers over mesh axes that shard the products themselves. The input
-    is gathered here, once for all products. Left to itself, the partitioner would move weights too.
+    With sequence parallelism (Korthikanti et al., "Reducing activation recomputation", 2022), the
+    mesh axes that shard the products' results also shard the sequence between layers. The input is
+    gathered here, once for all products. Without this gather, the partitioner would move weights
+    too.
 
     Args:
         x: the input, with axes "batch seq embed".
         products: the axes of each product, without batch and sequence.
 
     Raises:
-        ShardingError: if the rules do not fit, as in `ft.constrain`.
+        ShardingError: if the rules do not fit `x`, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.activations import inputs
@@ -170,7 +171,7 @@ def out_sharding(mesh: AbstractMesh | None, entries: Entries) -> NamedSharding |
 
 
 def gather_last(x: Shaped[Array, "..."]) -> Shaped[Array, "..."]:
-    """Unshard the last dimension of `x` on Explicit mesh axes; return `x` unchanged on Auto ones.
+    """Unshard the last dimension of `x` on Explicit mesh axes; return `x` unchanged on Auto axes.
 
     On Explicit axes, JAX sorts, accumulates and looks up only along a dimension that the array's
     type does not shard. On Auto axes, the partitioner gathers the dimension where necessary.
@@ -212,7 +213,7 @@ def on_one_device() -> bool:
 
 
 def is_partly_manual() -> bool:
-    """Return whether the caller runs in a shard_map that leaves several devices to the compiler."""
+    """Return whether this runs in a shard_map that leaves axes of size over 1 to the compiler."""
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and not on_one_device()
 
 
@@ -223,12 +224,13 @@ def specs_of(arrays: Sequence[Array], names: Sequence[str]) -> list[PartitionSpe
         arrays: the arrays. On Explicit axes, they may have more leading dimensions than names.
         names: the names of each array's last dimensions, such as "batch _ heads _". The spec leaves
             a dimension named `_` unsharded. A dimension named `seq` is sharded like `seq` in the
-            first array, over the mesh axes that shard nothing else. Inside attention, these axes
-            divide a sequence into parts (context parallelism).
+            first array, over the mesh axes that shard no other dimension. Inside attention, these
+            axes divide a sequence into parts (context parallelism).
 
     Returns:
         A spec for each array, or None if neither types nor rules determine the specs. Rules cover
-        one batch dimension, so they do not apply if arrays have several, or if `jax.vmap` hides it.
+        one batch dimension, so they do not apply if arrays have several batch dimensions, or if
+        `jax.vmap` hides one.
 
     Raises:
         ShardingError: if the rules do not fit the arrays.
@@ -269,7 +271,7 @@ def _check_fits(x: Array, names: str, entries: Entries) -> None:
 
 
 def sequence_by_rules(names: str) -> Entry:
-    """Return the mesh axes that the ambient rules give only to "seq" in an array with these axes.
+    """Return the mesh axes that shard only "seq" in an array, according to the ambient rules.
 
     Examples:
         >>> from functree.nn.activations import sequence_by_rules
@@ -307,17 +309,17 @@ def _with_sequence(array_spec: PartitionSpec, names: str, seq: Entry) -> Partiti
 def _agreeing(
     arrays: Sequence[Array], own: Sequence[Entries], names: Sequence[str]
 ) -> list[PartitionSpec]:
-    """Return the arrays' specs, with equal entries for all dimensions with the same name.
+    """Return the arrays' specs, in which dimensions that share a name have equal entries.
 
     Args:
         arrays: the arrays.
         own: each array's own entries, for its last dimensions.
         names: the names of these dimensions.
     """
-    # The first array in which a named dimension is sharded decides. The others are resharded:
-    # segments or prompt lengths, for instance, may come replicated from the user. Query heads may
-    # use a mesh axis of the batch while key heads, which have their own rule, do not. So a mesh
-    # axis that shards another dimension of one of the arrays is left out.
+    # The first array that shards a named dimension determines the entry for the name. The other
+    # arrays are resharded: for instance, users may pass replicated segments or prompt lengths.
+    # Query heads may use a mesh axis of the batch while key heads, which have their own rule, do
+    # not. An entry therefore omits mesh axes that shard another dimension of one of the arrays.
     entry_of: dict[str, Entry] = {"_": None}
     for entries, text in zip(own, names, strict=True):
         for name, entry in zip(text.split(), entries, strict=True):
@@ -353,7 +355,7 @@ def on_shards(
 
     Args:
         fun: a function of the arrays, the first of which has heads. If each device has all key and
-            value heads, `fun` receives the ones that the device's query heads use.
+            value heads, `fun` receives only the heads that the device's query heads use.
         arrays: the arrays.
         names: the names of their dimensions, as in `specs_of`.
         check_vma: as in `jax.shard_map`. Pass False for kernels, which do not declare along which
@@ -372,9 +374,9 @@ def on_shards(
     heads = specs[0][-2]
     selects: list[bool] = []
     for i, (text, array_spec) in enumerate(zip(names, specs, strict=True)):
-        # Example: 8 query heads over a mesh axis of size 4, with 2 key heads, which are replicated.
-        # Slices of both would not match, so all key heads enter, and each device selects the ones
-        # that its query heads use.
+        # Example: a mesh axis of size 4 shards 8 query heads, and 2 key heads are replicated.
+        # Slices of queries and keys would not match, so each device gets all key heads, and selects
+        # the heads that its query heads use.
         selects.append("kv_heads" in text and array_spec[-2] != heads)
         if selects[i]:
             specs[i] = PartitionSpec(*array_spec[:-2], None, None)
