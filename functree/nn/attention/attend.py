@@ -66,15 +66,16 @@ def attend(
         key: the keys.
         value: the values.
         implementation: the name of the implementation, or a function. `"splash"` is JAX's kernel
-            for TPUs, and `"cudnn"` its kernel for GPUs. `"xla"` holds the weights of all queries
-            and keys at once, and `"chunked"` does not. `"auto"` uses the kernel of the platform
-            that the program is lowered for, and `"chunked"` on platforms without one. If the kernel
-            does not support the call, `"auto"` issues a `FunctreeWarning` and uses `"chunked"`.
+            for TPUs, and `"cudnn"` is cuDNN's kernel for GPUs. `"xla"` holds the weights of all
+            queries and keys at once. `"chunked"` holds only the weights of one chunk of queries and
+            one chunk of keys. `"auto"` uses the kernel of the platform that the program is lowered
+            for, and `"chunked"` on platforms without one. If the kernel does not support the call,
+            `"auto"` issues a `FunctreeWarning` and uses `"chunked"`.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
-        segments: the segment of each token, which attends only to tokens in the same segment; None
-            if there is only one segment.
-        positions: the position of each token, if the tokens are not in order.
+        segments: the segment of each token, or None if there is only one segment. A token attends
+            only to tokens in its own segment.
+        positions: the position of each token; None if the tokens are in order.
         context: how the parts of a sequence attend to each other, if the sequence is sharded over
             mesh axes that shard no heads.
 
@@ -111,7 +112,8 @@ def attend(
             f"attention={implementation!r} is a kernel for {asked.devices}, but this program is "
             f'for {on}. Pass attention="auto" to use the kernel where possible'
         )
-    # A ring chosen by name computes in chunks on every platform.
+    # A ring computes in chunks on every platform. If `implementation` names a kernel, the call is
+    # refused below.
     in_chunks = implementation in ("xla", "chunked") or (parts.how == "ring" and asked is None)
     if kernel is None or in_chunks:
         return plain(given)
@@ -124,7 +126,7 @@ def attend(
         return jax.lax.platform_dependent(given, default=plain, **by_platform)
     problem = f'attention: the kernel "{kernel.name}" does not support this call: {why.rstrip(".")}'
     if implementation != "auto":
-        raise FunctreeValueError(problem)
+        raise FunctreeValueError(f'{problem}. Pass attention="chunked" to run without the kernel')
     warn(
         f'{problem}. Attention runs in chunks instead. Pass attention="chunked" to avoid this '
         "warning"
@@ -196,7 +198,10 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
         return 'with context="ring", attention runs in chunks'
     if parts.how == "gather":
         if kernel.of_part is None:
-            return 'it needs queries and keys from the same tokens, but context="gather" adds keys'
+            return (
+                'it needs queries and keys from the same tokens, but context="gather" adds keys '
+                "from other parts"
+            )
         own = given.query.shape[1] // parts.number
         if own % TILE:
             return f"a part of the sequence has {own} tokens, which is not a multiple of {TILE}"
@@ -272,8 +277,8 @@ def attend_cached(
         value: the values of the tokens.
         cached_key: the keys of earlier tokens.
         cached_value: the values of earlier tokens.
-        filled: the number of earlier tokens in each row. The cache holds the last of them, at their
-            positions modulo the number of slots.
+        filled: the number of earlier tokens in each row. The cache holds the most recent of them,
+            each at its position modulo the number of slots.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
     """
@@ -311,7 +316,7 @@ def next_positions(filled: Int[Array, "batch"], seq: int) -> Int[Array, "batch s
 
 
 def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "batch slots"]:
-    """Return the position of the token in each slot of a cache; negative for an empty slot.
+    """Return the position of each cache slot's token, or a negative number for an empty slot.
 
     Examples:
         >>> from functree.nn.attention.attend import cached_positions
@@ -319,7 +324,6 @@ def cached_positions(filled: Int[Array, "batch"], slots: int) -> Int[Array, "bat
         Array([[ 0,  1, -2, -1],
                [ 4,  1,  2,  3]], dtype=int32)
     """
-    # A slot has the largest position, up to the last token's, that is congruent to the slot modulo
-    # `slots`.
+    # A slot holds the latest token whose position is congruent to the slot's index modulo `slots`.
     last = as_int32(filled)[:, None] - 1
     return last - (last - jnp.arange(slots, dtype=jnp.int32)[None]) % slots

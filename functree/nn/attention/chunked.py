@@ -90,9 +90,9 @@ def unchunked(
     # `head_dim` numbers per head.
     scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
-    # Masked scores are not -inf: if a query attends to nothing, all its weights would be NaN, and
-    # so would the gradients of all keys. With the least finite number, its weights are equal, and
-    # are set to zero below.
+    # Masked scores are the least finite number. With -inf, a query that attends to nothing would
+    # have NaN weights, and the gradients of all keys would be NaN. With the finite number, this
+    # query's weights are equal, and are set to zero below.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
@@ -211,8 +211,8 @@ class _Chunks(NamedTuple):
     def scores(self, query: Queries, key: Keys, i: Index, j: Index) -> Scores:
         """Compute the scores of chunk `i` of the queries and chunk `j` of the keys.
 
-        The score of an invisible key is -inf. This gives no NaN, since `mix` and `gradients` never
-        subtract -inf from it.
+        The score of a masked key is -inf. This score causes no NaN, since `mix` and `gradients`
+        never subtract -inf from it.
         """
         mask = self.mask.chunk(i, j, self.size)
         visible = mask.visible(self.size, self.size, i * self.size, j * self.size)
@@ -312,8 +312,8 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Like the weights, these are cast to the dtype of the heads, so that products have
-            # narrow operands.
+            # Like the weights, the gradients of the scores are cast to the dtype of the heads, so
+            # that products have narrow operands.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
             # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
             # loops carry it, in the wide dtype.

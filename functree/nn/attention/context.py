@@ -52,7 +52,7 @@ class Parts(NamedTuple):
     Attributes:
         axes: the mesh axes that shard the sequence; empty if it is unsharded.
         number: the number of parts.
-        how: how a part attends to the others; None if the sequence is unsharded.
+        how: how a part attends to the other parts; None if the sequence is unsharded.
     """
 
     axes: tuple[str, ...] = ()
@@ -64,7 +64,7 @@ WHOLE = Parts()
 
 
 def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) -> Parts:
-    """Choose how a part of a sequence attends to the others.
+    """Choose how a part of a sequence attends to the other parts.
 
     Args:
         axes: the mesh axes that shard the sequence but no heads.
@@ -193,7 +193,7 @@ class _Ring(NamedTuple):
         return jax.tree.map(lambda x: jax.lax.ppermute(x, self.axes, to_next), arrays)
 
     def mask(self, step: int | Array, own: Mask, of_keys: _OfKeys) -> Mask:
-        """Return the mask for a device's own queries and keys that were passed on `step` times."""
+        """Return the mask for a device's queries, and for keys that were passed on `step` times."""
         segments = own.query_segments, of_keys.segments
         if own.query_positions is not None:
             return Mask(own.query_positions, of_keys.positions, *segments, self.window)
