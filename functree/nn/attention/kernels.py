@@ -20,11 +20,11 @@ TILE = 128
 """The TPU kernel requires the number of tokens to be a multiple of this value."""
 
 _BLOCKS = (512, 256, 128)
-# Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, which
-# takes time quadratic in the length: minutes for 1,048,576 tokens in blocks of 512.
+# Above this many tokens, blocks are larger. Building the kernel reads all blocks of the mask, whose
+# number is quadratic in the length. With blocks of 512, this takes minutes for 1,048,576 tokens.
 _LONG, _LONG_BLOCK = 2**18, 1024
 # The kernel keeps three bytes for each block of its mask in a core's scalar memory, which has room
-# for this many blocks. Queries of longer sequences are computed in pieces.
+# for this many blocks. The queries of longer sequences are processed in pieces.
 _MOST_BLOCKS = 2**18
 _DTYPES = ("bfloat16", "float32")
 
@@ -33,13 +33,14 @@ class Kernel(NamedTuple):
     """An attention kernel for one platform.
 
     Attributes:
-        name: its name in `attention=`.
-        devices: the devices that it runs on, for messages.
+        name: the kernel's name in `attention=`.
+        devices: the devices that the kernel runs on, for messages.
         platform: the name of the platform for `jax.lax.platform_dependent`.
         run: computes attention from queries, keys, values, optional segments, and `window=`.
-        why_not: returns why it does not support given arrays and a window, or None if it does.
+        why_not: returns why the kernel does not support given arrays and a window, or None if it
+            does.
         of_part: computes attention of the queries in one part of the sequence to all keys; None if
-            the kernel cannot.
+            the kernel cannot do this.
     """
 
     name: str
@@ -67,7 +68,7 @@ class CausalMask:
     Attributes:
         length: the number of keys.
         window: the maximum number of keys that a query attends to, including its own; None for all.
-        first: the index of the first query; the others follow it.
+        first: the index of the first query; the other queries follow it.
 
     Examples:
         >>> from functree.nn.attention.kernels import CausalMask
@@ -93,7 +94,7 @@ class CausalMask:
         return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
-        """Compute which keys the queries attend to, from their indices.
+        """Compute which keys the queries attend to, from the indices of both.
 
         The kernel traces this method.
         """
@@ -207,7 +208,7 @@ def splash_of_part(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Compute attention of the queries in one part of a sequence to all its keys; see `splash`.
+    """Compute attention of one part's queries to all keys of the sequence; see `splash`.
 
     Args:
         own: the part; the number of its queries is a multiple of `TILE`.
@@ -240,7 +241,7 @@ def splash_of_part(
 
 def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) -> Any:
     """Build the kernel for a mask, with the queries divided into `parts` parts."""
-    # Imported here, since the import takes half a second and only TPUs need it.
+    # Imported here, since the import is slow and only TPUs need it.
     from jax.experimental.pallas.ops.tpu.splash_attention import (
         BlockSizes,
         MultiHeadMask,
@@ -277,7 +278,7 @@ def _splash_kernel(heads: int, mask: CausalMask, parts: int, interpret: bool) ->
 def _mask_class() -> Any:
     """Return a subclass of `CausalMask` that the kernel accepts as a mask.
 
-    The class is created once: the kernel's cache compares masks, and masks of two classes are
+    The class is created once: the kernel's cache compares masks, and masks of different classes are
     unequal.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import Mask

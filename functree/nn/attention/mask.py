@@ -61,7 +61,7 @@ class Mask(eqx.Module):
         window: the maximum number of keys that a query attends to, including its own; None for all.
         offset: without positions, the number of tokens from the first key to the first query. None
             if queries and keys are from the same part of a sequence.
-        keys: the number of keys before the padding; None if no padding has to be hidden.
+        keys: the number of keys before the padding; None if no padding has to be masked.
 
     Examples:
         >>> from functree.nn.attention.mask import Mask
@@ -75,8 +75,8 @@ class Mask(eqx.Module):
     key_positions: Int[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    # The window is static, so that no comparison is traced without one, and the loops skip chunks
-    # outside it.
+    # The window is static, so that no comparison is traced without a window, and the loops skip
+    # chunks outside the window.
     window: int | None = eqx.field(static=True, default=None)
     offset: Int[Array, ""] | None = None
     keys: int | None = eqx.field(static=True, default=None)
@@ -140,9 +140,9 @@ class Mask(eqx.Module):
     def padded(self, queries: int, keys: int, has: int) -> "Mask":
         """Pad the mask with queries and keys at the end; earlier queries ignore these keys.
 
-        Padding has position -1. Without positions, its keys come after all queries. If queries and
-        keys are from two parts of a sequence, the padded keys are hidden instead, using the number
-        of keys before the padding, `has`.
+        Padding has position -1. Without positions, the padded keys come after all queries. If
+        queries and keys are from different parts of a sequence, the padded keys are masked instead,
+        using `has`, the number of keys before the padding.
         """
         is_shifted = self.offset is not None and keys > 0
         return Mask(
