@@ -57,7 +57,8 @@ QKNorm = Annotated[
         lambda value: FLAG.is_type(value) or value == "all",
     ),
 ]
-"""Whether queries and keys are normalized: each head separately, or `"all"` heads together."""
+"""Whether queries and keys are normalized: `True` for each head separately, `"all"` for all heads
+together."""
 
 
 class Attention(eqx.Module):
@@ -92,8 +93,9 @@ class Attention(eqx.Module):
             all keys.
         context: how the parts of a sequence attend to each other, if the rules shard "seq" over
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for parts of the
-            sequence: each gets the whole sequence for fewer heads. The number of parts must divide
-            the number of heads on a device. With `"gather"`, each device gets all keys and values.
+            sequence: each device gets the whole sequence for fewer heads. The number of parts must
+            divide the number of heads on a device. With `"gather"`, each device gets all keys and
+            values.
             With `"ring"`, devices pass keys and values around, part by part, and no device holds
             all of them. `"auto"` chooses `"heads"` if possible, otherwise `"gather"`.
         init: the initializer of the four weights. It creates each weight as a matrix whose first
@@ -106,8 +108,10 @@ class Attention(eqx.Module):
             `jax.lax.dot_general`, which is the default.
 
     Raises:
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
-        FunctreeError: if `kv_heads` does not divide `heads`, or `head_dim` is odd.
+        FunctreeError: if a size is not a positive integer.
+        FunctreeError: if `kv_heads` does not divide `heads`.
+        FunctreeError: if `head_dim` is odd.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> attention = ft.nn.Attention(8, 4, 2, key=jax.random.key(0))
@@ -205,10 +209,11 @@ class Attention(eqx.Module):
             x: the tokens' vectors.
             positions: the position of each token, which determines the rotation of its queries and
                 keys; by default 0, 1, 2, …
-            segments: the segment of each token, which attends only to tokens in the same segment;
-                by default, all tokens are in one segment.
+            segments: the segment of each token. A token attends only to tokens in its own segment.
+                By default, all tokens are in one segment.
             in_order: whether the tokens are in the order of their sequence. If not, a token attends
-                to tokens whose positions are not after its own, and windows count positions.
+                to tokens whose positions are not after its own, and the window is measured in
+                positions.
 
         Raises:
             FunctreeError: if the kernel that `attention` names does not support this call.
@@ -216,6 +221,7 @@ class Attention(eqx.Module):
                 divide the number of heads on a device.
             FunctreeError: if `in_order=False` and there are no positions.
             FunctreeError: if `in_order=False` and `attention` is a function.
+            FunctreeError: if `attention` is a function whose result has the wrong shape.
             ShardingError: if the ambient rules do not fit the activations.
         """
         if not in_order:
@@ -240,6 +246,7 @@ class Attention(eqx.Module):
 
         Raises:
             FunctreeError: if the kernel that `attention` names does not support this call.
+            FunctreeError: if `attention` is a function whose result has the wrong shape.
             ShardingError: if the ambient rules do not fit the activations.
         """
         query, key, value = self._heads(x, positions)
@@ -264,7 +271,7 @@ class Attention(eqx.Module):
         query = self._rotated(query, self.query_norm, positions)
         key = self._rotated(key, self.key_norm, positions)
         # The constraints come after the norm and the rotation, so that no collective runs between
-        # these two. `attend` then gets arrays with the sharding that its `shard_map` takes.
+        # these two. `attend` then gets arrays with the sharding that its `shard_map` expects.
         return (
             checkpoint_name(activation(query, "batch seq heads head_dim"), "attn_query"),
             checkpoint_name(activation(key, "batch seq kv_heads head_dim"), "attn_key"),
@@ -316,7 +323,8 @@ def _head_shapes(
     """Return the last two dimensions of queries, and of keys and values: (heads, head_dim).
 
     Raises:
-        FunctreeError: if `kv_heads` does not divide `heads`, or `head_dim` is 0 or odd.
+        FunctreeError: if `kv_heads` does not divide `heads`.
+        FunctreeError: if `head_dim` is 0 or odd.
     """
     if kv_heads is None:
         kv_heads = heads
