@@ -58,7 +58,8 @@ class BatchNorm(eqx.Module):
         param_dtype: the dtype of the weight and the bias. The averages are float32 or wider.
 
     Raises:
-        FunctreeError: if `size` is not a positive integer, or another argument is invalid.
+        FunctreeError: if `size` is not a positive integer.
+        FunctreeError: if another argument is invalid.
         FunctreeError: (when called in training) if `x` has no batch dimension and `axis_name` is
             None.
         AxesError: if `axes` is not one name.
@@ -97,9 +98,9 @@ class BatchNorm(eqx.Module):
         self.axes = one_axis("BatchNorm", axes)
         self.weight = jnp.ones((size,), param_dtype) if channelwise_affine else None
         self.bias = jnp.zeros((size,), param_dtype) if channelwise_affine else None
-        # A bfloat16 average would not move. With a momentum of 0.99, an update is 1 % of the
-        # difference. For a difference of 20 %, this update is below the 8-bit precision of
-        # bfloat16.
+        # A bfloat16 average would not change. With a momentum of 0.99, an update is 1 % of the
+        # difference between the batch's statistic and the average. For a difference of 20 %, this
+        # update is below the 8-bit precision of bfloat16.
         wide = accumulator(param_dtype)
         self.mean = StateRef(jnp.zeros((size,), wide), self.axes)
         self.var = StateRef(jnp.ones((size,), wide), self.axes)

@@ -36,7 +36,8 @@ class Embedding(eqx.Module):
             of `x` for `logits`.
 
     Raises:
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if a size is not a positive integer.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> table = ft.nn.Embedding(100, 8, key=jax.random.key(0))
@@ -103,7 +104,7 @@ def lookup(
         tokens: the tokens to look up, with axes "batch seq" or "seq".
 
     Raises:
-        ShardingError: if the rules do not fit, as in `ft.constrain`.
+        ShardingError: if the rules do not fit the table or the tokens, as in `ft.constrain`.
 
     Examples:
         >>> from functree.nn.embedding import lookup

@@ -40,7 +40,8 @@ class Linear(eqx.Module):
 
     Raises:
         AxesError: if `axes` does not have two names.
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if a size is not a positive integer.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> head = ft.nn.Linear(4, 8, axes="embed vocab", key=jax.random.key(0))

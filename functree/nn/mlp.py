@@ -41,7 +41,8 @@ class MLP(eqx.Module):
             `jax.lax.dot_general`, which is the default.
 
     Raises:
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if a size is not a positive integer.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> ft.nn.MLP(4, 8, key=jax.random.key(0))(jnp.ones((2, 3, 4))).shape

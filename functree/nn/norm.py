@@ -56,7 +56,8 @@ class RMSNorm(eqx.Module):
 
     Raises:
         AxesError: if `axes` does not have one name for each size.
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if a size is not a positive integer.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> x = ft.nn.RMSNorm(2)(jnp.array([3.0, 4.0]))
@@ -118,7 +119,8 @@ class LayerNorm(eqx.Module):
 
     Raises:
         AxesError: if `axes` is not one name.
-        FunctreeError: if `size` is not a positive integer, or another argument is invalid.
+        FunctreeError: if `size` is not a positive integer.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> print(ft.nn.LayerNorm(3)(jnp.array([1.0, 2.0, 3.0])).round(3))
