@@ -77,7 +77,7 @@ class Cache(eqx.Module):
         Raises:
             FunctreeError: if `length` exceeds the model's `max_seq`.
             FunctreeError: if an argument is invalid.
-            ShardingError: if the ambient rules do not fit.
+            ShardingError: if the ambient rules do not fit the cache.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)

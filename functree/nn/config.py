@@ -176,7 +176,7 @@ def _expert_problems(config: TransformerConfig) -> Iterator[Problem]:
     if config.experts is not None:
         if config.top_k is None:
             why = "it is required with experts="
-            yield Problem(None, None, "top_k=None", why, "pass top_k=, such as 2")
+            yield Problem(None, None, "top_k=None", why, "pass top_k=2, for example")
         # In the order of the parameters of `expert_problems`.
         given = config.experts, config.top_k, config.capacity, config.dot_general
         yield from expert_problems(*given)
@@ -200,7 +200,7 @@ def config_of(model: Any, norms: Norms) -> TransformerConfig:
 
     Args:
         model: the model.
-        norms: where the norms of its blocks are; this module cannot import `Block`.
+        norms: where the norms of its blocks are, passed since this module cannot import `Block`.
     """
     names = ["embed", "heads", "kv_heads", "head_dim", "hidden"]
     sizes = dict(zip(names, sizes_of(model.blocks, names), strict=True))
@@ -258,7 +258,7 @@ def sizes_of(tree: Tree, names: Sequence[str]) -> tuple[int, ...]:
     This works even for an adapter around a weight, and for a layer of a different class.
 
     Raises:
-        FunctreeError: if no array has an axis with one of the names.
+        FunctreeError: if one of the axis names occurs in no array.
 
     Examples:
         >>> from functree.nn.config import sizes_of

@@ -69,7 +69,7 @@ def cross_entropy(
         positions: as in a call of the model.
         segments: as in a call of the model.
         in_order: as in a call of the model.
-        chunk: the number of positions whose logits are held at once; the last chunk may have fewer.
+        chunk: the number of positions whose logits are held at once; the last chunk may be smaller.
             If the sequence is sharded while logits are computed, `chunk` applies to each shard.
         mask: the positions to average over; by default all. If there are none, the mean is 0. A
             numeric mask contains the positions' weights; a negative or NaN weight makes the loss
@@ -212,14 +212,14 @@ def _on_batches(
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
     if not axes:
-        # On Explicit axes, targets may be sharded as the sequence is between layers, over a mesh
+        # On Explicit axes, targets may be sharded like the sequence between layers, over a mesh
         # axis that shards the vocabulary here.
         own = PartitionSpec(*entries_of(x)[:-1])
         return without_varying(of_arrays)(
             arrays, x, resharded(targets, own), resharded(weights, own)
         )
     # The shard_map covers only the mesh axes of batch and sequence. The head stays sharded over
-    # other mesh axes, such as the vocabulary over `model`, and the partitioner does the rest.
+    # other mesh axes, such as the vocabulary over `model`. The partitioner handles these mesh axes.
     whole, batch = PartitionSpec(), PartitionSpec(*outer)
     mapped: Any = jax.shard_map(
         of_batches, in_specs=(whole, batch, batch, batch), out_specs=whole, axis_names=set(axes)
@@ -235,7 +235,7 @@ def _on_batches(
 
 
 def _outer(arrays: Sequence[Array]) -> tuple[Entry, ...]:
-    """Return the spec entries of batch and sequence for the logits; empty if they are unknown."""
+    """Return the logits' spec entries for batch and sequence, or `()` if they are unknown."""
     if on_one_device():
         return ()
     specs = specs_of(arrays, ["batch seq _", "batch seq", "batch seq"])
