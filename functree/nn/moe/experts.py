@@ -2,7 +2,8 @@
 
 A token has `top_k` assignments, which are numbered token by token. A row holds one assignment.
 Because shapes are static, there may be more rows than assignments. A row without an assignment has
-the number after the last one, `nothing`. It reads zeros and is added to no token.
+the number after the last assignment, `nothing`. Its input is zero, and its result is added to no
+token.
 """
 
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class Sorted(NamedTuple):
 
     @classmethod
     def of(cls, experts: Int[Array, "assignments"], number: int) -> "Sorted":
-        """Sort the assignments to `number` experts; those to other experts come last."""
+        """Sort the assignments to `number` experts; assignments to other experts come last."""
         # Computed with two sorts and comparisons: on TPUs, scatters are slow and sorts are not.
         order = jnp.argsort(experts, stable=True)
         sizes = jnp.sum(experts[:, None] == jnp.arange(number)[None], axis=0, dtype=jnp.int32)

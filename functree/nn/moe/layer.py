@@ -52,10 +52,11 @@ class MoE(eqx.Module):
     neural networks", 2017), as in Mixtral and Qwen 3.
 
     Rules that shard `"experts"` put the experts on different devices. The tokens are then moved to
-    their experts and back, in one `shard_map` over the mesh axes of both. `"hidden"` (tensor
-    parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. To move tokens, the
-    layer needs Explicit mesh axes, or ambient `AxisRules` and an `x` with the axes "batch seq
-    embed". If the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides what moves.
+    their experts and back, in one `shard_map` over the mesh axes of tokens and experts. `"hidden"`
+    (tensor parallelism inside each expert) and `"embed"` (FSDP) may be sharded too. To move tokens,
+    the layer needs Explicit mesh axes, or ambient `AxisRules` and an `x` with the axes "batch seq
+    embed". If the sharding of `x` is unknown, as under `jax.vmap`, the compiler decides which
+    arrays move.
 
     For `ft.offload` and other checkpoint policies, the products with `gate` and `up` are named
     `"moe_gate"` and `"moe_up"`.
@@ -65,7 +66,7 @@ class MoE(eqx.Module):
         hidden: the size of the hidden layer of each expert.
         experts: the number of experts.
         top_k: the number of experts for each vector.
-        capacity: a factor, such as 1.25. In each shard of the tokens, an expert computes at most
+        capacity: a factor, such as 1.25. In each shard of the tokens, an expert processes at most
             `capacity * top_k * tokens / experts` tokens, rounded up, and drops the rest. With
             `None`, no token is dropped, but arrays have room for all tokens at one expert.
         dispatch: how tokens reach sharded experts. With `"gather"`, all tokens are gathered. With
@@ -84,9 +85,10 @@ class MoE(eqx.Module):
             arguments of `jax.lax.dot_general`, and needs a `capacity`.
 
     Raises:
-        FunctreeError: if a size is not a positive integer, or another argument is invalid.
+        FunctreeError: if a size is not a positive integer.
         FunctreeError: if there are fewer experts than `top_k`.
         FunctreeError: if there is a `dot_general` without a `capacity`.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> moe = ft.nn.MoE(4, 8, experts=6, top_k=2, key=jax.random.key(0))
@@ -261,5 +263,5 @@ def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -
         problems.append(Problem(None, None, f"top_k={top_k}", f"there are only {experts} experts"))
     if dot_general is not None and capacity is None:
         why = "it needs equal numbers of tokens for all experts, which only a capacity ensures"
-        problems.append(Problem(None, None, "dot_general=", why, "pass capacity=, such as 1.25"))
+        problems.append(Problem(None, None, "dot_general=", why, "pass capacity=1.25, for example"))
     return problems

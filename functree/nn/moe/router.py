@@ -23,7 +23,7 @@ class MoELosses(NamedTuple):
         z: the mean of the squared logsumexp of a token's logits, a penalty that keeps logits small
             (Zoph et al., "ST-MoE", 2022).
         dropped: the number of assignments of tokens to experts that were dropped, because the
-            expert had no room left. The results of these experts are missing from the sum.
+            expert had no room left. A token's result does not include its dropped assignments.
 
     Examples:
         >>> moe = ft.nn.MoE(4, 8, experts=6, top_k=2, key=jax.random.key(0))
@@ -56,7 +56,7 @@ class Routing(NamedTuple):
         """Compute the losses of the whole batch.
 
         Args:
-            dropped: the number of these tokens' assignments that were dropped; None if none can be.
+            dropped: the number of these tokens' dropped assignments; None without a capacity.
             axes: the mesh axes over which the tokens are sharded, inside a shard_map over them.
         """
         number = self.probabilities.shape[-1]

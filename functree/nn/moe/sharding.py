@@ -52,7 +52,7 @@ class Shards(NamedTuple):
         return devices_along(self.experts)
 
     def with_tokens_over_experts(self, shape: tuple[int, ...]) -> "Shards | None":
-        """Shard the tokens over the experts' mesh axes too, if a size is divisible.
+        """Shard the tokens over the experts' mesh axes too, if the size of a dimension allows it.
 
         Args:
             shape: the shape of the tokens.
@@ -74,9 +74,9 @@ class Shards(NamedTuple):
 def shards_of(
     x: Float[Array, "*batch embed"], gate: Float[Array, "experts embed hidden"]
 ) -> Shards | None:
-    """Return the sharding of tokens and experts; None on one device, or if it is unknown.
+    """Return the sharding of tokens and experts, read from types or the ambient rules.
 
-    The sharding is read from types or the ambient rules.
+    Return None on one device, or if the sharding is unknown.
 
     Raises:
         ShardingError: if mesh axes do not divide the number of experts, or another size.
