@@ -1,8 +1,8 @@
 """A published model's `config.json` becomes a `TransformerConfig` and a table of tensor names.
 
 A family consists of two functions: one reads the fields of `config.json`, the other makes the table
-of names. A field that the first does not read causes an error. If the field were ignored, all
-weights would load, but the model would compute different results.
+of names. A field that the first function does not read causes an error. If the field were ignored,
+all weights would load, but the model would compute different results.
 """
 
 import json
@@ -168,7 +168,7 @@ FIELDS = {
     "num_experts_per_tok": "top_k",
     "norm_topk_prob": "normalize",
 }
-"""All fields that have a counterpart in `TransformerConfig`; each family has some of them."""
+"""All fields that have a counterpart in `TransformerConfig`; each family uses some of them."""
 
 
 # Configs. An absent field gets the default of Hugging Face's class, which may differ from our
@@ -482,7 +482,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         The config. Its `param_dtype` is the "dtype" in the file.
 
     Raises:
-        FunctreeError: if the file does not exist, or is not JSON.
+        FunctreeError: if the file does not exist or cannot be read.
+        FunctreeError: if the file is not JSON.
         FunctreeError: if the model's family is unknown.
         FunctreeError: if fields are missing or not supported; the error lists all of them.
 
@@ -534,8 +535,8 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     try:
         config = TransformerConfig(**{**options, **fields})
     except FunctreeError as error:
-        # An example is a number of key heads that does not divide the number of heads. The message
-        # needs the file, since users did not write these fields themselves.
+        # For example, the number of key heads may not divide the number of heads. The message names
+        # the file, since users did not write these fields themselves.
         raise FunctreeValueError(
             f"{file}: the fields do not form a valid TransformerConfig", error.problems
         ) from None

@@ -90,8 +90,7 @@ def generate(
     """Continue prompts token by token, with a cache of keys and values.
 
     Prompts are padded to a power of two, so that prompts of similar lengths share one compiled
-    program. All positive temperatures share a program too, as do all numbers for `top_k` or
-    `top_p`.
+    program. All positive temperatures share a program too, as do all values of `top_k` or `top_p`.
 
     `top_k` is from Fan et al., "Hierarchical neural story generation" (2018), `top_p` from Holtzman
     et al., "The curious case of neural text degeneration" (2020).
@@ -111,10 +110,10 @@ def generate(
         pad: the token that fills a row after its end.
 
     Returns:
-        The prompts, each followed by its new tokens: an array that is `length` wider. It has the
-        dtype of the prompts, or int32 if that dtype cannot hold all tokens and `pad`. If the logits
-        are NaN, no token can be chosen: this token and all later ones are -1, or the largest number
-        of an unsigned dtype.
+        The prompts, each followed by its new tokens: an array with `length` more columns than
+        `prompts`. It has the dtype of the prompts, or int32 if that dtype cannot hold all tokens
+        and `pad`. If the logits are NaN, no token can be chosen. The rest of the row's new tokens
+        are then -1, or the largest number of an unsigned dtype.
 
     Raises:
         FunctreeError: if the sequences would be longer than the model's `max_seq`.
@@ -331,7 +330,7 @@ def generation(
 def _zeroed(
     prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
 ) -> Int[Array, "batch seq"]:
-    """Replace the padding of prompts, which may be invalid tokens, with zeros."""
+    """Replace the prompts' padding, which may contain invalid tokens, with zeros."""
     # The vector of an invalid token is NaN, and NaN with a weight of 0 still makes a sum NaN.
     return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
 
@@ -413,7 +412,7 @@ def _continued(
 
     def goes_on(carry: _Carry) -> Bool[Array, ""]:
         i, _, _, _, ended = carry
-        # Without stops, no row ends, and `all` would be a collective in each step.
+        # Without stop tokens, no row ends. `all` would add a needless collective to each step.
         return (i < length) & ~ended.all() if stops else i < length
 
     def step(carry: _Carry) -> _Carry:

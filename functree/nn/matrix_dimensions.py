@@ -37,8 +37,8 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     Write several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value
     may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. None means that
     nothing below the field is a matrix. A key may also be a path below the module:
-    `"proj.weight"`. If nested modules declare the same array, the outermost decides. An array that
-    no module declares is not a matrix.
+    `"proj.weight"`. If nested modules declare the same array, the outermost module's declaration
+    applies. An array that no module declares is not a matrix.
 
     Args:
         model: the model; it may be abstract.

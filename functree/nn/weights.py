@@ -169,8 +169,8 @@ def rows(
             return rows_on_shards(table, index, of_table, kept)
     sharding = out_sharding(mesh, (*kept, of_table[-1]))
     # "fill" is NaN for floating-point numbers. By default, JAX clips an index, and counts a
-    # negative one from the end. A token outside the vocabulary would silently get another token's
-    # row.
+    # negative index from the end, so a token outside the vocabulary would silently get another
+    # token's row.
     return table.at[as_int32(index)].get(
         mode="fill", wrap_negative_indices=False, out_sharding=sharding
     )

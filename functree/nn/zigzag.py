@@ -22,7 +22,7 @@ _TOKENS = Takes(
 def zigzag(
     x: Shaped[Array | np.ndarray, "batch seq ..."], parts: int
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
-    """Reorder a sequence so that causal attention is the same amount of work for each part.
+    """Reorder a sequence so that causal attention takes the same amount of work for each part.
 
     In the usual order, the last part attends to all others, and the first part only to itself.
     `zigzag` splits the sequence into two pieces per part. Part `i` gets piece `i` and the piece
