@@ -33,8 +33,8 @@ class Exchange:
         layer: the shape of one layer.
         dims: the mesh axes that shard each dimension of a layer.
         exchanged: the mesh axes over which shards of matrices are exchanged for whole layers.
-        sliced: the mesh axes along which matrices are replicated, so each device just takes some of
-            the layers.
+        sliced: the mesh axes along which matrices are replicated, so each device just selects some
+            of the layers.
     """
 
     sizes: Mapping[str, int]
@@ -179,7 +179,7 @@ class Exchange:
         layers: list[Array] = []
         for stack, array in zip(self.stacks, arrays, strict=True):
             layers.append(array.reshape(math.prod(stack), *array.shape[len(stack) :]))
-        # Copies of layers fill the rest: matrices of zeros would have no inverse.
+        # Copies of layers serve as padding: matrices of zeros would have no inverse.
         missing = self._devices * self.own - self.layers
         layers *= 1 + -(-missing // self.layers)
         x = layers[0] if len(layers) == 1 else jnp.concatenate(layers)

@@ -167,7 +167,7 @@ _OUTSIDE = (
     "`optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`"
 )
 _NO_KEYS = (
-    "move transforms that draw random numbers outside `ft.layerwise`: "
+    "move transforms that draw random numbers out of `ft.layerwise`: "
     "`optax.chain(ft.layerwise(optax.lamb(1e-3)), optax.add_noise(0.1, 0.5, 0))`"
 )
 

@@ -69,7 +69,8 @@ def muon(
         >>> moments.layer.up.sharding.spec
         P(None, None, 'model')
 
-        Run each step under ambient rules, which show the optimizer how the matrices are sharded:
+        The optimizer reads the matrices' shardings from the ambient rules, so run each step under
+        them:
 
         >>> step = ft.jit(ft.apply_gradients, rules=layout, donate="ts")
     """

@@ -174,7 +174,7 @@ def _exchanged(
         own = list(exchanges.values())
         joined = own[0].joined_with(own[1:])
         # Parameters of one kind are computed together if each device then has fewer matrices. The
-        # layers of a single stack may not fill the devices.
+        # layers of a single stack may be too few for all devices.
         groups = [(list(exchanges), joined)]
         if joined.own == sum(exchange.own for exchange in own):
             groups = [([i], exchange.of_one()) for i, exchange in exchanges.items()]
