@@ -112,8 +112,8 @@ def averaged(ts: TrainState[M]) -> M:
             return value
         return average.astype(value.dtype)
 
-    # An average in the parameter's dtype is returned without a cast, so `astype` would not notice
-    # that it was deleted.
+    # An average in the parameter's dtype is returned without a cast, so `astype` would raise no
+    # error if the average was deleted.
     check_deleted("averaged", averages[0])
     return jax.tree.map(parameter, averages[0], ts.model, is_leaf=_is_empty)
 

@@ -135,7 +135,7 @@ def holds(dtype: DTypeLike, value: Any) -> bool:
 def strong(value: Any) -> Any:
     """Return the array with a strong type.
 
-    A step returns strong types, so a weak type in its input would make it compile twice.
+    A step returns strong types, so a weak type in its input would make the step compile twice.
     """
     if not jax.typeof(value).weak_type:
         return value

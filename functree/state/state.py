@@ -235,7 +235,8 @@ def make_state(model: T) -> tuple[T, State]:
             structures, so they share a trace.
 
     Raises:
-        StateError: if a ref already has a path, or is in a packed tree.
+        StateError: if a ref already has a path.
+        StateError: if a ref is in a packed tree.
         StateError: if two refs have the same path.
         StateError: if the model has an `eqx.nn.StateIndex`.
 

@@ -43,7 +43,8 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
     The model's layout applies to the whole training state. The optimizer's state is laid out as in
     `ft.plan_optimizer`, and the model's state according to the layout's rules. Everything else is
     replicated. Filters are matched against paths within the model. A pattern that begins with a
-    field, such as `opt_state.0.mu.**`, is matched against the path from that field.
+    field of the training state, such as `opt_state.0.mu.**`, is matched against the path from that
+    field.
 
     Attributes:
         step: the number of updates.
@@ -117,7 +118,8 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         Raises:
             FunctreeError: if `tx` is not an optimizer.
             FunctreeError: if no parameter matches `wrt`.
-            RuleError: if `wrt` is not a filter, or a pattern in it matches no leaf.
+            RuleError: if `wrt` is not a filter.
+            RuleError: if a pattern in `wrt` matches no leaf.
             RuleError: if `layout` is not a layout.
             StateError: if `state` is not given and `ft.make_state` cannot make the model's state,
                 for example because the model has an `eqx.nn.StateIndex`.
@@ -207,7 +209,8 @@ def apply_gradients(
         **extra: further arguments for the optimizer's `update`, such as `value=`.
 
     Raises:
-        FunctreeError: if a parameter has no gradient, or a gradient of a different shape.
+        FunctreeError: if a parameter has no gradient.
+        FunctreeError: if a parameter and its gradient differ in shape.
         StateError: if `state` belongs to another model.
 
     Examples:
