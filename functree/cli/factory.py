@@ -68,8 +68,8 @@ def made_call(text: str) -> tuple[Callable[..., Tree], tuple[Tree, ...]]:
             if isinstance(one, Tracer):
                 raise Failure(
                     f"{text}: the function closes over `{path}`, an array that has no value, "
-                    "because the factory is only traced: pass it as an argument, or create it in "
-                    "the function"
+                    "because the factory is only traced: pass the array as an argument, or create "
+                    "it in the function"
                 )
         return step, tuple(args)
     raise Failure(
@@ -103,8 +103,9 @@ def named(text: str, what: str) -> Any:
         what: the expected kind, "factory" or "layout", for messages.
 
     Raises:
+        Failure: if `text` does not have the form `module:name`.
         Failure: if the module cannot be imported.
-        Failure: if the module has no such name.
+        Failure: if the module does not define the name.
     """
     module_name, _, name = text.partition(":")
     plain = module_name.removesuffix(".py").removeprefix("./").replace("/", ".")

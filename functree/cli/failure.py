@@ -11,9 +11,10 @@ from typing import Any
 from functree.errors import FunctreeTypeError, RuleError, ShardingError, error_text
 
 FINE, PROBLEMS, UNUSABLE, INTERRUPTED = 0, 1, 2, 130
-"""Exit codes for success, a layout with problems, a command that failed, and an interrupt.
+"""Exit codes for success, problems, a command that failed, and an interrupt.
 
-Shells also use 130 for an interrupt."""
+Problems mean that the layout has mistakes, or that no program fits in device memory. Shells also
+use 130 for an interrupt."""
 
 
 class Failure(Exception):

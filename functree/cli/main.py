@@ -1,5 +1,5 @@
-"""Inspect a model's layout before you run it. No program runs, and no array is
-allocated.
+"""Inspect a model's layout before you run the model. No program runs, and no
+array is allocated.
 
   plan      show how each array is sharded, why, and its bytes per device.
   ledger    show what a compiled program moves, and the memory it needs.

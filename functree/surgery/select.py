@@ -102,7 +102,7 @@ class Selection(Generic[T]):
         return self._outermost(lambda path, node: isinstance(node, cls), f".under({_name(cls)})")
 
     def where(self, what: Any) -> "Selection[T]":
-        """Select the arrays that match a filter, or the outermost parts that satisfy a function.
+        """Select the arrays that match a filter, or the outermost parts that satisfy a predicate.
 
         Args:
             what: any filter, such as `"**.bias"` or `ft.has_axis("embed")`; a class selects the
@@ -110,7 +110,8 @@ class Selection(Generic[T]):
                 which is called with nodes, leaves and `None`. Paths begin at the selected part.
 
         Raises:
-            RuleError: if the argument is not a filter.
+            RuleError: if the argument is neither a filter nor a function.
+            RuleError: if the function raises an error.
         """
         # In a filter, a function gets only arrays, but here it gets every node. `get_origin`
         # recognizes `Linear[int]` and `typing.Union[A, B]`, which are callable.
@@ -182,7 +183,7 @@ class Selection(Generic[T]):
         """Check the number of parts, and return the selection.
 
         Raises:
-            FunctreeError: if the number of parts differs. The error lists the parts.
+            FunctreeError: if the number of parts is not `number`. The error lists the parts.
         """
         check("expect: invalid arguments", number=(number, EXTENT))
         if len(self._paths) != number:
@@ -456,7 +457,7 @@ def select(tree: T) -> Selection[T]:
     """Select parts of a tree, to read or change them.
 
     This works on modules, lists, tuples, named tuples and dicts. A change keeps all objects that
-    are neither selected nor contain a selected part.
+    are not selected and contain no selected part.
 
     Args:
         tree: any tree.
