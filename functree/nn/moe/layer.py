@@ -68,7 +68,8 @@ class MoE(eqx.Module):
         top_k: the number of experts for each vector.
         capacity: a factor, such as 1.25. In each shard of the tokens, an expert processes at most
             `capacity * top_k * tokens / experts` tokens, rounded up, and drops the rest. With
-            `None`, no token is dropped, but arrays have room for all tokens at one expert.
+            `None`, no token is dropped, but arrays have room for the case that all tokens go to the
+            experts of one device.
         dispatch: how tokens reach sharded experts. With `"gather"`, all tokens are gathered. With
             `"exchange"`, tokens are sent to their experts and back, using all-to-alls. `"ragged"`
             uses the TPU's all-to-alls for parts of unequal sizes. With a capacity and more than

@@ -16,10 +16,10 @@ class MoELosses(NamedTuple):
     two by its factors and adds them to the loss.
 
     Attributes:
-        balance: the number of experts, times the sum over experts of their share of the assignments
-            times their mean probability (Fedus et al., "Switch transformers", 2021). It is 1 if the
-            experts are used evenly, and usually larger if they are not. Only the probabilities have
-            a gradient.
+        balance: `experts * sum(share * probability)`, where `share` is the fraction of assignments
+            that go to each expert, and `probability` is each expert's mean probability (Fedus et
+            al., "Switch transformers", 2021). It is 1 if the experts are used evenly, and usually
+            larger if they are not. Only the probabilities have a gradient.
         z: the mean of the squared logsumexp of a token's logits, a penalty that keeps logits small
             (Zoph et al., "ST-MoE", 2022).
         dropped: the number of assignments of tokens to experts that were dropped, because the
