@@ -1,4 +1,4 @@
-"""Layers shard their activations through the functions in this module.
+"""The functions in this module shard the activations of layers.
 
 activation ─► its sharding, from the ambient rules, from its type, or on each device's shards
 
@@ -138,7 +138,7 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
 def constrain_to(
     x: Shaped[Array, "..."], names: Sequence[str], entries: Sequence[Entry]
 ) -> Shaped[Array, "..."]:
-    """Constrain `x` to the entries of a spec; errors use the names of the dimensions.
+    """Constrain `x` to the entries of a spec; error messages name the dimensions.
 
     Raises:
         ShardingError: if a mesh axis does not divide its dimension.

@@ -33,10 +33,10 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
 
     Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
     names to pairs. A pair consists of the dimensions summed over, and the dimensions of the result.
-    Count dimensions from the end: `{"weight": (-2, -1)}`. They then apply to a stack of layers too.
+    Count dimensions from the end: `{"weight": (-2, -1)}`. The pair then applies to stacks too.
     Write several dimensions as a tuple: `{"query": (-3, (-2, -1))}`. Instead of a pair, the value
-    may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. None means that
-    nothing below the field is a matrix. A key may also be a path below the module:
+    may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. A value of None
+    means that nothing below the field is a matrix. A key may also be a path below the module:
     `"proj.weight"`. If nested modules declare the same array, the outermost module's declaration
     applies. An array that no module declares is not a matrix.
 

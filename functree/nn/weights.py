@@ -1,8 +1,8 @@
 """This module initializes weights, casts them for the computation, and multiplies by them.
 
 All products with weights are computed here. On Auto mesh axes, the compiler chooses the sharding of
-a product. On Explicit mesh axes, JAX requires `out_sharding=` if there are several possibilities,
-as for FSDP, row-parallel layers and embeddings. The rule is always the same: dimensions of the
+a product. On Explicit mesh axes, JAX requires `out_sharding=` if several shardings are possible, as
+for FSDP, row-parallel layers and embeddings. The rule is always the same: dimensions of the
 activation keep their sharding. Dimensions of the weight keep theirs, except for mesh axes that the
 activation already uses.
 """

@@ -77,7 +77,7 @@ def attend(
             only to tokens in its own segment.
         positions: the position of each token; None if the tokens are in order.
         context: how the parts of a sequence attend to each other, if the sequence is sharded over
-            mesh axes that shard no heads.
+            mesh axes that shard no heads; see `ft.nn.Attention`.
 
     Raises:
         FunctreeError: if `implementation` names a kernel that is not for this platform.
