@@ -124,7 +124,7 @@ class BatchNorm(eqx.Module):
         Args:
             x: the batch.
             state: the state with the averages.
-            inference: overrides the field `inference`; `None` uses the field.
+            inference: a value that overrides the field `inference`; `None` uses the field.
 
         Raises:
             FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.

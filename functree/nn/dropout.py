@@ -16,7 +16,7 @@ class Dropout(eqx.Module):
     """A layer that zeroes each element with probability `p`, and divides the rest by `1 - p`.
 
     The expected value is unchanged (Srivastava et al., "Dropout", 2014). In inference, the layer
-    returns `x`. The result has the dtype of `x`.
+    returns `x` unchanged. The result has the dtype of `x`.
 
     The same key drops the same elements, however `x` is sharded. Inside shard_map, one key drops
     the same elements in all shards, so fold `jax.lax.axis_index` into the key.
@@ -55,7 +55,7 @@ class Dropout(eqx.Module):
         Args:
             x: any array.
             key: the random key; not needed in inference.
-            inference: overrides the field `inference`; `None` uses the field.
+            inference: a value that overrides the field `inference`; `None` uses the field.
 
         Raises:
             FunctreeError: if there is no key in training.

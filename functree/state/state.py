@@ -30,7 +30,7 @@ class State(StateMapping):
     """Immutable mapping from paths to a model's state arrays. `ft.make_state` builds it.
 
     It is a pytree whose leaves have the keys `DictKey(str(path))`. In layouts, filters and
-    checkpoints, a value has the path of its ref in the model.
+    checkpoints, a value is identified by its ref's path in the model.
 
     Raises:
         StateError: if it is indexed with a ref that has no path yet.

@@ -107,8 +107,8 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
                 optimizer state. Weakly typed arrays become strongly typed, as in the results of a
                 step.
             tx: any optax optimizer.
-            layout: the model's layout, with which the whole training state is placed. The arrays
-                must be concrete.
+            layout: the model's layout, with which the whole training state is placed. With a
+                layout, the arrays must be concrete.
             mesh: a mesh, or None for the current mesh.
             state: the model's state, if it is already made: an `ft.State`, or an `eqx.nn.State`,
                 which has no axis names and is therefore replicated.

@@ -77,7 +77,7 @@ def pack(tree: T | Packed[T]) -> Packed[T]:
     packed tree takes one Python call.
 
     Args:
-        tree: any tree. A `Packed` is returned as it is.
+        tree: any tree. A `Packed` is returned unchanged.
 
     Returns:
         The arrays as one flat tuple, with everything else as static data.

@@ -40,7 +40,7 @@ def split(tree: _T, *filters: FilterLike) -> tuple[Skeleton, *tuple[_T, ...]]:
 
     Returns:
         `(static, *parts)`. `static` is hashable, compares by value, and does not depend on the
-            filters. Each part has the structure of the tree, with None for everything else.
+            filters. Each part has the structure of the tree, with None for all other leaves.
 
     Raises:
         RuleError: if `...` is not the last filter.
