@@ -46,13 +46,13 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     same as for a list of the layers. Nothing changes for leaves outside stacks.
 
     `jax.vmap` maps the optimizer over the dimension of the layers, so the compiled program does not
-    grow with their number. The optimizer's state has the same paths as `tx.init` for one layer.
-    State that belongs to a stack's parameter has a leading dimension for the layers, and
+    grow with the number of layers. The optimizer's state has the same paths as `tx.init` for one
+    layer. State that belongs to a stack's parameter has a leading dimension for the layers, and
     `ft.plan_optimizer` lays it out like the parameter. A count or a learning rate is stored once.
 
     Transforms that combine all leaves, such as a global norm, belong outside:
-    `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. So do
-    transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
+    `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. The same
+    applies to transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
     `inject_hyperparams` may be outside or inside.
 
     Args:

@@ -46,8 +46,8 @@ def on_whole_matrices(
     same shape, over the devices, so that each device has whole matrices. Shards are exchanged once
     before `fn`, and once after it.
 
-    The transform has no state. In an optimizer, place it between transforms that work
-    elementwise, such as moments and decay, which stay sharded. `ft.muon` is built on it.
+    The transform has no state. In an optimizer, place it between elementwise transforms, such as
+    moments and decay, whose arrays stay sharded. `ft.muon` is built on `on_whole_matrices`.
 
     If there are fewer matrices than devices, some devices are idle. A single matrix is gathered on
     all devices, and each computes the same result. On one device, nothing moves.
