@@ -170,7 +170,7 @@ APARTS: dict[str, list[list[str]]] = {
     # With gloo, which simulated devices use, the first comparison waits for half a minute.
     "left": [
         [
-            "check_processes: not all processes reached comparison 1 (`ft.check_processes`): ",
+            "check_processes: not all processes reached comparison 1 (`ft.check_processes`). ",
             "A process has ended, is late, or cannot be reached: read the output of each process",
         ],
         [],
