@@ -37,7 +37,7 @@ class GivenNames:
         names: the patterns and their axes.
         depth: the length of the node's path. Patterns match the rest of a leaf's path.
         giver: the source of the names.
-        cls: the class in a layout's `names=` that has these names; None for other sources.
+        cls: the class to which a layout's `names=` gives these names; None for other sources.
         used: the patterns that have matched a leaf.
         by_leaf: whether a field's names apply to an array that no module below the field contains.
         by_module: whether a field's names apply to a module below the field.
@@ -131,7 +131,7 @@ def given_by(hint: Hint, path: Path) -> Axes | OpenAxes | None:
 
 
 def unmatched(node: Tree, path: Keys, several: Iterable[GivenNames]) -> list[Problem]:
-    """Return a problem for each pattern that is given at a node but matches none of its leaves.
+    """Return a problem for each pattern that is given at a node but matches no leaf of the node.
 
     `None` counts as a leaf here.
     """
@@ -217,7 +217,7 @@ equinox_names: Mapping[type, Names] = MappingProxyType(
         ),
         eqx.nn.PReLU: names(negative_slope="..."),
         eqx.nn.WeightNorm: names(g="..."),
-        # The initial values of Equinox's state, in a model made without `eqx.nn.make_with_state`.
+        # Without `eqx.nn.make_with_state`, the model holds the initial values of Equinox's state.
         eqx.nn.StateIndex: names({"init.**": "..."}),
         eqx.nn.State: names({"**": "..."}),
     }

@@ -158,14 +158,14 @@ def hint_text(hint: Any) -> str:
 
 @lru_cache(maxsize=4096)
 def dtype_fits(hint_dtype: Any, dtype: Any) -> bool:
-    """Return whether jaxtyping's `Float`, `Int`, ... accepts an array with this dtype."""
+    """Return whether a jaxtyping class, such as `Float`, accepts an array with this dtype."""
     # jaxtyping decides, using `isinstance` with an abstract array.
     return hint_dtype is None or isinstance(jax.ShapeDtypeStruct((), dtype), hint_dtype[Any, "..."])
 
 
 # A quoted annotation is an expression, which may raise any error. These errors mean that the
 # annotation cannot be resolved, and are reported with the path of its leaf. Other errors propagate,
-# since they are not about the annotation.
+# since the annotation does not cause them.
 UNREADABLE = (
     *(NameError, AttributeError, LookupError, SyntaxError, TypeError, ValueError),
     *(ArithmeticError, ImportError, RecursionError, FunctreeError),

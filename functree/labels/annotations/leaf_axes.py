@@ -302,7 +302,7 @@ def hints_by_identity(node: Tree, fields: Mapping[str, Hint]) -> dict[int, Hint]
         except USERS_ERRORS:
             continue  # a user's property, which may need more than the arrays
         other = by_id.setdefault(id(value), hint)
-        # Equal annotations have separate hints, which differ by identity, so this compares content.
+        # Hints compare by identity, so the contents of equal annotations' hints are compared here.
         if (other.text, other.forms) != (hint.text, hint.forms):
             by_id[id(value)] = NOTHING
     return by_id
