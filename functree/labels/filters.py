@@ -57,7 +57,7 @@ class Filter:
 
 @dataclass(frozen=True, repr=False)
 class Conjunction(Filter):
-    """Filter that matches the leaves that all its parts match. `&` creates it."""
+    """Filter that matches a leaf if all its parts match the leaf. `&` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -71,7 +71,7 @@ class Conjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Disjunction(Filter):
-    """Filter that matches the leaves that at least one of its parts matches. `|` creates it."""
+    """Filter that matches a leaf if at least one of its parts matches the leaf. `|` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -84,7 +84,7 @@ class Disjunction(Filter):
 
 @dataclass(frozen=True, repr=False)
 class Negation(Filter):
-    """Filter that matches the leaves that its single part does not match. `~` creates it."""
+    """Filter that matches a leaf if its single part does not match the leaf. `~` creates it."""
 
     parts: tuple[Filter, ...]
 
@@ -165,7 +165,7 @@ def pattern_path(leaf: Leaf, first: Path) -> Path | None:
 class ExactPath(Filter):
     """Filter for the leaf at a path that no glob can express.
 
-    Such a path has a key without a literal, such as an Enum.
+    Such a path has a key without a Python literal, such as an Enum.
     """
 
     path: Path
@@ -217,7 +217,7 @@ def glob(pattern: str) -> Filter:
 class Regex(Filter):
     """Filter for leaves whose path matches a regular expression.
 
-    `ft.regex` creates it. A compiled expression also becomes such a filter.
+    `ft.regex` creates it, and `as_filter` creates it from a compiled expression.
 
     Attributes:
         pattern: the expression.
@@ -252,10 +252,10 @@ class Regex(Filter):
 def regex(pattern: str, separator: str = ".") -> Filter:
     """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
-    The tables of EasyLM, EasyDeL and similar libraries contain such expressions. Use them with
-    `separator="/"`. Expressions from big_vision must match the whole path, so write `^(?:...)$`
-    around them. A compiled expression (`re.compile`) is also a filter, and must match the whole
-    path.
+    The partition rules of EasyLM, EasyDeL and similar libraries contain such expressions. Pass
+    `separator="/"` for these expressions. Expressions from big_vision must match the whole path, so
+    write `^(?:...)$` around them. A compiled expression (`re.compile`) is also a filter, and must
+    match the whole path.
 
     Args:
         pattern: the regular expression.
@@ -377,7 +377,7 @@ def patterns(item: Filter) -> Iterator[Filter]:
 def naming(item: Filter) -> Iterator[Filter]:
     """Yield the patterns and classes in a filter.
 
-    Unlike properties such as axes, they refer to one particular tree.
+    Unlike filters for a property, patterns and classes refer to one particular tree.
     """
     for part in atoms(item):
         if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
@@ -411,7 +411,7 @@ def first_name(pattern: Filter) -> Path:
 def names(item: Filter, leaf: Leaf) -> bool:
     """Return whether a pattern in a filter begins with a name above a leaf and matches the leaf.
 
-    Such a name is an argument, a field of a training state, or a key above a training state.
+    Such a name refers to an argument, a field of a training state, or a key above one.
     """
     if not leaf.roots:
         return False
@@ -562,8 +562,9 @@ def _of_that_name(item: ClassFilter, leaves: Iterable[Leaf]) -> str:
 def check_wrt(wrt: FilterLike, leaves: Sequence[Leaf], whose: str) -> None:
     """Check that each pattern in a filter matches a leaf.
 
-    A misspelled pattern in `~ft.glob(...)` would train parameters that should be frozen. Classes
-    and properties may match no leaf, because such filters are written for many models.
+    Without this check, a misspelled pattern in `~ft.glob(...)` would train parameters that should
+    be frozen. Filters for a class or a property may match no leaf, since one filter may serve many
+    models.
 
     Args:
         wrt: the filter.

@@ -18,11 +18,11 @@ def unheld_problem(path: Path, value: Any) -> Problem:
 
 
 class FollowedLeaf(NamedTuple):
-    """Leaf whose decision also applies to its follower, as a parameter's applies to its moments.
+    """Leaf whose decision also applies to its follower, such as a moment of a parameter.
 
     Attributes:
         path: the path of the followed leaf. None if the follower, such as an optimizer's step
-            count, depends on no parameter. The follower is then replicated.
+            count, depends on no parameter. Such a follower is replicated.
         dims: for each dimension of the follower, the index of the matching dimension of the
             followed leaf; None for a dimension that only the follower has.
         known: False if the follower depends on parameter shapes in a way that cannot be determined.
@@ -63,11 +63,11 @@ class Leaf(NamedTuple):
         unnamed: for each dimension, the token of its annotation if that token is not a name;
             otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
-        misfit: the reason why its axes cannot be determined, or None.
+        misfit: the problem if its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.
         seen: the path that filters match. For a layout's filters, it begins at the root of the tree
             that the layout is for; in a training state, at the root of the model. None if there is
-            no such path: then only `...` and patterns that begin with one of `roots` match.
+            no such path. Only `...` and patterns that begin with one of `roots` match such a leaf.
         roots: the names above the leaf that patterns may begin with.
         stacked: the number of leading dimensions that belong to stacks of layers.
         buffer: whether the array is marked as not trained.
