@@ -148,6 +148,8 @@ def arrays_by_path(tree: Tree) -> dict[Path, AnyArray]:
 def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
     """Return the axes of each array of a tree.
 
+    An error lists all leaves with a problem, by path.
+
     Args:
         tree: JAX arrays, NumPy arrays or `jax.ShapeDtypeStruct`s, in modules and containers.
         names: axes for the leaves of classes without annotations: `{cls: ft.names(...)}`.
@@ -156,8 +158,9 @@ def tree_axes(tree: Tree, names: Mapping[type, Names] | None = None) -> Any:
         A tree of `Axes` with the structure of `tree`. Leaves that are not arrays become None.
 
     Raises:
-        AxesError: if an annotation cannot be resolved, does not fit its leaf, or has several
-            alternatives that fit it. The error lists all leaves with a problem, by path.
+        AxesError: if an annotation cannot be resolved.
+        AxesError: if an annotation does not fit its leaf.
+        AxesError: if several alternatives of an annotation fit its leaf.
         AxesError: if `ft.names` gives axes to a leaf that does not exist.
         AxesError: if `names` is not a mapping from classes to `ft.names(...)`.
 
@@ -197,7 +200,7 @@ class Context(NamedTuple):
     Attributes:
         within: the classes of the nodes above, outermost first.
         stack: the axes of the stacks above.
-        given: the names that were given above.
+        given: the names that nodes above give to the leaves.
         buffer: whether an annotation above marks the leaves as not trained.
         pending: the names in the annotation of a field above, until the walk reaches a module.
             Their patterns match paths from the first module below the field, or from the field if
@@ -215,7 +218,7 @@ class Context(NamedTuple):
 
 def inside_of(context: Context, cls: type) -> Context:
     """Return the context below a node of a class."""
-    # This runs for each container, and `_replace` takes twice as long.
+    # This runs for each container, and `_replace` is slower.
     within, stack, given, buffer, pending, unread = context
     return Context((*within, cls), stack, given, buffer, pending, unread)
 
@@ -446,6 +449,8 @@ AxesTree = str | Axes | Mapping[Any, Any] | list[Any] | tuple[Any, ...] | None
 def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
     """Name the axes of bare arrays, as `axes=` of `ft.shard` does.
 
+    An error about axes that do not fit their arrays lists all such arrays by path.
+
     Args:
         leaves: the leaves of the tree.
         tree: bare arrays in containers. Modules have annotations instead.
@@ -454,8 +459,8 @@ def named_arrays(leaves: Leaves, tree: Tree, axes: AxesTree) -> Leaves:
     Raises:
         RuleError: if the structure of the axes does not match the tree.
         ShardingError: if axes are given to a value that is not an array.
-        ShardingError: if the axes differ from an array's annotation or its number of dimensions.
-            The error lists these arrays by path.
+        ShardingError: if the axes differ from an array's annotation.
+        ShardingError: if the number of axes differs from an array's number of dimensions.
     """
     given: dict[Keys, Axes] = {}
     for written, path, subtree in aligned(axes, tree, _AXES):
