@@ -5,8 +5,8 @@ An optimizer and its parameters ─► a `FollowedLeaf` for each leaf of its sta
 The classes of the state's nodes are not used, since they differ between optimizers. A leaf's path
 shows which parameter it belongs to. A leaf with its parameter's shape has all of the parameter's
 dimensions. For other leaves, `tx.init` is traced a second time, with all sizes of the parameters
-changed to distinct ones. The leaves' new sizes then show which dimensions of the parameter they
-have.
+changed to distinct ones. A leaf's new sizes then show which of the parameter's dimensions the
+leaf has.
 
 Tracing is slow, and most parameters of a large model are alike. If the optimizer allows it, the
 second trace therefore covers only one parameter of each kind.
@@ -237,7 +237,7 @@ def _by_sizes(
             if is_comparable and not (path in followed and followed[path].known):
                 pairs = [(owner, every[owner].shape, shapes[owner]) for owner in owners[path]]
                 followed[path] = _compared(state[path].shape, other[path].shape, pairs)
-        # A larger size may exceed a threshold of the optimizer (127 to 128 for adafactor), and
+        # A larger size may reach a threshold of the optimizer, such as 128 for adafactor, and
         # change the rank of leaves. In that case, smaller sizes are tried.
         if len(same) == len(other) and len(followed) == len(paths):
             break
@@ -283,9 +283,10 @@ def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:
     """Determine which dimensions of a parameter a leaf has, from the sizes of both.
 
-    A leaf may have dimensions of its own, followed by all dimensions of the parameter. Or it has
-    some of the parameter's dimensions in their order, and its own dimensions all have size 1. Other
-    matches may be accidental: the rank in galore may equal the smallest size of a parameter.
+    Two forms of leaves are accepted. In the first, dimensions of the leaf's own come before all
+    dimensions of the parameter. In the second, the leaf has some of the parameter's dimensions in
+    order, and its own dimensions have size 1. Other matches may be accidental: the rank in galore
+    may equal the smallest size of a parameter.
 
     Args:
         real: the shape of the leaf.
@@ -350,8 +351,8 @@ def _stacks(leaves: Iterable[Leaf], step: int) -> dict[tuple[int, int], int]:
     """Choose a changed size for each dimension of a stack, by its index and its real size.
 
     An optimizer may map a function over the layers, and all arrays must then have the same number
-    of layers. So there is one changed size for each real size. A stack in a stack may have the same
-    real size. The index distinguishes the two.
+    of layers. So there is one changed size for each real size. A nested stack may have the same
+    real size as its outer stack. The index distinguishes the two.
     """
     taken: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
     for leaf in leaves:
@@ -383,9 +384,9 @@ def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path,
     """Return the parameters that each leaf of the state may belong to, the most likely first.
 
     Only paths are compared. The state contains trees of parameters, so the path of a leaf is a
-    prefix (`0.mu`) and the path of a parameter (`w`). Further keys may follow if a parameter has
-    several leaves (`0.mu.w.1`). The length of the prefix is unknown. A beginning of a path is a
-    prefix only if every leaf after it is at the path of a parameter.
+    prefix (`0.mu`), followed by the path of a parameter (`w`). Further keys may follow if a
+    parameter has several leaves (`0.mu.w.1`). The length of the prefix is unknown. A beginning of a
+    path is a prefix only if every leaf after it is at the path of a parameter.
 
     If several prefixes are possible, the prefix with the most parameters after it comes first. The
     shorter one wins a tie. So `0.mu.w` belongs to `w`, not to a parameter `mu`, and `0.mu.a.w`
