@@ -88,7 +88,7 @@ class FSDP(Layout):
         if otherwise is not None and not isinstance(otherwise, PartitionSpec):
             raise RuleError(
                 f"FSDP: otherwise={otherwise!r} is not a PartitionSpec: "
-                "write `P()` to leave leaves that FSDP cannot shard unchanged"
+                "write `P()` to skip leaves that FSDP cannot shard"
             )
         as_layout(otherwise)  # raises for a spec with an invalid entry
         vars(self).update(
@@ -175,7 +175,7 @@ class FSDP(Layout):
         sizes = ", ".join(f"{leaf.dimension(dim)}={leaf.shape[dim]}" for dim in free)
         wanted = f"a multiple of {axes_text(self.mesh_axes)}={parts}"
         why = f"FSDP({self.axis!r}): none of the dimensions it may shard ({sizes}) is {wanted}"
-        otherwise = "pass `otherwise=P()` to leave leaves that FSDP cannot shard unchanged"
+        otherwise = "pass `otherwise=P()` to skip leaves that FSDP cannot shard"
         return start.wrong((why, f"pad one of these dimensions, raise `min_size`, or {otherwise}"))
 
     def __repr__(self) -> str:

@@ -64,7 +64,9 @@ class AxisRules(Layout):
             shard them. By default, such arrays raise an error.
 
     Raises:
-        RuleError: if an axis, its value, `names` or `unnamed` is invalid.
+        RuleError: if an axis or its value is invalid.
+        RuleError: if `names` is invalid.
+        RuleError: if `unnamed` is invalid.
         RuleError: if a rule names a mesh axis twice.
         RuleError: if a rule can never apply.
 
@@ -253,7 +255,8 @@ def _split(leaf: Leaf, decision: Decision, dim: int, rule: Rule) -> Decision:
     have, source = decision.dimensions[dim].mesh_axes, Source(rule, is_rule=True)
     if have and have != rule.mesh_axes:
         return decision.wrong(conflict(dim, leaf, have, rule.mesh_axes, source))
-    # This is done even if the dimension has these mesh axes, so that messages name the rule.
+    # The source is set even if these mesh axes already shard the dimension, so that messages
+    # name the rule.
     split = decision.dimensions[dim]._replace(mesh_axes=rule.mesh_axes, source=source)
     return decision.with_dimension(dim, split)
 
@@ -348,12 +351,12 @@ def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
     for name, _ in pairs:
         if closed:
             raise RuleError(
-                "`...` may only be the last rule, since no rule after it would apply: move `...` "
+                "`...` must be the last rule, since no rule after it would apply: move `...` "
                 "to the end"
             )
         # Compared with `is`: a user may write any object, even one with an unusual `==`.
         closed = name is ...
-    # A mesh axis for all other axes would shard whichever comes first in each leaf.
+    # A mesh axis for all other axes would shard the first such axis of each leaf.
     if closed and pairs[-1][1] is not None:
         raise RuleError(
             f"AxisRules: `...: {pairs[-1][1]!r}` is invalid, since `...` allows only `None`: name "
@@ -482,7 +485,7 @@ def _decided(
     decision = (layout.rules or layout).decide(leaf, None, MeshView(dict(sizes or ())))
     problems = near_misses([leaf], [decision], absent(mentioned, [leaf]))
     if sizes is None:
-        # A mesh with all used mesh axes, of size 1, passes all checks.
+        # A mesh in which all used mesh axes have size 1 passes all checks.
         mesh = MeshView(dict.fromkeys(decision.used(), 1))
     else:
         mesh = MeshView(dict(sizes))
@@ -543,8 +546,8 @@ def spec_of_axes(
 BATCH = "batch"
 """The name of the batch axis in the layers of `ft.nn`.
 
-Only this name is checked, not the first axis. Under `jax.vmap`, the first axis of a constraint is
-not the batch, and may rightly be unsharded.
+Only this name is checked, not the first axis. Under `jax.vmap`, the first axis of a constrained
+array is not the batch, and may rightly be unsharded.
 """
 
 
@@ -587,7 +590,7 @@ def forgotten_text(what: str, forgotten: tuple[str, ...]) -> str:
     mesh_axes = axes_text(forgotten)
     return (
         f"`{BATCH}` has no rule except `...: None`, which replicates {what} over the mesh "
-        f"{'axis' if len(forgotten) == 1 else 'axes'} `{mesh_axes}`, where `FSDP` shards the "
+        f"{'axis' if len(forgotten) == 1 else 'axes'} `{mesh_axes}`, over which `FSDP` shards the "
         f"parameters. A batch that is sharded over `{mesh_axes}` is gathered, and each device "
         "repeats the work. "
         f'Add `"{BATCH}": {_written(forgotten)}` to the rules, or `"{BATCH}": None` if you intend '

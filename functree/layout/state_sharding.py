@@ -57,10 +57,10 @@ Unused = Literal["error", "warn", "ignore"]
 class StateSharding(Layout):
     """A layout that maps filters to layouts. The first filter that matches a leaf decides.
 
-    Filters match one path of each leaf. The path begins at the root of the tree, of a prefix tree's
-    entry, or of an argument. In an `ft.TrainState`, filters match the path in the model. A glob may
-    begin with an argument's name, a field of an `ft.TrainState`, or a key above a state. The glob
-    then matches paths that begin there.
+    Filters match one path of each leaf. The path begins at the root of the tree, of the subtree at
+    an entry of a prefix tree, or of an argument. In an `ft.TrainState`, filters match the path in
+    the model. A glob may begin with an argument's name, a field of an `ft.TrainState`, or a key
+    above a state. The glob then matches paths that begin there.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
@@ -113,7 +113,7 @@ class StateSharding(Layout):
         for item, after in pairwise(written):
             if item is ...:
                 raise RuleError(
-                    f"`...` may only be the last filter, since {after!r} after it would match "
+                    f"`...` must be the last filter, since {after!r} after it would match "
                     "nothing: move `...` to the end"
                 )
         filters = tuple(map(as_filter, written))
@@ -174,10 +174,11 @@ class StateSharding(Layout):
         return choice, self._layouts[choice].asks(leaf)
 
     def claims(self, leaf: Leaf) -> bool:
-        """Return whether a filter tried for a leaf names a key above the leaf, such as `opt_state`.
+        """Return whether a leaf's filter, or an earlier one, names a key above the leaf.
 
         In `{~ft.glob("opt_state.**"): rules, ...: P()}`, the first filter names `opt_state`, so the
-        layout claims the leaves below `opt_state`, and the second filter decides.
+        layout claims the leaves below `opt_state`, and the second filter decides. If no filter
+        names such a key, the chosen layout's own `claims` decides.
         """
         choice = self._choose(leaf)
         if choice is None:
@@ -279,8 +280,8 @@ def unused_filters(
         layout: the layout.
         used: the indices of the filters that chose a layout.
         leaves: all leaves of the layout.
-        elsewhere: a function that returns whether a pattern is for other trees: it names an
-            argument, or a field of a training state, that these leaves do not have.
+        elsewhere: a function that returns whether a pattern is for other trees, since it names
+            an argument, or a field of a training state, that these leaves do not have.
     """
     # A tree without arrays, such as the state of `optax.sgd`, does not test the filters.
     if layout.unused == "ignore" or not leaves:
@@ -377,7 +378,7 @@ def for_arrays(layout: Layout) -> Layout:
 
 
 class AnnotationAlone(NoLayout):
-    """A missing layout, except for the `PartitionSpec` in an array's annotation."""
+    """A missing layout that still applies the `PartitionSpec` in an array's annotation."""
 
     def decide(self, leaf: Leaf, so_far: Decision | None, mesh: MeshView) -> Decision:
         return undecided(leaf)._replace(specified=leaf.spec is not None)

@@ -103,7 +103,7 @@ def test_each_door_says_it_once(name: str):
     assert len(texts) == 1, texts
     wanted = (
         "constrain: `batch` has no rule except `...: None`, which replicates the activation "
-        '"batch seq .*" over the mesh axis `data`, where `FSDP` shards the parameters. .* '
+        '"batch seq .*" over the mesh axis `data`, over which `FSDP` shards the parameters. .* '
         'Add `"batch": "data"` to the rules, or `"batch": None` if you intend replication'
     )
     assert re.fullmatch(wanted, texts[0]), texts

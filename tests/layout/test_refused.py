@@ -160,8 +160,8 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
 REMEDIES = {
     "a size by a spec": "pad dimension 1 to 8, or write `None` in the spec to leave it unsharded",
     "sizes by FSDP": (
-        "pad one of these dimensions, raise `min_size`, or pass `otherwise=P()` to leave leaves that FSDP cannot "
-        "shard unchanged"
+        "pad one of these dimensions, raise `min_size`, or pass `otherwise=P()` to skip leaves that FSDP cannot "
+        "shard"
     ),
     "a mesh axis of a spec": "use an axis that the mesh has",
     "a mesh axis of FSDP": "use an axis that the mesh has",

@@ -336,7 +336,7 @@ NONSENSE: dict[str, tuple[Any, str]] = {
     "no mesh axes": ({"a": ()}, "rule a→(): mesh axes must be non-empty strings: write at least one, or `None`"),
     "None among mesh axes": ({"a": ("data", None)}, "mesh axes must be non-empty strings"),
     "twice": ({"a": ("data", "data")}, "rule a→(data, data): mesh axis `data` is named twice: name it once"),
-    "... first": ({...: None, "a": "data"}, "`...` may only be the last rule, since no rule after it would apply: move"),
+    "... first": ({...: None, "a": "data"}, "`...` must be the last rule, since no rule after it would apply: move"),
     "... to an axis": ({...: "data"}, "AxisRules: `...: 'data'` is invalid, since `...` allows only `None`: name each axis that you want"),
     "behind None": ([("a", None), ("a", "data")], "rule a→data can never apply, since `('a', None)` comes first: remove one"),
 }  # fmt: skip
