@@ -199,13 +199,16 @@ def _by_layout(groups: Iterable[Group]) -> Iterable[list[Group]]:
 
 
 def filter_problems(leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-    """Return the problems with some layouts' filters, which do not depend on the mesh."""
+    """Return the problems with some layouts' filters.
+
+    These problems do not depend on the mesh.
+    """
     groups = grouped(leaves, parts, MeshView({}))
     return list(chain.from_iterable(map(_filter_problems, _by_layout(groups))))
 
 
 def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
-    """Yield the problems of the filters in one layout, and issue its warnings."""
+    """Yield the problems of the filters in one layout, and issue the layout's warnings."""
     part = groups[0].part
     filtered = [layout for layout in walk(part.layout) if isinstance(layout, StateSharding)]
     if not filtered:
@@ -275,7 +278,7 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     dimensions: list[Dimension] = []
     for dim in follows.dims:
         dimension = WHOLE if dim is None else parameter.dimensions[dim]
-        # A problem of both leaves is reported once, since the same source gives it the same text.
+        # A problem that both leaves share is reported once, since its text names one source.
         # Unsharded dimensions have no source: checks treat a dimension with a source as sharded.
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)

@@ -45,7 +45,7 @@ class Reason(NamedTuple):
     def __str__(self) -> str:
         separator = ", "
         if any(isinstance(part, Reason) for part in self.parts):
-            separator = "; "  # an inner reason's text may have commas
+            separator = "; "  # an inner reason's text may contain commas
         text = separator.join(map(str, self.parts))
         if not self.chosen_by:
             return text
@@ -110,7 +110,7 @@ class Decision(NamedTuple):
         faults: the faults that later layouts cannot correct.
         memory_kind: the memory kind; None for the default.
         specified: False if the layout of the leaf is `None`.
-        follows: the path of the leaf that this one follows, if both have the same dimensions.
+        follows: the path of the followed leaf; None unless both leaves have the same dimensions.
         choices: the filters that chose layouts. Each is a pair: the key of a `StateSharding`, and
             the index of its filter.
     """
@@ -449,7 +449,7 @@ def _indivisible(
 def parts_over(mesh_axes: Iterable[str], mesh: MeshView) -> int:
     """Return the number of shards that mesh axes divide an array into.
 
-    A mesh axis that the mesh lacks counts as 1, since its absence is reported separately.
+    A mesh axis that the mesh lacks is ignored, since its absence is reported separately.
     """
     return math.prod(mesh.sizes.get(axis, 1) for axis in mesh_axes)
 

@@ -35,7 +35,7 @@ from functree.tree.prefix import PrefixOf, aligned, where_text
 
 
 class Layout:
-    """Base class of layouts, which are immutable, hashable and equal by value.
+    """Base class of layouts, which are immutable and hashable, and compare by value.
 
     `first | then` is a layout in which `then` shards dimensions that `first` leaves unsharded. Do
     not subclass `Layout`. To compute a layout, pass a function `(path, leaf) -> P` instead.

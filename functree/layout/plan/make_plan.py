@@ -167,7 +167,7 @@ def _live_plan(tree: Any, mesh: MeshLike) -> Plan:
     leaves = read(tree)
     rows, live_mesh = live_rows(leaves.leaves, leaves.training)
     where = live_mesh if mesh is None else mesh
-    # Arrays without a mesh, such as arrays on a single device, have a plan, too.
+    # If no array is on a mesh, as on a single device, the plan's mesh has no axes.
     view = MeshView({}) if where is None else mesh_view(where)
     if live_mesh is not None and not agrees(view, live_mesh):
         text = f"the arrays are on the mesh {compared_text(live_mesh, view)}, but `mesh` is {view}"

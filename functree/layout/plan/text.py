@@ -236,8 +236,8 @@ def several_sizes(rows: Iterable[Row]) -> list[str]:
             modules.setdefault(module, []).append(row)
     texts_of: dict[Path, dict[str, str]] = {}
     told: set[tuple[Path, str]] = set()
-    # The innermost modules come first, so that an axis is reported in the smallest module that has
-    # several sizes of it.
+    # The innermost modules come first, so that an axis is reported in the smallest module in which
+    # it has several sizes.
     for module in sorted(modules, key=len, reverse=True):
         for name, sizes in axis_sizes(modules[module]).items():
             if len(sizes) > 1 and (module, name) not in told and name not in _OF_ONE_LAYER:
