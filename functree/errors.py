@@ -134,7 +134,7 @@ class AxesError(FunctreeError, ValueError):
 
 
 class RuleError(FunctreeError, ValueError):
-    """Error for an invalid layout, filter or path, or one that does not match its tree.
+    """Error for a layout, filter or path that is invalid or does not match its tree.
 
     Most mistakes raise this error when the object is created.
 

@@ -159,9 +159,10 @@ class Names:
 def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Names:
     """Name the dimensions of the leaves below a module that does not name them itself.
 
-    Write `ft.names` in an annotation, `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in",
-    bias="out")]`, or as a value of a layout's `names=` mapping. Naming a field that the module
-    does not have raises an error when a tree is read.
+    Write `ft.names` in an annotation, as in
+    `lin: Annotated[eqx.nn.Linear, ft.names(weight="out in", bias="out")]`, or as a value of a
+    layout's `names=` mapping. Naming a field that the module does not have raises an error when a
+    tree is read.
 
     Args:
         *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the

@@ -103,9 +103,9 @@ def _regex(pattern: str, groups: bool) -> str:
     return expression
 
 
-# A key as shells and `fnmatch` read it: `?` matches any character, and `[qkv]`, `[0-9]` and `[!b]`
-# match one of several characters. In functree, a key in brackets is a literal, so it is refused
-# only if it cannot be parsed. A number in brackets is meant as an index.
+# These expressions find keys in a shell's syntax: `?` matches any character, and `[qkv]`, `[0-9]`
+# and `[!b]` match one of several characters. In functree, a key in brackets is a literal, so it is
+# refused only if it cannot be parsed. A number in brackets is meant as an index.
 _SHELL_PART = re.compile(r"(?<![^.])(?:[\w*?-]|\[[!^]?[\w-]+\])+(?![^.])")
 _INDEXED = re.compile(r"\w*(?:\[-?\d+\])+")
 

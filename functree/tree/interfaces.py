@@ -35,7 +35,7 @@ class SelfNaming(Protocol):
 
 def own_names(node: Tree) -> Names | None:
     """Return the names that a module gives to its own leaves, or None."""
-    # This runs for each module. `isinstance` with a protocol takes ten times as long.
+    # This runs for each module, and `isinstance` with a protocol is far slower than `hasattr`.
     return node.__axis_names__() if hasattr(type(node), "__axis_names__") else None
 
 

@@ -156,8 +156,8 @@ _ROOT = Path()
 def mapped(tree: Tree, change: Callable[[Path, Tree], Tree], path: Path = _ROOT) -> Tree:
     """Replace the nodes of a tree with the results of a function of path and node.
 
-    Where the function returns `BELOW`, a node is rebuilt from its children, which are replaced in
-    the same way, and a leaf or `None` is kept.
+    If the function returns `BELOW` for a node, the node is rebuilt, and the function is applied to
+    its children. If it returns `BELOW` for a leaf or `None`, the value is kept.
     """
     changed = change(path, tree)
     if changed is not BELOW:

@@ -23,7 +23,7 @@ Python's garbage collector tracks each `Path`, but not plain tuples of strings.
 """
 
 
-# Keys are `Any`, for callers that index a path whose keys they know.
+# Keys have the type `Any`, so that callers can index a path whose keys they know.
 class Path(tuple[Any, ...]):
     """Keys from a tree's root to a leaf: field names, dict keys, list indices.
 

@@ -36,7 +36,7 @@ class Kind:
     """Rules for reading, flattening and building the nodes of one kind."""
 
     by_field: bool = False
-    """Whether the keys of its children are field names, which a class may annotate."""
+    """Whether the keys of a node's children are field names, which a class may annotate."""
 
     def children(self, node: Tree) -> Children:
         """Return the (key, child) pairs in JAX's order, including children that are `None`."""
@@ -232,7 +232,7 @@ _STEP = re.compile(r"\.(?P<name>\w+)|\[(?P<index>\d+)\]|\['(?P<key>[^']*)'\]")
 def _place_of(marker: object) -> Keys:
     """Return the keys in a marker, after the name of the model's class.
 
-    A marker in a different form is the only key. The result is empty if the marker holds no
+    A marker in a different form is itself the only key. The result is empty if the marker holds no
     path: the index is the model itself, or the model was made without `make_with_state`.
     """
     if not isinstance(marker, str):
@@ -356,7 +356,7 @@ def one_level(node: Tree) -> tuple[list[Tree], TreeDef]:
 
 
 ARRAY, NONE, STATIC = ArrayKind(), NoneKind(), StaticKind()
-# The kind of a node at which a walk stops, because its caller asked for this node.
+# The kind of a node at which a walk stops, because the walk's caller asked for the node.
 FOUND = Kind()
 LEAVES: frozenset[Kind] = frozenset({ARRAY, NONE, STATIC, FOUND})
 SEQUENCE, NAMED_TUPLE = SequenceKind(), NamedTupleKind()
@@ -402,7 +402,7 @@ def kind_of(node: Tree) -> Kind:
 def _flattens_as_tuple(node: tuple[Tree, ...]) -> bool:
     """Return whether the children of a named tuple are its elements.
 
-    Its class may be registered with a different flattening.
+    They are not if its class is registered with a different flattening.
     """
     children, _ = one_level(node)
     items = elements(node)

@@ -24,8 +24,8 @@ class Skeleton:
     """Tree without its arrays: hashable, and equal for trees that differ only in their arrays.
 
     Leaves are compared by type and value, so `1`, `True` and `1.0` are different leaves. Static
-    data of nodes is compared with `==`, as in JAX. A skeleton does not detect changes of static
-    data in place, and it holds no arrays.
+    data of nodes is compared with `==`, as in JAX. A skeleton does not detect in-place changes to
+    static data, and it holds no arrays.
 
     `learn` finds the paths and the static values; the paths may instead be passed to the
     constructor. A tree is never built to find them, because some node classes accept only their

@@ -96,7 +96,7 @@ def is_hashable(value: object) -> bool:
 
 
 def runs_once(value: object) -> bool:
-    """Return whether one iteration or `await` uses a value up, such as a generator or a `map`.
+    """Return whether a value, such as a generator, can be iterated or awaited only once.
 
     Only Python's own classes count. An iterator of another class, such as a data loader, may be
     static.
