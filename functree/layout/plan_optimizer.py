@@ -102,7 +102,7 @@ def plan_state(
         lost = [
             i for i, followed in enumerate(follows) if followed is not None and not followed.known
         ]
-        # In this copy, these leaves follow nothing, so the layout applies to them.
+        # The copies of these leaves follow nothing, so `otherwise` applies to them.
         undetermined = [state.leaves[i]._replace(follows=None) for i in lost]
         others = replace(state, leaves=tuple(undetermined))
         extra = decide_parts(others, [Part(as_layout(otherwise), Path())], view)

@@ -248,7 +248,7 @@ def has_filters(layout: Layout) -> bool:
 
 
 def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
-    """Return a copy with a different layout for a final `...`."""
+    """Return a copy that ends with `...` and this layout."""
     filters, layouts = layout.filters, layout._layouts
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
