@@ -369,7 +369,7 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str], list[tuple[str, str, str]]]]
         {"x.0": "l.0.w"}, ["*t", "*h", "qkv", "big", "[se]*"],
         [
             ("x.1", "no pattern in `table` matches it", 'add a row, such as "x.*": "l.*.w"'),
-            ("l.1.w", "no array is read from it", 'add rows for these tensors to `table`, or pass left_out=["l.1.w"]'),
+            ("l.1.w", "no array uses this tensor", 'add rows for these tensors to `table`, or pass left_out=["l.1.w"]'),
         ],
     ),
     "a number that the pattern lacks": (
@@ -459,7 +459,7 @@ def test_a_hundred_layers_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(ft.FunctreeError) as caught:
         ft.load_tensors(file, like, {"*.v": "l.*.v"}, P(), MESH)
     assert len(str(caught.value).splitlines()) < 20
-    assert "no array is read from it, nor from 99 tensors like it" in str(caught.value)
+    assert "no array uses this tensor, nor 99 tensors like it" in str(caught.value)
     assert 'add a row, such as "*.w": "l.*.w.T"' in str(caught.value)
     assert len(caught.value.problems) == 201
 

@@ -247,7 +247,7 @@ def test_what_is_refused(copied: Path) -> None:
       the files have `model.norm.weight` as f32[3], not as f32[32]
 
   more
-      no array is read from it
+      no array uses this tensor
 
 Try: `model.layers.1.mlp.gate_proj.weight`: did you mean `model.layers.2.mlp.gate_proj.weight`?
      use files and a `config.json` from the same model"""

@@ -53,8 +53,8 @@ class TensorForm(NamedTuple):
 
     Attributes:
         shape: the shape of the array, without leading dimensions that have a tensor per element.
-        joined: how many of these dimensions each dimension of the tensor joins, in our order.
-            Dimensions of size 1 are not counted.
+        joined: how many of these dimensions each dimension of the tensor joins, in the array's
+            order. Dimensions of size 1 are not counted.
         order: the dimensions of the tensor, in the array's order.
         part: the part of the tensor that is the array.
         cut: the dimension of the tensor that is divided into parts.

@@ -64,7 +64,7 @@ ALL_DTYPES = {
 def open_tensors(files: Sequence[Path], dtypes: Mapping[str, str] = DTYPES) -> Mapping[str, Tensor]:
     """Open all tensors in some files, by name.
 
-    Safetensors checks the shapes against the size of each file, so they can be trusted.
+    Safetensors checks the shapes against the size of each file, so the shapes can be trusted.
 
     Args:
         files: the files.

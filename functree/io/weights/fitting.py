@@ -30,7 +30,7 @@ class Fault(NamedTuple):
         why: the reason, with `{}` for the name of its tensor.
         name: the name of the tensor.
         row: the name in the table's row.
-        remedy: the remedy.
+        remedy: how to fix it.
         missing: the name of a tensor that the files lack; empty if none is missing.
     """
 
@@ -45,12 +45,12 @@ class Terms(NamedTuple):
     """Rules for casts, and remedies, for a function that loads arrays.
 
     Attributes:
-        dtypes: the source of the arrays' dtype. "like" and "cast" stand for `like`, and "files" for
-            the files. With "like", the files must have the same dtype. With "cast", tensors are
-            cast.
+        dtypes: the source of the arrays' dtypes. "files" takes them from the files. "like" takes
+            them from `like`, and the files must have the same dtypes. "cast" takes them from
+            `like`, and casts tensors.
         dtype: the remedy for a tensor with a different dtype.
         misfit: the remedy for a tensor that is missing or has a different shape.
-        unread: the remedy for tensors that no array is read from. It precedes the list of their
+        unread: the remedy for tensors that no array uses. It precedes the list of their
             names, and may be empty.
         lost: the remedy for values that a dtype cannot hold.
     """
@@ -122,8 +122,8 @@ class Weight(NamedTuple):
         def block(index: Any) -> np.ndarray:
             if not self.stacked:
                 return read(self.names[0], index)
-            # Each layer is cast on its way into the block. If float32 files are read as bfloat16,
-            # all layers of a large model may not fit into memory before the cast.
+            # Each layer is cast as it enters the block. If float32 files are read as bfloat16, all
+            # layers of a large model together may not fit in memory before the cast.
             taken = [range(*part.indices(size)) for part, size in zip(index, whole, strict=True)]
             layers = np.empty(list(map(len, taken)), dtype)
             outer = taken[: self.stacked]
@@ -278,7 +278,7 @@ def fitted(
 def unread_problems(
     tensors: Iterable[str], read: Collection[str], left_out: Collection[str], advice: str
 ) -> Iterator[Problem]:
-    """Yield problems for tensors that no array is read from, and for useless `left_out` patterns.
+    """Yield problems for tensors that no array uses, and for useless `left_out` patterns.
 
     Args:
         tensors: the names of all tensors in the files.
@@ -304,8 +304,8 @@ def unread_problems(
     whats = [key if names[1:] else names[0] for key, names in alike.items()]
     remedy = advice and f"{advice}{json.dumps(whats)}"
     for names in alike.values():
-        others = f", nor from {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
-        yield Problem(None, None, names[0], f"no array is read from it{others}", remedy)
+        others = f", nor {count(len(names) - 1, 'tensor')} like it" if names[1:] else ""
+        yield Problem(None, None, names[0], f"no array uses this tensor{others}", remedy)
 
 
 def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Problem]:

@@ -101,8 +101,8 @@ def load_tensors(
     """Load safetensors files into your own tree, with a table of names.
 
     The arrays are created sharded, and each process reads only the slices that its devices hold. If
-    a tensor joins neighboring dimensions of an array, such as heads and head size, the tensor is
-    split like the array. Dimensions of size 1 are dropped and added as needed. One error lists all
+    a tensor joins neighboring dimensions of an array, such as heads and head size, the joined
+    dimension is split. Dimensions of size 1 are dropped and added as needed. One error lists all
     problems, before anything is read.
 
     The names of tensors in `table` follow these rules:
@@ -116,8 +116,8 @@ def load_tensors(
       first two of four. The parts divide the first dimension that fits.
     - `.T` at the end of a name transposes the tensor, and `.transpose(2, 0, 1)` reorders its
       dimensions.
-    - A function instead of a name receives the texts and numbers that the glob matched, and returns
-      a name.
+    - A row may have a function instead of a name. The function receives the texts and numbers that
+      the glob matched, and returns a name.
 
     Args:
         files: a file, several files, or their folder.
@@ -375,7 +375,7 @@ def load_weights(
             tensors = open_tensors(files_of(published.file.parent))
         _check_sizes(published, tensors)
         table = published.names(published.config, tensors)
-        # The tensors' dtype is used, since `config.json` has the dtype of the training.
+        # The tensors' dtype is used, since `config.json` has the dtype used in training.
         config, embed = published.config, tensors.get(table.get("embed.weight", ""))
         if param_dtype is not None:
             config = dataclasses.replace(config, param_dtype=param_dtype)
@@ -394,7 +394,7 @@ def load_weights(
 
 
 def _check_sizes(published: PublishedConfig, tensors: Mapping[str, Tensor]) -> None:
-    """Raise FunctreeError for sizes in a config that the files cannot have.
+    """Raise FunctreeError if the tensors in the files cannot have the sizes in a config.
 
     Even creating an abstract model with these sizes might take forever.
     """

@@ -50,8 +50,8 @@ def save_weights(folder: str | FilePath, model: Transformer) -> None:
 
     The model is saved in the family that computes the same function. Without experts, this family
     is `qwen3` for norms of queries and keys, `olmo2` for norms over all heads, `qwen2` for biases,
-    `mistral` for a window, and otherwise `llama`. With experts, it is `qwen3_moe` for norms of
-    queries and keys, `olmoe` for norms over all heads, and otherwise `mixtral`.
+    `mistral` for a sliding window, and otherwise `llama`. With experts, it is `qwen3_moe` for norms
+    of queries and keys, `olmoe` for norms over all heads, and otherwise `mixtral`.
 
     Args:
         folder: a folder without weights, which is created if it does not exist.
@@ -126,7 +126,7 @@ def _weights_in(folder: FilePath) -> list[str]:
     """List the files of a model in a folder."""
     if not folder.is_dir():
         return []
-    # All names, including broken links: writing to one would create a file in another folder.
+    # Broken links are listed too, since writing to one would create a file in another folder.
     names = sorted(file.name for file in folder.iterdir())
     return [name for name in names if name == "config.json" or ".safetensors" in name]
 
