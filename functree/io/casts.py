@@ -190,7 +190,7 @@ def _wide(array: _Array) -> _Array:
 
 
 def _part(dtype: Any) -> np.dtype:
-    """Return the dtype of a complex dtype's parts. Other dtypes are returned unchanged."""
+    """Return the dtype of a complex dtype's real part, or any other dtype unchanged."""
     return np.dtype(jnp.finfo(dtype).dtype) if _is_complex(dtype) else np.dtype(dtype)
 
 

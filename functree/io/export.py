@@ -112,7 +112,7 @@ class Exported:
         """Read an exported function from bytes.
 
         Raises:
-            FunctreeError: if `data` are not the bytes of an exported function.
+            FunctreeError: if `data` is not an exported function.
             FunctreeError: if the bytes have changed since they were written.
             FunctreeError: if flatbuffers is not installed.
         """
@@ -174,8 +174,8 @@ def _checked(data: bytes) -> bytes:
         FunctreeError: if there is no digest.
         FunctreeError: if the digest differs.
     """
-    # Checked first, since JAX trusts offsets and sizes in the bytes: one flipped bit may crash the
-    # process.
+    # The digest is checked first. JAX trusts offsets and sizes in the bytes, so one flipped bit may
+    # crash the process.
     function, mark, digest = data.rpartition(_MARK)
     if not mark:
         raise FunctreeValueError(
@@ -232,8 +232,9 @@ def export(
         f: a function or a method from `ft.jit`.
         *args: its arguments, which may be abstract arrays with shardings.
         platforms: platforms such as `("cpu", "tpu", "cuda")`; by default this process's platform.
-        symbolic: the names of axes whose sizes are not fixed, as in the parameters' annotations:
-            `["batch"]`. A dict maps the names to JAX's symbolic expressions: `{"batch": "8*b"}`.
+        symbolic: the names of axes whose sizes are not fixed, as written in the parameters'
+            annotations: `["batch"]`. A dict maps the names to JAX's symbolic expressions:
+            `{"batch": "8*b"}`.
 
     Raises:
         FunctreeError: if `f` is not a function from `ft.jit`.

@@ -34,7 +34,7 @@ def laid_out(
         layout: its layout, or None.
         mesh: the mesh, or None for the current mesh.
         only: a filter for the arrays that the layout must fit. With a layout, the sharding of each
-            other array is None.
+            array that the filter does not match is None.
 
     Raises:
         ShardingError: if the layout does not fit the arrays that `only` matches.

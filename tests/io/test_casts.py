@@ -130,7 +130,7 @@ def test_restore(what: str, saved: str, tmp_path: Path) -> None:
         ft.FunctreeWarning,
         match=re.escape(
             f"1 array lost values that the new dtype cannot hold: `a.0` "
-            f"2 of 4 ({np.dtype(saved)} to int8); give these arrays in `like` the dtype that was saved"
+            f"2 of 4 ({np.dtype(saved)} to int8); give these arrays in `like` the dtype that they have in the checkpoint"
         ),
     ) as caught:
         found = ft.restore(tmp_path / "c", like, cast=True)

@@ -42,7 +42,7 @@ class Contents(NamedTuple):
 
         Raises:
             CheckpointError: if an array cannot be saved.
-            CheckpointError: if an array's path cannot be read back.
+            CheckpointError: if an array's path cannot be parsed from a string.
             CheckpointError: if `meta` is not JSON.
         """
         check_tree("save", tree)

@@ -1,11 +1,11 @@
 """Orbax writes arrays by name to files, and reads them back.
 
-Random keys are stored as words, and dtypes that zarr lacks as bytes. An array and its stored form
-have the same bits in the same order, and therefore the same digest.
+Random keys are stored as words. Arrays with a dtype that zarr lacks are stored as bytes. An array
+and its stored form have the same bits in the same order, and therefore the same digest.
 
 Before orbax reads arrays, their headers are compared with the manifest, since tensorstore trusts
-headers. It allocates chunks of any size, and parses nested JSON recursively. Either may crash the
-process, which no `except` can prevent.
+headers. Tensorstore allocates chunks of any size, and parses nested JSON recursively. Either may
+crash the process, which no `except` can prevent.
 """
 
 import math
@@ -57,7 +57,7 @@ def is_done(running: Response) -> bool:
         running.result(timeout=seconds)
     except TimeoutError:
         # Orbax also raises TimeoutError in the background if it has waited too long. In that case,
-        # less time has passed here.
+        # fewer than `seconds` have passed here.
         if time.monotonic() - start < seconds:
             raise
         return False
@@ -153,8 +153,8 @@ def load_arrays(folder: Path, targets: Mapping[str, Target]) -> dict[str, Stored
     _check_heads(folder, targets)
     context = _context(orbax)
     context.memory.read_concurrent_bytes = _most_bytes(targets)
-    # Each process reads without waiting for the others, so that an error in one of them does not
-    # become a hang.
+    # Each process reads without waiting for the others, so that an error in one process does not
+    # hang the others.
     own = orbax.multihost.process_index()
     context.multiprocessing.active_processes = {own}
     context.multiprocessing.primary_host = own
@@ -172,7 +172,7 @@ def _check_heads(folder: Path, targets: Mapping[str, Target]) -> None:
         store = tensorstore.KvStore.open({"driver": "ocdbt", "base": base}).result()
         reads = {name: store.read(f"{name}/zarr.json") for name in targets}
         for name, read in reads.items():
-            # A missing array has no value. Orbax reports it.
+            # A missing array has no header. Orbax reports the array.
             if text := read.result().value:
                 _check_head(name, text, targets[name].shape)
 
@@ -248,7 +248,7 @@ def _context(orbax: Any) -> Any:
 def _most_bytes(targets: Mapping[str, Target]) -> int:
     """Return how many bytes to read at once.
 
-    The limit is a fifth of a process's share, but at least the largest array.
+    The limit is a fifth of a process's share of all bytes, but at least the largest array.
 
     Until an array is on its device, it is in memory twice. Without a limit, half of all bytes would
     be in memory twice. A lower limit is slower, since orbax wakes all waiting reads whenever one

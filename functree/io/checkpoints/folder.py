@@ -49,7 +49,7 @@ class Found(NamedTuple):
 
     Attributes:
         data: its bytes; None if there is no manifest.
-        generation: an identifier, which is unique for each manifest ever written there. Without a
+        generation: an identifier, unique among all manifests ever written in the folder. Without a
             manifest, it has a fixed value.
     """
 
@@ -159,7 +159,7 @@ class Folder:
         # On a disk, writing raises the error.
 
     def _answer(self, future: Any, deadline: float | None = None) -> Any:
-        """Wait for the store's answer. Raise OSError if it refuses, or does not answer."""
+        """Wait for the store's answer. Raise OSError if the store refuses, or does not answer."""
         try:
             return future.result(timeout=deadline)
         except TimeoutError:
@@ -327,8 +327,8 @@ _REMOVED_AFTER = DAY + 3600.0
 BEGUN, FAILED = ".begun", ".failed"
 """Suffixes of the files with which processes notify each other. The files are next to the values.
 
-`BEGUN` means that the first process has begun to write here, and `FAILED` that a process could not
-write.
+`BEGUN` means that the first process has begun to write here. `FAILED` means that a process could
+not write.
 """
 
 # The values, orbax's temporary folders, processes' notes, and the locks of earlier functree

@@ -28,9 +28,9 @@ class Checkpoint:
     Attributes:
         path: its folder.
         rows: one row for each saved array.
-        step: the step of `ft.Checkpoints`, or None.
-        meta: the `meta` that was saved with it.
-        sizes: the sizes of the axes of the mesh that the arrays were saved from.
+        step: its step if `ft.Checkpoints` saved it; otherwise None.
+        meta: the `meta` that was saved with the checkpoint.
+        sizes: the size of each mesh axis when the arrays were saved.
 
     Examples:
         >>> ft.save(folder / "saved", {"w": jnp.ones((4, 8)), "b": jnp.zeros(8)})

@@ -45,7 +45,7 @@ class SavedArray(NamedTuple):
         spec: the spec that the array was saved with; None if it had no spec.
         bytes: the size of one copy in bytes.
         digest: the digest of its values as 8 hexadecimal digits; None if none was saved.
-        same_as: the array's first path, if this is a later path of the same array; otherwise None.
+        same_as: the array's first path, if `path` is a later one; otherwise None.
         buffer: whether it is annotated as an `ft.Buffer`.
 
     Examples:
@@ -73,7 +73,7 @@ class Manifest(NamedTuple):
         rows: one row for each array.
         arrays: the folder that holds the values, inside the checkpoint; None if no array has
             values.
-        step: the step of `ft.Checkpoints`, or None.
+        step: the checkpoint's step if `ft.Checkpoints` saved it; otherwise None.
         sizes: the size of each mesh axis when the arrays were saved.
         static: the texts of the tree's static leaves by path. A restore takes these leaves from
             `like`, and warns about differences.

@@ -1,6 +1,6 @@
 """`restore` reads a checkpoint into a tree like the saved one, with sharded arrays.
 
-It first compares the manifest with the tree. One error lists all differences, before an array is
+It first compares the manifest with the tree. One error lists all differences, before any array is
 read.
 """
 
@@ -230,10 +230,11 @@ def _stored(folder: FilePath, manifest: Manifest, wanted: Sequence[_Wanted]) -> 
 def _loaded(folder: FilePath, values: FilePath, targets: Mapping[str, Any]) -> dict[str, Any]:
     """Read some of a checkpoint's arrays.
 
+    If reading fails, bisection finds the array at fault, which orbax may not name. All processes
+    bisect, since orbax needs the same number of calls in each process.
+
     Raises:
-        CheckpointError: if an array cannot be read. Orbax may not name the array, so bisection
-            finds it. All processes bisect, since orbax needs the same number of calls in each
-            process.
+        CheckpointError: if an array cannot be read.
     """
     try:
         with Agreement(f"{folder} cannot be restored"), files(f"{folder} cannot be read"):
@@ -287,7 +288,8 @@ def _arrays(
 ) -> dict[Path, Any]:
     """Convert the stored arrays, and return them by path.
 
-    An array that occurs several times in `like`, or in the saved tree, is one array again.
+    Paths that share a JAX array in `like` share it in the result. Abstract arrays share one result
+    if they have the same stored array, sharding and dtype. NumPy arrays are never shared.
     """
     losses: list[Loss] = []
     made: dict[Any, Any] = {}
@@ -309,7 +311,9 @@ def _arrays(
         arrays[one.leaf.path] = made[key]
     # The warning comes last, since reading the counts waits for the devices.
     warn_of_losses(
-        f"{folder} was restored", losses, "give these arrays in `like` the dtype that was saved"
+        f"{folder} was restored",
+        losses,
+        "give these arrays in `like` the dtype that they have in the checkpoint",
     )
     return arrays
 
@@ -326,11 +330,11 @@ def _wanted_arrays(
 
     Args:
         folder: the checkpoint, for the message.
-        manifest: its manifest.
+        manifest: the checkpoint's manifest.
         leaves: the arrays in `like`.
         shardings: the sharding of each array.
-        only: the filter of the arrays to restore.
-        cast: whether their dtypes may differ.
+        only: the filter for the arrays to restore.
+        cast: whether dtypes in `like` may differ from the saved dtypes.
 
     Raises:
         CheckpointError: if the arrays in `like` differ from the saved arrays.

@@ -114,7 +114,7 @@ def _structured(value: Any) -> str:
         return _joined(name, sorted(map(_structured, value.items())))
     if isinstance(value, functools.partial):
         return _joined(name, map(_structured, (value.func, value.args, value.keywords)))
-    # A function or a class, without its module, which is `__main__` in a training script.
+    # A function's or class's module is left out, since it is `__main__` in a training script.
     qualified = getattr(value, "__qualname__", None)
     if isinstance(qualified, str):
         return qualified

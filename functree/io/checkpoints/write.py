@@ -243,7 +243,7 @@ class CheckpointWriter:
 
     def _read_back(self) -> None:
         """Raise CheckpointError if the values read back from disk differ from the saved values."""
-        # Arrays are read in groups, since all at once would take the memory of a second model.
+        # Arrays are read in groups. Reading all at once would take the memory of a second model.
         while self._targets:
             group = self._next_targets()
             with Agreement(self._failure), files(f"{self._values} cannot be read"):
@@ -278,9 +278,9 @@ _SEEN_AFTER = 5
 def _check_seen(folder: Folder, name: str) -> None:
     """Raise CheckpointError if this process does not see files of the first process."""
     until = time.monotonic() + _SEEN_AFTER
-    # Checked before orbax begins: processes with separate folders would each write a part, without
-    # noticing that the other parts are missing. The folder is listed, since a network file system
-    # may cache that a file is missing.
+    # This check comes before orbax begins. Otherwise, processes with separate folders would each
+    # write a part, without noticing that the other parts are missing. The folder is listed, since a
+    # network file system may cache that a file is missing.
     while jax.process_count() > 1 and f"{name}{BEGUN}" not in folder.names():
         if time.monotonic() > until:
             raise CheckpointFileError(
