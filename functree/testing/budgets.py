@@ -96,7 +96,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
 
 
 def golden_text(plan: Plan) -> str:
-    """Format a plan for a golden file, without columns, so a changed leaf changes one line."""
+    """Format a plan for a golden file, without aligning lines: a changed leaf changes one line."""
     total = bytes_text(plan.bytes_per_device)
     lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
     for group in groups_of(plan.rows):

@@ -145,7 +145,8 @@ class Values:
 def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
     """Return the tiles into which a shard_map's devices cut each value that can be compared.
 
-    They are None for values outside shard_maps. The sites belong to the program on one device.
+    They are None for values outside shard_maps. The keys are the values' sites in the program on
+    one device.
     """
     found: dict[Site, Tiles | None] = {}
     for left, one, other, manual in pairs.sites():

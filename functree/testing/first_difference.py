@@ -49,7 +49,7 @@ def assert_same_as_unsharded(
 
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
-            function is jitted, with `layouts` as ambient rules if it is a single layout. A
+            function is jitted. If `layouts` is a single layout, it also sets the ambient rules. A
             shard_map in the function must not have `mesh=`.
         args: its arguments. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.

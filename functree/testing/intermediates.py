@@ -28,8 +28,8 @@ class Watch(NamedTuple):
     Attributes:
         sites: the sites of the recorded values.
         record: a function that computes a value's record, a small array.
-        until: a function that returns whether recording stops after an iteration of a `while`. It
-            takes the iteration's records.
+        until: a function that returns whether recording stops after an iteration of a `while`. The
+            function receives the iteration's records.
     """
 
     sites: Collection[Site]

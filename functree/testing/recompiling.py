@@ -27,8 +27,8 @@ from functree.tree.nodes import children
 from functree.tree.paths import Path
 from functree.tree.skeleton.skeleton import Skeleton
 
-# JAX's event for a compilation by XLA. JAX records it for a hit in the compilation cache too, which
-# also takes time.
+# JAX's event for a compilation by XLA. JAX also records it for a compilation-cache hit, which takes
+# time too.
 _COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -74,7 +74,7 @@ def assert_no_recompile() -> Iterator[None]:
     finally:
         observers.remove(note)
         jax.monitoring.unregister_event_duration_listener(listen)
-    # JAX names the program of `f` `jit(f)`.
+    # JAX names the program `jit(f)`, where `f` is the function's name.
     known = {f"jit({name})" for name, _ in explained}
     lines = [f"  {name}: {compilation}" for name, compilation in explained]
     for name in heard:

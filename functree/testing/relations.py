@@ -106,7 +106,7 @@ def _terms(
     assignment: Assignment,
     axes: Mapping[str, int],
 ) -> Relation | None:
-    """Return the relation if the sum or mean of the parts over some mesh axes is as expected."""
+    """Return the relation if the sum or mean of the parts over mesh axes equals `expected`."""
     used = set(itertools.chain(*assignment))
     free = [axis for axis in axes if axis not in used and axes[axis] > 1]
     for number in range(1, len(free) + 1):

@@ -120,7 +120,7 @@ class Pairs:
 
     @cached_property
     def left_of(self) -> dict[int, int]:
-        """Left step of each paired right step, by index."""
+        """The index of each right step's left step, by the right step's index."""
         return {j: i for i, j in self.steps}
 
     @cached_property

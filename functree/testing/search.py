@@ -162,7 +162,8 @@ class Search:
         while left:
             value, taker = left.pop()
             summed = taker.name in _SUMS
-            # A value that depends on no input may depend on the device's index, and then differs.
+            # A value that depends on no input may depend on the device's index, and then
+            # differs between devices.
             if (value, summed) in seen or value not in body.makers or value not in body.dependent:
                 continue
             seen.add((value, summed))

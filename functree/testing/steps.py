@@ -41,7 +41,7 @@ _PLACING = frozenset(
     "pvary pcast retyped".split()
 )
 
-# Equations that would only print again.
+# Equations that are left out, since running them again would only print again.
 _PRINTS = frozenset({"debug_callback", "debug_print"})
 
 
