@@ -103,8 +103,8 @@ class DataFlow:
 
     def __init__(self, hlo: Hlo):
         self.hlo: Hlo = hlo
-        # Walks meet the same values repeatedly: each question about a program is a separate walk,
-        # and the histories of a parameter and its moments largely coincide.
+        # Caches, since walks meet the same values repeatedly. Each question about a program is a
+        # separate walk, and the histories of a parameter and its moments largely coincide.
         self._known_handed_on: dict[HloValue, HloValue] = {}
         self._known_operands: dict[Instruction, list[HloValue]] = {}
         self._known_inputs: dict[HloValue, list[HloValue]] = {}
@@ -123,8 +123,8 @@ class DataFlow:
     def differentiated(self) -> list[Instruction]:
         """The instructions that are differentiated, or compute a part of a gradient.
 
-        Instructions that only pass values on are left out: a fusion, for example, is named after
-        one of its instructions.
+        Instructions that only pass values on are left out, whatever their names. A fusion, for
+        example, is named after one of its instructions.
         """
         differentiated: list[Instruction] = []
         for opcode, instructions in self.hlo.by_opcode.items():
@@ -337,7 +337,7 @@ class DataFlow:
     def _before(self, value: HloValue) -> list[HloValue]:
         """Return the values that an instruction passes on.
 
-        Loops and conditionals pass on several.
+        Loops and conditionals pass on several values.
         """
         inside = self._inside(value)
         if inside is not None:

@@ -110,7 +110,7 @@ class Layouts:
         """Read layouts from JSON; they equal the layouts that were written.
 
         Raises:
-            FunctreeError: if the text is not the JSON of layouts.
+            FunctreeError: if the text is not layouts JSON.
         """
         return read_json(text, "layouts", cls)
 

@@ -41,8 +41,8 @@ class CompiledProgram(NamedTuple):
         backend: the name of the target.
         warnings: the compiler's warnings; None if they were not collected.
         sharded: the mesh axes that shard a parameter or an output; None if this is unknown.
-        shapes: a function that converts shapes on one device to global shapes; None if the global
-            shapes are equal or unknown.
+        shapes: a function that converts shapes on one device to global shapes; None if both are
+            equal, or if the global shapes are unknown.
         layouts: a function that returns the program's layouts before compilation; None if they are
             unavailable.
     """

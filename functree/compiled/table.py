@@ -152,7 +152,7 @@ def _joined(groups: Iterable[list[Collective]], from_end: int) -> list[list[Coll
 
 
 SMALLER = 16
-"""If a parameter moves fewer bytes than another by this factor, each has its own row.
+"""If two parameters' moved bytes differ by at least this factor, each gets its own row.
 
 One row for both would hide which of them moves more."""
 

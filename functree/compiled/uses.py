@@ -62,7 +62,7 @@ class Product(NamedTuple):
 class ParameterUses:
     """The relations of a program's parameters and outputs to the arrays that it moves.
 
-    Parameters and outputs are indices, in the program's order.
+    Parameters and outputs are given as indices, in the program's order.
 
     Args:
         flow: the flow of values in the program.
@@ -192,7 +192,7 @@ class ParameterUses:
     def _is_read_from_data(self, value: HloValue) -> bool:
         """Return whether a value is read from an array, and not from a table of constants.
 
-        From such a table, each device reads the index of the part of an array that it keeps.
+        Each device reads from such a table which part of an array it keeps.
         """
         if value.instruction.opcode not in _READS:
             return False
@@ -408,7 +408,7 @@ def _changes_only_form(instruction: Instruction) -> bool:
 
 
 def _is_number(instruction: Instruction) -> bool:
-    """Return whether a result, if it is one array, is a scalar."""
+    """Return whether an instruction's result is a scalar, or a tuple that contains one."""
     # Only the text is searched, since this runs too often to parse the type.
     return "[]" in instruction.type
 

@@ -52,7 +52,8 @@ _HINTS = {
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
 }
-# Prefixes of operations that need the edges of neighboring shards, so the collective is implied.
+# Prefixes of operations that need the edges of neighboring shards. Their collectives count as asked
+# for.
 _SHIFTS = (
     "concatenate", "conv", "dynamic_slice", "dynamic_update_slice", "pad", "reduce_window", "rev",
     "roll", "select_and", "slice",
@@ -208,7 +209,7 @@ class Verdicts:
         return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:
-        """Return the row of the initial value, for a loop carry; otherwise, the row itself."""
+        """Return the row of a loop carry's initial value, or any other row itself."""
         while self._rows[i].op == "while" and self._rows[i].operands:
             i = self._rows[i].operands[0]
         return i
