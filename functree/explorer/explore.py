@@ -46,9 +46,9 @@ def explore(
     """Compile a function for several meshes and layouts, and rank the combinations. Nothing is run.
 
     Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. The
-    target's compiler compiles all others. The score is flops / (peak × efficiency) plus, for each
-    mesh axis, bytes sent / bandwidth; see `Candidate`. Scores can separate layouts that differ by
-    more than 15 %. They do not forecast times, since they ignore overlap and latency.
+    target's compiler compiles all other candidates. The score is flops / (peak × efficiency) plus,
+    for each mesh axis, bytes sent / bandwidth; see `Candidate`. Scores can separate layouts that
+    differ by more than 15 %. They do not forecast times, since they ignore overlap and latency.
 
     An interrupt (Ctrl-C) ends the exploration. The ranking then lists the remaining candidates as
     not compiled.
@@ -57,9 +57,9 @@ def explore(
         step: the function. If it comes from `ft.jit`, its options, such as donation, are kept, but
             its layouts and mesh are replaced. Its `rules` apply to layouts without rules.
         args: its arguments, which may be abstract.
-        meshes: a dict of sizes, such as `{"data": 8, "model": 4}`, a number of devices, or a list
-            of these. A number stands for all ways to divide it among the mesh axes that the layouts
-            name.
+        meshes: a dict of sizes, such as `{"data": 8, "model": 4}`, the total number of devices, or
+            a list of these. A number stands for all ways to divide it among the mesh axes that the
+            layouts name.
         layouts: a dict from names to layouts as in `ft.jit(in_shardings=...)`. If parts of a layout
             have rules, the first such part is also the function's `rules`.
         target: the target to compile for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without a target,
@@ -247,7 +247,7 @@ NOT_COMPILED = Problem(None, None, "", "not compiled: the exploration was interr
 
 
 def _raise_if_all_alike(errors: Sequence[BaseException], compiled: int) -> None:
-    """Raise the error of a user's code if all candidates raise it, so layouts do not cause it."""
+    """Raise the error of the user's code if all candidates raise it, whatever their layouts."""
     if not errors or len(errors) < compiled:
         return
     first = errors[0]

@@ -36,9 +36,9 @@ class Hardware:
         memory: the bytes of memory that a program may use.
         links: the bandwidth of one link in one direction, in bytes per second. `ft.explore` derives
             the number of links along each mesh axis from the target's shape. For a GPU, give the
-            sum of its NVLinks. If `links` is a dict, it gives the bytes per second that a device
-            sends along each mesh axis. For a collective over several mesh axes, the lowest of their
-            values applies, unless the dict has their tuple as a key.
+            total bandwidth of its NVLinks. If `links` is a dict, it gives the bytes per second that
+            a device sends along each mesh axis. For a collective over several mesh axes, the lowest
+            of their values applies, unless the dict has their tuple as a key.
         efficiency: the share of `flops` that programs reach. Measure it on this accelerator, with
             similar programs.
 
@@ -108,8 +108,8 @@ class Kind(NamedTuple):
 # [6] published step times of recipes, all FSDP with recomputation, in
 #     github.com/AI-Hypercomputer/tpu-recipes (at c8cfe2f). With 0.59, the scores for v6e are within
 #     11 % of the published times (benchmarks/explore.md). The recipe for v5p gives 0.91, from the
-#     flops alone. No published recipe for the other kinds could be compiled, so they use the
-#     efficiency of v6e.
+#     flops alone. No published recipe for the other kinds could be compiled, so these kinds
+#     use the efficiency of v6e.
 _MEASURED_V6E = 0.59
 _GIB = 2**30
 

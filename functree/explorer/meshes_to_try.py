@@ -76,13 +76,13 @@ def _listed(meshes: Any) -> Sequence[Mapping[str, int] | int]:
     return entries
 
 
-_MESHES = 'give dicts of sizes, such as `[{"data": 8, "model": 4}]`, or a number of devices'
+_MESHES = 'give dicts of sizes, such as `[{"data": 8, "model": 4}]`, or the total number of devices'
 
 
 def _factored(
     devices: int, layouts: Mapping[str, LayoutTree]
 ) -> Iterator[tuple[Mapping[str, int], str]]:
-    """Yield all meshes of a number of devices, each with the layouts that use all its mesh axes."""
+    """Yield all meshes of this many devices, each with the layouts that use all its mesh axes."""
     used = {name: named_mesh_axes(layout) for name, layout in layouts.items()}
     # The compiled function may name a mesh axis that only some layouts use, so each mesh has all of
     # the mesh axes.

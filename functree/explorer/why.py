@@ -341,7 +341,7 @@ def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
 def _compiled(
     chosen: Sequence[Edit], call: LoweredCall, before: _Figures, progress: bool
 ) -> list[_Measured]:
-    """Compile edits and measure them; those that cannot be compiled are dropped."""
+    """Compile edits and measure them. Edits that cannot be compiled are dropped."""
     measured: list[_Measured] = []
     with shown_progress("why: {} compiled", len(chosen), progress) as show:
         for done, edit in enumerate(chosen):
