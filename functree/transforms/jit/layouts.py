@@ -248,8 +248,8 @@ def warn_without_mesh(name: str, arrays: Sequence[AnyArray]) -> None:
     if jax.device_count() > 1 and any(map(is_worth_telling, arrays)):
         warn(
             f"{name}: one of {jax.device_count()} devices does all the work, since `rules=` shards "
-            "nothing without a mesh: pass `mesh=`, or create the state with `ft.init` and place the "
-            "batch with `ft.shard`"
+            "nothing without a mesh: pass `mesh=`, or create the state with `ft.init` and place "
+            "the batch with `ft.shard`"
         )
 
 
