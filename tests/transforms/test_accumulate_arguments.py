@@ -401,7 +401,9 @@ def test_no_shards(name: str):
 def test_inside_of_a_shard_map_it_is_an_error():
     mesh = ft.make_mesh(data=4)
     step = ft.accumulate(ft.grad(of_matrix, layout=P()), 2, over="data")
-    with raises("over='data'", "is a mesh axis of the shard_map around this call", "leave it out"):
+    with raises(
+        "over='data'", "is a mesh axis of the shard_map around this call", "remove it from `over=`"
+    ):
         ft.shard_map(step, mesh=mesh, in_specs=(P(), P("data")), out_specs=P())(MATRIX, X)
 
 

@@ -229,7 +229,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] =
 
 @pytest.mark.parametrize("argnums", [-3, (0, -2), ()])
 def test_argnums_that_are_not_there(argnums: Any):
-    told = "argnums=", "2 positional arguments", "pass a different position, counted from 0"
+    told = "argnums=", "2 positional arguments", "pass one position, counted from 0"
     with raises(*told, error=FunctreeValueError):
         grad(loss, argnums=argnums)(MODEL, X)
 
