@@ -148,7 +148,9 @@ def draw_mesh(drawing: Drawing, x: float, y: float, side: float) -> None:
         row, column = divmod(device, 4)
         left, top = x + column * side, y + row * side
         drawing.block(left, top, side - 3, side - 3, device_color(device, SIZES))
-        drawing.text(left + side / 2 - 1.5, top + side / 2 + 4, str(device), "light", "middle")
+        # The colors of the first row are light.
+        kind = "light" if row else "dark"
+        drawing.text(left + side / 2 - 1.5, top + side / 2 + 4, str(device), kind, "middle")
 
 
 def mesh_picture() -> str:
@@ -340,7 +342,7 @@ def draw_row(drawing: Drawing, x: float, y: float, cells: list[tuple[str, str] |
             continue
         color, text = cell
         drawing.block(left, y, 29, 24, color)
-        drawing.text(left + 14.5, y + 17, text, "light", "middle")
+        drawing.text(left + 14.5, y + 17, text, "dark", "middle")
 
 
 def collectives_picture() -> str:

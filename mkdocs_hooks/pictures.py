@@ -17,11 +17,13 @@ from mkdocs.structure.files import File, Files
 _HERE = Path(__file__).parent
 _LOG = logging.getLogger("mkdocs.hooks.pictures")
 _EMBEDDED = re.compile(r'<img (?P<attributes>[^>]*src="(?P<page>[^"]+\.html)"[^>]*)>')
-# An embedded page is at most as high as its content, and scrolls with the page around it. A browser
-# forbids this for a site that is opened as a file.
+# An embedded page is at most as high as its content, and scrolls with the page around it. Narrow
+# pages are longer, so they may be twice as high. A browser forbids this for a site that is opened as
+# a file.
 _FITTED = (
-    "try { const page = this.contentDocument.documentElement; page.style.overflow = 'hidden'; "
-    "this.style.height = Math.min(page.scrollHeight + 2, this.height) + 'px' } catch {}"
+    "try { const page = this.contentDocument; page.documentElement.style.overflow = 'hidden'; "
+    "const most = this.height * (this.clientWidth < 600 ? 2 : 1); "
+    "this.style.height = Math.min(page.body.offsetHeight + 2, most) + 'px' } catch {}"
 )
 _REMAKE = "redraw it: python mkdocs_hooks/make_pictures.py docs/pictures --svg"
 

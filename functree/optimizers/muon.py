@@ -50,8 +50,8 @@ def muon(
         ShardingError: (when called) in the same cases as `ft.on_whole_matrices`.
 
     References:
-        Jordan, `modded-nanogpt <https://github.com/KellerJordan/modded-nanogpt>`_, 2024; Liu et
-        al., `Muon is Scalable for LLM Training <https://arxiv.org/abs/2502.16982>`_, 2025.
+        Jordan, [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), 2024; Liu et al.,
+        [Muon is Scalable for LLM Training](https://arxiv.org/abs/2502.16982), 2025.
 
     Examples:
         >>> import optax
