@@ -17,7 +17,8 @@ _STYLE = """
   text { font: 15px system-ui, -apple-system, "Segoe UI", sans-serif; fill: var(--fg); }
   .code { font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; font-size: 14px; }
   .muted { fill: var(--muted); } .bad { fill: var(--bad); } .good { fill: var(--good); }
-  .strong { font-weight: 650; } .light { fill: #ffffff; font-weight: 600; } .dark { fill: #101418; font-weight: 600; }
+  .strong { font-weight: 650; } .light, .dark { font-weight: 600; }
+  .light { fill: #ffffff; } .dark { fill: #101418; }
   .bg { fill: var(--bg); } .box { fill: var(--raised); stroke: var(--line); }
   .bar { fill: var(--bar); } .line { stroke: var(--muted); fill: none; stroke-width: 1.5; }
 """.strip()
