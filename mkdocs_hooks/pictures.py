@@ -18,7 +18,7 @@ _HERE = Path(__file__).parent
 _LOG = logging.getLogger("mkdocs.hooks.pictures")
 _EMBEDDED = re.compile(r'<img (?P<attributes>[^>]*src="(?P<page>[^"]+\.html)"[^>]*)>')
 # An embedded page is at most as high as its content, and scrolls with the page around it. Narrow
-# pages are longer, so they may be twice as high. A browser forbids this for a site opened as a file.
+# pages are longer, so they may be twice as high. A browser forbids this if a site is a file.
 _FITTED = (
     "try { const page = this.contentDocument; page.documentElement.style.overflow = 'hidden'; "
     "const most = this.height * (this.clientWidth < 600 ? 2 : 1); "
