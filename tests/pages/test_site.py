@@ -360,7 +360,7 @@ def test_what_a_function_returns_is_one_sentence(folder: Path) -> None:
     """Griffe would read each line of it as a value of its own."""
     page = (folder / "reference" / "layers" / "index.html").read_text(encoding="utf-8")
     [returns] = re.findall(
-        r"(<li[^>]*>(?:(?!</?li).)*an array that is(?:(?!</?li).)*</li>)", page, re.DOTALL
+        r"(<li[^>]*>(?:(?!</?li).)*an array with(?:(?!</?li).)*</li>)", page, re.DOTALL
     )
     assert "the largest number of an unsigned dtype" in " ".join(
         re.sub("<[^>]+>", "", returns).split()
