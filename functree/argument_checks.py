@@ -244,7 +244,7 @@ def problems(**given: tuple[object, Takes]) -> Iterator[Problem]:
 
 
 def check(headline: str, /, *others: Problem, **given: tuple[object, Takes]) -> None:
-    """Raise an error that lists the values that their parameters do not accept.
+    """Raise an error that lists the arguments with invalid values.
 
     Args:
         headline: the first line of the error, with the function's name and what failed.

@@ -51,7 +51,8 @@ def ledger_of(
         parameters: the path of each array of its arguments, in JAX's order. A path begins with the
             name of an argument.
         outputs: the path of each array of its result.
-        mesh: the mesh that the function was compiled for; None for the mesh of its shardings.
+        mesh: the mesh that the function was compiled for; None to use the mesh of the function's
+            shardings.
         warnings: the compiler's warnings; None if they are unknown.
         layouts: a function that makes the layouts of the lowered program.
         of_program: whether the function is known to be compiled for `mesh`. Otherwise, the mesh of

@@ -478,7 +478,7 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
 
 
 def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
-    """Count the iterations of a `while`; None if their number depends on data or cannot be read.
+    """Count the iterations of a `while`; None if the number depends on data or is unknown.
 
     The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so
     the number is derived from the loop: the condition must compare a counter with a constant, and

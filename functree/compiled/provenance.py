@@ -216,7 +216,8 @@ class Provenance:
     ) -> set[int]:
         """Return the members of a family that are parts of a model.
 
-        A model need not compute with each of its parts: no gradient depends on the last bias. A
+        A computation need not use every part of a model. For example, no gradient depends on the
+        last layer's bias. A
         part is therefore a member if the model computes with another part of the same tree.
 
         Args:

@@ -18,7 +18,7 @@ from functree.tree.paths import Path
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Return whether a value is a JAX array with values: not traced, abstract or from NumPy."""
+    """Return whether a value is a concrete JAX array, not a tracer, abstract or from NumPy."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 

@@ -29,7 +29,7 @@ _EFFICIENCY = FRACTION._replace(
 
 @dataclass(frozen=True)
 class Hardware:
-    """The figures of one accelerator device, for scoring layouts.
+    """Performance figures for one accelerator device, used to score layouts.
 
     Attributes:
         flops: the peak flops per second, in the dtype of the computation.
@@ -43,8 +43,8 @@ class Hardware:
             similar programs.
 
     Raises:
-        FunctreeError: (when created) if a value is not positive.
-        FunctreeError: (when created) if `efficiency` is above 1.
+        FunctreeError: if a value is not positive.
+        FunctreeError: if `efficiency` is above 1.
 
     Examples:
         >>> ft.Hardware(

@@ -10,7 +10,7 @@ PATIENCE = 5.0
 
 @contextmanager
 def shown_progress(what: str, total: int, wanted: bool) -> Iterator[Callable[[int, str], None]]:
-    """Show the progress of long work, in one changing line on a terminal, or in lines of a log.
+    """Show the progress of a long task: in one line of a terminal, or in several lines of a log.
 
     Yield a function to call before each part, with the number of parts done and the part's name.
 

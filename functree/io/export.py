@@ -172,7 +172,7 @@ def _checked(data: bytes) -> bytes:
 
     Raises:
         FunctreeError: if there is no digest.
-        FunctreeError: if the digest differs.
+        FunctreeError: if the digest does not match the bytes.
     """
     # The digest is checked first. JAX trusts offsets and sizes in the bytes, so one flipped bit may
     # crash the process.

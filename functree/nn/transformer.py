@@ -209,7 +209,7 @@ class Transformer(eqx.Module, ShownByPlan):
         segments: Segments = None,
         in_order: bool = True,
     ) -> Float[Array, "*batch seq vocab"]:
-        """Compute the logits of each next token, in the `compute_dtype`.
+        """Compute the logits of the next token at each position, in the `compute_dtype`.
 
         Args:
             tokens: the tokens.
@@ -226,8 +226,8 @@ class Transformer(eqx.Module, ShownByPlan):
             FunctreeError: if the shapes of positions or segments do not fit the tokens.
             FunctreeError: if `in_order=False` and there are no positions.
             FunctreeError: if `in_order=False` and `attention` is a function.
-            FunctreeError: if a block's attention or experts cannot run, as in `ft.nn.Attention` and
-                `ft.nn.MoE`.
+            FunctreeError: if a block's attention or experts cannot run, for the reasons that
+                `ft.nn.Attention` and `ft.nn.MoE` list.
             ShardingError: if the ambient rules do not fit the activations.
         """
         return self.logits(self.features(tokens, positions, segments, in_order))

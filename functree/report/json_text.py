@@ -162,7 +162,7 @@ def read_value(data: Any, kind: str, cls: type[T]) -> T:
 
 
 class _MisfitError(Exception):
-    """An error for a value of the JSON that is missing or has the wrong type."""
+    """An error for a JSON value that is missing or has the wrong type."""
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:

@@ -106,7 +106,7 @@ class Selection(Generic[T]):
 
         Args:
             what: any filter, such as `"**.bias"` or `ft.has_axis("embed")`; a class selects the
-                arrays below its instances. It may instead be a function `(path, node) -> bool`,
+                arrays below its instances. Alternatively, pass a function `(path, node) -> bool`,
                 which is called with nodes, leaves and `None`. Paths begin at the selected part.
 
         Raises:

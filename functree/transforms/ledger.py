@@ -477,7 +477,7 @@ def _by_identity(
 
 
 def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
-    """Map the paths by order, if JAX has the leaves in the order of the call.
+    """Map JAX's paths to the call's paths by position, if both list the leaves in the same order.
 
     If the orders differ, the map is empty. Flax's modules can be mapped too, although JAX gets each
     variable once, even if it is at several paths.

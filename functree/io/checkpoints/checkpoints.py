@@ -132,7 +132,7 @@ class Checkpoints:
 
     @property
     def latest(self) -> int | None:
-        """Newest step that has a checkpoint, or None if there is none."""
+        """The newest step that has a checkpoint, or None if no step has one."""
         return max(self.steps, default=None)
 
     def save(self, step: int, tree: Tree, meta: object = None, force: bool = False) -> bool:

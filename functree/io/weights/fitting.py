@@ -309,7 +309,7 @@ def unread_problems(
 
 
 def untied(leaves: Sequence[Leaf], named: Mapping[Path, Named]) -> Iterator[Problem]:
-    """Yield a problem for each array at several paths that would be read from different tensors."""
+    """Yield a problem for each array whose several paths would read different tensors."""
     first: dict[int, Leaf] = {}
     for leaf in leaves:
         if not isinstance(leaf.value, jax.Array) or leaf.path not in named:

@@ -259,7 +259,7 @@ def other_structure(hint: Hint, node: Tree) -> Unread | None:
 
 
 def _meant(hint: Hint) -> str:
-    """Describe the values that an annotation of arrays is for."""
+    """Describe the kind of value that an annotation expects."""
     if hint.forms:
         return "an array"
     if hint.generics:

@@ -211,7 +211,7 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
 def _on_shards(
     compute: Callable[[Inputs], Array], check_vma: bool = True
 ) -> Callable[[Inputs], Array]:
-    """Extend attention from one batch dimension to any number of them, on each device's shards."""
+    """Extend `compute` to any number of batch dimensions, and run it on each device's shards."""
 
     def of_inputs(given: Inputs) -> Array:
         arrays, structure = jax.tree.flatten(given)

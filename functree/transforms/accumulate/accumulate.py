@@ -261,7 +261,7 @@ class MicroBatch(NamedTuple):
 def _operands(call: Call, steps: int, shards: int) -> list[Any]:
     """Return the arrays of a call as operands of the loop.
 
-    The operands are the whole batch, the keys of all micro-batches and shards, and the first
+    The operands are the whole batch, the keys of all micro-batches and shards, and the initial
     carried values.
     """
     operands: list[Any] = []

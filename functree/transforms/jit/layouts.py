@@ -512,7 +512,9 @@ def _several(path: Path, arguments: Iterable[Path]) -> Problem:
 def resolve_out_shardings(
     signature: Signature, result: Tree, layouts: LayoutTree, mesh: Mesh | AbstractMesh | None
 ) -> Shardings:
-    """Resolve `out_shardings`, a prefix of the result. Rules read the annotation of the result.
+    """Resolve `out_shardings`, a prefix of the result.
+
+    Rules use the axis names in the result's annotation.
 
     Raises:
         ShardingError: if a layout does not fit.
