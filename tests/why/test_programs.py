@@ -43,7 +43,7 @@ if jax.__version_info__ >= (0, 12):
         "label-smoothing-with-swapped-names": (2, _RENAMED),
     }
     OTHER_OPERATIONS |= {"attention-sequence-in-parts", "clipped-as-one-vector", "contrastive"}
-    OTHER_ORIGINS |= {"attention-sequence-in-parts", "contrastive"}
+    OTHER_ORIGINS |= {"attention-sequence-in-parts", "clipped-as-one-vector", "contrastive"}
     # This compiler partitions the transforms, and moves the scores for their product.
     NO_ROW = {"fourier-operator"}
 
