@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import functree as ft
+from functree.compiled.collective import Cause
 from functree.compiled.table import (
     LONGEST,
     short_warning,
@@ -316,3 +317,11 @@ def test_a_report_of_the_plan_and_the_ledger() -> None:
     assert MOVES not in report(moved("w"), m=2048, n=2048)
     with raises("html: `plan` must be a plan, not 3", error=ft.FunctreeError):
         ledger().html(plan=3)  # pyright: ignore[reportArgumentType]
+
+
+def test_the_text_of_a_cause() -> None:
+    cause = Cause("dot_general", None, "x @ w", ("f32[8, 4/data]",), "f32[8]", (), "it sums")
+    text = "`x @ w` takes f32[8, 4/data] and returns f32[8]"
+    assert str(cause) == f"it sums: {text}"
+    assert str(cause._replace(reason="")) == f"not asked for: {text}"
+    assert str(cause._replace(after="")) == "it sums"
