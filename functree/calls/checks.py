@@ -3,13 +3,12 @@
 call, program ─► an error, a warning, or nothing.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from operator import methodcaller
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
-from jax.extend.core import JaxprEqn
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.stages import Traced
 
@@ -30,7 +29,7 @@ from functree.errors import (
 )
 from functree.labels.leaf import array_problem
 from functree.tree.arrays import AnyArray
-from functree.tree.jaxprs import AnyJaxpr, inner_programs
+from functree.tree.jaxprs import all_equations
 from functree.tree.paths import Path
 
 BIG_CONSTANT = 2**20  # bytes; closing over a larger array gives a warning
@@ -214,27 +213,18 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
         mesh: the mesh of the program.
     """
     axes = [axis for axis, size in mesh.shape.items() if size > 1] if mesh is not None else []
-    if len(axes) > 1 and any(map(_is_kernel_gradient, _partitioned(traced.jaxpr))):
+    if len(axes) < 2:
+        return
+    # The partitioner does not divide what a `shard_map` contains.
+    partitioned = all_equations(traced.jaxpr, shard_maps=False)
+    # Only the gradient of a grouped convolution's kernel has such groups.
+    if any(equation.params.get("batch_group_count", 1) > 1 for equation in partitioned):
         warn(
             f"{name}: the gradient of a grouped convolution's kernel may be too large. If some "
             "mesh axes shard the convolution's input, XLA multiplies the gradient by the sizes of "
             "the other mesh axes: shard the input, for example its batch, over all of "
             f"{', '.join(axes)}"
         )
-
-
-def _is_kernel_gradient(equation: JaxprEqn) -> bool:
-    """Return whether an operation is the gradient of a grouped convolution's kernel."""
-    return equation.params.get("batch_group_count", 1) > 1
-
-
-def _partitioned(program: AnyJaxpr) -> Iterator[JaxprEqn]:
-    """Yield all operations that the partitioner divides: those outside `shard_map`."""
-    for equation in program.eqns:
-        yield equation
-        if equation.primitive.name != "shard_map":
-            for inner in inner_programs(equation):
-                yield from _partitioned(inner)
 
 
 # Donation

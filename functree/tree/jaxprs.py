@@ -23,11 +23,12 @@ def inner_programs(equation: JaxprEqn) -> Iterator[AnyJaxpr]:
                 yield inner
 
 
-def all_equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
+def all_equations(program: AnyJaxpr, shard_maps: bool = True) -> Iterator[JaxprEqn]:
     """Yield all operations of a program, including the operations of its inner programs.
 
     Args:
         program: a program, such as `jax.make_jaxpr` returns.
+        shard_maps: whether to include the operations inside a `shard_map`.
 
     Examples:
         >>> from functree.tree.jaxprs import all_equations
@@ -46,7 +47,8 @@ def all_equations(program: AnyJaxpr) -> Iterator[JaxprEqn]:
         seen.add(id(current))
         for equation in current.eqns:
             yield equation
-            waiting += inner_programs(equation)
+            if shard_maps or equation.primitive.name != "shard_map":
+                waiting += inner_programs(equation)
 
 
 Sources = frozenset[Hashable]
