@@ -173,6 +173,10 @@ PARTS: dict[str, tuple[dict[str, int], list[tuple[str, int]]]] = {
         {"a": 1, "b": 900, "c": 1, "d": 900},
         [("b", 900), ("d", 900), ("smaller ones", 2)],
     ),
+    "many parts": (
+        {name: 2 for name in "abcdefg"},
+        [*((name, 2) for name in "abcde"), ("smaller ones", 4)],
+    ),
     "one array": ({"": 4}, [("(the root)", 4)]),
 }
 

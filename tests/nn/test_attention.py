@@ -1,6 +1,7 @@
 """Attention: against an oracle in float64, in chunks, by TPU's kernel (interpreted), in a cache,
 and on a mesh."""
 
+import itertools
 import math
 from typing import Any
 
@@ -203,6 +204,18 @@ def test_a_block_of_the_kernels_mask_costs_nothing() -> None:
         assert type(one).any is not np.ndarray.any and type(one).all is not np.ndarray.all
 
 
+@pytest.mark.parametrize("window", [None, 1, 3, 7])
+@pytest.mark.parametrize("first", [0, 5])
+def test_each_block_of_the_kernels_mask(window: int | None, first: int) -> None:
+    """Beside the mask as an array."""
+    queries, keys = np.arange(first, 16)[:, None], np.arange(16)
+    whole = (keys <= queries) & (queries - keys < (window or 16))
+    mask = CausalMask(16, window, first)
+    edges = [slice(i, i + 4) for i in range(0, 12, 2)]
+    for rows, columns in itertools.product([e for e in edges if e.stop <= 16 - first], edges):
+        np.testing.assert_array_equal(mask[rows, columns], whole[rows, columns])
+
+
 # What computes it
 
 
@@ -250,6 +263,17 @@ def test_a_kernel_that_cannot_compute_something_says_why(monkeypatch: pytest.Mon
     monkeypatch.setattr(attending, "platform", lambda: "gpu")
     with pytest.warns(ft.FunctreeWarning, match='"cudnn" does not support this call'):
         attend(*arrays(4, 2, 2))
+
+
+@pytest.mark.parametrize("name", ["chunked", "xla"])
+def test_no_kernel_is_tried_beside_a_chosen_implementation(
+    monkeypatch: pytest.MonkeyPatch, name: Any
+) -> None:
+    """The kernel would refuse this data type."""
+    monkeypatch.setattr(attending, "platform", lambda: "tpu")
+    monkeypatch.setattr(kernels, "on_one_device", lambda: True)
+    half = arrays(4, 2, 2, dtype="float16")
+    close(attend(*half, implementation=name), oracle(*half), 1e-2)
 
 
 def test_several_devices_and_no_rules_are_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
