@@ -1,8 +1,8 @@
-"""A cast changes an array's dtype, and counts the values that the new dtype cannot hold.
+"""Functions here cast arrays, and count the values that the new dtype cannot hold.
 
-Rounding a float is not a loss. A value is lost if it is out of range, or if its imaginary part is
-dropped. An integer dtype loses fractions and NaNs, and a float dtype loses the integers that it
-rounds.
+Rounding a float is not a loss. A value is lost if it is out of range, or if its nonzero imaginary
+part is dropped. A cast to an integer dtype loses fractions and NaNs. A cast from an integer dtype
+to a float dtype loses the integers that are rounded.
 """
 
 import functools
@@ -42,7 +42,7 @@ class Loss(NamedTuple):
     lost: int | jax.Array
 
     def __str__(self) -> str:
-        return f"`{self.path}` {int(self.lost)} of {self.size} ({self.before} to {self.after})"
+        return f"`{self.path}` lost {int(self.lost)} of {self.size} ({self.before} to {self.after})"
 
 
 def warn_of_losses(where: object, losses: Iterable[Loss], remedy: str) -> None:
@@ -68,7 +68,7 @@ def cast_on_devices(
 
 def cast_on_host(array: _Array, dtype: Any) -> _Array:
     """Cast an array in host memory."""
-    # NumPy warns about only some losses, and without the array's path.
+    # NumPy would warn about only some losses, without naming the array.
     with np.errstate(all="ignore"):
         return _cast(array, dtype)
 
@@ -95,16 +95,16 @@ def lost_on_host(array: np.ndarray, dtype: np.dtype) -> int:
 def _is_in_range(array: np.ndarray, dtype: np.dtype) -> bool:
     """Return whether the smallest and the largest value show that no value is lost.
 
-    For weights that are cast to shorter floats, this is much faster than checking each value.
+    For weights that are cast to smaller float dtypes, this is much faster than checking each value.
     """
     if not array.size or not (_is_float(array.dtype) and _is_float(dtype)):
         return False
-    # With a NaN, the comparisons are False.
+    # If the array contains a NaN, the comparisons are False.
     info = jnp.finfo(dtype)
     return float(info.min) <= float(array.min()) and float(array.max()) <= float(info.max)
 
 
-# Cached, since JAX compiles each new function again.
+# The function is cached, since JAX compiles each new function again.
 @functools.lru_cache(maxsize=256)
 def _caster(
     dtype: np.dtype, sharding: Sharding
@@ -127,7 +127,7 @@ def _cast(array: _Array, dtype: np.dtype) -> _Array:
     if array.dtype == dtype:
         return array
     if _is_complex(array.dtype) and not _is_complex(dtype):
-        array = array.real  # NumPy and JAX would both warn, without the array's name
+        array = array.real  # NumPy and JAX would both warn, without naming the array
     return array.astype(dtype)
 
 
@@ -136,7 +136,7 @@ def _can_lose(before: Any, after: Any) -> bool:
     if before == after:  # for example, dtypes of random keys, which NumPy does not have
         return False
     if jnp.issubdtype(before, jnp.integer) and jnp.issubdtype(after, jnp.inexact):
-        # NumPy calls such a cast safe, although large integers are rounded.
+        # NumPy treats this cast as safe, although large integers are rounded.
         return int(jnp.iinfo(before).max).bit_length() > jnp.finfo(after).nmant + 1
     return not np.can_cast(before, after)
 
@@ -170,15 +170,15 @@ def _lost(x: _Array, cast: _Array, dtype: Any, xp: ModuleType) -> _Array:
         low, high = 0, 1
         if not _is_flag(dtype):
             low, high = int(jnp.iinfo(dtype).min), int(jnp.iinfo(dtype).max)
-        # Compare with the next power of two, which is exact as a float. The largest integer may not
-        # be exact. The result of the cast is not used, since it differs between devices.
+        # Compare with the next power of two, which a float represents exactly. It may round the
+        # largest integer. The result of the cast is not used, since it differs between devices.
         return ~((xp.trunc(x) == x) & (x >= float(low)) & (x < float(high + 1)))
     back = y.astype(x.dtype)
     if _is_float(y.dtype):
         # A float beyond the largest integer would be cast back to the largest integer.
         is_in_range = xp.isfinite(y) & (y < float(int(jnp.iinfo(x.dtype).max) + 1))
         return (back != x) | ~is_in_range
-    # A negative number becomes a large unsigned one, which is cast back to the same number.
+    # A negative integer becomes a large unsigned integer, and is cast back to itself.
     return (back != x) | ((x < 0) != (y < 0))
 
 

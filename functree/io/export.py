@@ -1,4 +1,4 @@
-"""`ft.export` serializes a function from `ft.jit`, so that it runs without functree."""
+"""`ft.export` exports a function from `ft.jit`, so that it can run without functree."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -43,8 +43,8 @@ _NAMES = Takes("axis names, or a dict from axis names to expressions", _are_name
 class Exported:
     """Exported function. `ft.export` builds it.
 
-    It takes and returns separate arrays in the order of their paths, since `jax.export` does not
-    serialize modules. Callers do not need the modules' classes.
+    The function takes and returns separate arrays, in the order of their paths, since `jax.export`
+    does not serialize modules. Callers do not need the modules' classes.
 
     Attributes:
         exported: the `jax.export.Exported`, with types, shardings and platforms.
@@ -75,7 +75,8 @@ class Exported:
 
         Raises:
             FunctreeError: if the number of arguments is wrong.
-            FunctreeError: if an argument's shape or dtype differs from the exported one.
+            FunctreeError: if an argument is not an array.
+            FunctreeError: if an argument does not have the exported shape and dtype.
             FunctreeError: if an argument was deleted.
         """
         if len(arrays) != len(self.exported.in_avals):
@@ -95,7 +96,7 @@ class Exported:
         return tuple(self.exported.call(*arrays))
 
     def serialize(self) -> bytes:
-        """Return the function as bytes, with a digest at the end that `deserialize` checks.
+        """Return the function as bytes. They end with a digest, which `deserialize` checks.
 
         `jax.export.deserialize` reads these bytes without functree, and ignores the digest.
 
@@ -145,7 +146,7 @@ class Exported:
         return f"<Exported of {self.exported.fun_name}, {arguments}>"
 
     def _misfits(self, arrays: Sequence[object]) -> Iterator[Problem]:
-        """Yield a problem for each argument whose shape or dtype differs from the exported one."""
+        """Yield a problem for each argument without the exported shape and dtype."""
         # JAX's error would name only the argument's number.
         for i, (array, wanted) in enumerate(zip(arrays, self.exported.in_avals, strict=True)):
             path = Path((i,)) if self.paths is None else self.paths[i]
@@ -168,7 +169,7 @@ def _digest(data: bytes) -> bytes:
 
 
 def _checked(data: bytes) -> bytes:
-    """Check the digest of a function's bytes, and remove it.
+    """Check the digest at the end of a function's bytes, and return the bytes without it.
 
     Raises:
         FunctreeError: if there is no digest.
@@ -179,21 +180,21 @@ def _checked(data: bytes) -> bytes:
     function, mark, digest = data.rpartition(_MARK)
     if not mark:
         raise FunctreeValueError(
-            f"these bytes are not an exported function: the {count(len(data), 'byte')} do not end "
-            "with a digest from `ft.Exported.serialize`, so they are incomplete, or come from "
-            "`jax.export`; if you trust them, read them with "
+            f"these bytes are not an exported function: the data ({count(len(data), 'byte')}) do "
+            "not end with a digest from `ft.Exported.serialize`, so they are incomplete, or come "
+            "from `jax.export`; if you trust them, read them with "
             "`jax.export.deserialize(bytearray(data))`"
         )
     if _digest(function) != digest:
         raise FunctreeValueError(
-            "these bytes are not an exported function: their digest differs, so they have changed "
-            "since they were written; export the function again"
+            "these bytes are not an exported function: they do not match their digest, so they "
+            "have changed since they were written; export the function again"
         )
     return function
 
 
 def _fits(shape: Sequence[int], wanted: Sequence[object]) -> bool:
-    """Return whether a shape fits the exported one, whose sizes may be symbolic."""
+    """Return whether a shape fits the exported shape, whose sizes may be symbolic."""
     if len(shape) != len(wanted):
         return False
     # JAX checks that symbolic sizes agree with each other.
@@ -211,7 +212,7 @@ def _dtype(array: AnyArray) -> np.dtype:
 
 
 def _bytes(value: Any) -> str:
-    """Format the size of an array in bytes, or return `-` if it has symbolic sizes."""
+    """Format an array's size in bytes, or return `-` if a dimension has a symbolic size."""
     if all(isinstance(size, int) for size in value.shape):
         return bytes_text(value.size * value.dtype.itemsize)
     return "-"
@@ -231,7 +232,8 @@ def export(
     Args:
         f: a function or a method from `ft.jit`.
         *args: its arguments, which may be abstract arrays with shardings.
-        platforms: platforms such as `("cpu", "tpu", "cuda")`; by default this process's platform.
+        platforms: the platforms on which the function can run, such as `("cpu", "tpu", "cuda")`;
+            by default, this process's platform.
         symbolic: the names of axes whose sizes are not fixed, as written in the parameters'
             annotations: `["batch"]`. A dict maps the names to JAX's symbolic expressions:
             `{"batch": "8*b"}`.
@@ -308,7 +310,7 @@ _ANNOTATE = 'annotate the parameter with its axes: `x: Float[Array, "batch embed
 
 
 def _with_sizes(leaf: Leaf, sizes: Mapping[str, object]) -> AnyArray:
-    """Return an argument, or an abstract array if one of its axes has a symbolic size."""
+    """Return an argument, as an abstract array if one of its axes has a symbolic size."""
     if not any(name in sizes for name in leaf.axes):
         return leaf.value
     shape: list[Any] = []

@@ -14,7 +14,7 @@ def import_extra(package: str, extra: str) -> ModuleType:
 
     Args:
         package: the package.
-        extra: functree's extra that installs the package.
+        extra: the extra of functree that installs the package.
 
     Raises:
         FunctreeError: if the package is not installed.
@@ -25,7 +25,7 @@ def import_extra(package: str, extra: str) -> ModuleType:
 
 
 def _is_installed(package: str) -> bool:
-    # Without importing it, since an ImportError inside an installed package is a different problem.
+    # The package is not imported here, since an ImportError inside it would be a different problem.
     try:
         return importlib.util.find_spec(package) is not None
     except ModuleNotFoundError:
@@ -36,7 +36,7 @@ class ForeignErrors:
     """Context manager that converts errors of other packages into functree's errors.
 
     The original error is chained as the cause. Orbax raises errors of many classes, including
-    `Exception` itself. Errors of JAX's runtime, such as an out-of-memory error, are not converted.
+    `Exception` itself. JAX runtime errors, such as out-of-memory errors, are not converted.
 
     Args:
         kind: the class of the new error.

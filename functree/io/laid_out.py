@@ -24,17 +24,17 @@ from functree.tree.paths import Path
 def laid_out(
     like: Any, layout: LayoutTree, mesh: MeshLike, only: Filter | None = None
 ) -> tuple[Leaves, list[Sharding | None]]:
-    """Return the arrays in `like`, and the sharding of each.
+    """Return the arrays in `like` and their shardings.
 
-    The sharding comes from the layout. Without a layout, it comes from the array in `like`, and is
-    None for an array without a sharding.
+    The shardings come from the layout. Without a layout, they come from the arrays in `like`. The
+    sharding is None for an array that is uncommitted or has no sharding.
 
     Args:
         like: the tree.
         layout: its layout, or None.
         mesh: the mesh, or None for the current mesh.
-        only: a filter for the arrays that the layout must fit. With a layout, the sharding of each
-            array that the filter does not match is None.
+        only: a filter for the arrays that the layout must fit. With a layout, all arrays that the
+            filter does not match get the sharding None.
 
     Raises:
         ShardingError: if the layout does not fit the arrays that `only` matches.
@@ -57,14 +57,14 @@ def laid_out(
 
 
 def _own_sharding(value: Any) -> Sharding | None:
-    """Return the sharding of an array in `like`, or None if it has none or is uncommitted."""
+    """Return an array's sharding, or None if the array is uncommitted or has no sharding."""
     if isinstance(value, Tracer) or not isinstance(value, jax.Array | jax.ShapeDtypeStruct):
         return None
     return value.sharding if getattr(value, "committed", True) else None
 
 
 def misplaced(leaf: Leaf, sharding: Sharding | None) -> Iterator[Problem]:
-    """Yield the problem of an array that cannot be created with its sharding."""
+    """Yield a problem if an array cannot be created with its sharding."""
     value = leaf.value
     if isinstance(value, Tracer):
         yield leaf.problem("is traced in `like`", "read it outside `jit`")
@@ -95,13 +95,13 @@ def partly(value: object) -> str | None:
 
 
 def is_enabled(dtype: Any) -> bool:
-    """Return whether JAX's configuration enables a dtype. By default, it disables 64-bit dtypes."""
+    """Return whether JAX's configuration enables a dtype. JAX disables 64-bit dtypes by default."""
     return is_key(dtype) or jax.dtypes.canonicalize_dtype(dtype) == dtype
 
 
 def not_enabled(dtype: Any) -> str:
     """Explain that JAX's configuration does not enable a dtype."""
-    return f"JAX has no {np.dtype(dtype)} without `jax_enable_x64`"
+    return f"JAX does not support {np.dtype(dtype)} without `jax_enable_x64`"
 
 
 ENABLE = "enable it: `jax.config.update('jax_enable_x64', True)`"

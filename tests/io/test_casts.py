@@ -129,7 +129,7 @@ def test_restore(what: str, saved: str, tmp_path: Path) -> None:
     with pytest.warns(
         ft.FunctreeWarning,
         match=re.escape(
-            f"1 array lost values that the new dtype cannot hold: `a.0` "
+            f"1 array lost values that the new dtype cannot hold: `a.0` lost "
             f"2 of 4 ({np.dtype(saved)} to int8); give these arrays in `like` the dtype that they have in the checkpoint"
         ),
     ) as caught:

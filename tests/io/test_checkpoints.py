@@ -404,7 +404,9 @@ def test_where_arrays_cannot_be_created(tmp_path: Path) -> None:
 def test_float64_that_jax_does_not_have(tmp_path: Path) -> None:
     ft.save(tmp_path / "wide", {"w": np.ones(4)})
     like = {"w": S((4,), np.dtype("float64"))}
-    lacking = raises("JAX has no float64 without `jax_enable_x64`", error=ft.CheckpointError)
+    lacking = raises(
+        "JAX does not support float64 without `jax_enable_x64`", error=ft.CheckpointError
+    )
     with lacking:
         ft.restore(tmp_path / "wide", like, ft.P(), MESH)
     with jax.enable_x64(True):

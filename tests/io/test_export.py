@@ -160,7 +160,7 @@ def test_bytes_that_are_not_what_was_written(monkeypatch: pytest.MonkeyPatch) ->
         for bad in changed:
             with raises("these bytes are not an exported function: "):
                 ft.Exported.deserialize(bad)
-        with raises("their digest differs, so they have changed since they were written"):
+        with raises("they do not match their digest, so they have changed since they were written"):
             ft.Exported.deserialize(flipped(data, 72))
         for bad in (plain, data[:900]):
             with raises(

@@ -311,9 +311,11 @@ def test_cast(tmp_path: Path) -> None:
     assert wide.dtype == np.float32
     np.testing.assert_array_equal(wide, narrow.astype(np.float32))
     like = abstract("float16", x=(3,))
-    with warns("a.safetensors: 1 array", "`x` 1 of 3 (bfloat16 to float16)", "in `like` the dtype"):
+    with warns(
+        "a.safetensors: 1 array", "`x` lost 1 of 3 (bfloat16 to float16)", "in `like` the dtype"
+    ):
         ft.load_tensors(file, like, {"x": "w"}, P(), MESH, cast=True)
-    with raises("JAX has no float64 without `jax_enable_x64`"):
+    with raises("JAX does not support float64 without `jax_enable_x64`"):
         ft.load_tensors(file, abstract("float64", x=(3,)), {"x": "w"}, P(), MESH, cast=True)
 
 

@@ -330,7 +330,7 @@ def test_without_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_float64_is_never_shortened_unasked(copied: Path) -> None:
-    lacks = ["JAX has no float64 without `jax_enable_x64`", "('jax_enable_x64', True)"]
+    lacks = ["JAX does not support float64 without `jax_enable_x64`", "('jax_enable_x64', True)"]
     changed(copied, **{name: one.astype("float64") for name, one in tensors(copied).items()})
     with raises("embed.weight", "as f64[96, 32]: ", *lacks, "pass `param_dtype=`"):
         load(copied)
