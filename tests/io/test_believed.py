@@ -266,7 +266,7 @@ MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
     "two rows of one array": (lambda body: body | {"rows": body["rows"] * 2}, "it has two rows"),
     "a path that is a list": (row(path="[[1]]"), "is not a Python literal that can be a key"),
     "a deep path": (row(path=f"[{'-' * 10**4}1]"), "is not a path"),
-    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "is not a folder of values"),
+    "values elsewhere": (lambda body: body | {"arrays": "/tmp"}, "not a folder of values"),
 }
 
 

@@ -128,7 +128,7 @@ PROBLEMS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "a dtype": (
         lambda: [np.ones(2, ml_dtypes.float6_e2m3fn)],
         "has a dtype that XLA cannot convert to bytes",
-        "convert it, for example to int8",
+        "cast it, for example to int8",
     ),
     "an array twice under one key": (lambda: Meeting(TIED, TIED), *MEETING),
     "arrays of numpy": (lambda: Meeting(np.ones(2), np.zeros(2)), *MEETING),
@@ -185,7 +185,7 @@ def test_in_a_trace() -> None:
 
 NOT_JSON: dict[str, tuple[Any, str]] = {
     "a tuple": ({"a": [1, (2, 3)]}, "`meta['a'][1]` is (2, 3), which is not JSON"),
-    "a number as a key": ({"a": {3: "x"}}, "`a key of meta['a']` is 3, which is not JSON"),
+    "a number as a key": ({"a": {3: "x"}}, "a key of `meta['a']` is 3, which is not JSON"),
     "a text of another class": ({"a": np.str_("x")}, "`meta['a']` is "),
     "bytes": (
         b"x",

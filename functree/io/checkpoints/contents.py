@@ -92,8 +92,8 @@ class Contents(NamedTuple):
         for row in manifest.rows:
             arrays.append(f"{row.path} {row.dtype}{list(row.shape)} {row.spec} {row.same_as or ''}")
         # Each process has its own NumPy arrays, and orbax writes only the first process's arrays.
-        # Other processes' different values would be lost silently. A JAX array is the same array in
-        # all processes.
+        # If another process's values differed, they would be lost silently. A JAX array is the same
+        # array in all processes.
         values: list[str] = []
         for path, value in self.stored.items():
             if not isinstance(value, jax.Array):
@@ -114,7 +114,7 @@ def _problems(leaves: Sequence[Leaf]) -> Iterator[Problem]:
             yield problem
         elif str(leaf.value.dtype) in NOT_STORED:
             yield leaf.problem(
-                "has a dtype that XLA cannot convert to bytes", "convert it, for example to int8"
+                "has a dtype that XLA cannot convert to bytes", "cast it, for example to int8"
             )
         if not _is_readable(leaf.path):
             yield leaf.problem(
@@ -145,8 +145,8 @@ def not_saveable(leaf: Leaf) -> Problem | None:
 
 def _is_readable(path: Path) -> bool:
     """Return whether a path's text parses as the same path."""
-    # The text names the array in the manifest and for orbax. Keys of a user's class may have the
-    # text of another path.
+    # The text names the array in the manifest and in orbax's files. The text of a key of a user's
+    # class may be the text of another path.
     try:
         return Path(str(path)) == path
     except RuleError:
@@ -160,7 +160,7 @@ def _check_meta(meta: object) -> None:
             most = MOST_LEVELS // 2
             raise CheckpointError(f"`meta` is nested more than {most} levels deep: flatten it")
         raise CheckpointError(
-            f"`{where}` is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
+            f"{where} is {shown(value)}, which is not JSON: use strings, numbers, lists and dicts"
         )
 
 
@@ -177,9 +177,9 @@ def _not_json(value: object, where: str, levels: int) -> Iterator[tuple[str, obj
             if type(key) is str:
                 yield from _not_json(one, f"{where}[{key!r}]", levels - 1)
             else:
-                yield f"a key of {where}", key
+                yield f"a key of `{where}`", key
     elif isinstance(value, list):
         for i, one in enumerate(value):
             yield from _not_json(one, f"{where}[{i}]", levels - 1)
     elif type(value) not in (str, int, float, bool, type(None)):
-        yield where, value
+        yield f"`{where}`", value

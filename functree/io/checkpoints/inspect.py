@@ -26,9 +26,9 @@ class Checkpoint:
     """Metadata of a checkpoint. `ft.inspect` builds it.
 
     Attributes:
-        path: its folder.
+        path: the checkpoint's folder.
         rows: one row for each saved array.
-        step: its step if `ft.Checkpoints` saved it; otherwise None.
+        step: the checkpoint's step if `ft.Checkpoints` saved it; otherwise None.
         meta: the `meta` that was saved with the checkpoint.
         sizes: the size of each mesh axis when the arrays were saved.
 
@@ -47,7 +47,7 @@ class Checkpoint:
 
     @property
     def total_bytes(self) -> int:
-        """Total bytes of all arrays. An array at several paths is counted once."""
+        """Total size of all arrays in bytes. An array at several paths is counted once."""
         return sum(row.bytes for row in self.rows if row.same_as is None)
 
     def __getitem__(self, path: str | tuple[object, ...]) -> SavedArray:

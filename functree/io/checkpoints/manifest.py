@@ -23,10 +23,10 @@ from functree.tree.axes import Axes
 from functree.tree.paths import Path
 
 BEGINNING = b'{\n "functree": "checkpoint",'
-"""First bytes of each manifest, which identify it even if it is damaged."""
+"""First bytes of each manifest. They identify a manifest even if it is damaged."""
 
 VALUES = "arrays-[0-9a-f]{12}"
-"""Regular expression for the names of the folders with values."""
+"""Regular expression for the names of folders that hold values."""
 
 
 def new_values_name() -> str:
@@ -38,15 +38,15 @@ class SavedArray(NamedTuple):
     """Row of a checkpoint's manifest, which describes one array.
 
     Attributes:
-        path: its path in the saved tree.
+        path: the array's path in the saved tree.
         shape: its shape.
         dtype: its dtype.
         axes: the names of its dimensions.
         spec: the spec that the array was saved with; None if it had no spec.
         bytes: the size of one copy in bytes.
-        digest: the digest of its values as 8 hexadecimal digits; None if none was saved.
-        same_as: the array's first path, if `path` is a later one; otherwise None.
-        buffer: whether it is annotated as an `ft.Buffer`.
+        digest: the digest of its values as 8 hexadecimal digits; None if no digest was saved.
+        same_as: the array's first path, if `path` is a later path; otherwise None.
+        buffer: whether the array is annotated as an `ft.Buffer`.
 
     Examples:
         >>> ft.save(folder / "rows", {"w": jnp.ones((4, 8))})
@@ -71,8 +71,8 @@ class Manifest(NamedTuple):
 
     Attributes:
         rows: one row for each array.
-        arrays: the folder that holds the values, inside the checkpoint; None if no array has
-            values.
+        arrays: the name of the folder in the checkpoint that holds the values; None if no array
+            has elements.
         step: the checkpoint's step if `ft.Checkpoints` saved it; otherwise None.
         sizes: the size of each mesh axis when the arrays were saved.
         static: the texts of the tree's static leaves by path. A restore takes these leaves from
@@ -88,7 +88,7 @@ class Manifest(NamedTuple):
     meta: Any
 
     def of_values(self, arrays: str | None, digests: Mapping[str, str]) -> "Manifest":
-        """Return a copy with the name of the folder with the values, and the values' digests."""
+        """Return a copy that names the folder with the values, and contains their digests."""
         rows: list[SavedArray] = []
         for row in self.rows:
             rows.append(row._replace(digest=digests.get(str(row.same_as or row.path))))
@@ -115,12 +115,12 @@ class Manifest(NamedTuple):
         try:
             body = parsed(text)
             kept = body.pop("checksum", None) if isinstance(body, dict) else None
-            # The checksum comes first: if a bit of the format number has flipped, the file is
+            # The checksum is checked first: if a bit of the format number has flipped, the file is
             # damaged, not newer.
             if kept is not None and kept != checksum(body):
                 raise CheckpointFileError(
-                    f"{where} has changed since it was written: its checksum differs; use "
-                    "another checkpoint"
+                    f"{where} has changed since it was written: its checksum does not match; "
+                    "use another checkpoint"
                 )
             manifest = read_value(body, "checkpoint", cls)
             if kept is None:
@@ -128,12 +128,12 @@ class Manifest(NamedTuple):
             # The named folder is read, and removed with the checkpoint, so it must be inside the
             # checkpoint.
             if manifest.arrays is not None and not re.fullmatch(VALUES, manifest.arrays):
-                raise FunctreeValueError(f"{manifest.arrays!r} is not a folder of values")
+                raise FunctreeValueError(f"`arrays` is {manifest.arrays!r}, not a folder of values")
             _check_rows(manifest.rows)
         except CheckpointError:
             raise
         except (FunctreeError, ValueError) as error:
-            # A spec or a path that cannot be read, or text that is not JSON.
+            # For example, a spec or path cannot be parsed, or the text is not JSON.
             raise CheckpointFileError(
                 f"{where} is not the manifest of a checkpoint: {error}"
             ) from error
@@ -157,7 +157,7 @@ def _check_rows(rows: Sequence[SavedArray]) -> None:
         if row.path in known:
             why = "it has two rows"
         elif row.bytes != size:
-            why = f"`bytes` is {row.bytes}, but an array of its shape and dtype has {size} bytes"
+            why = f"`bytes` is {row.bytes}, but an array of this shape and dtype has {size} bytes"
         elif row.spec is not None and len(row.spec) > len(row.shape):
             why = (
                 f"`spec` has {len(row.spec)} entries, but the array has "

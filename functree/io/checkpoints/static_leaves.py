@@ -1,4 +1,4 @@
-"""A checkpoint keeps the text of static leaves, so that a restore can warn about changes."""
+"""A checkpoint stores the texts of static leaves, so that a restore can warn about changes."""
 
 import dataclasses
 import enum
@@ -17,15 +17,16 @@ from functree.labels.leaf import unheld_problem
 from functree.tree.arrays import Tree, is_array, unheld
 from functree.tree.nodes import leaves_of
 
-# Python numbers, which could be arrays. Compare with `type`: NumPy's float64 is a `float` too, and
-# is saved as an array.
+# Types of Python numbers, which could be saved as arrays. Compare them with `type(leaf)`: NumPy's
+# float64 is a subclass of `float`, but is saved as an array.
 _NUMBERS = (bool, int, float, complex)
 
 
 def static_texts(tree: Tree) -> dict[str, str]:
     """Return the texts of a tree's static leaves by path.
 
-    Leaves whose text contains an address are omitted, since addresses differ between processes.
+    Leaves whose text contains a memory address are omitted, since addresses differ between
+    processes.
     """
     texts: dict[str, str] = {}
     for path, leaf in leaves_of(tree):
@@ -50,14 +51,14 @@ def unsaveable(tree: Tree) -> Iterator[Problem]:
                 tuple(leaf.shape),
                 "a mutable reference",
                 "has values that can change while they are written",
-                "save its value: `jax.freeze(ref)`, or `ref[...]`",
+                "save its value: `jax.freeze(ref)` or `ref[...]`",
             )
         elif unheld(leaf) is not None:
             yield unheld_problem(path, leaf)
 
 
 def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
-    """Warn about static leaves in `like` that differ from the saved ones."""
+    """Warn about static leaves in `like` that differ from the saved leaves."""
     numbers: list[str] = []
     others: list[str] = []
     lost = dict(saved)
@@ -71,7 +72,7 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
         if now is not None and _short(now) != _short(then):
             kind = numbers if type(leaf) in _NUMBERS else others
             kind.append(f"`{path}` was saved as {_short(then)}, but is {_short(now)} in `like`")
-    # These leaves are None or missing in `like`. An array at one of their paths is a separate
+    # These leaves are None or missing in `like`. An array at one of their paths causes a separate
     # error.
     for name, then in lost.items():
         others.append(f"`{name}` was saved as {_short(then)}, but is missing from `like`")
@@ -84,25 +85,25 @@ def warn_of_changes(saved: Mapping[str, str], like: Tree) -> None:
 
 
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]{4,}")
-# A user's `repr` may raise any error. `reprlib` returns an address in that case.
+# A user's `__repr__` may raise any error. In that case, `reprlib` returns a text with an address.
 _REPR = reprlib.Repr()
 _REPR.maxother = sys.maxsize
 
 
 def _text(value: object) -> str | None:
-    """Return a value's text, equal in all processes, or None if it contains an address."""
+    """Return a text for a value that is equal in all processes, or None if there is none."""
     try:
         return _structured(value)
     except (RecursionError, AttributeError, _OnlyAddressError):
-        return None  # it has an address, contains itself, or lacks one of its fields
+        return None  # the text has an address, or the value contains itself or lacks a field
 
 
 class _OnlyAddressError(Exception):
-    """Error for a value whose text has an address in it."""
+    """Error for a value whose text contains a memory address."""
 
 
 def _structured(value: Any) -> str:
-    """Build a value's text from its sorted contents. A set's order differs between processes."""
+    """Build a value's text from its contents. Sets and dicts are sorted: a set's order may vary."""
     name = type(value).__qualname__
     if isinstance(value, enum.Enum):
         return str(value) if value.name is None else f"{name}.{value.name}"
@@ -122,7 +123,7 @@ def _structured(value: Any) -> str:
         fields = [(one.name, getattr(value, one.name)) for one in dataclasses.fields(value)]
         return _joined(name, map(_structured, fields))
     text = _REPR.repr_instance(value, 0)
-    # A string may look like an address. In other texts, an address changes with each run.
+    # A string that looks like an address stays the same. Other addresses change with each run.
     if not isinstance(value, str | bytes) and _ADDRESS.search(text):
         raise _OnlyAddressError
     return text
@@ -136,7 +137,7 @@ _LONGEST = 200
 
 
 def _short(text: str) -> str:
-    """Shorten a long text, and add a digest."""
+    """Shorten a long text, and add a digest of the whole text."""
     if len(text) <= _LONGEST:
         return text
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
