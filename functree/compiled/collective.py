@@ -21,7 +21,7 @@ class Cause(NamedTuple):
 
     Attributes:
         op: the name of the operation in StableHLO.
-        source: its source line, as in `Collective.source`.
+        source: the operation's source line, as in `Collective.source`.
         expression: the code at that line.
         before: each operand with its sharding and the origins of the sharding, such as
             `f32[8/data, 32/model] (model by w)`.
@@ -58,20 +58,20 @@ class Collective:
     Attributes:
         kind: `all-reduce`, `all-gather`, `reduce-scatter`, `all-to-all`, `ragged-all-to-all`, or
             `collective-permute`.
-        mesh_axes: the mesh axes that vary within a group of devices or, for a permute, between
-            source and target. None if the groups could not be parsed, or the mesh is unknown.
+        mesh_axes: the mesh axes along which the devices of a group differ; for a permute, along
+            which source and target differ. None if the groups could not be parsed, or if the mesh
+            is unknown.
         group_size: the number of devices in a group; None if it is unknown.
         bytes: the bytes of its result on one device, per run.
-        count: the number of runs, with all enclosing loops multiplied out. Every branch is assumed
-            to be taken. None if the length of an enclosing loop is unknown.
-        paths: the paths of the parameters that it serves, each relative to its argument. Empty if
-            there are none.
+        count: the number of runs, including every iteration of enclosing loops. Every branch is
+            assumed to be taken. None if the length of an enclosing loop is unknown.
+        paths: the paths of the parameters that it serves, each relative to the argument that
+            contains the parameter. Empty if there are none.
         arguments: the argument that each of these parameters belongs to, in the same order.
         phase: `forward`, `backward`, `recompute`, or `update`; None if it is unknown.
-        source: the innermost line of model code, as `file:line`. Without model code, it is the
-            innermost line; None if no line is known. Model code is your own code, the layers of
-            functree, and installed packages that contain models. JAX, Equinox, Flax, haliax, optax
-            and einops are not model code.
+        source: the innermost line of model code, as `file:line`; if there is none, the innermost
+            line. None if no line is known. Model code is your own code, the layers of functree, and
+            installed packages other than JAX, Equinox, Flax, haliax, optax and einops.
         op: the name of its instruction in the program's text.
         moves: the role of the array for each of these parameters. `itself` is the parameter, or a
             value computed from the parameter alone. `gradient` is its gradient. `activation` is an
@@ -83,7 +83,7 @@ class Collective:
             innermost frames (`jax_traceback_in_locations_limit`).
         verdict: `asked` if the layout requires it or you wrote it; `compiler` if the compiler chose
             it; None if this is unknown.
-        cause: the operation that it comes from; None if it is unknown.
+        cause: the operation that the collective comes from; None if the operation is unknown.
     """
 
     kind: str
@@ -164,11 +164,11 @@ class Memory:
         aliases: the bytes of the result that reuse the memory of donated arguments.
         temporaries: the bytes of intermediate values.
         peak: the most bytes in use at one time in main memory, as the compiler reports them. The
-            CPU compiler's figure leaves out temporaries, so on CPUs the peak is the sum of all
-            allocations. The TPU compiler's figure includes fast on-chip memory and host memory. On
-            TPUs, the peak is therefore at most the sum of the allocations in main memory. The peak
-            may be less than `arguments` or `temporaries`, since these cover all allocations,
-            including host memory.
+            CPU compiler's figure leaves out temporaries, so on CPUs `peak` is the sum of all
+            allocations instead. The TPU compiler's figure includes fast on-chip memory and host
+            memory, so on TPUs `peak` is limited to the sum of the allocations in main memory. The
+            peak may be less than the arguments or the temporaries, since both cover all
+            allocations, including host memory.
     """
 
     arguments: Mapping[Path, int] = field(hash=False)

@@ -38,7 +38,7 @@ _PASSED = {
 # Opcodes that run one computation once, with their operands as its parameters.
 _ONCE = frozenset({"async-start", "call", "fusion", "fusion-start"})
 CALLS = _ONCE | {"conditional", "custom-call", "while"}
-"""The opcodes that call computations, except opcodes that call one for each element."""
+"""The opcodes that call computations, except those that call one per element (`reduce`)."""
 
 PASSES_ON = COPIES | _ONCE | {
     "all-gather-done", "all-reduce-done", "async-done", "collective-permute-done", "conditional",
@@ -64,10 +64,10 @@ COLLECTIVES = {f"{kind}{ending}": kind for kind in KINDS for ending in ("", "-st
 
 
 def is_in_pieces(one: Instruction) -> bool:
-    """Return whether an instruction is an all-to-all whose operands are one piece per device.
+    """Return whether an instruction is an all-to-all with a separate operand for each device.
 
-    Each piece of the result comes from a different device. The receiving device determines which of
-    the sender's operands it is.
+    Each piece of the result comes from a different device. The receiver's position in the group
+    determines which of the sender's operands becomes this piece.
     """
     return one.opcode == "all-to-all" and one.attribute("dimensions") is None
 
@@ -75,8 +75,8 @@ def is_in_pieces(one: Instruction) -> bool:
 def is_combined(one: Instruction) -> bool:
     """Return whether the compiler combined several collectives into this instruction.
 
-    The instruction's name mentions all of the collectives, so the name is less informative than the
-    moved values.
+    The instruction's `op_name` covers all of these collectives, so the moved values are more
+    informative.
     """
     return one.opcode in COLLECTIVES and len(one.arrays) > 1 and not is_in_pieces(one)
 
@@ -87,7 +87,8 @@ class HloValue(NamedTuple):
     Attributes:
         instruction: the instruction.
         part: the indices of the part in nested tuples, outermost first; empty for the full result.
-            For the start of an asynchronous collective, they index the collective's result.
+            For the start of an asynchronous collective, the indices refer to the collective's
+            result.
     """
 
     instruction: Instruction
@@ -103,8 +104,9 @@ class DataFlow:
 
     def __init__(self, hlo: Hlo):
         self.hlo: Hlo = hlo
-        # Caches, since walks meet the same values repeatedly. Each question about a program is a
-        # separate walk, and the histories of a parameter and its moments largely coincide.
+        # These are caches, since walks meet the same values repeatedly. Each question about a
+        # program is a separate walk, and the histories of a parameter and its moments largely
+        # coincide.
         self._known_handed_on: dict[HloValue, HloValue] = {}
         self._known_operands: dict[Instruction, list[HloValue]] = {}
         self._known_inputs: dict[HloValue, list[HloValue]] = {}
@@ -179,7 +181,7 @@ class DataFlow:
     ) -> tuple[frozenset[HloValue], frozenset[HloValue]]:
         """Return the origins of some values, and all values in their histories.
 
-        A history includes the value itself.
+        A value's history includes the value itself.
 
         Args:
             values: the values.
@@ -210,9 +212,9 @@ class DataFlow:
     ) -> dict[HloValue, int]:
         """Find which of the given values depend on each value in their histories.
 
-        Each answer is a bit mask with one bit for each of `values`. All outputs of a program may
-        depend on one number, such as a global norm, so separate walks for each output would take
-        quadratic time.
+        The result maps each value of a history to a bit mask, with one bit for each of `values`.
+        All outputs of a program may depend on one number, such as a global norm, so a separate walk
+        for each output would take quadratic time.
 
         Args:
             values: the values.
@@ -271,7 +273,7 @@ class DataFlow:
         return known
 
     def concatenated(self, collective: Instruction) -> list[tuple[HloValue, int]]:
-        """Return the values that a compiler joined to move them at once, with their element counts.
+        """Return the values that the compiler joined for one collective, with their element counts.
 
         Joined values form one flat array. The list is empty for a collective that moves its
         operands unchanged.
@@ -323,7 +325,7 @@ class DataFlow:
     def _handed_on(self, value: HloValue) -> HloValue:
         """Trace a value back through tuples, fusions and copies, but not through reshapes.
 
-        Walks skip these, since nothing is computed there.
+        Walks skip these instructions, since they compute nothing.
         """
         if value.instruction.opcode not in _HANDS_ON:
             return value
@@ -335,9 +337,9 @@ class DataFlow:
         return known
 
     def _before(self, value: HloValue) -> list[HloValue]:
-        """Return the values that an instruction passes on.
+        """Return the values that an instruction may pass on as this value.
 
-        Loops and conditionals pass on several values.
+        For a loop or a conditional, there are several.
         """
         inside = self._inside(value)
         if inside is not None:
@@ -478,12 +480,12 @@ def runs(flow: DataFlow) -> Mapping[str, int | None]:
 
 
 def trip_count(flow: DataFlow, loop: Instruction) -> int | None:
-    """Count the iterations of a `while`; None if the number depends on data or is unknown.
+    """Count the iterations of a `while`; return None if the number depends on data or is unknown.
 
     The compilers for CPUs and GPUs write the number into the text. The TPU compiler does not, so
     the number is derived from the loop: the condition must compare a counter with a constant, and
-    the body must add a constant to the counter. XLA rewrites loops into this form, with the
-    constant as the second operand and a subtraction as the addition of a negative number.
+    the body must add a constant to the counter. XLA rewrites loops into this form: it makes the
+    constant the second operand, and replaces a subtraction with the addition of a negative number.
     """
     known = _KNOWN.search(loop.attribute("backend_config") or "")
     if known is not None:

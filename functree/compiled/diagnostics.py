@@ -122,8 +122,8 @@ _SILENCED = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "1") not in ("", "0", "1")
 class _Reader(threading.Thread):
     """A thread that forwards the contents of a pipe.
 
-    The thread lives until every writer has closed the pipe. A process that was started meanwhile
-    has the pipe as its standard error.
+    The thread lives until every writer has closed the pipe. A process that was started during the
+    redirection is also a writer, since the pipe is its standard error.
 
     Attributes:
         original: the file descriptor of the original standard error.
@@ -206,7 +206,7 @@ _TAIL = re.compile(r"\. As the last resort, SPMD will replicate.*")
 
 
 def warnings_in(text: str) -> Sequence[str]:
-    """Return the compiler's warnings without duplicates, times and places.
+    """Return the compiler's warnings, without duplicates, timestamps and source locations.
 
     Args:
         text: the text written to standard error.
