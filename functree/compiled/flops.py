@@ -1,4 +1,4 @@
-"""`count_flops` counts a compiled program's flops on one device, in every loop iteration.
+"""`count_flops` counts a compiled program's flops on one device, including every loop iteration.
 
 The compilers' own count includes each loop body only once, and leaves out custom kernels. Here, the
 flops of products, convolutions and known kernels are computed from their shapes. All other
@@ -98,8 +98,8 @@ _NO_PRODUCTS = re.compile(
     r"|__cub\$.*|__gpu\$TopK|__topk|cu_threefry.*|.*_threefry.*|LayoutConstraint|inspect_sharding"
     r"|xla\.sdy\..*|ErfInv|GatherScatter\w+|mhlo\.\w+|dynamic_\w+|tanh|Barrier|barrier|nop|StochasticConvert"
 )
-# The number of products that a kernel computes for each pair of a query and a key: (over the size
-# of a key's head, over the size of a value's head).
+# The numbers of products that a kernel computes for each pair of a query and a key: (products over
+# a key's head size, products over a value's head size).
 _SPLASH = {"fwd": (1, 1), "dkv": (2, 2), "dq": (2, 1)}
 _SPLASH_NAME = re.compile(r"splash_m[hq]a_(fwd|dkv|dq)")
 # A fused backward kernel computes the gradient of the queries, too.
@@ -115,10 +115,10 @@ _CUDNN_CONVOLUTIONS = {
 
 
 def kernel_name(one: Instruction) -> str:
-    """Return the name of an instruction in messages.
+    """Return the name that messages use for an instruction.
 
-    For a custom call, this is its target. If the target names only the compiler that generated the
-    kernel, this is the instruction's name.
+    For a custom call, the name is its target. If the target names only the compiler that generated
+    the kernel, the name is the instruction's own name.
     """
     if one.opcode != "custom-call":
         return one.opcode
@@ -129,7 +129,7 @@ def kernel_name(one: Instruction) -> str:
 
 
 def kernel_flops(hlo: Hlo, one: Instruction) -> int | None:
-    """Count the flops of one run of a custom call; None if they are unknown."""
+    """Count the flops of one run of a custom call, or return None if they are unknown."""
     target = _target(one)
     if _NO_PRODUCTS.fullmatch(target):
         return 0
@@ -185,8 +185,8 @@ def _splash_flops(hlo: Hlo, kernel: Instruction, part: str) -> int | None:
     if not blocks:
         return whole
     rows, columns = blocks[-1][-2:]
-    # The mask of a sliding window has fewer columns than there are blocks of keys. Its blocks are
-    # square.
+    # The mask of a sliding window has fewer columns than there are blocks of keys. Such a mask has
+    # square blocks.
     across = columns
     if rows * key[-2] > columns * query[-2]:
         across = max(columns, rows * key[-2] // query[-2])

@@ -176,7 +176,7 @@ def layouts_of(lowered: Lowered, results: Sequence[Path] | None = None) -> Layou
 
 
 def result_name(path: Path) -> str:
-    """Return a result's name as an origin: `result.loss`."""
+    """Return the name that origins use for a result, such as `result.loss`."""
     return f"result.{path}" if path else "result"
 
 

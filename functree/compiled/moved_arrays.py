@@ -16,7 +16,7 @@ import numpy as np
 from functree.compiled.data_flow import COLLECTIVES, KINDS, DataFlow, HloValue, is_in_pieces, runs
 from functree.compiled.hlo import ArrayType, Instruction
 
-# Collectives that JAX, or a user's flag, can produce, and that the ledger does not understand.
+# Collectives that JAX or a compiler flag can produce, but that the ledger does not understand.
 _OTHERS = ("collective-broadcast", "recv", "send")
 
 
@@ -46,7 +46,7 @@ class MovedArray:
 
     @property
     def results(self) -> list[HloValue]:
-        """The values that contain the array: the collective's result, and its element."""
+        """The values that contain the array: the full result, and the array's parts of it."""
         collective = self.instruction
         parts = range(len(collective.arrays)) if is_in_pieces(collective) else (self.index,)
         return [HloValue(collective), *(HloValue(collective, (part,)) for part in parts)]
@@ -63,8 +63,8 @@ def moved_arrays(flow: DataFlow) -> Iterator[MovedArray]:
         # The start of an asynchronous collective returns its operands and its context, too. The end
         # returns only the result.
         types = ends.get(instruction.name, instruction).arrays
-        # The TPU compiler writes a reduce-scatter as a computation with this name, which sums and
-        # slices.
+        # The TPU compiler writes a reduce-scatter as a computation named `all-reduce-scatter` that
+        # sums and slices.
         if kind == "all-reduce" and instruction.computation.startswith("all-reduce-scatter"):
             kind, types = "reduce-scatter", flow.hlo.roots[instruction.computation].arrays
         operands, types = _each(flow, instruction, types)
@@ -179,7 +179,7 @@ def groups_of(text: str, devices: int) -> tuple[Group, ...] | None:
 
 
 def mesh_axes_of(groups: Iterable[Group], sizes: Mapping[str, int]) -> tuple[str, ...] | None:
-    """Return the mesh axes that vary within a group, in the order of the mesh.
+    """Return the mesh axes along which the devices of a group differ, in the order of the mesh.
 
     Return None if a position is outside the mesh. An axis is included even if a group covers only a
     part of it.

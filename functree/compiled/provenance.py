@@ -121,7 +121,7 @@ class Provenance:
         return "activation"
 
     def _multiplied_by(self, moved: MovedArray, phase: str | None) -> Collection[int]:
-        """Find the parameters that multiply a moved array; if none do, the array's own factors."""
+        """Find the parameters that multiply a moved array or, if none do, its own factors."""
         # An activation is gathered for its next product. It may also be the sum of all earlier
         # layers' outputs, but it is not gathered for those layers.
         factors = self._uses.factors(moved)
@@ -154,7 +154,8 @@ class Provenance:
     def _is_weight(self, parameter: int, others: Sequence[HloValue], phase: str | None) -> bool:
         """Return whether a parameter with these co-factors is a weight.
 
-        Otherwise, it is data that a computed weight multiplies, or a factor of a gradient.
+        Otherwise, the parameter is data that a computed weight multiplies, or a factor of a
+        gradient.
         """
         trained = self.trained
         if parameter in trained:
@@ -217,8 +218,8 @@ class Provenance:
         """Return the members of a family that are parts of a model.
 
         A computation need not use every part of a model. For example, no gradient depends on the
-        last layer's bias. A
-        part is therefore a member if the model computes with another part of the same tree.
+        last layer's bias. A part is therefore a member if the model computes with another part of
+        the same tree.
 
         Args:
             family: a parameter, and its moments and averages.
@@ -376,7 +377,7 @@ class Provenance:
         return []
 
     def _chosen(self, parameters: Sequence[int], made: Collection[int]) -> Collection[int]:
-        """Choose among parameters with similar names: first an output's sources, then model parts.
+        """Choose among parameters with similar names: prefer an output's sources, then model parts.
 
         A weight's gradient has the same name as its moments.
         """
@@ -476,8 +477,8 @@ class Phases:
     def described(self, moved: MovedArray) -> Iterator[Instruction]:
         """Yield the instructions that describe a collective, the nearest first.
 
-        Some compilers drop the metadata of collectives that they combine. The moved value then has
-        metadata, or the instruction that contains the collective has it.
+        Some compilers drop the metadata of collectives that they combine. In that case, the moved
+        value or the instruction that contains the collective has metadata.
         """
         yield moved.instruction
         yield self._flow.source(moved.operand).instruction
@@ -500,7 +501,7 @@ class Phases:
         return "forward"
 
     def _are_updates(self, values: Sequence[HloValue]) -> bool:
-        """Return whether there are values, and all depend on the backward pass."""
+        """Return whether there is at least one value, and all depend on the backward pass."""
         # For each part of a global norm, `values` are all new values, so sets are compared first.
         known = self._dependent.issuperset(values)
         return bool(values) and (known or all(map(self._depends_on_backward, values)))
