@@ -63,8 +63,7 @@ def read_ledger(program: CompiledProgram) -> Ledger:
     """Read the ledger of a program.
 
     Raises:
-        FunctreeError: if the program's parameters do not match the function's arrays, so paths are
-            unknown.
+        FunctreeError: if the program does not have one parameter for each of the function's arrays.
     """
     with _without_collector():
         return _read(program)

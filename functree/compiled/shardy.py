@@ -39,7 +39,7 @@ _MOVING = (
     "sdy.reduce_scatter",
 )  # fmt: skip
 # The operations whose regions contain arrays of the program. A reduction's region contains single
-# elements, and a `shard_map`'s contains the shards of one device.
+# elements, and a `shard_map`'s region contains the shards of one device.
 _ENTERED = ("stablehlo.while", "stablehlo.case", "stablehlo.optimization_barrier")
 
 _SHARD_MAP = "sdy.manual_computation"
@@ -48,7 +48,7 @@ _PASS_LATER = frozenset({
     "concatenate", "convolution", "custom_call", "dot_general", "fft", "gather", "pad", "reduce",
     "reduce_window", "scatter", "select_and_scatter", "slice", "sort",
 })  # fmt: skip
-# Operations whose results have different dimensions than their operands.
+# Operations that may move a dimension to a different position.
 _MOVES_DIMENSIONS = frozenset({
     "broadcast_in_dim", "custom_call", "dot_general", "gather", "manual_computation",
     "reduce", "reshape", "scatter", "transpose",
@@ -281,7 +281,7 @@ def _given_shardings(main: Any) -> dict[Any, Any]:
 
 
 def _record_written(main: Any) -> None:
-    """Record the shardings that a program is written with, since propagation adds mesh axes."""
+    """Record a program's shardings before propagation, which adds mesh axes to them."""
     for operation in _all_inside(main):
         if operation.name in (f"sdy.{CONSTRAINT}", _SHARD_MAP):
             operation.attributes[_WRITTEN] = ir.StringAttr.get(_written(operation.attributes))
@@ -319,11 +319,11 @@ class _Reader:
     def __init__(self) -> None:
         self._rows: list[LaidOut] = []
         self._indices: dict[Any, int] = {}  # of each value's row
-        # Rows with a given sharding, each of its mesh axes, and its origin in the user's words.
+        # One entry for each mesh axis of a given sharding: the row, the axis and the origin's name.
         self._given: list[tuple[int, str, str]] = []
         # Rows that share mesh axes: the result of an operation and its operands.
         self._linked: list[tuple[int, ...]] = []
-        # The members of each sharding group, which `ft.grad` and `shard_alike` make.
+        # The members of each sharding group, which `ft.grad` and `shard_alike` create.
         self._groups: dict[int, list[int]] = {}
         self._typed: set[int] = set()  # rows that JAX constrains to their types, on Explicit axes
         self._frames: dict[Any, tuple[Frame, ...]] = {}
@@ -351,7 +351,7 @@ class _Reader:
         )
 
     def _give(self, row: int, text: str, name: str) -> None:
-        """Record the origin of a row's given sharding, by its name."""
+        """Record that a row has a given sharding, and the name of the sharding's origin."""
         axes = dict.fromkeys(axis for axis, _ in _AXIS.findall(text))
         self._given += [(row, axis, name) for axis in axes]
 
@@ -374,13 +374,13 @@ class _Reader:
                     self._give(len(self._rows) - 1, written[i], name)
 
     def _origins(self) -> list[dict[str, str]]:
-        """Trace each mesh axis of each row back to the nearest given sharding that has it.
+        """Trace each mesh axis of each row back to the nearest given sharding that contains it.
 
         Shardy visits operations in their order. A sharding reaches the results of later operations
         in the same sweep, and the operands of earlier ones in the next sweep.
 
-        Shardy can record origins, too, but this recording crashes the process on some programs: it
-        reads past the end of a list after some reshapes, and on groups of equal shardings.
+        Shardy can record origins itself, but its recording crashes the process on some programs. It
+        reads past the end of a list after some reshapes, and for groups of equal shardings.
         """
         linked: list[list[tuple[int, ...]]] = [[] for _ in self._rows]
         for rows in self._linked:
@@ -576,7 +576,7 @@ def _unescaped(found: re.Match[str]) -> str:
 
 
 def _sharding(attributes: Any) -> str:
-    """Return the text of an argument's or a result's sharding, or an empty string."""
+    """Return the text of an argument's or a result's sharding; empty if it has no sharding."""
     texts = [_text(each.attr) for each in attributes if each.name == "sdy.sharding"]
     return texts[0] if texts else ""
 

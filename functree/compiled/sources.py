@@ -27,11 +27,11 @@ _layer_files: set[str] = set()
 
 
 def name_lines_of(*layers: Callable[..., object]) -> None:
-    """Treat the modules of some layers as model code, although they belong to functree.
+    """Treat the modules of some layers as model code, although the modules belong to functree.
 
-    `functree.nn`, which this module cannot import, calls this once with its public layers. Layers
-    are parts of a user's model, and a line inside a layer is more informative than the line that
-    calls the whole model.
+    `functree.nn`, which this module cannot import, calls this function once with its public layers.
+    Layers are parts of a user's model, and a line inside a layer is more informative than the line
+    that calls the whole model.
 
     Args:
         layers: classes and functions.
@@ -130,7 +130,8 @@ def source_end(source: str) -> str:
 def is_model_file(file: str) -> bool:
     """Return whether a file may contain a model.
 
-    These are files of the user, functree's layers, and installed packages that contain models.
+    Such files are the user's files, functree's layers, and files of installed packages that may
+    contain models.
     """
     if is_own_file(file):
         return is_layer(file)

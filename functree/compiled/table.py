@@ -120,7 +120,10 @@ def _but_for_indices(collective: Collective) -> Hashable:
 
 
 def _full(alike: Sequence[Collective]) -> list[list[Collective]]:
-    """Return one group if all combinations of its indices exist, so that its title is exact."""
+    """Return one group if all combinations of the indices exist; otherwise, one group per path.
+
+    A row's title is exact only if all combinations exist.
+    """
     if len(alike[0].paths) != 1:
         return [list(alike)]
     paths = set(map(_path, alike))
@@ -212,7 +215,7 @@ MOST_SOURCES = 3
 
 
 def sources_text(collectives: Sequence[Collective]) -> str:
-    """Return the lines of collectives: `eqx/linear.py:85,86, called from train.py:12`."""
+    """Return the source lines of collectives: `eqx/linear.py:85,86, called from train.py:12`."""
     text = _lines_text(one.source for one in collectives)
     called_from = _lines_text(one.called_from for one in collectives)
     return f"{text}, called from {called_from}" if called_from else text
