@@ -192,7 +192,7 @@ class ParameterUses:
     def _is_read_from_data(self, value: HloValue) -> bool:
         """Return whether a value is read from an array, and not from a table of constants.
 
-        Each device reads from such a table which part of an array it keeps.
+        Such a table holds, for each device, the index of the part of an array that it keeps.
         """
         if value.instruction.opcode not in _READS:
             return False

@@ -43,11 +43,12 @@ _HINTS = {
     "concatenate": f"concatenates along a sharded dimension: {_APART}",
     "dynamic_slice": f"slices a sharded dimension: {_APART}",
     "dynamic_update_slice": f"updates a part of a sharded dimension: {_APART}",
-    "fft": "transforms a sharded dimension: shard a different one, or write the FFT in `shard_map`",
+    "fft": "transforms a sharded dimension: shard a different dimension, or write the FFT in "
+    "`shard_map`",
     "gather": "indexes a sharded dimension: shard a different dimension of the table",
     "reshape": "merges or splits a sharded dimension: put the sharded part first",
-    "reverse": "reverses a sharded dimension: shard a different one",
-    "scatter": "updates elements of a sharded dimension: shard a different one",
+    "reverse": "reverses a sharded dimension: shard a different dimension",
+    "scatter": "updates elements of a sharded dimension: shard a different dimension",
     "slice": f"slices a sharded dimension: {_APART}",
     "sort": "sorts a sharded dimension: sort each shard in `shard_map`, then merge the results",
     "top_k": "searches a sharded dimension: call `top_k` on each shard in `shard_map` first",
@@ -209,13 +210,13 @@ class Verdicts:
         return i if named or not self._users[i] else self._users[i][0]
 
     def _outside(self, i: int) -> int:
-        """Return the row of a loop carry's initial value, or any other row itself."""
+        """Return the row of a loop carry's initial value; return any other row unchanged."""
         while self._rows[i].op == "while" and self._rows[i].operands:
             i = self._rows[i].operands[0]
         return i
 
     def _relays(self, i: int, axes: set[str]) -> bool:
-        """Return whether these mesh axes shard an operand's dimension, but not the result's."""
+        """Return whether these mesh axes shard a dimension of an operand, but not of the result."""
         row = self._rows[i]
         for operand in (self._rows[j] for j in row.operands):
             if axes & named_axes(operand.spec) - named_axes(row.spec):
@@ -294,8 +295,8 @@ def data_of(
 
     An argument is a model if its arrays, unlike a batch's, differ in leading size. It is also a
     model if it has several arrays, and more than any trained argument. A trained argument is also a
-    model, unless models were found in this way and none of them is trained. If no argument is a
-    model, all are data.
+    model, unless these two rules find models and none of these is trained. If no argument is a
+    model, all arguments are data.
 
     Args:
         parameters: the path of each parameter, which begins with its argument.
