@@ -89,9 +89,8 @@ def _factored(
     names = list(dict.fromkeys(chain.from_iterable(used.values())))
     if not names:
         raise RuleError(
-            f"explore: cannot divide {count(devices, 'device')}: the layouts name no mesh axes "
-            "(functree cannot read the mesh axes of a function): pass dicts of sizes, such as "
-            '`meshes=[{"data": 8}]`'
+            f"explore: cannot divide {count(devices, 'device')}, because the layouts name no mesh "
+            'axes that functree can read: pass dicts of sizes, such as `meshes=[{"data": 8}]`'
         )
     for sizes in _factorings(devices, len(names)):
         mesh = dict(zip(names, sizes, strict=True))
@@ -102,7 +101,7 @@ def _factored(
 
 
 def _factorings(number: int, parts: int) -> Iterator[tuple[int, ...]]:
-    """Yield all products of `parts` factors that equal a number, the largest first factor first."""
+    """Yield all factorings of a number into `parts` factors, the largest first factor first."""
     if parts == 1:
         yield (number,)
         return
