@@ -47,8 +47,8 @@ def explore(
 
     Candidates whose arguments cannot fit in memory, according to their plan, are not compiled. The
     target's compiler compiles all other candidates. The score is flops / (peak × efficiency) plus,
-    for each mesh axis, bytes sent / bandwidth; see `Candidate`. Scores can separate layouts that
-    differ by more than 15 %. They do not forecast times, since they ignore overlap and latency.
+    for each mesh axis, bytes sent / bandwidth; see `Candidate`. Scores within 15 % of the best
+    are ties. Scores do not forecast times, since they ignore overlap and latency.
 
     An interrupt (Ctrl-C) ends the exploration. The ranking then lists the remaining candidates as
     not compiled.
@@ -65,8 +65,8 @@ def explore(
         target: the target to compile for, as in `ft.make_mesh`: `"tpu:v5e:4x8"`. Without a target,
             programs are compiled for this machine's devices.
         hardware: the figures for the score. The default is the target's hardware. Without a target,
-            the default is a TPU v5e, which the ranking's first line names. A peak above the v5e's
-            memory then only adds a note.
+            the default is a TPU v5e, which the ranking's first line names. In that case, a peak
+            above the v5e's memory only adds a note.
         out_shardings: the layout of the result, as in `ft.jit`, or a dict with a layout for each
             name in `layouts`. By default, results that replace donated arguments keep the
             arguments' shardings.

@@ -25,8 +25,8 @@ def bandwidth(
     Args:
         axes: the mesh axes.
         mesh: the mesh.
-        target: the mesh's target; None for simulated devices, which have one link along each mesh
-            axis.
+        target: the mesh's target. Without a target, each device is assumed to have one link along
+            each mesh axis.
         hardware: the hardware, with the bandwidth of its links.
         kind: the kind of accelerator.
     """
@@ -73,9 +73,10 @@ def _of_gpus(group: Sequence[Device], nvlink: float, kind: Kind) -> float:
 
 
 def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
-    """Count the links of a TPU along a mesh axis.
+    """Count the links that a TPU uses within a group of devices.
 
-    In each dimension of the torus, a ring has two links; a part of a ring, or a line, has one.
+    In each dimension of the torus, a TPU has two links if the group is a full ring. It has one link
+    if the group is a line or a part of a ring.
     """
     coordinates = np.asarray([device.coords for device in group])
     links = 0
@@ -91,7 +92,8 @@ def _links(group: Sequence[Device], target: Target, kind: Kind) -> int:
 def _is_ring(length: int, dimension: int, target: Target, kind: Kind) -> bool:
     if kind.ring is None:
         return False
-    # In two dimensions, only the full torus has rings. In three dimensions, multiples of a cube do.
+    # In two dimensions, only the full torus has rings. In three dimensions, multiples of a cube
+    # have rings.
     if len(target.shape) == 2:
         return length >= kind.ring
     return all(size % kind.ring == 0 for size in target.shape) and math.prod(target.shape) > 1
@@ -112,7 +114,7 @@ _FACTORS = {
 def wire_bytes(ledger: Ledger) -> tuple[Mapping[MeshAxes, int], int]:
     """Return the bytes sent along each mesh axis, largest first, and the bytes with unknown axes.
 
-    The bytes of a collective over several mesh axes are listed under their tuple.
+    The bytes of a collective over several mesh axes are listed under the tuple of these axes.
     """
     sizes: dict[MeshAxes, float] = {}
     unknown = 0

@@ -57,10 +57,11 @@ class Candidate:
         compute_seconds: the time for the flops.
         wire_seconds: the time to send the bytes, one mesh axis after the other.
         score: the sum of these two times. It compares layouts and does not forecast times.
-        tied: whether it and at least one other candidate are within 15 % of the best score. The
-            score does not show which of these is the fastest.
+        tied: whether this and at least one other candidate are within 15 % of the best score. The
+            score does not show which of the tied candidates is the fastest.
         is_frontier: whether all candidates whose score is at least as good have a higher peak.
-        notes: one sentence for each part of the program that the figures leave out.
+        notes: one sentence for each part of the program that the figures leave out, and for a
+            program that may not fit in memory.
         ledger: the arrays that the program moves, and its memory.
         layout: the layout as it was given. Its text can be pasted into a program.
     """
@@ -89,7 +90,7 @@ class Candidate:
 class Ranking:
     """The candidates of an exploration, best first; those that cannot run come last.
 
-    `ft.explore` returns it. It can be iterated over, indexed and printed.
+    `ft.explore` returns a ranking, which can be iterated over, indexed and printed.
 
     Attributes:
         rows: the candidates.
@@ -230,7 +231,7 @@ def _data(candidate: Candidate) -> dict[str, Any]:
 
 
 def _by_text(values: Any) -> Any:
-    """Convert the mesh axes that are a dict's keys to text; return a number unchanged."""
+    """Convert a dict's keys, which are mesh axes, to text; return a number unchanged."""
     if not isinstance(values, Mapping):
         return values
     return {axes_text(axes, ","): value for axes, value in values.items()}

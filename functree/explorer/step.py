@@ -27,7 +27,7 @@ class Step:
 
     Args:
         fn: the function.
-        args: its arguments, whose arrays may be concrete. Their placement does not matter.
+        args: its arguments, abstract or concrete. The placement of concrete arrays is ignored.
     """
 
     def __init__(self, fn: Callable[..., Tree], args: Sequence[Tree]):
@@ -47,7 +47,7 @@ class Step:
     def options(self, layouts: LayoutTree) -> dict[str, Any]:
         """Return the options of `ft.jit` for a layout of the arguments.
 
-        If parts of the layout have rules, the first such part is also the `rules`.
+        If parts of the layout have rules, the first such part is also the `rules` option.
 
         Raises:
             RuleError: if the layout does not have the structure of the arguments.
@@ -60,17 +60,17 @@ class Step:
         return options
 
     def plan(self, layouts: LayoutTree, sizes: Any) -> Plan:
-        """Return the plan of the arguments, with its problems, without using devices."""
+        """Plan the arguments without using devices; problems are listed in the plan."""
         leaves, parts = self._layouts(layouts).read(self._call)
         view = agreed_mesh(sizes, own_meshes(parts))
         return plan_leaves(leaves, parts, view, check=False, allow_unspecified=True)
 
     def jitted(self, options: Mapping[str, Any]) -> Jit[..., Tree]:
-        """Return the function with these options of `ft.jit`, which replace its own options."""
+        """Return the function with these options of `ft.jit`, which override its own."""
         return self._jit.changed(self._fun, **options)
 
     def compile(self, options: Mapping[str, Any]) -> Compiled:
-        """Compile the function with these options of `ft.jit`, which replace its own options."""
+        """Compile the function with these options of `ft.jit`, which override its own."""
         return self.jitted(options).lower(*self.args).compile()
 
     def _layouts(self, layouts: LayoutTree) -> ParameterLayouts:
