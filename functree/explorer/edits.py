@@ -53,8 +53,8 @@ class Edits:
         call: the lowered call of the function.
         args: its positional arguments.
         kwargs: its keyword arguments.
-        layouts: the layouts of its program.
-        ledger: the ledger of its program.
+        layouts: the layouts of the function's program.
+        ledger: the ledger of the function's program.
     """
 
     def __init__(
@@ -111,9 +111,9 @@ class Edits:
                 yield from self._of_result(i, variant)
 
     def _of_parameter(self, i: int, variant: Variant) -> Iterator[Edit]:
-        """Yield edits of a parameter's spec, in all layers and with everything that follows it.
+        """Yield edits of a parameter's spec in all layers.
 
-        A parameter's optimizer moments and its new value follow it.
+        Each edit also changes the specs of the parameter's optimizer moments and its new value.
         """
         array, sharding = variant.inputs[i], variant.inputs[i].sharding
         # On Explicit axes, the types in the trace would change.
@@ -149,7 +149,7 @@ class Edits:
     def _specs(
         self, spec: PartitionSpec, shape: Sequence[int], sharding: NamedSharding
     ) -> Iterator[PartitionSpec]:
-        """Yield specs that change one dimension: no mesh axis, a different one, or one more.
+        """Yield specs in which one dimension has no mesh axis, a different one, or one more.
 
         A mesh axis is removed from its previous dimension. Mesh axes that no argument uses stay
         unused.
@@ -272,7 +272,7 @@ def _layouts_in(option: LayoutTree) -> Iterator[Any]:
 
 
 def _inside(path: Path) -> tuple[Any, ...]:
-    """Return a path inside its argument and, for a training state, inside its model."""
+    """Return a path relative to its argument or, in a training state, relative to the model."""
     inner = tuple(path[1:])
     return inner[1:] if inner[:1] == ("model",) else inner
 

@@ -22,9 +22,9 @@ class Variant:
     Attributes:
         program: the program, from arrays to arrays.
         inputs: its abstract inputs, with their shardings.
-        outputs: the shardings of its outputs; None if the compiler chooses.
+        outputs: the sharding of each output; None if the compiler chooses the sharding.
         donated: the indices of the donated inputs.
-        mesh: the mesh to enter for lowering; None for the current one.
+        mesh: the mesh to enter for lowering; None for the current mesh.
     """
 
     program: Any
@@ -113,7 +113,7 @@ def _line(equation: JaxprEqn) -> str | None:
 
 
 class _Without:
-    """The programs without the constraints on a source line."""
+    """A transformation that removes the constraints on a source line from programs."""
 
     def __init__(self, line: str):
         self._line = line

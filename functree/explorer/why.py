@@ -38,7 +38,7 @@ _CLEARLY = 0.9
 # The maximum number of compiled edits of one place, and the maximum number of printed fixes.
 _OF_ONE_PLACE = 2
 _PRINTED = 3
-# A fix must reduce the moved bytes to less than this share.
+# A fix must reduce the moved bytes to less than this share of the original program's bytes.
 _WORTH = 0.97
 
 
@@ -47,8 +47,9 @@ class WhyRow(NamedTuple):
 
     Attributes:
         collective: the collective.
-        verdict: `asked`, `compiler` or None, as in `Collective.verdict`, or `avoidable`. Avoidable
-            means that the compiler chose it, and that one of the fixes reduces it.
+        verdict: `asked`, `compiler` or None, as in `Collective.verdict`, or `avoidable`.
+            `avoidable` means that the compiler chose the collective, and that a fix reduces the
+            bytes that it moves.
         reason: why it is classified as asked for; `not asked for` if it is not.
         cause: the operation that it comes from.
     """
@@ -224,7 +225,11 @@ def why(
         **kwargs: its keyword arguments.
 
     Raises:
-        FunctreeError: for the reasons that `ft.layouts` lists.
+        FunctreeError: if `fn` is not a function.
+        FunctreeError: if a layout is passed for a function that is already jitted.
+        FunctreeError: if a mesh is passed for a function made with `ft.jit`.
+        FunctreeError: if this version of JAX does not have Shardy's passes.
+        FunctreeError: if the compiler does not return the program's text.
         FunctreeError: if `compilations` is not a positive integer.
 
     Examples:
@@ -325,7 +330,7 @@ def _ranked(edits: Sequence[Edit], progress: bool) -> list[_Ranked]:
 def _chosen(ranked: Sequence[_Ranked], before: int, most: int) -> list[Edit]:
     """Choose the best edits to compile, but only a few for each place.
 
-    An edit that is not blamed must move less than before.
+    An edit that is not blamed is chosen only if its program is estimated to move less than before.
     """
     chosen: list[Edit] = []
     places = Counter[str]()
