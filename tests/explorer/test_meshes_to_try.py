@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[Any, dict[str, Any], str | None, str]] = {
         None,
         "a dict of mesh sizes must map names to positive integers",
     ),
-    "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices, because the layouts name no"),
+    "no mesh axes": (8, {"none": P()}, None, "cannot divide 8 devices, because the layouts"),
     "other devices than the target": (
         {"data": 4},
         {"data": DATA},
