@@ -56,7 +56,8 @@ class Source(NamedTuple):
     """The rule, layout or parameter that sharded a dimension.
 
     Attributes:
-        what: a rule, `FSDP`, a spec, or the parameter that has the spec. Messages use its `str`.
+        what: a rule, `FSDP`, a spec, or the parameter that the spec comes from. Messages use its
+            `str`.
         is_rule: whether missing mesh axes are reported once for the layout. If not, as for a spec,
             they are reported for each leaf.
     """
@@ -75,7 +76,7 @@ class Named(IntEnum):
 
     UNASKED = 0  # no rules have been applied to the leaf
     MISSING = 1  # no rule mentions the name, which is an error
-    MENTIONED = 2  # `FSDP` has the name in `axes`, so no rule has to mention it
+    MENTIONED = 2  # `axes=` of an `FSDP` lists the name, so the name needs no rule
     CLOSED = 3  # only the rule `...: None` covers the name
     DECIDED = 4  # a layout has settled the dimension, by its name or its index
 
@@ -84,11 +85,11 @@ class Dimension(NamedTuple):
     """The decision about one dimension of a leaf.
 
     Attributes:
-        mesh_axes: the mesh axes that shard it; `()` if it is unsharded.
-        source: the source of its sharding; None if it is unsharded.
-        named: the state of its name.
-        blocked: the fault if rules mention the name but none could apply; otherwise None. A later
-            layout that settles the dimension removes this fault.
+        mesh_axes: the mesh axes that shard the dimension; `()` if it is unsharded.
+        source: the source of the sharding; None if the dimension is unsharded.
+        named: the state of the dimension's name.
+        blocked: the fault if rules mention the name but none of them could apply; otherwise None. A
+            later layout that settles the dimension removes this fault.
     """
 
     mesh_axes: tuple[str, ...] = ()
@@ -109,10 +110,10 @@ class Decision(NamedTuple):
         reasons: one for each layout that decided something, in order.
         faults: the faults that later layouts cannot correct.
         memory_kind: the memory kind; None for the default.
-        specified: False if the layout of the leaf is `None`.
+        specified: whether the leaf has a layout. It is False if the layout is `None`.
         follows: the path of the followed leaf; None unless both leaves have the same dimensions.
-        choices: the filters that chose layouts. Each is a pair: the key of a `StateSharding`, and
-            the index of its filter.
+        choices: a pair for each filter that chose a layout: the key of a `StateSharding`, and the
+            index of its filter.
     """
 
     dimensions: tuple[Dimension, ...]
@@ -160,7 +161,7 @@ class Decision(NamedTuple):
         return self._replace(dimensions=(*before, dimension, *after))
 
     def settle(self) -> "Decision":
-        """Return the decision with all names decided, so no later layout has to mention them."""
+        """Return the decision with all names decided, so that they need no rule."""
         settled = [
             dimension._replace(named=Named.DECIDED, blocked=None) for dimension in self.dimensions
         ]
@@ -241,29 +242,30 @@ def conflict(
     already = f"{leaf.dimension(dim)} is already sharded over {axes_text(have)}"
     return (
         f"{already}, but {source} shards it over {axes_text(want)}",
-        "after `|`, shard only dimensions that the layout before it leaves unsharded",
+        "after `|`, shard only dimensions that the earlier layouts leave unsharded",
     )
 
 
 def layout_problem(leaf: Leaf, fault: Fault) -> Problem:
     """Return a fault of a leaf as a problem."""
     why, remedy = fault
-    # An optimizer's state contains copies of the model, whose arrays need not fit its annotations.
-    # `ft.plan_optimizer` handles this, and leaves that follow a parameter need no advice.
+    # An optimizer's state contains copies of the model, and the copies' arrays need not fit the
+    # model's annotations. `ft.plan_optimizer` handles such copies. Leaves that follow a parameter
+    # need no advice.
     if leaf.follows is None and any(map(is_optimizer_state, leaf.within)):
         remedy += USE_PLAN_OPTIMIZER
     return leaf.problem(why, remedy)
 
 
 def followed_paths(leaves: Iterable[Leaf]) -> dict[Path, Path | None]:
-    """Return the path of the parameter that each leaf follows, by the leaf's path."""
+    """Map the path of each leaf to the path of the parameter that the leaf follows."""
     return {leaf.path: leaf.follows.path for leaf in leaves if leaf.follows is not None}
 
 
 def without_repeats(
     problems: Sequence[Problem], follows: Mapping[Path, Path | None]
 ) -> list[Problem]:
-    """Drop the problems of leaves that follow a parameter with the same problem.
+    """Drop a leaf's problem if the parameter that the leaf follows has the same problem.
 
     Args:
         problems: the problems of some leaves.
@@ -306,7 +308,7 @@ def absent(names: Collection[str], leaves: Sequence[Leaf]) -> list[str]:
 
 def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
     """Return the axes of leaves; `None` stands for dimensions without a name."""
-    # A large model has few different `Axes`, so these are collected first.
+    # A large model has few different `Axes`, so duplicates are removed before the union.
     different = {leaf.axes for leaf in leaves}
     return set[str | None]().union(*different)
 
@@ -314,10 +316,11 @@ def present_axes(leaves: Sequence[Leaf]) -> set[str | None]:
 def near_misses(
     leaves: Sequence[Leaf], decisions: Sequence[Decision], unused: Sequence[str]
 ) -> list[Problem]:
-    """Return the problems of axes that only `...: None` covers, but that an unused rule misspells.
+    """Return the problems of axes that only `...: None` covers, probably because of a typo.
 
-    If one name is a longer form of the other (`hidden`, `hidden_dim`), they may be different axes,
-    so the function only warns.
+    Such an axis resembles an axis that a rule names but no leaf has. If one of the two names is a
+    longer form of the other (`hidden`, `hidden_dim`), the function only warns, since the names may
+    mean different axes.
     """
     problems: list[Problem] = []
     if not unused:
@@ -325,18 +328,18 @@ def near_misses(
     for name, having in _closed_axes(leaves, decisions).items():
         near, form = near_name(name, unused), longer_form(name, unused)
         why = f'"{name}" has no rule except `...: None`'
-        remedy = f"write `{name}` or `{near or form}` in both the rule and the axes"
+        remedy = f"use the same name, `{name}` or `{near or form}`, in the rule and in the axes"
         if near is not None:
-            why += f", and no leaf has the axis `{near}` that a rule names"
-            remedy += f', or add `"{name}": None` if they are different axes'
+            why += f", and no leaf has the axis `{near}`, which a rule names"
+            remedy += f', or add the rule `"{name}": None` if the two names mean different axes'
             problems += [leaf.problem(why, remedy) for leaf in having]
         elif form is not None:
             # An activation has no path.
             paths = [f"`{leaf.path}`" for leaf in having if leaf.path]
             where = f" in {listed(paths)}" if paths else ""
             why += f", so it is left unsharded{where}, and no leaf has the axis"
-            remedy += f', or add `"{name}": None` to the rules if they are different axes'
-            warn(f"{why} `{form}` that a rule names: {remedy}")
+            remedy += f', or add the rule `"{name}": None` if the two names mean different axes'
+            warn(f"{why} `{form}`, which a rule names: {remedy}")
     return problems
 
 
@@ -385,13 +388,13 @@ def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
     """Return the fault for an axis that no rule names."""
     near = near_name(name, mentioned)
     if near is not None:
-        # The names differ by one edit, so one of them, in the rule or the annotation, is a typo.
+        # The names differ by one edit, so the rule or the annotation probably contains a typo.
         hint = f"; did you mean the rule for `{near}`?"
-        remedy = f"write `{name}` or `{near}` in both the rule and the axes"
+        remedy = f"use the same name, `{name}` or `{near}`, in the rule and in the axes, or add"
     else:
         hint = did_you_mean(name, mentioned)
-        remedy = f'add a rule for "{name}"'
-    return f"no rule names `{name}`{hint}", f'{remedy}, or `"{name}": None` to leave it unsharded'
+        remedy = f"add a rule for `{name}`, such as"
+    return f"no rule names `{name}`{hint}", f'{remedy} `"{name}": None` to leave `{name}` unsharded'
 
 
 def _dimension_faults(
@@ -401,7 +404,7 @@ def _dimension_faults(
     faults: list[Fault] = []
     axes = decision.dimensions[dim].mesh_axes
     missing = [axis for axis in axes if axis not in mesh.sizes]
-    # A rule's missing mesh axes are one problem of the layout.
+    # If the source is a rule, its missing mesh axes are reported once, for the layout.
     if not source.is_rule:
         for axis in missing:
             near = did_you_mean(axis, mesh.sizes)
@@ -461,8 +464,8 @@ def local_shape(
     sizes: list[int] = []
     for size, axes in zip(shape, mesh_axes, strict=True):
         parts = parts_over(axes, mesh)
-        # Sizes are rounded up: with `check=False`, a plan may have sizes that the mesh does not
-        # divide.
+        # Sizes are rounded up: with `check=False`, a plan may have sizes that the mesh axes do
+        # not divide.
         sizes.append(-(-size // parts))
     return tuple(sizes)
 

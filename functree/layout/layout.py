@@ -131,8 +131,8 @@ class SpecLayout(Layout):
         return self.mesh
 
     def claims(self, leaf: Leaf) -> bool:
-        # Under `vmap`, every leaf has the batch dimension, even a count. Further entries would be
-        # for parameter dimensions, which are unknown here.
+        # Under `vmap`, every leaf has the batch dimension, even a step count. A second entry of the
+        # spec would be for a parameter's dimension, which is unknown here.
         follows = leaf.follows
         if follows is None or not follows.batched:
             return False
@@ -277,13 +277,13 @@ def merge_names(layouts: Iterable[Layout]) -> dict[type, Names]:
         for cls, given in layout.given_names.items():
             if merged.setdefault(cls, given) != given:
                 raise RuleError(
-                    f"two layouts name the axes of {cls.__name__} differently: {merged[cls]} and "
-                    f"{given}: use one `ft.names(...)` for the class"
+                    f"two layouts name the axes of {cls.__name__} differently ({merged[cls]} and "
+                    f"{given}): use one `ft.names(...)` for the class"
                 )
     return merged
 
 
-# Reading what a user writes
+# Values that a user writes
 
 
 _ONE_DEVICE = (
@@ -317,7 +317,7 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
         wanted: the beginning of the error message, which names the expected value.
 
     Raises:
-        RuleError: if the value is neither.
+        RuleError: if the value is neither a mapping nor an iterable of pairs.
     """
     if isinstance(written, Mapping):
         return list(written.items())
@@ -327,7 +327,7 @@ def written_pairs(written: Any, wanted: str) -> list[tuple[Any, Any]]:
     pairs: list[tuple[Any, Any]] = []
     for pair in written:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            raise RuleError(f"{wanted}; {pair!r} is neither")
+            raise RuleError(f"{wanted}; {pair!r} is not a pair")
         pairs.append((pair[0], pair[1]))
     return pairs
 
@@ -429,7 +429,8 @@ def on_host(layout: LayoutLike) -> Layout:
         layout: any layout.
 
     Raises:
-        RuleError: if the argument is None or not a layout.
+        RuleError: if the argument is None.
+        RuleError: if the argument is not a layout.
 
     Examples:
         >>> ft.plan(jnp.ones((4, 8)), ft.on_host(ft.P("data")), {"data": 2})[
@@ -462,7 +463,7 @@ class Part(NamedTuple):
 
 
 def own_meshes(parts: Iterable[Part]) -> list[Mesh | AbstractMesh | None]:
-    """Return the mesh that each layout in a prefix tree contains, or None."""
+    """Return the mesh of each layout in a prefix tree, or None for a layout without a mesh."""
     return [part.layout.own_mesh for part in parts]
 
 
@@ -482,8 +483,8 @@ def broadcast(prefix: LayoutTree, tree: Any) -> list[Part]:
     """Return the layouts of a prefix tree, in the order of their leaves.
 
     Raises:
-        RuleError: if the structure of the prefix does not fit the tree.
-        RuleError: if the prefix contains something that is not a layout.
+        RuleError: if the structure of the prefix tree does not fit the tree.
+        RuleError: if the prefix tree contains something that is not a layout.
     """
     return [
         Part(_written(layout, where_text(path)), path, scope=Scope(len(path)))

@@ -51,9 +51,9 @@ class Rule(NamedTuple):
 class AxisRules(Layout):
     """A layout that maps axes to mesh axes with an ordered table of rules.
 
-    It follows Flax Linen's algorithm: rules are tried in order, and a mesh axis shards at most one
-    dimension of an array. For each axis, the first rule whose mesh axes are still free applies, so
-    later rules for the axis are fallbacks. One table covers parameters and activations.
+    The layout follows Flax Linen's algorithm: rules are tried in order, and a mesh axis shards at
+    most one dimension of an array. For each axis, the first rule whose mesh axes are still free
+    applies, so later rules for the axis are fallbacks. One table covers parameters and activations.
 
     Args:
         rules: `{axis: mesh axis, tuple of mesh axes, or None}`; or pairs, in which an axis may have
@@ -64,7 +64,7 @@ class AxisRules(Layout):
             shard them. By default, such arrays raise an error.
 
     Raises:
-        RuleError: if an axis or its value is invalid.
+        RuleError: if an axis or its mesh axes are invalid.
         RuleError: if `names` is invalid.
         RuleError: if `unnamed` is invalid.
         RuleError: if a rule names a mesh axis twice.
@@ -132,6 +132,7 @@ class AxisRules(Layout):
             ShardingError: if `shape` and `axes` have different lengths.
             ShardingError: if no rule names an axis.
             ShardingError: if other axes already use the mesh axes of all rules for an axis.
+            ShardingError: if a rule names a mesh axis that `mesh` lacks.
             ShardingError: if the mesh axes do not divide a size.
         """
         check("AxisRules.spec: invalid arguments", shape=(shape, SHAPE.or_none()))
@@ -168,8 +169,8 @@ class AxisRules(Layout):
             for dim, axis in enumerate(leaf.axes):
                 if axis != rule.name or dim in applied:
                     continue
-                # Another dimension uses a mesh axis of the rule. Mesh axes that already shard this
-                # dimension do not block the rule, which may agree.
+                # A mesh axis that shards another dimension blocks the rule. Mesh axes that already
+                # shard this dimension do not, since the rule may name the same mesh axes.
                 if not decision.used(but=dim).isdisjoint(rule.mesh_axes):
                     continue
                 applied[dim] = rule
@@ -198,7 +199,7 @@ class AxisRules(Layout):
         return decision.because(*parts)
 
     def _blocked(self, leaf: Leaf, name: str, decision: Decision) -> Fault:
-        """Return the fault for an axis whose rules all name mesh axes of other dimensions.
+        """Return the fault for an axis whose rules all name mesh axes that shard other dimensions.
 
         An axis without a `None` rule is never left unsharded silently.
         """
@@ -213,8 +214,8 @@ class AxisRules(Layout):
         taken = next(axis for axis in wanted if axis in owner)
         why = f'no rule for "{name}" applies: `{taken}` already shards '
         why += f'{leaf.dimension(owner[taken])}, and no rule leaves "{name}" unsharded'
-        remedy = f'add `("{name}", None)` after its rules to leave it unsharded'
-        return why, f"{remedy}, or a fallback to another mesh axis"
+        remedy = f'after the rules for "{name}", add `("{name}", None)` to leave it unsharded'
+        return why, f"{remedy}, or add a fallback to another mesh axis"
 
     @property
     def mentioned(self) -> Collection[str]:
@@ -354,7 +355,7 @@ def _closed(pairs: Sequence[tuple[Any, Any]]) -> bool:
                 "`...` must be the last rule, since no rule after it would apply: move `...` "
                 "to the end"
             )
-        # Compared with `is`: a user may write any object, even one with an unusual `==`.
+        # The test uses `is`, since a user may write any object, even one with an unusual `==`.
         closed = name is ...
     # A mesh axis for all other axes would shard the first such axis of each leaf.
     if closed and pairs[-1][1] is not None:
@@ -383,19 +384,19 @@ def _check_reachable(rules: Sequence[Rule]) -> None:
 
 
 def _checked_unnamed(unnamed: Any) -> Any:
-    """Return the argument `unnamed`.
+    """Check and return the argument `unnamed`.
 
     Raises:
         RuleError: if it is neither "error" nor `P()`.
     """
     if unnamed == "error" or (isinstance(unnamed, PartitionSpec) and not unnamed.partitions):
         return unnamed
-    # Any other spec would fit arrays of one rank only, and shard unnamed dimensions.
+    # Any other spec would fit only arrays of one rank, and would shard unnamed dimensions.
     raise RuleError(f'AxisRules: unnamed={unnamed!r} is invalid: write `P()` or "error"')
 
 
 def _checked_names(names: Mapping[type, Names]) -> tuple[tuple[type, Names], ...]:
-    """Return the pairs of `names=`, in an order that does not depend on how they were written.
+    """Return the pairs of `names=`, in an order that does not depend on the order of the argument.
 
     Raises:
         RuleError: if `names` is invalid.
@@ -428,8 +429,8 @@ def own_problems(layout: Layout, leaves: Sequence[Leaf], mesh: MeshView) -> Iter
 
 
 _MISSING = (
-    "use an axis that the mesh has, add the missing axis with size 1, or drop the whole rule "
-    "with `rules.on(mesh)` before adding `| FSDP(...)`"
+    "use an axis that the mesh has, add the missing axis to the mesh with size 1, or drop the rule "
+    "with `rules.on(mesh)`, which must precede any `|`"
 )
 
 
@@ -451,7 +452,7 @@ def array_spec(
         mesh: the mesh; None to skip the checks of mesh axes and sizes.
 
     Raises:
-        ShardingError: if the layout does not fit. `renamed` completes the error's problems.
+        ShardingError: if the activation cannot be laid out. `renamed` completes the problems.
     """
     sizes = None if mesh is None else tuple(mesh.sizes.items())
     spec, problems = _decided(layout, axes, tuple(shape), sizes)
@@ -496,7 +497,10 @@ def _decided(
 
 
 def _heard(layout: Layout) -> Iterator[Layout]:
-    """Yield a layout and its layouts for activations; in a `StateSharding`, only the last."""
+    """Yield a layout and the layouts in it that may apply to activations.
+
+    In a `StateSharding`, only the last layout may apply.
+    """
     yield layout
     inner = layout.inner if isinstance(layout, Composition) else layout.inner[-1:]
     for part in inner:
@@ -546,7 +550,7 @@ def spec_of_axes(
 BATCH = "batch"
 """The name of the batch axis in the layers of `ft.nn`.
 
-Only this name is checked, not the first axis. Under `jax.vmap`, the first axis of a constrained
+The first axis is not checked, only this name. Under `jax.vmap`, the first axis of a constrained
 array is not the batch, and may rightly be unsharded.
 """
 

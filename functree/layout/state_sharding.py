@@ -58,9 +58,9 @@ class StateSharding(Layout):
     """A layout that maps filters to layouts. The first filter that matches a leaf decides.
 
     Filters match one path of each leaf. The path begins at the root of the tree, of the subtree at
-    an entry of a prefix tree, or of an argument. In an `ft.TrainState`, filters match the path in
-    the model. A glob may begin with an argument's name, a field of an `ft.TrainState`, or a key
-    above a state. The glob then matches paths that begin there.
+    an entry of a prefix tree, or of an argument. In an `ft.TrainState`, filters match the path
+    within the model. A glob may begin with an argument's name, a field of an `ft.TrainState`, or a
+    key above a state. The glob then matches paths that begin there.
 
     Args:
         rules: `{filter: layout, ..., ...: P()}`, or pairs. `...` matches everything and must be
@@ -222,7 +222,7 @@ class StateSharding(Layout):
 UNUSED = 'correct the {}, remove it, or write `unused="ignore"`'
 TWO_READINGS = (
     r"to match paths in the model, write a regular expression: `ft.regex(r'^{}(\.|$)')`, "
-    "or rename one of the two"
+    "or rename one of these keys"
 )
 
 
@@ -248,7 +248,7 @@ def has_filters(layout: Layout) -> bool:
 
 
 def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
-    """Return a copy that ends with `...` and this layout."""
+    """Return a copy in which a final `...` chooses the layout `last`."""
     filters, layouts = layout.filters, layout._layouts
     if filters and filters[-1] is ...:
         filters, layouts = filters[:-1], layouts[:-1]
@@ -258,7 +258,7 @@ def _with_last(layout: StateSharding, last: Layout) -> StateSharding:
 
 
 def used_filters(layout: StateSharding, decisions: Iterable[Decision]) -> set[int]:
-    """Return the indices of the filters that chose layouts in some decisions."""
+    """Return the indices of the filters that chose layouts in the decisions."""
     used: set[int] = set()
     for decision in decisions:
         for key, number in decision.choices:
@@ -327,13 +327,14 @@ def _unused_problem(layout: StateSharding, index: int, leaves: Sequence[Leaf]) -
         return Problem(None, None, what, why, UNUSED.format("filter"))
     first = layout.filters[layout._choose(hidden) or 0]
     by = f"{_written(first)} matches `{hidden.path}`"
-    why = f"is never used, since earlier filters match all of its leaves: {by}"
+    why = f"is never used, since earlier filters match all leaves that it matches: {by}"
     return Problem(
         None,
         None,
         what,
         why,
-        "remove the filter, or move it before the earlier filters if it should apply to its leaves",
+        "remove the filter, or move it before the earlier filters if it should apply to these "
+        "leaves",
     )
 
 

@@ -332,7 +332,9 @@ def test_each_door_refuses(door: str) -> None:
 @pytest.mark.parametrize("door", [door for door in DOORS if door not in STAY])
 def test_each_door_warns_of_a_longer_form(door: str) -> None:
     rules = ft.AxisRules({"hiddens": "model", ...: None})
-    with pytest.warns(ft.FunctreeWarning, match="no leaf has the axis `hiddens` that a rule names"):
+    with pytest.warns(
+        ft.FunctreeWarning, match="no leaf has the axis `hiddens`, which a rule names"
+    ):
         DOORS[door](rules)
 
 
@@ -574,7 +576,7 @@ def test_a_typo_does_not_hide_behind_the_rules_of_another_filter() -> None:
         {"inner.bias": hidden, ...: ft.AxisRules({"hiden": "model", ...: None})}
     )
     with raises(
-        "inner.weight", "no leaf has the axis `hiden` that a rule names", error=ft.ShardingError
+        "inner.weight", "no leaf has the axis `hiden`, which a rule names", error=ft.ShardingError
     ):
         ft.plan(net(), layout, MESH)
 

@@ -94,7 +94,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         'w: no rule for "hidden" applies: `model` already shards "embed", and no rule leaves "hidden" unsharded',
     ]),
     "a typo behind the ellipsis": (EH, ft.AxisRules({"hiden": "model", ...: None}), [
-        'w: "hidden" has no rule except `...: None`, and no leaf has the axis `hiden` that a rule names',
+        'w: "hidden" has no rule except `...: None`, and no leaf has the axis `hiden`, which a rule names',
     ]),
     "no names": (W, ft.AxisRules({"a": "data", ...: None}), ["w: has no axis names, and rules shard axes by name"]),
     "no names in a class": ({"position": Position(x(4, 8))}, RULES, [
@@ -140,7 +140,7 @@ REFUSED: dict[str, tuple[Any, Any, list[str]]] = {
         "filter 'nothing': matches no leaf",
     ]),
     "a hidden filter": ({"a": x(4), "b": x(4)}, ft.StateSharding({"*": P(), "b": P("data"), ...: P()}), [
-        "filter 'b': is never used, since earlier filters match all of its leaves: '*' matches `b`",
+        "filter 'b': is never used, since earlier filters match all leaves that it matches: '*' matches `b`",
     ]),
     # Others
     "no layout": ({"w": x(4), "n": 3}, {"w": None, "n": None}, ["w: no layout was given for this array (`None`)"]),
@@ -171,8 +171,8 @@ REMEDIES = {
     "unreduced": "write a spec without `unreduced` and `reduced`",
     "no mesh axis": "write names of mesh axes, or `None`",
     "no spec": "return `P(...)` for every leaf, or `P()` to replicate it",
-    "a name without a rule": 'write `hidden` or `hiden` in both the rule and the axes, or `"hidden": None` to leave it unsharded',
-    "a typo behind the ellipsis": 'write `hidden` or `hiden` in both the rule and the axes, or add `"hidden": None` if they are different axes',
+    "a name without a rule": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add `"hidden": None` to leave `hidden` unsharded',
+    "a typo behind the ellipsis": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add the rule `"hidden": None` if the two names mean different axes',
     "no names": (
         'annotate the array (`Float[Array, "..."]`), pass `names=` to the rules, lay the array out with a path filter, '
         "or pass `unnamed=P()` to the rules to leave it unsharded"
@@ -183,10 +183,10 @@ REMEDIES = {
     ),
     "names for another field": "name a leaf of Linear: `weight`, `bias`",
     "an axis of FSDP": "correct the name in `axes=`",
-    "two specs": "after `|`, shard only dimensions that the layout before it leaves unsharded",
+    "two specs": "after `|`, shard only dimensions that the earlier layouts leave unsharded",
     "no filters": "add a filter for this leaf, or `...: P()` as the last filter",
     "a filter of nothing": 'correct the filter, remove it, or write `unused="ignore"`',
-    "a hidden filter": "remove the filter, or move it before the earlier filters if it should apply to its leaves",
+    "a hidden filter": "remove the filter, or move it before the earlier filters if it should apply to these leaves",
     "no layout": "write `P()` to replicate this array",
     "one array at two paths": "give both paths the same spec, or put a separate array at each path",
     "a plan of another tree": "use a plan of the tree that contains this leaf",
@@ -229,11 +229,11 @@ def test_all_that_is_wrong_with_a_tree_in_one_error() -> None:
         '  2.w   f32[8]   "hiden"\n'
         "      no rule names `hiden`; did you mean the rule for `hidden`?\n"
         "\n"
-        "Try: use an axis that the mesh has, add the missing axis with size 1, or drop the whole rule with `rules.on(mesh)` before adding `| FSDP(...)`\n"
+        "Try: use an axis that the mesh has, add the missing axis to the mesh with size 1, or drop the rule with `rules.on(mesh)`, which must precede any `|`\n"
         '     pad "hidden" to 8, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "hidden" unsharded with `"hidden": None`\n'
         '     pad "embed" to 4, leave this leaf unsharded with a path filter (`StateSharding`), or leave every "embed" unsharded with `"embed": None`\n'
-        '     add `("vocab", None)` after its rules to leave it unsharded, or a fallback to another mesh axis\n'
-        '     write `hiden` or `hidden` in both the rule and the axes, or `"hiden": None` to leave it unsharded'
+        '     after the rules for "vocab", add `("vocab", None)` to leave it unsharded, or add a fallback to another mesh axis\n'
+        '     use the same name, `hiden` or `hidden`, in the rule and in the axes, or add `"hiden": None` to leave `hiden` unsharded'
     )
     assert caught.value.problems == ft.plan(tree, rules, SIZES, check=False).problems
     assert [(str(p.path), p.shape) for p in caught.value.problems] == [

@@ -136,8 +136,8 @@ LONGER_FORMS = [("heads", "head"), ("hidden", "hidden_dim"), ("entry", "entries"
 def test_a_longer_form_behind_the_ellipsis(name: str, rule: str) -> None:
     text = (
         rf'"{name}" has no rule except `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
-        rf"no leaf has the axis `{rule}` that a rule names: write `{name}` or `{rule}` in both the rule and the axes, or add "
-        rf'`"{name}": None` to the rules if they are different axes'
+        rf"no leaf has the axis `{rule}` , which a rule names: use the same name, `{name}` or `{rule}`, in the rule and in the axes, or add "
+        rf'the rule `"{name}": None` if the two names mean different axes'
     )
     tree = {"a": module(name), "b": module(name)}
     with pytest.warns(ft.FunctreeWarning, match=text):
@@ -166,7 +166,7 @@ TRACED = ft.shard(jnp.ones((4, 2)), P(), MESH)
 
 def test_a_longer_form_in_a_single_array() -> None:
     rules = ft.AxisRules({"heads": "model", ...: None})
-    text = r"so it is left unsharded, and no leaf has the axis `heads` that a rule names: write `head` or"
+    text = r"so it is left unsharded, and no leaf has the axis `heads`, which a rule names: use the same name, `head` or"
     for door in (
         lambda: rules.spec("head one"),
         lambda: ft.shard(jnp.ones((4, 2)), rules, MESH, axes="head two"),
@@ -330,7 +330,7 @@ def test_the_physical_spec_of_an_annotation_wins() -> None:
 
 NONSENSE: dict[str, tuple[Any, str]] = {
     "a number": (5, "AxisRules takes a mapping or (axis, mesh axes) pairs; 5 is neither"),
-    "three": ([("batch", "data", "model")], "('batch', 'data', 'model') is neither"),
+    "three": ([("batch", "data", "model")], "('batch', 'data', 'model') is not a pair"),
     "no name": ({"_": "data"}, "'_' is not an axis name: write an identifier (not `_`), or `...`, on the left side"),
     "a number as mesh axis": ({"a": 3}, "rule a→3: write a mesh axis, a tuple of mesh axes, or `None` on the right side"),
     "no mesh axes": ({"a": ()}, "rule a→(): mesh axes must be non-empty strings: write at least one, or `None`"),

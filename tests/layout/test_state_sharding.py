@@ -270,7 +270,7 @@ def test_a_filter_function_that_raises(function: str) -> None:
 NONSENSE: dict[str, tuple[Any, str]] = {
     "... first": ({...: P(), "a": P()}, "`...` must be the last filter, since 'a' after it would match nothing"),
     "a number": (5, "StateSharding takes a mapping or (filter, layout) pairs; 5 is neither"),
-    "no pair": ([("a", P(), P())], "is neither"),
+    "no pair": ([("a", P(), P())], "is not a pair"),
     "a bad filter": ({3: P()}, "3 is not a filter: write a glob"),
     "a bad layout": ({"a": "data"}, "'data' is not a layout"),
 }  # fmt: skip
