@@ -1,4 +1,4 @@
-"""`decide_parts` decides how all leaves of a tree are sharded, and collects the problems.
+"""`decide_parts` decides how each leaf of a tree is sharded, and collects the problems.
 
 Labeled leaves, layouts and a mesh ─► a `Decision` for each leaf. A layout applies to leaves that
 follow no other leaf. A leaf that follows a parameter, such as an optimizer's moment, gets the
@@ -109,9 +109,9 @@ def decide_parts(
         leaves: the leaves.
         parts: the layouts of the tree, in the order of their leaves.
         view: the mesh.
-        same: one number for each leaf. Leaves that are the same array have the same number. The
-            numbers are needed for abstract leaves, whose identity does not show which array they
-            are.
+        same: one number for each leaf. Leaves that are the same array have the same number. Pass
+            the numbers for abstract leaves, because object identity does not show whether two of
+            them stand for the same array.
         allow_unspecified: whether an array may have no layout (`None`).
     """
     groups = list(grouped(leaves, parts, view))
@@ -122,8 +122,8 @@ def decide_parts(
     mentioned = list(dict.fromkeys(name for group in groups for name in group.mentioned))
     unused = absent(mentioned, leaves.leaves)
     problems += near_misses(known, decisions, unused)
-    # Many leaves share one decision object, and have equal sizes in the sharded dimensions. If one
-    # of these leaves has no problem, neither do the others.
+    # Leaves that share a decision object have equal sizes in the sharded dimensions. If one of them
+    # has no problem, the others have none either.
     fine: set[int] = set()
     by_group = chain.from_iterable([group.mentioned] * len(group.leaves) for group in groups)
     for leaf, decision, names in zip(known, decisions, by_group, strict=True):
@@ -142,8 +142,8 @@ def decide_parts(
 def decide(part: Part, leaves: Sequence[Leaf], view: MeshView) -> list[Decision]:
     """Return the decisions about the leaves of one layout.
 
-    The layout applies to leaves that follow no other leaf, and to leaves that it claims. Each other
-    leaf gets the decision of the leaf that it follows.
+    The layout applies to leaves that follow no other leaf, and to leaves that it claims. Every
+    other leaf gets the decision of the leaf that it follows.
     """
     layout = part.layout
     # If an argument is one array, its only leaf is bare.
@@ -181,7 +181,7 @@ def _layout_problems(groups: Sequence[Group], view: MeshView) -> list[Problem]:
         own = [own_problems(layout, leaves, view) for layout in layouts]
         for problem in chain(*own, _filter_problems(same)):
             problems.setdefault(problem, []).extend(group.part for group in same)
-    # Two parts of a tree may have equal layouts, and report the same problem.
+    # Two parts of a tree may have equal layouts, which report the same problem.
     return list(starmap(_of_parts, problems.items()))
 
 
@@ -216,7 +216,7 @@ def _filter_problems(groups: Sequence[Group]) -> Iterator[Problem]:
     leaves = [leaf for group in groups for leaf in group.leaves]
     # Many leaves share one decision.
     different = {id(decision): decision for group in groups for decision in group.decisions}
-    # Rules are written for models, so a call with only bare arrays does not test their filters.
+    # A function's rules are for models, so a call with only bare arrays does not test the filters.
     is_said = not part.partial and (not part.scope.by_rules or any(map(is_in_module, leaves)))
     here = {root.path[:1] for leaf in leaves for root in leaf.roots}
     here.update(leaf.seen[:1] for leaf in leaves if leaf.seen)
@@ -249,7 +249,7 @@ def follow(leaves: Sequence[Leaf], decided: Mapping[Path, Decision]) -> list[Dec
 
     Args:
         leaves: the leaves.
-        decided: the decisions about the leaves that they follow, by path.
+        decided: the decisions about the followed leaves, by path.
     """
     # Several leaves, such as Adam's two moments, may follow one parameter. They share one decision.
     known: dict[tuple[FollowedLeaf | None, int], Decision] = {}
@@ -278,12 +278,13 @@ def _followed(leaf: Leaf, decided: Mapping[Path, Decision]) -> Decision:
     dimensions: list[Dimension] = []
     for dim in follows.dims:
         dimension = WHOLE if dim is None else parameter.dimensions[dim]
-        # A problem that both leaves share is reported once, since its text names one source.
-        # Unsharded dimensions have no source: checks treat a dimension with a source as sharded.
+        # Both leaves use the same source. A problem that they share thus has the same text, and
+        # is reported once. Unsharded dimensions have no source, because checks treat every
+        # dimension with a source as sharded.
         source = dimension.source or Source(f"the spec of {name}")
         dimensions.append(Dimension(dimension.mesh_axes, source) if dimension.mesh_axes else WHOLE)
     reason, same = f"follows {name}", follows.path
-    # Unless the leaf has all the parameter's dimensions in order, the reason lists its dimensions.
+    # Unless the leaf has all the parameter's dimensions in order, the reason lists those it has.
     if not follows.has_all_of(len(parameter.dimensions)):
         kept = ["unsharded" if dim is None else str(dim) for dim in follows.dims]
         reason += f", with dimension{'' if len(kept) == 1 else 's'} {', '.join(kept)}"

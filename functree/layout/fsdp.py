@@ -70,7 +70,9 @@ class FSDP(Layout):
         else:
             mesh_axes = _names(axis)
         if not mesh_axes or len(set(mesh_axes)) < len(mesh_axes):
-            raise RuleError(f"FSDP({axis!r}): write a mesh axis, or several different mesh axes")
+            raise RuleError(
+                f"FSDP: axis={axis!r} is invalid: write a mesh axis, or several different mesh axes"
+            )
         if isinstance(axes, str):
             named = _names(axes.split())
         else:
@@ -121,7 +123,7 @@ class FSDP(Layout):
         fitting = [dim for dim in free if leaf.shape[dim] % parts == 0]
         if not fitting:
             return self._unfit(leaf, start, free, parts)
-        # If sizes are equal, this is the outermost dimension.
+        # If several dimensions are equally large, `max` selects the outermost.
         largest = max(fitting, key=lambda dim: (leaf.shape[dim], -dim))
         dimension = start.dimensions[largest]
         split = dimension._replace(
@@ -135,9 +137,10 @@ class FSDP(Layout):
         )
 
     def _mentioned(self, leaf: Leaf, start: Decision) -> Decision:
-        """Mark the names in `axes` as mentioned: they need no rule, even if they stay unsharded.
+        """Mark the names in `axes` as mentioned, so that they need no rule.
 
-        A name whose rules are all blocked is still a fault, unless its dimension is sharded.
+        The names need no rule even if their dimensions stay unsharded. A name whose rules are all
+        blocked is still a fault, unless its dimension is sharded.
         """
         for dim, (name, dimension) in enumerate(zip(leaf.axes, start.dimensions, strict=True)):
             if name in (self.axes or ()) and dimension.named < Named.MENTIONED:
@@ -150,7 +153,7 @@ class FSDP(Layout):
             return f"fewer than {self.min_size} elements"
         # A mesh axis can shard only one dimension of an array.
         if not start.used().isdisjoint(self.mesh_axes):
-            return f"already uses {axes_text(self.mesh_axes)}"
+            return f"already sharded over {axes_text(self.mesh_axes)}"
         if not free:
             return "no dimension it can shard"
         return ""

@@ -35,11 +35,11 @@ def plan_optimizer(
 
     A leaf with the shape of its parameter gets the parameter's spec. A factored leaf gets the
     entries of the dimensions that it keeps. A leaf with further leading dimensions gets an
-    unsharded entry for each, then the parameter's spec. Leaves that do not depend on the
-    parameters' shapes are replicated.
+    unsharded entry for each of them, followed by the parameter's spec. Leaves that do not depend on
+    the parameters' shapes are replicated.
 
-    An optimizer that treats a stack differently from its layers causes a warning; see
-    `ft.layerwise`.
+    The function warns if the optimizer treats a stack of layers differently from separate layers;
+    see `ft.layerwise`.
 
     Args:
         tx: any optax optimizer.
@@ -131,7 +131,7 @@ def select_trained(leaves: Leaves, wrt: FilterLike, name: str) -> TrainedModel:
     """
     matches = as_filter(wrt)
     check_wrt(wrt, leaves.leaves, name)
-    # The state's leaves find their parameters by path.
+    # The leaves of the state refer to their parameters by path.
     if problems := meeting(leaves.leaves):
         raise FunctreeValueError(f"{name} cannot be trained by an optimizer", problems)
     trained = TrainedModel(

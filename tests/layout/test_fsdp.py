@@ -52,11 +52,11 @@ def test_the_reasons() -> None:
     assert row(ALL, 4, 8).reason == "FSDP: dimension 1 is the largest dimension it can shard"
     assert row(ALL).reason == "FSDP: no dimension it can shard"
     used, taken = row(P("data") | ALL, 4, 8), row(P("model") | ALL, 4)
-    assert used.reason == "P('data') as given; FSDP: already uses data"
+    assert used.reason == "P('data') as given; FSDP: already sharded over data"
     assert taken.reason == "P('model') as given; FSDP: no dimension it can shard"
     assert (used.spec, taken.spec) == (P("data", None), P("model"))
     several = row(P("data") | ft.FSDP(("model", "data"), min_size=0), 4, 8)
-    assert several.reason.endswith("FSDP: already uses (model, data)")
+    assert several.reason.endswith("FSDP: already sharded over (model, data)")
 
 
 def test_otherwise() -> None:
@@ -144,7 +144,7 @@ def test_never_the_axis_of_a_stack() -> None:
 
 
 NONSENSE: dict[str, tuple[dict[str, Any], str]] = {
-    "a number": ({"axis": 3}, "FSDP(3): write a mesh axis, or several different mesh axes"),
+    "a number": ({"axis": 3}, "FSDP: axis=3 is invalid: write a mesh axis, or several different mesh axes"),
     "empty": ({"axis": ""}, "write a mesh axis"),
     "twice": ({"axis": ("data", "data")}, "several different mesh axes"),
     "negative": (
