@@ -171,7 +171,7 @@ PARTS: dict[str, tuple[dict[str, int], list[tuple[str, int]]]] = {
     "most of it": ({"a": 2, "b.x": 9, "b.y": 9}, [("a", 2), ("b.x", 9), ("b.y", 9)]),
     "what is small": (
         {"a": 1, "b": 900, "c": 1, "d": 900},
-        [("b", 900), ("d", 900), ("smaller ones", 2)],
+        [("b", 900), ("d", 900), ("smaller parts", 2)],
     ),
     "many parts": (
         {name: 2 for name in "abcdefg"},

@@ -24,7 +24,7 @@ def live_rows(
 
     Args:
         leaves: the arrays.
-        states: the paths of the training states that contain them.
+        states: the paths of the training states that contain the arrays.
     """
     first: AnyMesh | None = None
     rows: list[Row] = []

@@ -29,7 +29,7 @@ from functree.layout.plan.row import Row, row_of
 
 
 def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: bool = True) -> Plan:
-    """Choose the spec of each array of a tree, and check it, without using devices.
+    """Choose and check the spec of each array of a tree, without using devices.
 
     Args:
         tree: concrete or abstract arrays, in modules and containers.
@@ -45,7 +45,8 @@ def plan(tree: Any, layout: LayoutTree = ..., mesh: MeshLike = None, *, check: b
         ShardingError: if the layout is for a different mesh.
         ShardingError: if `layout` is left out and the arrays are not on `mesh`.
         FunctreeError: if `tree` is a class, or a function that was not called.
-        RuleError: if the layout is None or not a layout.
+        RuleError: if `layout` is None.
+        RuleError: if `layout` is not a layout.
         RuleError: if the layout is a prefix tree that does not fit the tree's structure.
 
     Examples:
@@ -87,7 +88,7 @@ def plan_tree(
 
 
 def read_for(tree: Any, layout: LayoutTree) -> tuple[Leaves, list[Part]]:
-    """Read the leaves of a tree, with the names from a layout, and the layout's parts."""
+    """Return the leaves of a tree, with the names that a layout gives, and the layout's parts."""
     parts = broadcast(layout, tree)
     leaves = read(tree, merge_names(part.layout for part in parts))
     hints = {part.path: part.layout.hint for part in parts if part.layout.hint is not None}
@@ -135,7 +136,7 @@ def _rows(leaves: Sequence[Leaf], decisions: Sequence[Decision], view: MeshView)
     """
     known: dict[tuple[Any, ...], Row] = {}
     # Most leaves share one decision object, whose identity is faster to compare than its value. The
-    # key includes the shape and dtype, which may differ.
+    # key includes the shape and dtype, which may differ between such leaves.
     by_decision: dict[tuple[Any, ...], tuple[Row, str]] = {}
     rows: list[Row] = []
     for leaf, decision in zip(leaves, decisions, strict=True):

@@ -51,7 +51,7 @@ def _is_of_arrays(tree: Tree) -> bool:
 
 def _active_treescope() -> Any | None:
     """Return the module treescope if IPython uses it to show all objects; otherwise None."""
-    # Unless both are imported, treescope is not active.
+    # Unless IPython and treescope are both imported, treescope is not active.
     ipython, treescope = sys.modules.get("IPython"), sys.modules.get("treescope")
     if ipython is None or treescope is None:
         return None

@@ -39,7 +39,7 @@ class PlanPage(NamedTuple):
     Attributes:
         rows: the rows of the plan.
         sizes: the sizes of the mesh axes.
-        problems: the highlighted lines.
+        problems: the lines about problems, which are highlighted.
         notes: the other lines about the plan.
         moved: the bytes that a program moves for each array, by path; empty without a program.
     """
@@ -185,5 +185,5 @@ def _segments(totals: Mapping[str, int], whole: int) -> list[Segment]:
         if name in largest and (size >= _SMALL * whole or len(totals) <= 2)
     }
     if len(kept) < len(totals):
-        kept["smaller ones"] = whole - sum(kept.values())
+        kept["smaller parts"] = whole - sum(kept.values())
     return [Segment(name, size, f"p{i}") for i, (name, size) in enumerate(kept.items())]

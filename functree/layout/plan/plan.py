@@ -45,7 +45,7 @@ class Plan(Layout):
         rows: one for each array.
         problems: the problems; empty unless the plan was made with `check=False`.
         unused: the axes that rules name but no leaf has.
-        unused_names: the names of the classes in `names=` that name no leaf.
+        unused_names: the names of the classes in `names=` that apply to no leaf.
         mesh: the mesh, or None if only sizes were given.
         sizes: the sizes of the mesh axes.
 

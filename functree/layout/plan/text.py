@@ -110,8 +110,8 @@ def table_groups(rows: Sequence[Row]) -> list[Group]:
 def _above_parameter(row: Row, by_path: Mapping[Path, Row]) -> Path | None:
     """Return the keys of an array's path before the path of the parameter that it follows.
 
-    For `opt_state.0.mu.w`, they are `opt_state.0.mu`. Return None unless the array and
-    the parameter are sharded alike.
+    For `opt_state.0.mu.w`, return `opt_state.0.mu`. Return None unless the array and the parameter
+    are sharded alike.
     """
     parameter = None if row.follows is None else by_path.get(row.follows)
     if parameter is None or _sharded(row) != _sharded(parameter):
@@ -142,7 +142,7 @@ def plan_text(
     Args:
         rows: one for each array.
         notes: the lines below the table.
-        column: the title of the last column, which has the bytes of each line.
+        column: the title of the last column, which lists the bytes of each line.
         by_bytes: whether the largest line comes first.
     """
     groups = table_groups(rows)
@@ -216,7 +216,7 @@ def axis_sizes(rows: Iterable[Row]) -> AxisSizes:
         for name, size in zip(row.axes, row.shape, strict=False):
             if name is not None:
                 # The paths are the keys of a dict, since several dimensions of an array may have
-                # one axis.
+                # the same name.
                 by_name.setdefault(name, {}).setdefault(size, {})[row.path] = None
     return {
         name: {size: tuple(paths) for size, paths in sizes.items()}
