@@ -63,7 +63,7 @@ class Takes(NamedTuple):
 
 
 def _is_integer(value: object) -> bool:
-    # In Python a bool is an `int`, but here it is a mistake.
+    # In Python, a bool is an `int`, but a bool here is a mistake.
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 

@@ -46,7 +46,7 @@ directly from `Exception`.
 
 
 def error_text(error: BaseException) -> str:
-    """Format an error as its class and its first line, for a message."""
+    """Format an error as its class and the first line of its text, for a message."""
     text = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {text}".removesuffix(": ")
 
@@ -194,7 +194,7 @@ class CheckpointError(FunctreeError):
 
 
 class CheckpointFileError(CheckpointError, OSError):
-    """Error for a checkpoint whose files prevent writing or reading it."""
+    """Error for a checkpoint that cannot be written or read because of its files."""
 
 
 # A large model has thousands of leaves, and one mistake often affects all of them. The text names
@@ -276,7 +276,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 
     Both names have at least four letters. They differ by one inserted or changed letter, or by a
     swap of two neighboring letters. If one of the two names begins with the other (`head`,
-    `heads`), they count as different names, not as a typo.
+    `heads`), they are treated as different names, not as a typo.
 
     >>> near_name("hiden", ["embed", "hidden"]), near_name("head", ["heads"])
     ('hidden', None)
@@ -291,7 +291,7 @@ def near_name(name: str, known: Iterable[str]) -> str | None:
 def longer_form(name: str, known: Iterable[str]) -> str | None:
     """Find the known name that is a longer or shorter form of a name.
 
-    One of the two begins with the other or is its plural, and both have at least four letters.
+    One of the two names begins with the other or is its plural. Both have at least four letters.
 
     >>> (
     ...     longer_form("head", ["embed", "heads"]),

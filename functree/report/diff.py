@@ -48,7 +48,7 @@ class SharedWhat(str):
         paths: the paths of the leaves.
     """
 
-    # The class derives from `str`, so that readers of a `Change` need not know it.
+    # The class derives from `str`, so that code that reads a `Change` can treat it as text.
     beginning: str
     paths: tuple[Path, ...]
 
@@ -66,8 +66,8 @@ class Diff:
 
     Attributes:
         rows: the differences. For ledgers, the differences with the most bytes come first.
-        totals: the totals of both, even if they are equal. For plans, these are the bytes on each
-            device; for ledgers, the bytes moved to each device.
+        totals: the totals of both plans or ledgers, even if they are equal. For plans, these are
+            the bytes on each device; for ledgers, the bytes moved to each device.
 
     Examples:
         >>> before = ft.plan({"w": jnp.ones((8, 8))}, ft.P("model"), {"model": 4})
@@ -160,7 +160,7 @@ class Folded(NamedTuple):
 def _alike(rows: Sequence[Change]) -> list[list[Change]]:
     """Group equal changes across layers and a module's parameters, to show each group on a line."""
     groups = grouped(rows, _but_for_indices)
-    # First `mlp.{gate,up}`, then `mlp.{gate,up}.weight`, where each is a module.
+    # First `mlp.{gate,up}`, then `mlp.{gate,up}.weight`, where `gate` and `up` are modules.
     for from_end in (1, 2):
         groups = _joined(groups, from_end)
     return groups

@@ -26,8 +26,8 @@ FORMAT = 1
 MOST_LEVELS = 100
 """The maximum number of levels of nested lists and objects.
 
-Reading, writing and printing JSON recurses. The maximum is far below Python's recursion limit,
-and far more than any plan or ledger needs.
+Functions that read, write or print JSON are recursive. The maximum is far below Python's recursion
+limit, and far more than any plan or ledger needs.
 """
 
 
@@ -166,7 +166,7 @@ class _MisfitError(Exception):
 
 
 def _read(value: Any, hint: Any, where: str) -> Any:
-    """Read a value of a type from JSON at a place such as `rows.3.path`."""
+    """Read a value of a type from JSON; `where` is its place, such as `rows.3.path`."""
     if hint is Any:
         return value
     if hint == DType:
@@ -218,7 +218,10 @@ def _read_one_of(value: Any, hints: Sequence[Any], where: str) -> Any:
 
 
 def _plain(value: Any, kind: type, where: str) -> Any:
-    """Check that a value has a plain type. Integers count elements, bytes or devices."""
+    """Check a value's plain type, and return the value.
+
+    An integer must also be a size, since integers count elements, bytes or devices.
+    """
     # `isinstance` would accept booleans as integers.
     if type(value) is not kind:
         raise _MisfitError(f"`{where}` is {value_text(value)}, not {_NAMES[kind]}")

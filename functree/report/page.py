@@ -93,7 +93,7 @@ def notes_html(problems: Iterable[str], notes: Iterable[str]) -> str:
 
 
 def _with_code(text: str) -> str:
-    """Escape a text, with code between backticks."""
+    """Escape a text, and render the parts between backticks as code."""
     return re.sub(r"`([^`]*)`", r"<code>\1</code>", html.escape(text))
 
 
@@ -104,7 +104,7 @@ def code(text: str, kind: str = "") -> str:
 
 
 def color(index: int) -> int:
-    """Return the color number of a mesh axis or part. All from the sixth on share a color."""
+    """Return the color number of a mesh axis or part. The sixth and later ones share a color."""
     return min(index, 5)
 
 
@@ -367,7 +367,8 @@ _AREA = 72.0, 44.0  # for two dimensions
 class Pictures:
     """Pictures of arrays on one mesh. Arrays that are sharded alike share a picture.
 
-    A block has the color of its device, or diagonal stripes for all devices with a copy.
+    A block has the color of its device. If several devices hold a copy, the block has diagonal
+    stripes in the colors of at most `MOST` of them.
 
     Args:
         sizes: the sizes of the mesh axes.
@@ -492,7 +493,7 @@ def _extent(sizes: Sequence[int]) -> tuple[float, float]:
         return wide, 14
     down, across = sizes
     ratio = math.log2(max(across, 1) / max(down, 1))
-    # A ratio of 16 is drawn as a ratio of 2.
+    # A ratio of 16 or more is drawn as a ratio of 2.
     squeeze = 2 ** min(abs(ratio) / 4, 1)
     return (wide, high / squeeze) if ratio > 0 else (wide / squeeze, high)
 

@@ -38,7 +38,7 @@ def row_lines(cells: Sequence[str], widths: Sequence[int], number: str, details:
 
 
 def columns(cells: Sequence[str], widths: Sequence[int], number: str) -> list[str]:
-    """Return the lines of a table's row. A cell that is too long takes several lines.
+    """Return the lines of a table's row. A cell that is too long is wrapped.
 
     Args:
         cells: the texts, without the last column.
@@ -116,7 +116,7 @@ def pattern_of(path: Path) -> tuple[object, ...]:
 
 
 def but_for_key(paths: Sequence[Path], from_end: int) -> Hashable:
-    """Return the keys of paths of equal length, except one key, counted from the end.
+    """Return the keys of paths of equal length, without the key at a position from the end.
 
     The result is equal for `attn.query` and `attn.key`. It is None if there is no such key, or if
     the key is an index: `common_path` joins the indices of layers where that is exact.
