@@ -136,7 +136,7 @@ LONGER_FORMS = [("heads", "head"), ("hidden", "hidden_dim"), ("entry", "entries"
 def test_a_longer_form_behind_the_ellipsis(name: str, rule: str) -> None:
     text = (
         rf'"{name}" has no rule except `\.\.\.: None`, so it is left unsharded in `a\.w`, `b\.w`, and '
-        rf"no leaf has the axis `{rule}` , which a rule names: use the same name, `{name}` or `{rule}`, in the rule and in the axes, or add "
+        rf"no leaf has the axis `{rule}`, which a rule names: use the same name, `{name}` or `{rule}`, in the rule and in the axes, or add "
         rf'the rule `"{name}": None` if the two names mean different axes'
     )
     tree = {"a": module(name), "b": module(name)}
