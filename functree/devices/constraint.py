@@ -16,10 +16,10 @@ _T = TypeVar("_T", bound=AnyArray)
 def with_constraint(
     value: _T, mesh: Mesh | AbstractMesh, spec: PartitionSpec, memory_kind: str | None = None
 ) -> _T:
-    """Constrain an array to a spec, without the spec's Manual mesh axes.
+    """Constrain an array to a spec, ignoring the spec's Manual mesh axes.
 
-    A mesh may mix types of mesh axes, and JAX has a different function for each type. On Explicit
-    mesh axes, the array is resharded.
+    A mesh may have mesh axes of several types, and JAX requires a different function for each type.
+    On Explicit mesh axes, the array is resharded.
     """
     on_explicit, on_auto = _by_type(mesh, spec)
     if on_explicit is not None and on_auto is not None:
@@ -54,9 +54,9 @@ def _by_type(
 
 
 def _resharded(value: _T, sharding: NamedSharding) -> _T:
-    """Reshard an array on Explicit mesh axes, in a program for the devices of the mesh."""
+    """Reshard an array on Explicit mesh axes, so that the program runs on the mesh's devices."""
     if isinstance(sharding.mesh, AbstractMesh) or not tracing():
         return jax.sharding.reshard(value, sharding)
-    # If no argument is on a mesh, JAX takes a program's devices from constraints and from shardings
-    # of inner functions, but not from `reshard`.
+    # If no argument of a program is on a mesh, JAX determines the program's devices from
+    # constraints and from inner functions' shardings, but not from `reshard`.
     return jax.jit(lambda x: jax.sharding.reshard(x, sharding), out_shardings=sharding)(value)

@@ -1,7 +1,7 @@
 """`lies_as` makes the compiler shard one array like another.
 
-It uses Shardy's `sdy.sharding_group`. JAX 0.10 offers it as `jax.experimental.shard_alike`, which
-JAX 0.12 removed.
+The function uses Shardy's `sdy.sharding_group`. JAX 0.10 offers this operation as
+`jax.experimental.shard_alike`, which JAX 0.12 removed.
 """
 
 import itertools
@@ -16,14 +16,15 @@ from jax.interpreters import ad, batching, mlir
 
 _GROUPS = itertools.count()
 
-# The first operation is a shard_map, and the second calls a function that may end in one. The
-# partitioner fails if the result of such an operation is in a group (JAX 0.10 and 0.12), so a
-# barrier separates them. A barrier after every gradient would prevent fusion.
+# The first operation is a shard_map, and the second calls a function that may end in a shard_map.
+# The partitioner fails if the result of such an operation is in a group (JAX 0.10 and 0.12), so a
+# barrier separates the operation from the group. A barrier after every gradient would prevent
+# fusion.
 _OPAQUE = frozenset({"sdy.manual_computation", "func.call"})
 
 
 def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
-    """Return an array that the compiler shards like another array.
+    """Return the first array, which the compiler then shards like the second.
 
     Values and derivatives are unchanged. With `jax_use_shardy_partitioner=False`, the function does
     nothing.
@@ -35,8 +36,8 @@ def lies_as(array: jax.Array, other: jax.Array) -> jax.Array:
     return _lies_as.bind(array, other)[0]
 
 
-# Both arrays are results. Otherwise, if this operation is a program of its own, the other array's
-# sharding would not reach the result.
+# Both arrays are results. Otherwise, if this operation were compiled alone, the other array's
+# sharding would not affect the result.
 _lies_as = Primitive("lies_as")
 _lies_as.multiple_results = True
 
@@ -56,8 +57,8 @@ def _lower(context: Any, array: Any, other: Any) -> Sequence[Any]:
 
 
 def _batch(arrays: Sequence[Any], axes: Sequence[int | None]) -> tuple[Any, Sequence[int]]:
-    # Both arrays get the mapped dimension, since an array without it would not determine how this
-    # dimension is sharded.
+    # Both arrays get the mapped dimension, since an array without this dimension would not
+    # determine its sharding.
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     array, other = (
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else jnp.moveaxis(x, axis, 0)
@@ -72,8 +73,7 @@ def _jvp(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Any, Any]:
     return _lies_as.bind(*primals), tangents
 
 
-# Outside a trace, the operation is a program of its own, whose result is sharded like the other
-# array.
+# Outside a trace, the operation is compiled alone, and its result is sharded like the other array.
 _lies_as.def_impl(jax.jit(_lies_as.bind))
 _lies_as.def_abstract_eval(_abstract)
 mlir.register_lowering(_lies_as, _lower, cacheable=False)

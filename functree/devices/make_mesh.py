@@ -27,23 +27,23 @@ def make_mesh(
     Args:
         explicit: whether the mesh axes are Explicit, so that shardings are part of array types. By
             default they are Auto. The default of `jax.make_mesh` is Explicit.
-        devices: the devices; by default all devices.
-        dcn: for each mesh axis, the factor of its size that crosses slices. For example,
-            `data=8, dcn={"data": 4}` means 4 slices of 2 devices.
-        target: an accelerator that you don't have, to compile programs without running them.
+        devices: the available devices, the first of which are used; by default all devices.
+        dcn: the factors of the mesh axes' sizes that cross slices, by name. A factor is 1 by
+            default. For example, `data=8, dcn={"data": 4}` means 4 slices of 2 devices.
+        target: the name of an accelerator that you don't have, for compiling programs only.
             `"tpu:v5e:16x16"` is a slice of 256 TPUs (extra `functree[tpu]`), and `"cuda:h100:8"`
             is 8 GPUs (extra `functree[cuda]`).
-        **sizes: the sizes of the mesh axes by name, outermost first. If they do not fit the
-            dimensions of a TPU slice's torus, a mesh axis may cover part of a dimension.
+        **sizes: the sizes of the mesh axes by name, outermost first. If the sizes do not fit the
+            dimensions of a TPU slice's torus, a mesh axis may cover only part of a dimension.
 
     Raises:
-        ShardingError: if there is no mesh axis.
+        ShardingError: if no mesh axis is given.
         ShardingError: if a size is not a positive integer.
         ShardingError: if the sizes do not fit the devices.
         ShardingError: if `dcn` does not fit the mesh axes or the slices.
         ShardingError: if both `devices` and `target` are passed.
         ShardingError: if `target` is invalid.
-        ShardingError: if the compiler for `target` is not installed.
+        ShardingError: if the compiler for `target` is not installed, or cannot be loaded.
         ShardingError: if an option has a value of the wrong type.
 
     Examples:
@@ -88,27 +88,27 @@ def _first_devices(
         # check runs before the compiler, which may hang on a mistyped large number.
         if needed != named.size:
             raise ShardingError(
-                f"{requested} needs {count(needed, 'device')}, but target={shown(target)} has "
-                f"{named.size}: use sizes whose product is {named.size}, or a different target"
+                f"make_mesh: {requested} needs {count(needed, 'device')}, but "
+                f"target={shown(target)} has {named.size}: use sizes whose product is {named.size}, or a different target"
             )
         return list(target_devices(named))
     if devices is None:
         available = jax.devices()
     else:
-        # `mesh.devices` of another mesh is an array with the shape of that mesh.
+        # `devices` may be another mesh's `devices`, an array with the shape of that mesh.
         available = list(np.ravel(np.asarray(devices, dtype=object)))
     if needed > len(available):
         verb = "is" if len(available) == 1 else "are"
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={needed}"
         have = f"there {verb} {len(available)}; on a CPU, set {flag} before you import jax"
         if devices is not None:
-            have = f"`devices` has {len(available)}: pass more devices, or use smaller sizes"
-        raise ShardingError(f"{requested} needs {count(needed, 'device')}, but {have}")
+            have = f"`devices` contains {len(available)}: pass more devices, or use smaller sizes"
+        raise ShardingError(f"make_mesh: {requested} needs {count(needed, 'device')}, but {have}")
     return available[:needed]
 
 
 def _check_options(explicit: object, devices: object, dcn: object, target: object) -> None:
-    """Raise ShardingError for an option of the wrong type: `devices=8` is meant as a mesh axis."""
+    """Raise ShardingError for an option of the wrong type, or for `devices` with a `target`."""
     for name, given, fits in (
         ("explicit", explicit, isinstance(explicit, bool)),
         ("devices", devices, devices is None or isinstance(devices, Sequence | np.ndarray)),
@@ -125,7 +125,7 @@ def _check_options(explicit: object, devices: object, dcn: object, target: objec
             )
     if devices is not None and target is not None:
         raise ShardingError(
-            "make_mesh: pass `devices` or `target`, not both: a target has its own devices"
+            "make_mesh: pass `devices` or `target`, not both, since a target has its own devices"
         )
 
 
@@ -144,8 +144,8 @@ def _grid(
                 f"make_mesh: dcn={{{name!r}: {size!r}}} does not divide {name}={sizes[name]}: "
                 f"use a positive integer that divides {sizes[name]}"
             )
-    # Only devices of several TPU slices differ in `slice_index`. On other platforms, the devices
-    # of a process are treated as a slice.
+    # Only devices of several TPU slices differ in `slice_index`. Otherwise, the devices of each
+    # process are treated as a slice.
     slices = {getattr(device, "slice_index", 0) for device in devices}
     by_slice = len(slices) > 1
     if not by_slice:

@@ -18,7 +18,7 @@ from functree.errors import ShardingError
 
 
 class MeshView(NamedTuple):
-    """The part of a mesh that a plan needs. A plan uses no devices.
+    """The part of a mesh that a plan needs: the sizes of the mesh axes, even without devices.
 
     Attributes:
         sizes: the size of each mesh axis.
@@ -38,7 +38,7 @@ class MeshView(NamedTuple):
 
 
 MeshLike = Mesh | AbstractMesh | Mapping[str, int] | None
-"""The values that an argument `mesh` accepts. `None` is the current mesh."""
+"""The values that an argument `mesh` accepts. `None` means the current mesh."""
 
 NO_MESH = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
 
@@ -49,7 +49,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
     Raises:
         ShardingError: if there is no current mesh.
         ShardingError: if mesh axes of the current mesh are Manual.
-        ShardingError: if the value is not a mesh.
+        ShardingError: if the value is not a mesh, or is a dict with an invalid name or size.
     """
     if mesh is None:
         mesh = current_mesh()
@@ -67,8 +67,8 @@ def mesh_view(mesh: MeshLike) -> MeshView:
         for name, size in mesh.items():
             if not isinstance(name, str) or not is_size(size):
                 raise ShardingError(
-                    "a dict of mesh sizes must map names to positive integers, not "
-                    f"{name!r}: {size!r}"
+                    "a dict of mesh sizes must map names to positive integers, but this dict maps "
+                    f"{name!r} to {size!r}"
                 )
         # NumPy integers are accepted, since `np.prod` returns one.
         return MeshView({name: int(size) for name, size in mesh.items()})
@@ -78,9 +78,7 @@ def mesh_view(mesh: MeshLike) -> MeshView:
 
 
 def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> MeshView:
-    """Return the view of the given mesh, the layout's first mesh, or the current mesh.
-
-    The first of these that exists is used.
+    """Return the view of the given mesh, or otherwise of the layout's mesh or the current mesh.
 
     Args:
         mesh: the given mesh, or None.
@@ -98,7 +96,7 @@ def agreed_mesh(mesh: MeshLike, own: Iterable[Mesh | AbstractMesh | None]) -> Me
         if not agrees(view, other):
             its = compared_text(other, view)
             raise ShardingError(
-                f"the layout is for mesh {its}, but the tree is laid out on {view}: "
+                f"the layout is for mesh {its}, but the tree is laid out on mesh {view}: "
                 "use the same mesh for both"
             )
     return view
@@ -118,7 +116,7 @@ def devices_along(axes: Iterable[str]) -> int:
 
 
 def platform() -> str:
-    """Return the platform of the current mesh, or otherwise JAX's default.
+    """Return the platform of the current mesh, or otherwise JAX's default platform.
 
     Examples:
         >>> from functree.devices.meshes import platform
@@ -157,7 +155,7 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     some of its mesh axes are Manual.
 
     Raises:
-        ShardingError: if the deprecated `with mesh:`, which sets no array types, entered a mesh.
+        ShardingError: if a mesh was entered with the deprecated `with mesh:`.
     """
     abstract = jax.sharding.get_abstract_mesh()
     if abstract.manual_axes:
@@ -173,9 +171,9 @@ def current_mesh() -> Mesh | AbstractMesh | None:
     return None
 
 
-# Inside a trace, JAX's current mesh has no devices. An abstract mesh alone does not place an array
-# without a sharding: a constraint on it has no effect if nothing else in the program is on a mesh.
-# A user context is part of the key of every trace that JAX caches.
+# Inside a trace, JAX's current mesh has no devices. A constraint on an abstract mesh has no effect
+# unless the program contains an array that is on a mesh, so this context stores the devices too. A
+# user context is part of the key of every trace that JAX caches.
 _DEVICES = jax.make_user_context(None)
 
 
@@ -211,7 +209,7 @@ def _with_types(mesh: Mesh, axis_types: tuple[AxisType, ...]) -> Mesh:
 
 
 def without_devices(mesh: Mesh | AbstractMesh) -> str | None:
-    """Explain why programs cannot run on a mesh, with the remedy; return None if they can.
+    """Explain why programs cannot run on a mesh, with the remedy, or return None if they can.
 
     The devices of a topology (`ft.make_mesh(..., target=)`, `jax.experimental.topologies`) are
     compile-only.
@@ -261,7 +259,7 @@ def tracing() -> bool:
 def compiling() -> bool:
     """Return whether a function is being traced into a program, not by an eager transform."""
     # An eager transform computes operations without traced operands immediately. JAX has no public
-    # test. This test adds an unused number to a program.
+    # test for this, so this one creates an array, which is an unused constant in a program.
     return isinstance(jnp.zeros(()), Tracer)
 
 
@@ -284,7 +282,7 @@ def _thread_resources() -> Any:
 Device = Any
 """A JAX device. Type checkers treat `jax.Device` as a variable, so they reject it as a type."""
 
-# The kinds that TPUs report, and their usual names.
+# The device kinds that TPUs report, and their usual names.
 _TPUS = {"TPU v5 lite": "v5e", "TPU v5": "v5p", "TPU v6 lite": "v6e"}
 
 

@@ -18,12 +18,12 @@ from functree.tree.paths import Path
 
 
 def is_concrete(value: object) -> TypeGuard[jax.Array]:
-    """Return whether a value is a concrete JAX array, not a tracer, abstract or from NumPy."""
+    """Return whether a value is a concrete JAX array, not a tracer or a NumPy array."""
     return isinstance(value, jax.Array) and not isinstance(value, Tracer)
 
 
 def mesh_of(array: Any) -> Mesh | AbstractMesh | None:
-    """Return the mesh that an array is on, or None."""
+    """Return the mesh that an array is on, or None if there is no mesh."""
     if isinstance(array, Tracer):
         # A tracer has no attribute `sharding`, but its type has a mesh, even if all mesh axes are
         # Auto.
@@ -46,9 +46,9 @@ def first_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
-    """Return the current mesh, or otherwise the arrays' mesh, if that mesh has Explicit axes.
+    """Return the current mesh or otherwise the arrays' mesh, or None if it has no Explicit axes.
 
-    JAX differentiates and loops eagerly on Explicit mesh axes only under a current mesh.
+    Outside a trace, JAX runs derivatives and loops on Explicit mesh axes only under a current mesh.
     """
     mesh = current_mesh()
     if mesh is None:
@@ -57,9 +57,9 @@ def explicit_mesh(arrays: Iterable[object]) -> Mesh | AbstractMesh | None:
 
 
 def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | AbstractMesh:
-    """Find the devices of an abstract mesh: return the mesh of the first array on it.
+    """Return an abstract mesh with its devices, which come from the first array on that mesh.
 
-    If no array with devices is on the abstract mesh, return the abstract mesh.
+    If no array with devices is on that mesh, return the abstract mesh.
     """
     for array in arrays:
         found = mesh_of(array)
@@ -69,7 +69,7 @@ def with_devices_of(mesh: AbstractMesh, arrays: Iterable[object]) -> Mesh | Abst
 
 
 def is_sharded_as(array: jax.Array, sharding: Sharding) -> bool:
-    """Return whether an array has an equivalent sharding, in the same kind of memory."""
+    """Return whether an array's sharding is equivalent to another, with the same memory kind."""
     # `==` is too strict: P("data") and P("data", None) shard a matrix equally.
     here = array.sharding
     return memory_of(here) == memory_of(sharding) and here.is_equivalent_to(sharding, array.ndim)
@@ -116,7 +116,7 @@ def sharding_text(sharding: Sharding | None) -> str:
 
 
 def is_deleted(array: object) -> bool:
-    """Return whether an array is deleted: by donation, or by its method `delete`."""
+    """Return whether an array was deleted, by donation or by its method `delete`."""
     return is_concrete(array) and array.is_deleted()
 
 
@@ -157,7 +157,7 @@ def refuse_deleted(
         paths: the paths of the arrays. Each begins with an argument's name or a tree's key.
         arrays: all arrays, including arrays that are not deleted.
         what: the noun for a deleted array in the message.
-        whole: whether `arrays` contains all arrays of each argument. Otherwise each path is listed.
+        whole: whether `arrays` contains all arrays of each argument. If not, each path is listed.
     """
     given: dict[Path, list[tuple[Path, Any]]] = {}
     for path, array in zip(paths, arrays, strict=True):

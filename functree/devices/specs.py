@@ -12,7 +12,7 @@ Entry = str | tuple[str, ...] | None
 
 
 def mesh_axes(entry: object) -> tuple[str, ...]:
-    """Return the mesh axes in an entry of a spec. `None` and `P.UNCONSTRAINED` have none."""
+    """Return the mesh axes in an entry of a spec. `None` and `P.UNCONSTRAINED` contain none."""
     if isinstance(entry, str):
         return (entry,)
     if isinstance(entry, tuple):
@@ -84,7 +84,7 @@ def spec_text(spec: PartitionSpec) -> str:
 
 
 def invalid_entry(spec: PartitionSpec) -> str | None:
-    """Explain why a spec has an invalid entry; return None if all entries are valid."""
+    """Explain which entry of a spec is invalid, or return None if all entries are valid."""
     # JAX does not check the values in a spec.
     for item in spec.partitions:
         if item is None or item is PartitionSpec.UNCONSTRAINED:

@@ -24,19 +24,19 @@ _KIB, _MIB = 1 << 10, 1 << 20
 
 
 class Gpu(NamedTuple):
-    """Description of a GPU for XLA's CUDA compiler: the values in which GPUs differ.
+    """Description of a GPU for XLA's CUDA compiler, with the values that differ between GPUs.
 
     Attributes:
-        name: the name that its driver reports, which is JAX's `device_kind`. XLA uses it to look up
-            the costs of communication.
+        name: the name that the driver reports, which is JAX's `device_kind`. XLA uses the name to
+            look up the costs of communication.
         capability: the CUDA compute capability, as (major, minor).
         processors: the number of streaming multiprocessors.
-        lanes: the float32 lanes (CUDA cores) of one multiprocessor.
-        clock: the highest clock of the multiprocessors, in GHz.
+        lanes: the number of float32 lanes (CUDA cores) of one multiprocessor.
+        clock: the highest clock rate of the multiprocessors, in GHz.
         memory: the bytes of device memory available to CUDA. ECC and the driver reserve the rest of
-            the memory in the data sheet.
-        memory_clock: the clock of the device memory, in GHz. Each line of the bus moves two bits
-            per cycle.
+            the memory that the data sheet lists.
+        memory_clock: the clock rate of the device memory, in GHz. Each line of the bus moves two
+            bits per cycle.
         memory_bus: the width of the bus to the device memory, in bits.
         l2: the bytes of level 2 cache.
         shared: the bytes of shared memory of one multiprocessor.
@@ -59,12 +59,12 @@ class Gpu(NamedTuple):
 
     @property
     def memory_bandwidth(self) -> int:
-        """The bytes per second between the device memory and the chip."""
+        """The bandwidth of the device memory, in bytes per second."""
         return round(self.memory_clock * 1e9) * 2 * self.memory_bus // 8
 
     @property
     def nvlink_bandwidth(self) -> int:
-        """The bytes per second of all NVLink links, one way. Data sheets list both ways."""
+        """The bytes per second of all NVLink links in one direction; data sheets add both."""
         return self.links * self.link_bandwidth
 
 
@@ -180,25 +180,25 @@ def device_memory(device: Device) -> int | None:
 EXAMPLES = '`"tpu:v5e:16x16"` for a TPU slice, or `"cuda:h100:8"` for GPUs'
 GPUS_OF_A_HOST = 8
 # The largest TPU slice has 9,216 chips. A compiler describes each chip, so a typo with many digits
-# would take minutes, or all memory.
+# would take minutes, or exhaust the memory.
 MOST_CHIPS = 1 << 17
 
 _TPUS = ("v4", "v5e", "v5p", "v6e", "tpu7x")
 _KINDS = {"tpu": _TPUS, "cuda": tuple(GPUS)}
-# The number of JAX devices per chip, for kinds with several.
+# The number of JAX devices per chip, for kinds with several devices per chip.
 _DEVICES_OF_A_CHIP = {"tpu7x": 2}
-# The package with the compiler, and the extra of functree that installs it.
+# The package that contains each compiler, and functree's extra that installs it.
 _COMPILERS = {"tpu": ("libtpu", "functree[tpu]"), "cuda": ("jax_cuda13_plugin", "functree[cuda]")}
 
-# The TPU compiler reads these variables, and would otherwise query the network. The last one lets
-# several processes load the compiler at once.
+# The TPU compiler reads these variables. Without them, it would query the network. The last one
+# lets several processes load the compiler at once.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
-# Without this, the CUDA plugin does not load unless it finds the libraries that run programs.
+# Without this variable, the CUDA plugin loads only if it finds the libraries that run programs.
 _WITHOUT_CUDA = {"JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
 
 
@@ -206,10 +206,10 @@ class Target(NamedTuple):
     """An accelerator that you don't have.
 
     Attributes:
-        text: its name, such as `tpu:v5e:2x4`.
+        text: the target's name, such as `tpu:v5e:2x4`.
         platform: `tpu` or `cuda`.
         kind: the kind of device, such as `v5e`.
-        shape: the chips in each dimension of a slice, such as `(2, 4)`, or the number of GPUs.
+        shape: the number of chips in each dimension of a slice, such as `(2, 4)`, or of GPUs.
     """
 
     text: str
@@ -256,7 +256,7 @@ _SHAPES = {
 
 def _how_to_write(platform: str, kind: str) -> str:
     if platform == "tpu":
-        return "write the shape of a slice as `16x16` or `4x4x8`"
+        return "write the slice's shape at the end, such as `16x16` or `4x4x8`"
     return f"write the number of GPUs at the end, as in `cuda:{kind}:8`"
 
 
@@ -266,7 +266,9 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
     # Digits are counted first, since Python refuses to parse a number with thousands of digits.
     too_long = max(map(len, numbers)) > len(str(MOST_CHIPS))
     if too_long or math.prod(map(int, numbers)) > MOST_CHIPS:
-        raise ShardingError(f"target={shown(text)}: a target has at most {MOST_CHIPS:,} chips")
+        raise ShardingError(
+            f"target={shown(text)}: a target has at most {MOST_CHIPS:,} chips or GPUs: use fewer"
+        )
     sizes = tuple(map(int, numbers))
     if len(sizes) == 1 and sizes[0] > GPUS_OF_A_HOST and sizes[0] % GPUS_OF_A_HOST:
         raise ShardingError(
@@ -276,8 +278,8 @@ def _sizes(text: str, shape: str) -> tuple[int, ...]:
     return sizes
 
 
-# The cache makes a target's devices equal in all calls. JAX would make new devices each time, so
-# their meshes would differ.
+# With the cache, all calls return the same devices for a target. Otherwise, JAX would make new
+# devices each time, so meshes of one target would differ.
 @functools.lru_cache(maxsize=32)
 def target_devices(target: Target) -> tuple[Device, ...]:
     """Return the devices of a target.
@@ -296,7 +298,7 @@ def target_devices(target: Target) -> tuple[Device, ...]:
 
 
 def _tpus(target: Target) -> tuple[Device, ...]:
-    # A v4 chip has two cores, which are one device in JAX only with this option.
+    # A v4 chip has two cores, which JAX treats as one device only with this option.
     options: dict[str, str] = {}
     if target.kind == "v4":
         options["chip_config_name"] = "megacore"
@@ -305,7 +307,9 @@ def _tpus(target: Target) -> tuple[Device, ...]:
         with _environment({**_WITHOUT_TPU, "TPU_LOG_DIR": _tpu_logs()}):
             return tuple(topologies.get_topology_desc(name, "tpu", **options).devices)
     except jax.errors.JaxRuntimeError as error:  # only this compiler has a list of slices
-        raise ShardingError(f"target={target.text!r}: there is no such slice: {error}") from error
+        raise ShardingError(
+            f"target={target.text!r}: the TPU compiler does not support this slice: {error}"
+        ) from error
 
 
 @functools.cache
@@ -317,8 +321,8 @@ def _tpu_logs() -> str:
     folder = tempfile.mkdtemp(prefix="functree-tpu-logs-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     log_folders.append(Path(folder))
-    # The logs are in the user's folder if there is one, or in `/tmp` if the compiler was loaded
-    # before.
+    # The compiler writes to the user's folder if the user set one, or to `/tmp/tpu_logs` if the
+    # compiler was already loaded.
     if os.environ.get("TPU_LOG_DIR"):
         log_folders.append(Path(os.environ["TPU_LOG_DIR"]))
     log_folders.append(Path("/tmp/tpu_logs"))
@@ -327,7 +331,8 @@ def _tpu_logs() -> str:
 
 def _gpus(target: Target) -> tuple[Device, ...]:
     hosts, each = max(1, target.size // GPUS_OF_A_HOST), min(target.size, GPUS_OF_A_HOST)
-    # A topology is NVLink domains x hosts per domain x devices per host. No NVLink connects hosts.
+    # A topology is written as domains x hosts per domain x devices per host, where NVLink connects
+    # the devices of a domain. Here, each host is a domain.
     topology, config = f"{hosts}x1x{each}", target_config(GPUS[target.kind])
     try:
         with _environment(_WITHOUT_CUDA):
@@ -357,4 +362,4 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 log_folders: list[Path] = []
-"""Folders in which a compiler in this process may write its log, instead of to standard error."""
+"""Folders to which a compiler in this process may write its log, instead of to standard error."""

@@ -53,10 +53,10 @@ def varying_over(x: _Array, axes: Iterable[str]) -> _Array:
 def equally_varying(*arrays: _Array) -> tuple[_Array, ...]:
     """Cast arrays so that all of them vary along the same mesh axes.
 
-    These are the mesh axes along which any of the arrays varies.
+    Each result varies along every mesh axis along which at least one of the arrays varies.
 
-    JAX casts operands of most of its own operations like this. For other operations and for custom
-    derivatives, call this function.
+    JAX casts the operands of most of its own operations like this. For other operations and for
+    custom derivatives, call this function.
 
     Examples:
         >>> from functree.devices.varying import equally_varying
@@ -73,12 +73,12 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
     JAX cannot lower the derivative of a shard_map inside a shard_map with `check_vma=True`. The
     inner shard_map would return its residuals with a spec of all mesh axes along which their types
     vary. JAX refuses the outer mesh axes in this spec ("which is already bound by a parent"). JAX
-    does not differentiate an inner shard_map with `check_vma=False` either, because its results
-    lose these mesh axes. This function therefore removes the outer mesh axes from the types of all
-    arguments, and adds them to the types of all results.
+    does not differentiate an inner shard_map with `check_vma=False` either, because the types of
+    its results lose the outer mesh axes. This function therefore removes the outer mesh axes from
+    the types of all arguments, and adds them to the types of all results.
 
-    Only types change. This is correct if `fun` has no collective over these mesh axes: each device
-    then computes its own values and gradients.
+    Only types change. This is correct if `fun` runs no collective over these mesh axes, since each
+    device then computes its own values and gradients.
 
     Args:
         fun: a function of trees of arrays.
@@ -99,11 +99,12 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
             return fun(*arguments)
 
         def enter(x: _Array) -> _Array:
-            # JAX casts first, so that gradients of values that are equal on all devices are summed.
+            # JAX's cast comes first, so that the gradient of a value that is equal on all devices
+            # is summed over the devices.
             return _retyped.bind(varying_over(x, axes), varying=(), before=axes)
 
         def leave(x: _Array) -> _Array:
-            # The derivative of JAX's cast would sum over devices, whose results differ.
+            # The derivative of JAX's cast would sum over the devices, whose results differ.
             return _retyped.bind(x, varying=axes, before=())
 
         return jax.tree.map(leave, fun(*jax.tree.map(enter, arguments)))
@@ -112,9 +113,9 @@ def without_varying(fun: Callable[..., _T]) -> Callable[..., _T]:
 
 
 def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
-    """Wrap `fun` so that it runs as in a shard_map with `check_vma=False`.
+    """Wrap `fun` so that it runs as if in a shard_map with `check_vma=False`.
 
-    The setting of the enclosing shard_map has no effect.
+    The `check_vma` of the enclosing shard_map then has no effect on `fun`.
 
     Examples:
         >>> from functree.devices.varying import unchecked
@@ -124,7 +125,7 @@ def unchecked(fun: Callable[..., _T]) -> Callable[..., _T]:
     manual = frozenset(jax.sharding.get_abstract_mesh().manual_axes)
     if not manual:
         return fun
-    # All these mesh axes are Manual already, so the map only turns the check off.
+    # All these mesh axes are Manual already, so this shard_map only turns off the check.
     whole = PartitionSpec()
     return jax.shard_map(fun, in_specs=whole, out_specs=whole, axis_names=manual, check_vma=False)
 

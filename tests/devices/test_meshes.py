@@ -36,7 +36,7 @@ def test_a_mesh_an_abstract_one_and_a_dict(mesh: Mesh) -> None:
 @pytest.mark.parametrize("bad", [{"data": 0}, {"data": 2.0}, {"data": True}, {3: 2}])
 def test_a_dict_that_is_no_mesh(bad: dict[Any, Any]) -> None:
     with pytest.raises(
-        ft.ShardingError, match="a dict of mesh sizes must map names to positive integers, not"
+        ft.ShardingError, match="a dict of mesh sizes must map names to positive integers, but"
     ):
         mesh_view(bad)
 
@@ -93,14 +93,18 @@ DISAGREE: dict[str, tuple[Any, list[Any], str]] = {
     "another size": (
         MESH,
         [MESH, LARGER],
-        "(data=4, model=4), but the tree is laid out on (data=2",
+        "(data=4, model=4), but the tree is laid out on mesh (data=2",
     ),
     "another size than the first's": (
         None,
         [LARGER, None, MESH],
         "mesh (data=2, model=4), but",
     ),
-    "fewer axes": ({"data": 2}, [MESH], "(data=2, model=4), but the tree is laid out on (data=2)"),
+    "fewer axes": (
+        {"data": 2},
+        [MESH],
+        "(data=2, model=4), but the tree is laid out on mesh (data=2)",
+    ),
     "other devices": (MESH, [OTHER], "mesh (data=2, model=4) with different devices, but the tree"),
 }
 

@@ -28,7 +28,7 @@ REFUSED = {
     "": "is not a target",
     "tpu:v5:2x4": "`v5` is not one of v4, v5e, v5p, v6e, tpu7x; did you mean `v5",
     "cuda:h10:8": "`h10` is not one of a100, h100, h200, b200; did you mean `h100`?",
-    "tpu:v5e:02x4": "write the shape of a slice as `16x16`",
+    "tpu:v5e:02x4": "write the slice's shape at the end, such as `16x16`",
 }
 
 
@@ -82,11 +82,11 @@ def described(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 # What the compilers do not survive, or do not answer.
 UNASKED = {
-    "tpu:v5e:8": "write the shape of a slice as `16x16` or `4x4x8`",
+    "tpu:v5e:8": "write the slice's shape at the end, such as `16x16` or `4x4x8`",
     "cuda:h100:2x4": "write the number of GPUs at the end, as in `cuda:h100:8`",
     "cuda:h100:12": "for more than 8 GPUs, use a multiple of 8",
-    "tpu:v5e:0x4": "write the shape of a slice as `16x16` or `4x4x8`",
-    "tpu:v5e:-2x-4": "write the shape of a slice as",
+    "tpu:v5e:0x4": "write the slice's shape at the end, such as `16x16` or `4x4x8`",
+    "tpu:v5e:-2x-4": "write the slice's shape at the end",
     "cuda:h100:99999992": "a target has at most 131,072 chips",
     "tpu:v5e:99999x99999": "a target has at most 131,072 chips",
     "tpu:v5e:256x512": "data=8 needs 8 devices, but target='tpu:v5e:256x512' has 131072",
@@ -151,7 +151,8 @@ def test_a_slice_that_is_not_there(described: list[Any], monkeypatch: pytest.Mon
 
     monkeypatch.setattr(targets.topologies, "get_topology_desc", refuse)
     with raises(
-        "target='tpu:v5e:3x5': there is no such slice: 3x5 is none", error=ft.ShardingError
+        "target='tpu:v5e:3x5': the TPU compiler does not support this slice: 3x5 is none",
+        error=ft.ShardingError,
     ):
         ft.make_mesh(data=15, target="tpu:v5e:3x5")
 

@@ -166,7 +166,9 @@ def test_layouts_that_bring_two_meshes(mesh: Mesh) -> None:
     other = Mesh(np.array(jax.devices()), ("data",), axis_types=(AxisType.Auto,))
     tree = {"a": jnp.ones(8), "b": jnp.ones(8)}
     layout = {"a": NamedSharding(mesh, P("data")), "b": NamedSharding(other, P("data"))}
-    with raises("for mesh (data=8), but the tree is laid out on (data=2", error=ft.ShardingError):
+    with raises(
+        "for mesh (data=8), but the tree is laid out on mesh (data=2", error=ft.ShardingError
+    ):
         ft.plan(tree, layout)
     assert ft.plan(tree, {"a": layout["a"], "b": P()}).mesh == mesh
     with jax.set_mesh(mesh), pytest.raises(ft.ShardingError, match="use the same mesh"):
