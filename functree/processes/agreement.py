@@ -7,7 +7,7 @@ from typing import Self
 
 import jax
 
-from functree.errors import FunctreeError, Problem
+from functree.errors import FunctreeError, Problem, count
 from functree.processes.exchange import (
     Place,
     Told,
@@ -42,7 +42,7 @@ class Agreement:
         remedy: an additional remedy for facts that differ.
 
     Raises:
-        FunctreeError: at the end of the block, if the facts differ.
+        FunctreeError: if the facts differ at the end of the block.
         FunctreeError: if another process is at a different comparison.
         FunctreeError: if another process raised an error. If functree defines the class of that
             error, this error has the same class.
@@ -84,7 +84,7 @@ class Agreement:
 
 
 def wait_in_all(failure: str, is_done: Callable[[], bool]) -> None:
-    """Wait until something is done in all processes. An error in one process ends the wait.
+    """Wait until `is_done` returns True in all processes. An error in one process ends the wait.
 
     All processes must call this function at the same point of their programs.
 
@@ -111,8 +111,8 @@ def _raise_differences(place: Place, told: Sequence[Told], remedy: str) -> None:
         names.update(dict.fromkeys(report["facts"]))
     for name in names:
         lines = [report["facts"].get(name, ["(nothing)"]) for report in reports]
-        # The most common lines are taken as correct, or in a tie, the lines of the first tied
-        # process.
+        # The most common lines are assumed to be correct. If several are equally common, the lines
+        # of the first such process are.
         usual = max(lines, key=lines.count)
         others = [process for process, texts in enumerate(lines) if texts != usual]
         if others:
@@ -135,12 +135,12 @@ _MOST_LINES = 4
 
 
 def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -> str:
-    """List the processes that differ from the majority, and the lines in which the first differs.
+    """List the processes that differ from the majority, and lines in which the first one differs.
 
     Args:
         lines: the lines of each process.
         usual: a process of the majority.
-        others: the processes that differ from it.
+        others: the processes that differ from the majority.
     """
     different: list[tuple[int, str, str]] = []
     pairs = zip_longest(lines[usual], lines[others[0]], fillvalue="(nothing)")
@@ -159,7 +159,7 @@ def _difference(lines: Sequence[list[str]], usual: int, others: Sequence[int]) -
             f"process {others[0]}: {_excerpt(there, begin)}",
         ]
     if len(different) > _MOST_LINES:
-        text.append(f"and in {len(different) - _MOST_LINES} more lines")
+        text.append(f"and in {count(len(different) - _MOST_LINES, 'more line')}")
     return "\n".join(text)
 
 
@@ -175,7 +175,7 @@ _WIDTH = 300
 
 
 def _excerpt(line: str, index: int) -> str:
-    """Shorten a line around an index. A large constant is a single long line of a program."""
+    """Shorten a line to the text around an index, since a program may contain very long lines."""
     if len(line) <= _WIDTH:
         return line
     begin = max(0, min(index - _WIDTH // 3, len(line) - _WIDTH))

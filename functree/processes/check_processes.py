@@ -76,7 +76,7 @@ def facts_of(value: Any, *, skip: bool = False) -> list[str]:
         FunctreeTypeError: if a value cannot be compared, and `skip` is False.
     """
     if isinstance(value, Plan):
-        # Without the reasons: two layouts may lead to the same plan for different reasons.
+        # Reasons are left out, since layouts may lead to one plan for different reasons.
         rows = list(map(_row_text, value.rows))
         return [*rows, *_mesh_lines(value.mesh or dict(value.sizes))]
     if isinstance(value, Mesh | AbstractMesh):
@@ -101,13 +101,13 @@ def configuration() -> tuple[Hashable, ...]:
     """Return the current values of `_SETTINGS`, including changes by context managers."""
     values: list[Hashable] = []
     for name in _SETTINGS:
-        # Each version of JAX has different settings, and not all of them are attributes.
+        # Versions of JAX differ in their settings, and not all settings are attributes.
         values.append(getattr(jax.config, name, jax.config.values.get(name)))
     return tuple(values)
 
 
 # These settings change a program's values or collectives, even if its text is the same. Other
-# settings may differ, such as paths for logs and caches, or the GPUs that a process uses.
+# settings may differ between processes, such as paths for logs and caches, or the GPUs in use.
 _SETTINGS = tuple(
     """
     jax_enable_x64 jax_numpy_dtype_promotion jax_explicit_x64_dtypes jax_default_prng_impl
@@ -143,7 +143,7 @@ def _tree_lines(tree: Tree, skip: bool) -> Iterator[str]:
         if kind in LEAVES:
             yield _line(path, node, skip)
             continue
-        # The class distinguishes a tuple from a list, and is the only line of an empty container.
+        # The class distinguishes a tuple from a list. An empty container yields no other line.
         yield _line(path, type(node), skip)
         for keys, static in kind.statics(node):
             yield _line((*path, *keys), static, skip)
@@ -163,7 +163,8 @@ def _line(path: Keys, value: Any, skip: bool) -> str:
 def _has_no_order(node: Tree) -> bool:
     """Return whether a node is a dict that JAX cannot sort, or whose order differs by process.
 
-    Such a dict, for example one with sets as keys, is compared as a value instead of as a tree.
+    Such a dict, for example one with frozensets as keys, is compared as a value instead of as a
+    tree.
     """
     if not isinstance(node, dict):
         return False
@@ -174,7 +175,7 @@ def _has_no_order(node: Tree) -> bool:
 def _key_text(key: object) -> str:
     if isinstance(key, str | int):
         return str(Path((key,)))
-    return f"[{value_text(key)}]"  # for example, the key of a user's node
+    return f"[{value_text(key)}]"  # for example, a key of a custom node
 
 
 # Values whose `repr` is the same in all processes.
@@ -234,7 +235,7 @@ def _text(value: Any) -> str:
         return repr(value)
     if isinstance(value, PyTreeDef):
         return f"tree({_texts((value.node_data(), value.children()))})"
-    # Functions, including jitted ones, have their address in their `repr`.
+    # The `repr` of a function, even of a jitted function, contains its address.
     if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
         return _name(value)
     if dataclasses.is_dataclass(value):
@@ -275,7 +276,7 @@ def has_values_here(array: AnyArray) -> bool:
 
 
 def own_text(array: AnyArray) -> str:
-    """Format the type and values of an array in this process, with a checksum for many values."""
+    """Format an array's type and values, or its type and a checksum if there are many values."""
     text = array_text(array)
     words: Any = array
     if is_key(array.dtype):

@@ -1,9 +1,9 @@
 """A digest is 32 bits computed from an array's values, and does not depend on the sharding.
 
-It is `sum(mix(bits ^ mix(position + salt)))` in uint32. `mix` is a bijection, so changing one
-32-bit word always changes the sum. Positions are mixed in, so swapping elements almost always
-changes it too. The order of summation does not matter, so each device sums its own shard without
-waiting for the others.
+The digest is `sum(mix(bits ^ mix(position + salt)))` in uint32. `mix` is a bijection, so changing
+one 32-bit word always changes the sum. Positions are mixed in, so swapping elements almost always
+changes the sum too. The order of summation does not matter, so each device sums its own shard
+without waiting for the others.
 """
 
 import json
@@ -67,7 +67,7 @@ _NO_MESH = Mesh(np.empty((), object), ())
 
 
 def _whole_of_numpy(array: np.ndarray) -> Part:
-    # As 32-bit words, since JAX truncates 8-byte elements without `jax_enable_x64`.
+    # 8-byte elements become 32-bit words here, since JAX truncates them without `jax_enable_x64`.
     words = _words_of_numpy(array)
     begins = np.zeros(array.ndim, np.uint32)
     bounds = _bounds((slice(None),) * array.ndim, array.shape)
@@ -90,7 +90,7 @@ def _parts_of_jax(array: jax.Array) -> list[Part]:
 
 
 def _parts_on_mesh(array: jax.Array, sharding: NamedSharding, steps: tuple[int, ...]) -> list[Part]:
-    """Start computing the digests of an array on a mesh, with one program for all devices."""
+    """Start computing the digests of an array's shards on a mesh, with one program."""
     numbers = _digests_on_mesh(array, sharding, steps).addressable_shards
     # The shards of two arrays may be in different orders.
     by_device = {number.device: number.data for number in numbers}
@@ -106,7 +106,7 @@ def _bounds(index: Sequence[slice], shape: Sequence[int]) -> Bounds:
 
 def digest(array: jax.Array | np.ndarray | np.generic) -> int:
     """Compute the digest of an array whose shards are all in this process."""
-    # Keyed by bounds, so that copies of a shard are counted once.
+    # The digests are keyed by bounds, so that copies of a shard are counted once.
     return digest_of({part.bounds: part.read() for part in digest_parts(array)})
 
 
@@ -132,7 +132,7 @@ def _digests_on_mesh(
             begins.append(index * jnp.uint32(size))
         return _digest(_words(part), begins, steps)[None]
 
-    # One number for each device, even for copies of a shard, so that differing copies are found.
+    # Each device returns a number, even for a copy of a shard, so that differing copies are found.
     every = PartitionSpec(mesh.axis_names)
     return jax.shard_map(of_part, mesh=mesh, in_specs=spec, out_specs=every, check_vma=False)(array)
 
@@ -151,7 +151,8 @@ def _digest(
     """Compute the digest of a shard.
 
     Args:
-        words: the 32-bit words of its elements, one array with the shard's shape for each word.
+        words: the 32-bit words of the shard's elements. For each word of an element, there is one
+            array with the shard's shape.
         begins: the start of the shard in each dimension of the whole array.
         steps: the strides of the whole array.
     """
@@ -174,7 +175,7 @@ def _words(array: jax.Array) -> list[jax.Array]:
     if dtype == jnp.bool_:
         return [array.astype(jnp.uint32)]
     if dtype.itemsize == 8:
-        # As two words, since uint64 needs `jax_enable_x64`.
+        # Elements are split into two words, since uint64 needs `jax_enable_x64`.
         halves = jax.lax.bitcast_convert_type(array, jnp.uint32)
         return [halves[..., 0], halves[..., 1]]
     return [bits(array).astype(jnp.uint32)]
@@ -182,14 +183,14 @@ def _words(array: jax.Array) -> list[jax.Array]:
 
 def _words_of_numpy(array: np.ndarray) -> list[np.ndarray]:
     """Return the bits of each element like `_words`, computed on the host."""
-    # `ascontiguousarray` gives a scalar a dimension.
+    # `ascontiguousarray` adds a dimension to a scalar.
     array = np.ascontiguousarray(array).reshape(array.shape)
     if array.dtype.kind == "c":
         return _words_of_numpy(np.real(array)) + _words_of_numpy(np.imag(array))
     if array.dtype.itemsize == 8:
         halves = array[..., None].view(np.uint32)
         return [halves[..., 0], halves[..., 1]]
-    # JAX computes this, since NumPy stores elements smaller than a byte in one byte each, with
+    # JAX extracts the bits, since NumPy stores elements smaller than a byte in one byte each, with
     # arbitrary upper bits.
     return list(map(np.asarray, _words(jnp.asarray(array))))
 
@@ -209,16 +210,16 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
 def _mix(x: jax.Array) -> jax.Array:
     """Apply a bijection of uint32. Each bit of the result depends on all bits of the argument.
 
-    It is `lowbias32` from Hash Prospector: https://nullprogram.com/blog/2018/07/31/.
+    The bijection is `lowbias32` from Hash Prospector: https://nullprogram.com/blog/2018/07/31/.
     """
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
         x = (x ^ (x >> jnp.uint32(shift))) * jnp.uint32(factor)
     return x ^ (x >> jnp.uint32(16))
 
 
-# Copies differ after a hardware fault, or after a `shard_map` with `check_vma=False` whose result
-# was not the same on all devices.
-_PLACE = "place it again with `ft.shard`"
+# Copies may differ after a hardware fault, or after a `shard_map` with `check_vma=False` whose
+# result was not the same on all devices.
+_PLACE = "restore it from a checkpoint, or copy it to the host and place it again with `ft.shard`"
 
 
 def digests_of(
@@ -235,7 +236,7 @@ def digests_of(
             differ.
     """
     with Agreement("the copies of arrays cannot be compared"):
-        # All digests start before the first is read, so that devices do not wait for this process.
+        # All computations start before the first digest is read, so that no device is idle.
         started = {name: digest_parts(array) for name, array in arrays.items()}
         read: dict[str, list[tuple[Bounds, int]]] = {}
         for name, parts in started.items():

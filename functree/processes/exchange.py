@@ -110,8 +110,8 @@ def exchanged(place: Place, report: Report) -> list[Told] | None:
         return None
     mine = np.frombuffer(json.dumps([report, *place[1:]]).encode(), np.uint8)
     sizes = _gathered(place, np.array(mine.size, np.int32))
-    # All processes must send arrays of the same size. Powers of two limit how many sizes JAX
-    # compiles for.
+    # All processes must send arrays of the same size. Powers of two limit the number of sizes for
+    # which JAX compiles.
     padded = np.zeros(1 << int(sizes.max()).bit_length(), np.uint8)
     padded[: mine.size] = mine
     told: list[Told] = []
@@ -128,8 +128,8 @@ def _raise_failures(place: Place, told: Sequence[Told]) -> None:
     if failed:
         # The message shows the first of several errors, since they are usually the same.
         report = told[failed[0]].report
-        # An error of functree keeps its class, so that it is caught in all processes or in none.
-        # The constructors of other classes may take different arguments.
+        # An error whose class functree defines keeps that class, so that it is caught in all
+        # processes or in none. Constructors of other classes may take different arguments.
         kind: type[FunctreeError] = getattr(errors, report["class"], FunctreeError)
         who = f"{processes_text(failed)} of {len(told)}"
         text = f"{place.failure}: {who} failed with {report['class']}:\n{report['error']}"
@@ -206,8 +206,8 @@ def _check_devices(place: Place) -> None:
     for process, number in enumerate(numbers):
         if number != usual:
             why = (
-                f"has {number} of the {len(jax.devices())} devices, but other processes have "
-                f"{usual} each"
+                f"has {number} of the {len(jax.devices())} devices, but process "
+                f"{numbers.index(usual)} has {usual}"
             )
             problems.append(Problem(None, None, f"process {process}", why, _DEVICES))
     if problems:
@@ -215,7 +215,7 @@ def _check_devices(place: Place) -> None:
         raise known_to_all(FunctreeError(headline, problems))
 
 
-_DEVICES = "give each process as many devices as the others"
+_DEVICES = "give all processes the same number of devices"
 
 
 def _gathered(place: Place, value: np.ndarray) -> np.ndarray:
@@ -251,6 +251,6 @@ def _waiting_text(place: Place) -> str:
     if place.line:
         where = f" at {place.line}"
     return (
-        f"{who} has waited {LONG:g} s for the others{where}, at {place}: "
-        "check that all of them reach this call"
+        f"{who} has waited {LONG:g} s for the others in {place}{where}: "
+        "check that all processes reach this call"
     )

@@ -13,7 +13,7 @@ from functree.errors import FunctreeError
 
 
 def preempted(step: int) -> bool:
-    """Return whether training should save and stop because the scheduler will reclaim this machine.
+    """Return whether training should save and stop because a scheduler will reclaim a machine.
 
     Schedulers send SIGTERM before they reclaim a machine. With several processes, every process
     must call this function once per step. If one process gets the signal, the function returns True

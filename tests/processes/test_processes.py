@@ -65,9 +65,9 @@ def test_silent_failure_36_what_works_and_what_differs(
 ) -> None:
     told = told_by(processes, tmp_path)
     [late] = told[0]["one_comes_late"]["returned"]
-    who = f"process 0 of {processes} has waited 0.5 s for the others at {WORKER}"
-    asked = r"\(`ft\.check_processes`\): check that all of them reach this call"
-    assert re.fullmatch(rf"{who}:\d+, at comparison \d+ {asked}", late)
+    who = f"process 0 of {processes} has waited 0.5 s for the others in comparison"
+    asked = "check that all processes reach this call"
+    assert re.fullmatch(rf"{who} \d+ \(`ft\.check_processes`\) at {WORKER}:\d+: {asked}", late)
     assert told[0].keys() == CASES.keys() and alone.keys() == ALIKE.keys()
     for one in told:
         for name in CASES.keys() - ALIKE.keys() - DIFFERENCES.keys():
@@ -180,8 +180,8 @@ APARTS: dict[str, list[list[str]]] = {
         [
             "check_processes: the 2 processes have unequal numbers of devices",
             "process 1",
-            "has 2 of the 6 devices, but other processes have 4",
-            "Try: give each process as many devices as the others",
+            "has 2 of the 6 devices, but process 0 has 4",
+            "Try: give all processes the same number of devices",
         ]
     ]
     * 2,
