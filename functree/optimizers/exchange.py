@@ -1,7 +1,7 @@
 """An `Exchange` turns shards of stacked matrices into whole matrices, and back.
 
-Normally, each device has a shard of every layer's matrix. For a computation on whole matrices, each
-device gets the whole matrices of some layers instead.
+Normally, each device holds a shard of every layer's matrix. For a computation on whole matrices,
+each device gets the whole matrices of some layers instead.
 """
 
 import math
@@ -23,13 +23,13 @@ _Axes = tuple[str, ...]
 class Exchange:
     """An exchange of the matrices in stacks with the same layer shape and sharding.
 
-    The methods that take arrays are for the body of a `shard_map`.
+    Call `idle`, `whole` and `shards` in the body of a `shard_map`.
 
     Attributes:
         sizes: the number of devices along each mesh axis.
         stacks: the sizes of each stack's leading dimensions on a device. They equal the global
-            sizes, unless mesh axes shard the layers. A single matrix is a stack of one, without
-            sizes.
+            sizes, unless mesh axes shard the layers. A single matrix has the
+            entry `()`.
         layer: the shape of one layer.
         dims: the mesh axes that shard each dimension of a layer.
         exchanged: the mesh axes over which shards of matrices are exchanged for whole layers.
@@ -57,7 +57,7 @@ class Exchange:
         Args:
             sizes: the size of each mesh axis.
             shape: the shape of the parameter, including the dimensions of its stacks.
-            spec: how the parameter is sharded.
+            spec: the spec of the parameter.
             stacked: the number of leading dimensions that belong to stacks.
             over: the mesh axes over which the layers are spread, or None for all mesh axes that
                 shard the parameter.
@@ -70,7 +70,7 @@ class Exchange:
         for size, axes in zip(shape[:stacked], entries[:stacked], strict=True):
             stack.append(size // _product(sizes, axes))
         sharding = sum(entries[stacked:], ())
-        # The mesh axes of the stack already spread the layers.
+        # Mesh axes that shard the stack's leading dimensions already spread the layers.
         of_stack = sum(entries[:stacked], ())
         exchanged = sharding
         if over is not None:
@@ -103,7 +103,7 @@ class Exchange:
         return replace(self, stacks=sum((other.stacks for other in others), self.stacks))
 
     def of_one(self) -> "Exchange":
-        """Return an exchange in which all devices gather the layer, if there is only one.
+        """Return this exchange, changed so that all devices gather the layer if there is only one.
 
         Sending the layer to one device, and its result back, would move twice as much data. The
         other devices would be idle in the meantime.
@@ -175,7 +175,7 @@ class Exchange:
         return self._given(x.reshape(-1, *shard))
 
     def _taken(self, arrays: Sequence[Array]) -> Array:
-        """Join all layers in one dimension, and take this device's slice along `sliced`."""
+        """Join all layers along one dimension, and take this device's slice along `sliced`."""
         layers: list[Array] = []
         for stack, array in zip(self.stacks, arrays, strict=True):
             layers.append(array.reshape(math.prod(stack), *array.shape[len(stack) :]))

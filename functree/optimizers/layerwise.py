@@ -46,11 +46,12 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
     same as for a list of the layers. Nothing changes for leaves outside stacks.
 
     `jax.vmap` maps the optimizer over the dimension of the layers, so the compiled program does not
-    grow with the number of layers. The optimizer's state has the same paths as `tx.init` for one
-    layer. State that belongs to a stack's parameter has a leading dimension for the layers, and
-    `ft.plan_optimizer` lays it out like the parameter. A count or a learning rate is stored once.
+    grow with the number of layers. The optimizer's state has the same paths as the result of
+    `tx.init` for one layer. State that belongs to a stack's parameter has a leading dimension for
+    the layers, and `ft.plan_optimizer` lays it out like the parameter. A count or a learning rate
+    is stored once.
 
-    Transforms that combine all leaves, such as a global norm, belong outside:
+    Transforms that combine all leaves, such as clipping by the global norm, belong outside:
     `optax.chain(optax.clip_by_global_norm(1.0), ft.layerwise(optax.adafactor(1e-3)))`. The same
     applies to transforms that draw random numbers. `masked`, `multi_transform`, `MultiSteps` and
     `inject_hyperparams` may be outside or inside.
@@ -61,7 +62,7 @@ def layerwise(tx: optax.GradientTransformation) -> optax.GradientTransformationE
 
     Raises:
         FunctreeError: if `tx` is not an optimizer.
-        FunctreeError: (when called) if `tx` combines several leaves, at least one in a stack.
+        FunctreeError: (when called) if `tx` combines several leaves, some of which are in a stack.
         FunctreeError: (when called) if the optimizer's state contains a random key.
         FunctreeError: (when called) if the state belongs to a different optimizer.
 
@@ -138,7 +139,7 @@ def _shardings(tx: Any, params: Leaves) -> list[Sharding | None] | None:
 def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, Tree]) -> None:
     """Raise a FunctreeError if a result depends on several leaves, or the state has a random key.
 
-    The outcome is remembered for equal shapes.
+    The problems are cached for equal shapes.
     """
     types = [
         None if leaves is None else trained_type(single_layers(leaves))
@@ -149,14 +150,14 @@ def _check(tx: Any, updates: Leaves, params: Leaves | None, extra: Mapping[str, 
     keys = [problem for problem in problems if problem.remedy == _NO_KEYS]
     if keys:
         raise FunctreeTypeError(
-            f"`ft.layerwise` cannot map an optimizer whose state has "
+            f"`ft.layerwise` cannot map an optimizer whose state contains "
             f"{count(len(keys), 'random key')}",
             keys,
         )
     if problems:
         raise FunctreeValueError(
             "`ft.layerwise` needs an optimizer that acts on each leaf alone, but "
-            f"{count(len(problems), 'array')} of its result "
+            f"{count(len(problems), 'array')} of the optimizer's result "
             f"{'depends' if len(problems) == 1 else 'depend'} on several parameters",
             problems,
         )
@@ -178,8 +179,8 @@ def _problems(
     """Return problems for results that depend on several leaves, and for random keys.
 
     The optimizer's update is traced with a tuple of two layers in place of each stack. If the
-    optimizer cannot run on this tree, for example because it has a label for each array, nothing is
-    checked.
+    optimizer cannot run on this tree, for example because it expects one label for each array,
+    nothing is checked.
     """
     read_trees = [updates] if params is None else [params, updates]
     stacks = {leaf.path: stack_sizes(leaf) for tree in read_trees for leaf in tree.leaves}
@@ -215,7 +216,7 @@ def _keys(traced: TracedUpdate) -> Iterator[Problem]:
 def _depending(traced: TracedUpdate, stacks: Mapping[Path, tuple[int, ...]]) -> Iterator[Problem]:
     """Yield problems for results that depend on several leaves, one of which is in a stack.
 
-    The trace has two layers of each stack.
+    The trace contains two layers of each stack.
     """
     # Maps each leaf of the trace, which is a parameter or one of its layers, to the parameter.
     whole: dict[Path | None, Path] = {}
@@ -254,6 +255,7 @@ def _is_key(path: Path, value: AnyArray) -> bool:
     if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
         return True
     named = any(isinstance(key, str) and ("key" in key or "rng" in key) for key in path)
-    # A new function each time, since JAX would reuse a cached shape after the kind of keys changes.
+    # The lambda is created each time, since JAX would otherwise reuse a cached shape even after the
+    # default kind of keys changes.
     raw = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     return named and value.dtype == np.uint32 and value.shape == raw.shape

@@ -27,9 +27,10 @@ def muon(
 ) -> optax.GradientTransformationExtraArgs:
     """Create a version of optax's Muon that orthogonalizes whole matrices even if they are sharded.
 
-    It takes the arguments of `optax.contrib.muon`, and computes the same moments and updates. Each
-    layer of a stack is its own matrix, as in `ft.layerwise`. Shards of matrices are exchanged once
-    before the orthogonalization, and once after it: see `ft.on_whole_matrices`.
+    `ft.muon` accepts the arguments of `optax.contrib.muon`, and computes the same moments and
+    updates. Each layer of a stack is treated as its own matrix, as in `ft.layerwise`. Shards of
+    matrices are exchanged once before the orthogonalization, and once after it: see
+    `ft.on_whole_matrices`.
 
     Args:
         learning_rate: as in `optax.contrib.muon`.
@@ -46,8 +47,8 @@ def muon(
         FunctreeError: if `over` does not name mesh axes.
         FunctreeError: if `optax.contrib.muon` does not accept the arguments.
         FunctreeError: (when called) if dimensions in a stack are not counted from the end.
-        FunctreeError: (when called) in the same cases as `ft.on_whole_matrices`.
-        ShardingError: (when called) in the same cases as `ft.on_whole_matrices`.
+        FunctreeError: (when called) if `ft.on_whole_matrices` would raise this error.
+        ShardingError: (when called) if `ft.on_whole_matrices` would raise this error.
 
     References:
         Jordan, [modded-nanogpt](https://github.com/KellerJordan/modded-nanogpt), 2024; Liu et al.,
@@ -173,13 +174,13 @@ def _orthogonalize(
         )
         updates: Any
         updates, _ = tx.update(matrix, tx.init(matrix), matrix)
-        return -updates  # undoes the sign of the learning rate of 1
+        return -updates  # optax multiplies by minus the learning rate, which is 1
 
     return orthogonalized
 
 
 def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimensionNumbers | None]:
-    """Return each matrix's dimensions, as optax's Muon takes them, or None for other arrays.
+    """Return each matrix's dimensions, in the format of optax's Muon, or None for other arrays.
 
     Raises:
         FunctreeError: if the dimensions in a stack are not counted from the end.
@@ -204,7 +205,7 @@ def _dimensions(given: Any, params: Tree, leaves: Leaves) -> Sequence[MuonDimens
         if any(dim >= 0 for dim in jax.tree.leaves(tuple(own))):
             pair = f"({own.reduction_axis}, {own.output_axis})"
             why = f"is in a stack, but its dimensions {pair} are not all counted from the end"
-            problems.append(leaf.problem(why, "count them from the end: `(-2, -1)`"))
+            problems.append(leaf.problem(why, "count them from the end, as in `(-2, -1)`"))
     if problems:
         raise FunctreeValueError("muon: matrices in stacks have invalid dimensions", problems)
     return each

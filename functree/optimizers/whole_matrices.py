@@ -46,11 +46,11 @@ def on_whole_matrices(
     same shape, over the devices, so that each device has whole matrices. Shards are exchanged once
     before `fn`, and once after it.
 
-    The transform has no state. In an optimizer, place it between elementwise transforms, such as
-    moments and decay, whose arrays stay sharded. `ft.muon` is built on `on_whole_matrices`.
+    The transform has no state. Place it between an optimizer's elementwise transforms, such as
+    moments and weight decay, whose arrays stay sharded. `ft.muon` is built on `on_whole_matrices`.
 
     If there are fewer matrices than devices, some devices are idle. A single matrix is gathered on
-    all devices, and each computes the same result. On one device, nothing moves.
+    all devices, and each device computes the same result. On one device, nothing moves.
 
     Args:
         fn: a function of one matrix: a parameter's array or, for a stack, one layer's array. It
@@ -71,8 +71,8 @@ def on_whole_matrices(
         FunctreeError: (when called) if `fn` returns a different shape or dtype.
         FunctreeError: (when called) if the mesh does not have the axes in `over`.
         FunctreeError: (when called) if the transform runs inside `ft.layerwise`.
-        ShardingError: (when called) if there is a mesh with Auto axes and no layout.
-        ShardingError: (when called) if the layout does not fit.
+        ShardingError: (when called) if the mesh has Auto axes and there is no layout.
+        ShardingError: (when called) if the layout does not fit the parameters.
         ShardingError: (when called) if the transform runs inside a `shard_map`.
 
     Examples:
@@ -222,13 +222,13 @@ def _specs(
 
     Args:
         tree: the parameters, or gradients.
-        layout: their layout, or None for the ambient rules.
+        layout: the parameters' layout, or None for the ambient rules.
         name: the name of the public function, for messages.
 
     Raises:
         ShardingError: if neither types nor a layout determines the specs.
         ShardingError: if the layout does not fit the parameters.
-        ShardingError: if this is called inside a `shard_map`.
+        ShardingError: if this function is called inside a `shard_map`.
     """
     given = ambient_rules() if layout is None else layout
     leaves, parts = (read(tree), []) if given is None else read_for(tree, given)
@@ -283,7 +283,7 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
             continue
         shape = tuple(leaf.shape[len(stack) :])
         if len(shape) < 2:
-            why = f"is not a matrix: it has the shape {list(shape)}"
+            why = f"is not a matrix: its shape is {list(shape)}"
             why += ", not counting its stack" if stack else ""
             problems.append(leaf.problem(why, _LEAVE_OUT))
             continue
@@ -298,7 +298,7 @@ def _check_matrices(matrices: Sequence[tuple[Leaf, MatrixFunction]], name: str) 
         raise FunctreeTypeError(f"`ft.{name}` cannot be applied to {arrays}", problems)
 
 
-_NOT_INSIDE = "remove `ft.layerwise`: `ft.{name}` already treats each layer separately"
+_NOT_INSIDE = "remove `ft.layerwise`, since `ft.{name}` already treats each layer separately"
 _LEAVE_OUT = "exclude it with `optax.masked` or `optax.partition`"
 
 

@@ -198,7 +198,7 @@ def test_the_message_names_what_depends_on_what():
     with pytest.raises(ft.FunctreeError) as caught:
         tx.update(MODEL, tx.init(MODEL), MODEL)
     text = str(caught.value)
-    assert "5 arrays of its result depend on several parameters" in text
+    assert "5 arrays of the optimizer's result depend on several parameters" in text
     assert (
         "blocks.layer.w   f32[3, 3, 4]\n      its update depends on `table`, `blocks.layer.b`"
         in text
@@ -337,7 +337,7 @@ def test_what_draws_random_numbers_is_refused(raw: bool):
         with pytest.raises(ft.FunctreeError) as caught, jax.numpy_dtype_promotion("standard"):
             ft.layerwise(tx).init(MODEL)
         text = str(caught.value)
-        assert "`ft.layerwise` cannot map an optimizer whose state has 1 random key" in text
+        assert "`ft.layerwise` cannot map an optimizer whose state contains 1 random key" in text
         assert (
             "is a random key" in text and "move transforms that draw random numbers out of" in text
         )

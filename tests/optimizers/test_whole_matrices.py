@@ -452,7 +452,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "no matrix": (
         lambda: ft.on_whole_matrices(polar),
         ("`ft.on_whole_matrices` cannot be applied", "layer.bias   f32[3, 16]",
-         "is not a matrix: it has the shape [16], not counting its stack",
+         "is not a matrix: its shape is [16], not counting its stack",
          "Try: exclude it with `optax.masked` or `optax.partition`"),
     ),
     "another shape": (
