@@ -141,7 +141,7 @@ def _check_all_processes(planned: Plan) -> None:
 def _from_whole(value: Any, sharding: NamedSharding) -> jax.Array:
     """Place an array that each process passes as a whole.
 
-    Processes communicate only if the array has shards in several processes.
+    Processes communicate only if the array already has shards in several processes.
     """
     if is_placed(value, sharding):
         return value
@@ -169,7 +169,7 @@ def _is_own(value: Any) -> bool:
 
 
 def _host(value: Any) -> np.ndarray:
-    """Copy an array of this process to the host, with a JAX dtype, and random keys as words."""
+    """Copy an array of this process to the host, with a JAX dtype. Random keys become words."""
     if is_key(value.dtype):
         value = jax.random.key_data(value)
     array = np.asarray(value)

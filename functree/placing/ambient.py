@@ -21,7 +21,7 @@ from functree.tree.axes import Axes
 _RULES: ContextVar[Layout | None] = ContextVar("functree.axis_rules", default=None)
 
 # A user context is part of the key of every trace that JAX caches, so JAX does not reuse a trace
-# under different rules. The context has one value for each thread: the most recently entered rules
+# under different rules. Each thread has one value of the context: the most recently entered rules
 # that no task has left.
 _OF_THREAD = jax.make_user_context(None)
 
@@ -40,7 +40,7 @@ _STACK = _RuleStack()
 
 @contextmanager
 def axis_rules(rules: LayoutLike) -> Iterator[None]:
-    """Make rules ambient for `constrain`, `spec` and the layers of `ft.nn`, while they are traced.
+    """Make rules ambient, so that `constrain`, `spec` and `ft.nn` use them when they are traced.
 
     Args:
         rules: a layout, or None for no rules. The whole layout applies to gradients, but only its
@@ -73,7 +73,7 @@ def axis_rules(rules: LayoutLike) -> Iterator[None]:
 def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
     """Leave the rules of `entry`, unless that is already done."""
     _RULES.set(before)
-    # Compared by identity, since another task may have entered equal rules meanwhile.
+    # Entries are compared by identity, since another task may have entered equal rules meanwhile.
     _STACK.rules[:] = [other for other in _STACK.rules if other is not entry]
     if not _STACK.rules:
         _STACK.warned.clear()
@@ -83,7 +83,7 @@ def _leave(before: Layout | None, entry: list[Layout | None]) -> None:
 def _tell_jax() -> None:
     """Make the rules that were entered last the rules of the thread."""
     # JAX's contexts must be left in reverse order, which tasks may not follow. The context is
-    # therefore only entered.
+    # therefore only entered, and never left.
     last = _STACK.rules[-1][0] if _STACK.rules else None
     _OF_THREAD(last).__enter__()
 
@@ -105,11 +105,11 @@ def ambient_rules() -> Layout | None:
 
 
 def is_told_first(layout: Layout) -> bool:
-    """Return whether a warning about a layout is the first under the current outermost rules.
+    """Record a warning about a layout, and return whether it is the first one to be shown.
 
     A model constrains many activations, and is traced several times for one program, so one
-    mistake in its rules would cause the same warning many times. Outside `axis_rules`, each
-    warning is the first.
+    mistake in its rules would cause the same warning many times. A warning is recorded until the
+    outermost rules are left. Outside `axis_rules`, each warning is the first.
     """
     if not _STACK.rules:
         return True

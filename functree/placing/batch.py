@@ -1,7 +1,7 @@
 """A `Batch` is the hashable form of a tree of bare arrays with its layout.
 
-A loop places a new batch in every step, and all batches have the same form. Planning each batch
-would take several times as long as placing it, so `ft.shard` caches shardings by form.
+A loop places a new batch in every step, and its batches usually have the same form. Planning each
+batch would take several times as long as placing it, so `ft.shard` caches shardings by form.
 """
 
 from typing import Any, NamedTuple
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
         A tree must be planned if it contains a module, a leaf that is not a concrete array, or one
         array at two paths. It must also be planned if its layout may depend on more than shapes
-        and names, as a layout function may.
+        and names, which is possible for a layout function.
         """
         if not _is_batch(tree):
             return [], None

@@ -179,9 +179,9 @@ class AxisShards(NamedTuple):
     """The sharding of dimensions with one name.
 
     Attributes:
-        mesh_axes: the mesh axes that shard these dimensions, outermost first; empty without
-            sharding.
-        parts: the number of shards; 1 without sharding.
+        mesh_axes: the mesh axes that shard these dimensions, outermost first; empty if they
+            are not sharded.
+        parts: the number of shards of each dimension; 1 if it is not sharded.
     """
 
     mesh_axes: tuple[str, ...]
@@ -194,8 +194,8 @@ def axis_shards(name: str, axes: str | Axes | None = None) -> AxisShards:
     Use it in functions that compute differently when a dimension is sharded, such as a mixture of
     experts, attention over a sequence, or a pipeline.
 
-    Without ambient `AxisRules` or a current mesh, nothing is sharded. Inside a `shard_map`, its
-    Manual mesh axes are left out, because an array is already a shard along them.
+    Without ambient `AxisRules` or a current mesh, nothing is sharded. Inside a `shard_map`, the
+    result omits its Manual mesh axes, because an array is already a shard along them.
 
     Args:
         name: the name of the dimension.

@@ -28,7 +28,7 @@ def copy(tree: T, *, untie: bool = False) -> T:
             the original. An array at two paths stays one array, unless `untie` is true.
 
     Raises:
-        FunctreeError: if an array is deleted. The message gives its path.
+        FunctreeError: if an array is deleted. The message names its path.
 
     Examples:
         >>> step = ft.jit(lambda state: {"w": state["w"] + 1}, donate="state")

@@ -37,12 +37,12 @@ def shard(
     Args:
         tree: arrays in modules and containers. Values that are not arrays stay as they are.
         layout: a layout, or a prefix tree of layouts.
-        mesh: a mesh; by default the mesh in the layout if there is one, and otherwise the current
-            mesh.
+        mesh: a mesh; by default the layout's mesh, or otherwise the current mesh.
         axes: the axes of bare arrays, which have no annotations: a string for one array, or a
             prefix tree such as `{"tokens": "batch seq", "mask": "batch seq"}`.
-        local: whether each of several processes passes its own rows, the part of each array that
-            its devices hold. Otherwise, each process passes whole arrays, which are compared.
+        local: whether each of several processes passes only its own rows: the part of each array
+            that the process's devices hold. Otherwise, each process passes whole arrays, which must
+            be equal in all processes.
 
     Returns:
         The tree with placed arrays. An array that already has its sharding is returned as the same
@@ -54,7 +54,8 @@ def shard(
         ShardingError: if there is no mesh.
         ShardingError: if the layout is for a different mesh.
         ShardingError: if the mesh has no devices.
-        ShardingError: if the mesh contains no device of one of the processes.
+        ShardingError: if the mesh's devices are compile-only.
+        ShardingError: if a process has no device in the mesh.
         FunctreeError: if an array is deleted.
         FunctreeError: if arrays or layouts differ between processes.
         RuleError: if `layout` is not a layout.
@@ -127,7 +128,7 @@ def _planned(
     planned = plan_leaves(shaped, parts, view, check=check)
     if planned.mesh is None:
         raise ShardingError(
-            f"shard: arrays cannot be placed on {planned.view}, which has no devices: "
+            f"shard: arrays cannot be placed on mesh {planned.view}, which has no devices: "
             f"{NO_MESH}, where `mesh` is a `Mesh`"
         )
     missing = without_devices(planned.mesh)
@@ -154,12 +155,12 @@ def _check_concrete(leaves: Leaves) -> None:
     problems: list[Problem] = []
     for leaf in leaves.leaves:
         if isinstance(leaf.value, Tracer):
-            why = "is traced, but `ft.shard` moves concrete arrays"
+            why = "is traced, but `ft.shard` moves only concrete arrays"
             problems.append(leaf.problem(why, "inside jit, use `ft.constrain`"))
         elif isinstance(leaf.value, jax.ShapeDtypeStruct):
-            why = "is abstract, but `ft.shard` moves concrete arrays"
+            why = "is abstract, but `ft.shard` moves only concrete arrays"
             problems.append(leaf.problem(why, "give it a sharding with `ft.abstract`"))
-        # These checks dominate a call that moves nothing, so they share this loop.
+        # These checks take most of the time of a call that moves nothing, so they share one loop.
         elif not isinstance(leaf.value, _OF_NUMPY) and leaf.value.is_deleted():
             raise refuse_deleted("shard", leaves.paths, leaves.values)
     if problems:

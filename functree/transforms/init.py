@@ -172,8 +172,8 @@ class Init(Function[_P, _T]):
         planned = self._planned(output)
         if planned.mesh is None:
             raise ShardingError(
-                f"arrays cannot be created on {planned.view}, which has no devices: {NO_MESH}, "
-                "where `mesh` is a `Mesh`"
+                f"arrays cannot be created on mesh {planned.view}, which has no devices: "
+                f"{NO_MESH}, where `mesh` is a `Mesh`"
             )
         if isinstance(planned.mesh, AbstractMesh):
             inside = "inside jit, use `ft.constrain(make(...), layout)` instead"

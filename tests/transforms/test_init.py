@@ -129,7 +129,7 @@ def test_what_to_do_without_devices():
 
     here = "pass `mesh=`, or enter `with jax.set_mesh(mesh):`"
     assert error({"data": 2, "model": 4}) == (
-        f"arrays cannot be created on (data=2, model=4), which has no devices: {here}, where `mesh` is a `Mesh`"
+        f"arrays cannot be created on mesh (data=2, model=4), which has no devices: {here}, where `mesh` is a `Mesh`"
     )
     assert error(MESH.abstract_mesh) == (
         f"arrays cannot be created, since the mesh (data=2, model=4) has no devices: {here}, where `mesh` is a `Mesh`; "
