@@ -91,7 +91,7 @@ def averaged(ts: TrainState[M]) -> M:
         ts: a training state whose optimizer contains `ft.with_ema`.
 
     Raises:
-        FunctreeError: if the optimizer keeps no average, or several.
+        FunctreeError: if the optimizer keeps no average, or several averages.
         FunctreeError: if the average was deleted.
     """
     check("averaged: invalid arguments", ts=(ts, TRAIN_STATE))
@@ -119,5 +119,5 @@ def averaged(ts: TrainState[M]) -> M:
 
 
 def _is_empty(node: Tree) -> bool:
-    """Return whether an average is missing: its parameter is frozen (None) or masked by optax."""
+    """Return whether there is no average: the parameter is frozen (None) or masked by optax."""
     return node is None or isinstance(node, optax.MaskedNode)

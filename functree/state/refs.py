@@ -28,7 +28,7 @@ class StateRef(eqx.Module, HoldsState):
     """Declaration of a piece of state in a module.
 
     `ft.make_state` moves the values to a `State`, which functions take and return. If a model
-    contains one ref twice, both occurrences declare the same piece of state.
+    contains the same ref twice, both occurrences declare the same piece of state.
 
     Args:
         init: the initial value: an array or a number.
@@ -93,9 +93,10 @@ class StateRef(eqx.Module, HoldsState):
         return names(init=self.axes)
 
     def at(self, path: Path) -> "StateRef":
-        """Return the ref with the path of its value in a `State`.
+        """Return a copy of the ref with the path of its value in a `State`.
 
-        The token is dropped, so that equal models have equal refs and share a trace.
+        The initial value is dropped, and so is the token, so that equal models have equal refs and
+        share a trace.
         """
         ref = object.__new__(StateRef)  # `__init__` requires a value
         for name, value in {**vars(self), "init": None, "path": path, "token": None}.items():
@@ -112,8 +113,8 @@ class StateRef(eqx.Module, HoldsState):
 def holds(dtype: DTypeLike, value: Any) -> bool:
     """Return whether a dtype can hold a Python number or the values of a NumPy array.
 
-    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: int4
-    and NumPy's 64-bit integers wrap.
+    Integers must not wrap, and finite numbers must stay finite. JAX checks only some dtypes: values
+    of int4 and NumPy's 64-bit integers wrap silently.
     """
     if jnp.issubdtype(dtype, jnp.integer):
         limits = jnp.iinfo(dtype)

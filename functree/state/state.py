@@ -29,12 +29,12 @@ T = TypeVar("T")
 class State(StateMapping):
     """Immutable mapping from paths to a model's state arrays. `ft.make_state` builds it.
 
-    It is a pytree whose leaves have the keys `DictKey(str(path))`. In layouts, filters and
+    A `State` is a pytree whose leaves have the keys `DictKey(str(path))`. In layouts, filters and
     checkpoints, a value is identified by its ref's path in the model.
 
     Raises:
-        StateError: if it is indexed with a ref that has no path yet.
-        StateError: if it is indexed with a ref that belongs to another model.
+        StateError: if the `State` is indexed with a ref that has no path yet.
+        StateError: if the `State` is indexed with a ref that belongs to another model.
         StateError: if a ref and its value differ in shape or dtype.
 
     Examples:
@@ -66,7 +66,7 @@ class State(StateMapping):
         shape = tuple(value.shape)
         if shape != key.shape:
             why = _OTHER
-            # More leading dimensions mean the state of all layers of a stack.
+            # A value with more leading dimensions is the state of all layers of a stack.
             if shape[len(shape) - len(key.shape) :] == key.shape:
                 why = (
                     "the state covers all layers, so run them with `stacked.scan(..., state=state)`"
@@ -104,7 +104,7 @@ class State(StateMapping):
                     f"is {array_text(ref)}: declare its `StateRef` with a wider dtype"
                 )
             if isinstance(value, int) and jnp.issubdtype(ref.dtype, jnp.inexact):
-                value = float(value)  # JAX converts no integer of more than 64 bits to bfloat16
+                value = float(value)  # JAX cannot convert integers over 64 bits to bfloat16
             new = jnp.asarray(value, ref.dtype)
         if not is_array(new) or tuple(new.shape) != ref.shape or new.dtype != ref.dtype:
             text = array_text(new) if is_array(new) else shown(new)
@@ -133,15 +133,15 @@ class State(StateMapping):
     def of_layers(self, layer: Tree) -> tuple[dict[Path, AnyArray], dict[Path, AnyArray]]:
         """Separate the values that all layers share from the values with a slice per layer.
 
-        Values that the layer does not declare are shared too, since the layer may get a ref as an
-        argument.
+        Values that the layer does not declare are shared too, since the layer may receive their
+        refs as arguments.
         """
         shared, stacked = dict(self._values), dict[Path, AnyArray]()
         for ref in refs(layer):
             path = self._known(ref)
             if self._values[path].ndim > len(ref.shape):
                 stacked[path] = self._values[path]
-                shared.pop(path, None)  # a layer may have one ref twice
+                shared.pop(path, None)  # a layer may contain one ref twice
         return shared, stacked
 
     def _known(self, ref: StateRef) -> Path:
@@ -190,7 +190,7 @@ _OTHER = "pass the state that `ft.make_state` returned with this model"
 
 
 def _takes(dtype: DTypeLike, number: complex) -> bool:
-    """Return whether a dtype's kind fits a Python number: an integer dtype does not fit 1.5."""
+    """Return whether a Python number fits a dtype's kind: 1.5 does not fit an integer dtype."""
     if isinstance(number, bool):  # before `int`, of which it is a subclass
         return jnp.issubdtype(dtype, jnp.bool_) or jnp.issubdtype(dtype, jnp.number)
     if isinstance(number, int):
@@ -225,20 +225,20 @@ def make_state(model: T) -> tuple[T, State]:
     """Move the initial values of a model's `StateRef`s to a `State`.
 
     Args:
-        model: a model with `StateRef`s anywhere. It may be abstract, or traced as in
+        model: a model with `StateRef`s anywhere. It may be abstract, or traced, as in
             `ft.init(lambda key: ft.make_state(...))`.
 
     Returns:
         `(model, state)`: the model with paths in its refs, and the values. A ref that occurs twice
-            has the path of its first occurrence, or of an occurrence outside a stack. An array that
-            occurs twice is copied, so that both trees can be donated. Equal models have equal
-            structures, so they share a trace.
+            has the path of its first occurrence, or of an occurrence outside a stack if there is
+            one. An array that occurs twice is copied, so that both trees can be donated. Equal
+            models have equal structures, so they share a trace.
 
     Raises:
         StateError: if a ref already has a path.
         StateError: if a ref is in a packed tree.
         StateError: if two refs have the same path.
-        StateError: if the model has an `eqx.nn.StateIndex`.
+        StateError: if the model contains an `eqx.nn.StateIndex`.
 
     Examples:
         >>> shared = ft.StateRef(jnp.zeros(3), axes="embed")
@@ -284,7 +284,7 @@ def _declared(model: Tree, leaves: Sequence[Leaf]) -> dict[object, Leaf]:
         if node.path is not None:
             raise StateError(
                 f"the StateRef at `{path}` already has the path `{node.path}`: pass the state that "
-                "was made with it, as in `TrainState.create(model, tx, state=state)`"
+                "was made with this model, as in `TrainState.create(model, tx, state=state)`"
             )
         leaf = by_path[path / "init"]
         if leaf.path in twice:
@@ -308,7 +308,7 @@ def _refuse_declaration(path: Path, node: Tree) -> None:
         )
     if refs(node):
         raise StateError(
-            f"{str(path) or 'the model'} is packed, so its refs cannot get paths: "
+            f"{f'`{path}`' if path else 'the model'} is packed, so its refs cannot get paths: "
             "call `ft.make_state` before you pack it"
         )
 

@@ -38,18 +38,18 @@ N = TypeVar("N")
 
 
 class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
-    """Model, optimizer state and step of a training run. `TrainState.create` builds it.
+    """Training state: a model, its optimizer's state and the step. `TrainState.create` builds it.
 
     The model's layout applies to the whole training state. The optimizer's state is laid out as in
     `ft.plan_optimizer`, and the model's state according to the layout's rules. Everything else is
     replicated. Filters are matched against paths within the model. A pattern that begins with a
-    field of the training state, such as `opt_state.0.mu.**`, is matched against the path from that
-    field.
+    field of the training state, such as `opt_state.0.mu.**`, is matched against paths that begin
+    with that field.
 
     Attributes:
         step: the number of updates.
         model: the model.
-        opt_state: the optimizer's state, for the parameters that it updates.
+        opt_state: the optimizer's state, for the parameters that the optimizer updates.
         state: the model's state, from its `ft.StateRef`s, or None.
         key: a random key, for example for dropout, or None.
         tx: the optimizer, which is static. Build it once: two optimizers with the same options are
@@ -84,7 +84,7 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         """Print the current shardings of the arrays in IPython."""
         printer.text(table_text(self) or repr(self))
 
-    # `TrainState.create` names no M, so the type of the argument has to determine it.
+    # `TrainState.create` names no M, so the type of the argument has to determine M.
     @classmethod
     def create(
         cls: "type[TrainState[Any]]",
@@ -118,11 +118,12 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         Raises:
             FunctreeError: if `tx` is not an optimizer.
             FunctreeError: if no parameter matches `wrt`.
+            FunctreeError: if an array is deleted.
             RuleError: if `wrt` is not a filter.
             RuleError: if a pattern in `wrt` matches no leaf.
             RuleError: if `layout` is not a layout.
             StateError: if `state` is not given and `ft.make_state` cannot make the model's state,
-                for example because the model has an `eqx.nn.StateIndex`.
+                for example because the model contains an `eqx.nn.StateIndex`.
             ShardingError: if the layout does not fit.
 
         Examples:
@@ -159,10 +160,10 @@ class TrainState(eqx.Module, TrainingState, ShownByPlan, Generic[M]):
         model, params = _strong(model), _strong(trained.tree(lambda leaf: leaf.value))
         start = partial(_start, tx)
         if any(isinstance(leaf.value, jax.ShapeDtypeStruct) for leaf in leaves.leaves):
-            # `tx.init` allocates arrays even for abstract parameters, and they may exceed any
-            # device's memory.
+            # `tx.init` allocates arrays even for abstract parameters, and these arrays may exceed
+            # any device's memory.
             start = partial(abstract_result, start)
-        # On Explicit axes, an optimizer that computes with arrays needs their mesh.
+        # On Explicit axes, an optimizer that computes with arrays needs their mesh as current mesh.
         on = explicit_mesh(leaf.value for leaf in leaves.leaves)
         with around(on):
             step, opt_state = start(params)
@@ -205,12 +206,13 @@ def apply_gradients(
         ts: the training state before the update. Fields that a subclass adds are unchanged.
         grads: a tree like the model, from `ft.grad` or `ft.value_and_grad`. Values for frozen
             parameters are ignored, and may be None.
-        state: the model's state after the step, if it has one.
+        state: the model's state after the step, if the model has state.
         **extra: further arguments for the optimizer's `update`, such as `value=`.
 
     Raises:
         FunctreeError: if a parameter has no gradient.
         FunctreeError: if a parameter and its gradient differ in shape.
+        FunctreeError: if an array is deleted.
         StateError: if `state` belongs to another model.
 
     Examples:
@@ -224,7 +226,7 @@ def apply_gradients(
     leaves = read(ts.model)
     by_path = arrays_by_path(grads)
     check_deleted("apply_gradients", {"ts": ts, "grads": grads, "state": state})
-    # Both lists have None for frozen parameters, which the optimizer does not get.
+    # Both lists contain None for frozen parameters, which the optimizer does not get.
     params: list[AnyArray | None] = []
     gradients: list[AnyArray | None] = []
     problems: list[Problem] = []
@@ -239,7 +241,7 @@ def apply_gradients(
         if grad is None:
             problems.append(leaf.problem("has no gradient", _DIFFERENTIATE))
         elif grad.shape != leaf.shape:
-            why = f"has a gradient with a different shape: {array_text(grad)}"
+            why = f"differs in shape from its gradient, {array_text(grad)}"
             problems.append(leaf.problem(why, _OF_THIS_MODEL))
     if problems:
         wrong = count(len(problems), "parameter")
@@ -269,8 +271,8 @@ def _updates(
     try:
         return update(gradients, moments, params, **extra)
     except (TypeError, ValueError) as error:
-        # Only a failed update gets the note: to detect moments of another model first, each update
-        # would have to trace `init`.
+        # Only a failed update gets the note: to detect another model's moments in advance,
+        # each update would have to trace `init`.
         error.add_note(_OF_ANOTHER_MODEL)
         raise
 
@@ -280,7 +282,8 @@ _DIFFERENTIATE = (
 )
 _OF_ANOTHER_MODEL = (
     "functree: if the model in this training state was changed, the optimizer's state still fits "
-    "the old model. Create a new state: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
+    "the old model. Create a new training state: "
+    "`ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 )
 _OF_THIS_MODEL = "pass the gradient of this model, from `ft.grad` or `ft.value_and_grad`"
 
@@ -318,7 +321,7 @@ _PIECES = 6
 def _strong(tree: T) -> T:
     """Replace weak types in a tree, since they would make a step compile twice.
 
-    `eqx.nn.PReLU` and L-BFGS have weakly typed arrays.
+    `eqx.nn.PReLU` and L-BFGS contain weakly typed arrays.
     """
     # Arrays are replaced by identity, so that an array that occurs twice stays one array.
     new: dict[int, AnyArray] = {}

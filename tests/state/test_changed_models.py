@@ -32,7 +32,7 @@ def make(tx: Any = None) -> ft.TrainState[Any]:
     return ft.TrainState.create(model, tx or optax.sgd(1e-3, momentum=0.9))
 
 
-NOTE = "Create a new state: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
+NOTE = "Create a new training state: `ft.TrainState.create(ts.model, ts.tx, wrt=ts.wrt, ...)`"
 # What is done to the model.
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "another class": lambda model: ft.select(model).at("first").set(Other(jnp.ones(4))),

@@ -329,7 +329,7 @@ def test_missing_gradients_are_named():
         ft.apply_gradients(ts, ft.grad(loss, wrt="up")(ts.model))
     wrong = eqx.tree_at(lambda g: g.up, ft.grad(loss)(ts.model), jnp.ones((16, 3)))
     said = (
-        "has a gradient with a different shape: f32[16, 3]",
+        "differs in shape from its gradient, f32[16, 3]",
         "Try: pass the gradient of this model, from `ft.grad`",
     )
     with raises("1 parameter cannot be updated", "up   f32[16, 32]", *said) as caught:
