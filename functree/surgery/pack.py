@@ -36,8 +36,8 @@ class Packed(PackedTree, Generic[T]):
 
     __slots__ = ("_arrays", "_static")
 
-    # The attributes are declared here, because functree would read annotations in the class as
-    # annotations of leaves below it.
+    # The attributes are declared here, because functree would read class-level annotations as
+    # annotations of the leaves below the node.
     def __init__(self, arrays: tuple[Any, ...], static: Skeleton):
         self._arrays: tuple[Any, ...] = arrays
         self._static: Skeleton = static

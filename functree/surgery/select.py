@@ -36,7 +36,7 @@ class Selection(Generic[T]):
     """Selected parts of a tree, none of which contains another. `ft.select` builds it.
 
     A selection is immutable, and each change returns a new tree. Changing an empty selection raises
-    an error. Iteration yields the parts, and `len` is their number.
+    an error. Iteration yields the parts, and `len` returns their number.
 
     Examples:
         >>> mlp = eqx.nn.MLP(2, 2, 8, 2, key=jax.random.key(0))
@@ -64,15 +64,15 @@ class Selection(Generic[T]):
 
         Args:
             where: a path below each selected part, as an `ft.Path` or as text
-                (`"blocks.0.attn"`). It may instead be a function from a selected part to one of its
-                parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
+                (`"blocks.0.attn"`). Alternatively, pass a function from a selected part to one of
+                its parts, or to a tuple or list of them: `lambda model: model.blocks[0]`.
 
         Raises:
             FunctreeError: if nothing is at the path.
             FunctreeError: if the function returns an object that is not a part.
             FunctreeError: if one of the returned parts contains another.
             RuleError: if `where` is neither a path nor a function.
-            RuleError: if `where` is a text that is not a path.
+            RuleError: if `where` is a string that is not a valid path.
         """
         if isinstance(where, str | Path):
             below = Path(where)
@@ -89,8 +89,8 @@ class Selection(Generic[T]):
         Raises:
             FunctreeError: if the argument is not a class.
         """
-        # `isinstance` determines which arguments are valid: unions, tuples, and abstract classes
-        # too.
+        # `isinstance` determines which arguments are valid, including unions, tuples, and abstract
+        # classes.
         try:
             isinstance(None, cls)
         except TypeError:
@@ -113,7 +113,7 @@ class Selection(Generic[T]):
             RuleError: if the argument is neither a filter nor a function.
             RuleError: if the function raises an error.
         """
-        # In a filter, a function gets only arrays, but here it gets every node. `get_origin`
+        # A function in a filter is called only with arrays, but here with every node. `get_origin`
         # recognizes `Linear[int]` and `typing.Union[A, B]`, which are callable.
         if (
             what is ...
@@ -175,7 +175,7 @@ class Selection(Generic[T]):
     def paths(self) -> tuple[Path, ...]:
         """Return the paths of the parts, in the order of the tree.
 
-        After `at` with a function, they are in the order of the function's result.
+        After `at` with a function, the paths are in the order of the function's result.
         """
         return self._paths
 
@@ -196,8 +196,8 @@ class Selection(Generic[T]):
     def partition(self) -> tuple[T, T]:
         """Split the tree into `(selected, rest)`.
 
-        Both have the structure of the tree. Each leaf is in one of the two trees; the other tree
-        has None in its place.
+        Both results have the structure of the tree. Each leaf is in one of the two trees; the other
+        tree has None in its place.
         """
         parts = [first_beginning(path, self._paths) for path, _ in leaves_of(self._tree)]
         mask = jax.tree.structure(self._tree).unflatten(part is not None for part in parts)
@@ -305,13 +305,13 @@ class Selection(Generic[T]):
     def _chosen(
         self, paths: Sequence[Path], asked: str, found_by: "_FoundBy | None" = None
     ) -> "Selection[T]":
-        # `nodes_at` raises an error for a path that several parts share, because they could be
-        # confused.
+        # `nodes_at` raises an error for a path that several parts share, because these parts could
+        # be confused.
         nodes_at(self._tree, paths)
         return Selection(self._tree, paths, self._asked + asked, found_by)
 
     def _outermost(self, fits: "_Fits", asked: str) -> "Selection[T]":
-        """Select the outermost nodes for which a function is true."""
+        """Select the outermost nodes for which a function returns True."""
         paths: list[Path] = []
         for start, part in self._parts():
             paths += [Path((*start, *path)) for path, _ in outermost(part, fits)]
@@ -419,7 +419,7 @@ class Selection(Generic[T]):
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """Make an error that lists the selected parts."""
         parts = [
-            Problem(path, None, value_text(part), "selected", remedy)
+            Problem(path, None, value_text(part), "is selected", remedy)
             for path, part in self._parts()
         ]
         return FunctreeValueError(headline, parts)
@@ -456,8 +456,8 @@ def _name(what: Any) -> str:
 def select(tree: T) -> Selection[T]:
     """Select parts of a tree, to read or change them.
 
-    This works on modules, lists, tuples, named tuples and dicts. A change keeps all objects that
-    are not selected and contain no selected part.
+    The tree may contain modules, lists, tuples, named tuples and dicts. A change keeps all objects
+    that are not selected and contain no selected part.
 
     Args:
         tree: any tree.
@@ -516,7 +516,7 @@ def _path_below(path: Path, node: Tree, below: Path) -> Path:
             here = Path((*path, *below[:i])) or type(node).__name__
             hint = did_you_mean(key, known)
             if is_dataclass(node) and key in [field.name for field in fields(node)]:
-                hint = "; it is a static field, not a part of the tree"
+                hint = f"; `{key}` is a static field, not a part of the tree"
             raise FunctreeValueError(
                 f"at: `{below}` does not exist, since `{here}` has no `{Path((key,))}`{hint}"
             )
@@ -568,7 +568,7 @@ def _picked_paths(node: Tree, where: Callable[[Tree], Any]) -> list[Path]:
         if id(part) not in places:
             raise FunctreeValueError(
                 f"at: the function returned {part!r}, which is not a part of the tree: "
-                "return parts of its argument"
+                "return parts of the function's argument"
             )
         parts[places[id(part)]] = None
     for path in parts:

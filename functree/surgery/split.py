@@ -120,12 +120,12 @@ def merge(static: Skeleton, *parts: _T) -> _T:
     Args:
         static: the first result of `split`.
         *parts: trees with the structure of the tree that was split, and None for some of its
-            leaves. Each array is in exactly one part.
+            leaves. Each array must be in exactly one part.
 
     Raises:
         FunctreeError: if `static` is not a result of `split`.
         FunctreeError: if a part has a different structure.
-        FunctreeError: if an array is in no part or in several. The error lists them by path.
+        FunctreeError: if an array is in no part or in several. The error lists such arrays by path.
         FunctreeError: if a part has leaves where the tree has no array. The error lists these
             leaves.
 
