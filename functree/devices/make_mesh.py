@@ -89,7 +89,8 @@ def _first_devices(
         if needed != named.size:
             raise ShardingError(
                 f"make_mesh: {requested} needs {count(needed, 'device')}, but "
-                f"target={shown(target)} has {named.size}: use sizes whose product is {named.size}, or a different target"
+                f"target={shown(target)} has {named.size}: use sizes whose product "
+                f"is {named.size}, or a different target"
             )
         return list(target_devices(named))
     if devices is None:
