@@ -147,7 +147,7 @@ __all__ = [
     "grad",
     "value_and_grad",
     "accumulate",
-    # Looking and testing
+    # Inspection and testing
     "why",
     "Why",
     "Fix",
@@ -179,7 +179,7 @@ __all__ = [
     "load_weights",
     "load_tensors",
     "save_weights",
-    # Running for real
+    # Checkpoints, processes and export
     "save",
     "restore",
     "inspect",
@@ -210,6 +210,7 @@ __version__ = "0.1.0"
 def __dir__() -> list[str]:
     """List the public names, for `dir` and completion.
 
-    Submodules are attributes of their package, so `ft.state` would appear next to `ft.State`.
+    Submodules are attributes of their package. Without this function, `ft.state` would therefore
+    appear next to `ft.State`.
     """
     return [*__all__, *(name for name in globals() if name.startswith("__"))]

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def compiled_once(fn: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Jit a function with `eqx.filter_jit` when it is called outside jit.
+    """Wrap a function so that calls outside jit run it with `eqx.filter_jit`.
 
     The body of a `lax.scan` is a new object in each call. Without this decorator, JAX would compile
     every eager call again, and keep every program in memory.

@@ -62,7 +62,7 @@ class Init(Function[_P, _T]):
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar
-            earlier one.
+            earlier compilation.
 
     Examples:
         >>> make = ft.init(
@@ -129,8 +129,8 @@ class Init(Function[_P, _T]):
     def _facts(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Facts:
         """Return the facts that must be equal in all processes.
 
-        These are the settings, the values of the arguments, the plan and the program. The program
-        includes all values that the function closes over.
+        These facts are the settings, the values of the arguments, the plan and the program. The
+        program includes all values that the function closes over.
         """
         facts = {
             "settings": settings(),
@@ -232,9 +232,10 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
         mesh: a mesh, or None for the current one.
 
     Returns:
-        A function with the parameters of `make`. It also has `plan` and `abstract`, and `trace`,
-            `lower`, `eval_shape` and `compilations` as in `ft.jit`. Its result is bitwise equal to
-            the result of `jax.jit(make)`. An array at two paths of the tree stays one array.
+        A function with the parameters of `make`. The function also has the methods `plan` and
+            `abstract`, and `trace`, `lower`, `eval_shape` and `compilations` as in `ft.jit`. Its
+            result is bitwise equal to the result of `jax.jit(make)`. An array at two paths of the
+            tree stays one array.
 
     Raises:
         FunctreeError: if `make` is not a function.
@@ -261,9 +262,9 @@ def init(make: Callable[_P, _T], layout: LayoutTree, mesh: MeshLike = None) -> I
 def abstract(
     make: Callable[_P, _T], layout: LayoutTree = None, mesh: MeshLike = None
 ) -> Callable[_P, _T]:
-    """Return a function that computes the tree of `ft.init` without allocating arrays.
+    """Return a function that describes the tree of `ft.init` without allocating arrays.
 
-    Each array is a `jax.ShapeDtypeStruct`. It has a sharding if there is a layout.
+    Each array is a `jax.ShapeDtypeStruct`, with a sharding if there is a layout.
 
     Args:
         make: the function that makes the tree.
@@ -305,7 +306,8 @@ def init_optimizer(
             `ft.plan_optimizer`.
 
     Raises:
-        ShardingError: if `ft.plan_optimizer` raises one.
+        ShardingError: if the state cannot be planned, for the reasons that `ft.plan_optimizer`
+            lists.
         ShardingError: if there is no mesh with devices.
 
     Examples:

@@ -53,8 +53,8 @@ def ledger(
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
-        mesh: the mesh of the program. For a function jitted by another library, the mesh is used
-            only to name the mesh axes, if the program's shardings do not share one mesh.
+        mesh: the mesh of the program. For a function jitted by another library, `mesh` only names
+            the mesh axes, and only if the program's shardings do not share one mesh.
         **kwargs: the keyword arguments of `fn`.
 
     Raises:
@@ -94,7 +94,7 @@ def layouts(
         in_shardings: the layouts of the arguments, as in `ft.jit`. Omit them if the function is
             already jitted.
         out_shardings: the layout of the result. Omit it if the function is already jitted.
-        mesh: the mesh of the program. It is ignored for a function jitted by another library.
+        mesh: the mesh of the program. `mesh` is ignored for a function jitted by another library.
         **kwargs: the keyword arguments of `fn`.
 
     Raises:
@@ -119,7 +119,7 @@ def layouts(
 
 
 class LoweredCall(NamedTuple):
-    """Lowered call of a function that functree or another library jitted.
+    """A lowered call of a function that functree or another library jitted.
 
     Attributes:
         name: the name of the function.
@@ -128,7 +128,7 @@ class LoweredCall(NamedTuple):
         results: the path of each array of the result.
         layouts: a function that returns the layouts.
         compiled: a function that compiles the program, and returns its ledger and its text.
-        of_arrays: a function that calls the jitted function with `arrays`.
+        of_arrays: a function that calls the jitted function with values for `arrays`.
         arrays: the arrays of the call, which may be abstract. Their order may differ from JAX's.
         mesh: the mesh to enter around a call, or None for the current mesh.
         fn: functree's function, or None if another library jitted it.
@@ -304,7 +304,7 @@ def _parameters(
 def _ends_of_names(fn: AnyFunction | None, lowered: Lowered, positional: int) -> list[str]:
     """Return the end of JAX's name for each array of a call: `['up']` for `params['up']`.
 
-    If the function's signature is known, each end is a whole name.
+    If the function's signature is known, the list contains the whole names.
     """
     traced = len(lowered.in_avals[0])
     beginnings = _beginnings(fn, traced) if fn is not None and traced == positional else None
@@ -335,9 +335,9 @@ def _used(layouts: Layouts, ends: Sequence[str]) -> list[int]:
 
 
 def _earliest(names: Sequence[str], ends: Sequence[str]) -> list[int]:
-    """Return the index of the first remaining end that fits each name, in order.
+    """Return, for each name in order, the index of the first remaining end that fits the name.
 
-    If none fits, the index is -1.
+    If no end fits, the index is -1.
     """
     left = iter(enumerate(ends))
     return [next((i for i, end in left if name.endswith(end)), -1) for name in names]
@@ -367,7 +367,7 @@ second argument in `*rest`."""
 
 
 def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
-    """Return how the paths of each positional argument begin.
+    """Return the keys with which the paths of each positional argument begin.
 
     A path begins with a name from the function's signature. If Python cannot read the signature,
     the path begins with a position.
@@ -389,7 +389,7 @@ def _beginnings(fn: AnyFunction | None, number: int) -> list[Beginning]:
 
 
 class _Given(NamedTuple):
-    """Leaf of a call.
+    """A leaf of a call.
 
     Attributes:
         argument: the position or the name of the argument that contains the leaf.
@@ -456,7 +456,8 @@ def _by_identity(
     """
     paths: dict[int, Path] = {}
     fun = getattr(fn, "__wrapped__", None)
-    # A called module has arrays too. Their paths begin with the first parameter of `__call__`.
+    # A called module has arrays too. Their paths begin with the name of `__call__`'s
+    # first parameter.
     module, *_ = inspect.signature(type(fun).__call__).parameters
     for given in _leaves(module, (module,), fun):
         paths.setdefault(id(given.leaf), given.path)
@@ -479,8 +480,8 @@ def _by_identity(
 def _by_order(lowered: Lowered, call: Sequence[_Given]) -> dict[Path, Path]:
     """Map JAX's paths to the call's paths by position, if both list the leaves in the same order.
 
-    If the orders differ, the map is empty. Flax's modules can be mapped too, although JAX gets each
-    variable once, even if it is at several paths.
+    If the orders differ, the map is empty. Paths in Flax's modules can be mapped too, although JAX
+    gets a variable at several paths only once.
     """
     entries, _ = tree_flatten_with_path(lowered.in_avals)
     paths = [Path.of(path) for path, _ in entries]

@@ -204,7 +204,7 @@ def pipeline(
 
     def stage(x: Tree, arrays: list[Array], shared: list[Array]) -> Tree:
         # The weights are typed as varying along the pipeline's mesh axes. Their gradients are then
-        # summed over the batch where they leave the shard_map, and not in each tick.
+        # summed over the batch once, where they leave the shard_map, and not in each tick.
         arrays = [varying_over(array, plan.axes) for array in arrays]
         arrays = [plan.split_keys(array) if i in keys else array for i, array in enumerate(arrays)]
         shared = [plan.split(array) if i in cut else array for i, array in enumerate(shared)]
@@ -227,7 +227,7 @@ def pipeline(
 
 
 def _at(microbatch: Int[Array, ""], arrays: Sequence[Array], which: frozenset[int]) -> list[Array]:
-    """Return the arrays, with those in `which` replaced by their slices for a micro-batch."""
+    """Replace the arrays at the indices `which` with their slices for a micro-batch."""
     return [array[microbatch] if i in which else array for i, array in enumerate(arrays)]
 
 

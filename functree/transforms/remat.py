@@ -44,10 +44,10 @@ REMAT = Takes(
 
 @dataclass(frozen=True)
 class Offload:
-    """Checkpoint policy that is compared by value.
+    """A checkpoint policy that is compared by value.
 
-    JAX's own policies are closures, which are compared by identity. Each new config with one of
-    JAX's policies would differ from all earlier configs, so its program would be compiled again.
+    JAX's policies for names are closures, which are compared by identity. A config with a new
+    closure would differ from all earlier configs, so its program would be compiled again.
     """
 
     names: tuple[str, ...]
@@ -134,11 +134,13 @@ def offload(*names: str, others: Remat = "full") -> Policy:
 
 
 def check_names(policy: Offload, layer: str, run: Callable[..., Tree], *operands: Tree) -> None:
-    """Raise FunctreeError for names that no value has, which JAX would silently ignore.
+    """Raise FunctreeError for names that no value has.
 
-    The names come from the traced program, so calls without a gradient are checked too. A policy
-    could record names, but JAX calls it only for differentiated values, and too late for a check.
-    JAX caches the trace of the step, so no layer is traced twice.
+    JAX would silently ignore such names.
+
+    The known names come from the traced program, so calls without a gradient are checked too. A
+    policy could record names, but JAX calls it only for differentiated values, and too late for a
+    check. JAX caches the trace of the step, so no layer is traced twice.
     """
     known = _names(jax.make_jaxpr(run)(*operands))
     if not known.issuperset(policy.names):

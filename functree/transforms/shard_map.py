@@ -1,4 +1,4 @@
-"""`ft.shard_map` runs a function on each device with its shards of the arrays.
+"""`ft.shard_map` runs a function on each device, with that device's shards of the arrays.
 
 A function of local arrays, and options ─► a function of global arrays.
 """
@@ -79,7 +79,7 @@ class MapOptions(NamedTuple):
 
 
 class PartialView(MeshView):
-    """Mesh on which a plan treats some axes as having one device.
+    """A mesh on which a plan treats some axes as having one device.
 
     Messages show the real sizes.
     """
@@ -89,7 +89,7 @@ class PartialView(MeshView):
 
 
 class ManualMesh(NamedTuple):
-    """Mesh of a shard_map.
+    """The mesh of a shard_map.
 
     Attributes:
         mesh: the mesh outside the body. If an outer shard_map made mesh axes Manual, they are
@@ -102,9 +102,9 @@ class ManualMesh(NamedTuple):
 
     @property
     def explicit(self) -> bool:
-        """Whether the mesh axes that become Manual are Explicit outside.
+        """Whether the mesh axes that become Manual are Explicit outside the body.
 
-        If they are, the types of arrays contain specs.
+        If they are Explicit, the types of arrays contain specs.
         """
         types = dict(zip(self.mesh.axis_names, self.mesh.axis_types, strict=True))
         return all(types[axis] == AxisType.Explicit for axis in self.axes)
@@ -153,7 +153,7 @@ class ManualMesh(NamedTuple):
         return tuple(specs), problems
 
     def _outside(self, leaves: Leaves, parts: Sequence[Part]) -> list[Problem]:
-        """Return the problems of `P`s that name a mesh axis which does not become Manual here.
+        """Return a problem for each leaf whose `P` names a mesh axis that is not made Manual here.
 
         Rules may name such mesh axes, since rules also serve other functions. Specs from rules omit
         these mesh axes.
@@ -183,9 +183,9 @@ class ManualMesh(NamedTuple):
     # Problems that a plan does not find
 
     def misplaced(self, leaf: Leaf, spec: PartitionSpec) -> list[Problem]:
-        """Return the problem of an array that JAX would not move.
+        """Return the problem of an array that JAX would not move, or an empty list.
 
-        The array is on different devices, or its type on Explicit axes has a different mesh or
+        Such an array is on different devices, or its type on Explicit axes has a different mesh or
         spec.
         """
         value, why, remedy = leaf.value, "", "move it to the mesh with `ft.shard`"
@@ -226,7 +226,7 @@ class ManualMesh(NamedTuple):
         return [leaf.problem(why, remedy + "or pass `check_vma=False` if its values are equal")]
 
     def reshard(self, value: Any, spec: PartitionSpec) -> Any:
-        """Return an argument for `jax.shard_map`.
+        """Return an argument as `jax.shard_map` requires it.
 
         On Explicit axes, an array without a sharding in its type is resharded to its spec.
         """
@@ -245,7 +245,7 @@ class Mapped(Function[_P, _T]):
 
     Attributes:
         compilations: one record for each compilation, with the differences from the most similar
-            earlier one.
+            earlier compilation.
 
     Examples:
         >>> by_rows = {"in_specs": ft.P("data"), "out_specs": ft.P("data")}
@@ -490,8 +490,8 @@ def shard_map(
             arrays on Explicit axes, since their types contain their specs.
         out_specs: the layout of the result, or a prefix tree of layouts. It is resolved for the
             local result.
-        rules: the layout to use if `in_specs` or `out_specs` is missing. It reads the annotations
-            of the function and of its modules. The rules are ambient in the body.
+        rules: the layout to use if `in_specs` or `out_specs` is missing. It uses the axis names in
+            the annotations of the function and of its modules. The rules are ambient in the body.
         axis_names: the mesh axes that become Manual. By default, they are all mesh axes that are
             not Manual yet. Rules for other mesh axes do not apply.
         check_vma: whether to check, as in JAX, that all devices compute equal values where
@@ -518,8 +518,8 @@ def shard_map(
         ShardingError: (when called) if `axis_names` contains an axis that the mesh lacks.
         ShardingError: (when called) if a mesh axis in `axis_names` is already Manual.
         ShardingError: (when called) if a spec replicates a result that may differ between devices.
-        AxesError: (when called) if an array does not match its annotation. The message gives the
-            argument, the axis and both sizes.
+        AxesError: (when called) if an array does not match its annotation. If sizes differ, the
+            message gives the argument, the axis and both sizes.
 
     Gradients:
         Inside the function, a mean over a local batch is a local mean. Apply `jax.lax.pmean` to it
@@ -552,13 +552,13 @@ def shard_map(
             f'shard_map: shapes={shown(shapes)} is invalid: use "global", "local" or None',
             right_type=isinstance(shapes, str),
         )
-    # A string is itself a collection of strings: its characters.
+    # A string is itself a collection of strings, so it would pass the next check.
     if isinstance(axis_names, str):
         raise FunctreeTypeError(
             f"shard_map: axis_names={axis_names!r} is a string: pass a set, {{{axis_names!r}}}"
         )
     check("shard_map: invalid arguments", axis_names=(axis_names, TEXTS.or_none()))
-    # For `mesh_view`, None would mean the current mesh. Here it means the mesh of each call.
+    # For `mesh_view`, None would mean the current mesh. Here, None means the mesh of each call.
     given_mesh = None
     if mesh is not None:
         given_mesh = mesh_view(mesh).mesh

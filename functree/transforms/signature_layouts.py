@@ -39,14 +39,15 @@ def signature_layouts(
         `(inputs, output)`: a dict from each parameter's name to its layout, and the layout of the
             result. A layout may be a prefix tree. `Float[Array, "batch embed"]` becomes the `P`
             from the rules. A tuple becomes a tuple with a layout for each element. A module, or a
-            missing annotation, becomes the rules themselves, which read the module's annotations.
-            If the names depend on the array's rank or dtype (`"*batch embed"`), the layout resolves
-            them for each array. A number or a string becomes None.
+            missing annotation, becomes the rules themselves. For a module, the rules use the axis
+            names in its annotations. If the names depend on the array's rank or dtype
+            (`"*batch embed"`), the layout resolves them for each array. A number or a string
+            becomes None.
 
     Raises:
         FunctreeError: if `fun` is not a function.
         AxesError: if an annotation cannot be resolved.
-        AxesError: if an annotation's alternatives have one rank and dtype, but different names.
+        AxesError: if an annotation's alternatives have the same rank and dtype, but different names.
         RuleError: if `rules` is not a layout.
         ShardingError: if an axis has no rule.
 
@@ -122,8 +123,8 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
         named = form.spec, [dim.token for dim in form.dims]
         if kinds.setdefault((len(form.dims), form.dtype), named) != named:
             raise AxesError(
-                f"{what}, is ambiguous, since alternatives of the same rank and dtype name its "
-                "dimensions differently: give them the same names"
+                f"{what}, is ambiguous, since alternatives of the same rank and dtype have "
+                "different axis names: use the same names"
             )
     said = {(form.plain, form.spec) for form in hint.forms}
     if len(said) > 1:
@@ -140,7 +141,7 @@ def _array_layout(hint: Hint, rules: Layout, what: str) -> Layout | PartitionSpe
 
 @dataclass(frozen=True, repr=False, eq=False)
 class AnnotationLayout(Modifier):
-    """Rules for leaves whose axes come from an annotation, once the arrays are known."""
+    """Rules with an annotation, whose axis names are resolved once the arrays are known."""
 
     annotation: Hint
 
@@ -148,9 +149,10 @@ class AnnotationLayout(Modifier):
     def hint(self) -> Hint:
         return self.annotation
 
-    # `Hint` compares by identity, since it may contain names that are resolved later. Two layouts
-    # from one annotation must be equal, so that they share programs. Comparing texts is safe: a
-    # name has one meaning in all annotations of a function, and functions do not share programs.
+    # A `Hint` is compared by identity, since it may contain names that are resolved later. Two
+    # layouts from one annotation must be equal, so that they share programs. Comparing texts is
+    # safe: a name means the same in all annotations of a function, and functions do not share
+    # programs.
     def __eq__(self, other: object) -> bool:
         return isinstance(other, AnnotationLayout) and self._parts() == other._parts()
 

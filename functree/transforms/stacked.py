@@ -59,7 +59,8 @@ class ScanOptions(TypedDict, total=False):
 class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     """`n` layers of equal structure in one module, which applies them in order.
 
-    It is both a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer (`s(x)`).
+    The module is both a sequence of layers (`len(s)`, `s[i]`, `s[1:3]`, iteration) and a layer
+    (`s(x)`).
     The compiled program contains one layer, regardless of `n`. Outside jit, the stack is compiled
     once for arrays of equal types.
 
@@ -112,8 +113,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
     def __getitem__(self, index: int | Int[Array, ""] | slice) -> "T | Stacked[T]":
         """Return one layer, or a shorter stack for a slice.
 
-        An array index, traced or not, is clamped to the valid range, as in JAX. A check of the
-        index would have to wait for the device.
+        An array index, traced or not, is clamped to the valid range, as in JAX. Checking the index
+        would require waiting for the device.
         """
         if isinstance(index, slice):
             return Stacked(_take(self.layer, index), self.axis)
@@ -189,13 +190,13 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 scan returns the layers' `out` as one tree, whose arrays have one slice per layer.
             remat: the values to keep for the backward pass. `None` keeps all values. `"full"`
                 keeps only the input of each layer, and `"dots"` also keeps the products with
-                weights. `ft.offload(...)` keeps named values in host memory. A policy of
+                weights. `ft.offload(...)` keeps named values in host memory. A policy from
                 `jax.checkpoint_policies` is accepted too.
             unroll: the number of layers in one iteration of the loop, as in `jax.lax.scan`.
             state: an `ft.State`. Each layer then gets `state=` and returns the new state last:
                 `(x, state)`, or `(x, out, state)`. A layer gets its own slice of the state that its
-                `StateRef`s declare. All layers share any other state, and pass it from one to the
-                next. State whose ref also occurs outside the stack is shared, too.
+                `StateRef`s declare. All layers share any other state, and pass it from one layer
+                to the next. State whose ref also occurs outside the stack is shared, too.
             microbatches: the number of micro-batches of a pipeline. If the stack's axis is sharded
                 (`{"layers": "pipe"}`), the layers run in pipeline stages. The first dimension of
                 `x` is then the batch, and random keys in `each` are split per micro-batch. If the
@@ -205,8 +206,8 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
                 arguments unchanged.
 
         Returns:
-            The `x` that the last layer returns. With `collect` or `state=`, it is the first element
-                of a tuple: `(x, outs)`, `(x, state)` or `(x, outs, state)`.
+            The `x` that the last layer returns. With `collect` or `state=`, this `x` is the first
+                element of a tuple: `(x, outs)`, `(x, state)` or `(x, outs, state)`.
 
         Raises:
             FunctreeError: if a layer changes the shape or dtype of `x`.
@@ -246,7 +247,7 @@ class Stacked(eqx.Module, Stack, ShownByPlan, Generic[T]):
             microbatches=(microbatches, SIZE.or_none()),
             divided=(divided, POSITIONS),
         )
-        remat_policy(remat)  # raises an error if it is invalid
+        remat_policy(remat)  # raises an error if `remat` is invalid
         layers_at_once = unroll if FLAG.fits(unroll) else int(unroll)
         positions = _divided_arguments(divided, args)
         options = _Options(bool(collect), remat, layers_at_once, microbatches, positions)
@@ -327,8 +328,8 @@ def _scanned(
 def _saving(step: _Step, policy: Policy, depth: int, unroll: int | bool) -> _Step:
     """Return a step whose backward pass recomputes all values except those that a policy keeps."""
     # Without a loop, XLA would merge the recomputation with the forward pass as common
-    # subexpressions, and no memory would be saved. `prevent_cse` adds costly barriers against this.
-    # Loops do not need them, since XLA does not merge two loops.
+    # subexpressions, and no memory would be saved. `prevent_cse` prevents this with costly
+    # barriers. Loops do not need the barriers, since XLA does not merge two loops.
     unrolled = unroll is True or unroll >= depth
     return jax.checkpoint(step, policy=policy, prevent_cse=unrolled)
 
@@ -382,7 +383,7 @@ def _check_result(layer: Tree, result: Tree, collect: bool, state: Tree) -> None
         wanted.append("state")
         options.append("`state=`")
     fits = isinstance(result, tuple) and len(result) == len(wanted)
-    # Without this check, a layer that returns `(x, out)` would fail later, when its state is read.
+    # Without this check, a layer that returns `(x, out)` would fail later, when the state is read.
     if fits and state is not None:
         fits = isinstance(result[-1], StateMapping)
     if not fits:
@@ -503,7 +504,7 @@ class _Text(str):
 def stack(
     make: Callable[[PRNGKeyArray], T], n: int, key: PRNGKeyArray, axis: str = "layers"
 ) -> Stacked[T]:
-    """Create `n` layers as one module, each from its own key.
+    """Create `n` layers as one module, each layer from its own key.
 
     The module's `layer` is `eqx.filter_vmap(make)(jax.random.split(key, n))`. Arrays are stacked,
     and the layers share everything else.

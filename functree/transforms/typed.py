@@ -50,13 +50,12 @@ def typed(
 def typed(
     fun: Callable[_P, _T] | None = None, *, constrain: bool = False
 ) -> Callable[_P, _T] | Callable[[Callable[_P, _T]], Callable[_P, _T]]:
-    """Check a function's arguments and result against its annotations.
+    """Wrap a function to check its arguments and result against its annotations.
 
     The checks cover the sizes of named axes, dtypes, types and shardings. beartype checks the
-    values that are not arrays. Under jit, all checks run while the function is traced, and cost
-    nothing in the compiled program. On a mesh with Explicit axes, the types of annotated arrays
-    have shardings, which are compared with the ambient rules. The comparison adds no operation to
-    the program.
+    values that are not arrays. On a mesh with Explicit axes, the shardings in the types of
+    annotated arrays are compared with the ambient rules. Under jit, all checks run while the
+    function is traced, and add no operation to the program.
 
     Args:
         fun: a function or a method.
@@ -69,8 +68,8 @@ def typed(
     Raises:
         FunctreeError: if `fun` is not a function.
         FunctreeError: if `fun` is a class.
-        AxesError: (when called) if an array does not match its annotation. The message gives the
-            argument, the axis and both sizes.
+        AxesError: (when called) if an array does not match its annotation. If sizes differ, the
+            message gives the argument, the axis and both sizes.
         ShardingError: (when called) if the type of an array on Explicit axes contradicts the rules.
         ShardingError: (when called) with `constrain=True`, if an array cannot be constrained.
         ShardingError: (when called) with `constrain=True`, if there is a mesh but no rules.
@@ -154,7 +153,7 @@ def _called_as(fun: AnyFunction) -> Callable[[AnyFunction], AnyFunction]:
         wrapped: Any = functools.wraps(fun)(wrapper)
         wrapped.__signature__ = inspected(fun)
         if not wrapped.__name__.isidentifier():
-            wrapped.__name__ = "function"  # for a lambda: jaxtyping generates code with the name
+            wrapped.__name__ = "function"  # for a lambda: jaxtyping uses the name in code
         return wrapped
 
     return decorate
@@ -234,11 +233,11 @@ def _other_spec(leaf: Leaf, rules: Layout) -> str | None:
 
 
 Sizes = dict[tuple[str, bool, Path | None], tuple[tuple[int, ...], Path]]
-"""The sizes of the axes in one call, each with the path of its array.
+"""The sizes of the axes in one call, each with the path of the first array with that axis.
 
-A variadic axis has several sizes. A key consists of the axis's name and whether the axis is
-variadic. If the axis may differ by leaf (`?b`), the key also contains the leaf's path within its
-argument.
+A variadic axis has several sizes. A key contains the axis's name, and whether the axis is variadic.
+If the axis may differ by leaf (`?b`), the key also contains the leaf's path within its argument.
+Otherwise, this path is None.
 """
 
 _REMEDY = "make the sizes equal, or give the axes different names"
@@ -255,8 +254,8 @@ def check_sizes(
     """Compare the sizes of a record's axes with each other, and with known sizes.
 
     The axes come from the function's own annotations and, for a method, from the annotations of the
-    fields of `self`. In any other module, axis names belong to that module, since two layers of one
-    class may have different sizes.
+    fields of `self`. Axis names in any other module apply only within that module, since two layers
+    of one class may have different sizes.
 
     Args:
         name: the name of the function, for messages.
@@ -269,8 +268,8 @@ def check_sizes(
         The known sizes and the sizes of this record.
 
     Raises:
-        AxesError: if arrays do not match their annotations. The message gives each axis and both
-            sizes.
+        AxesError: if arrays do not match their annotations. If sizes differ, the message gives the
+            axis and both sizes.
     """
     if leaves is None:
         leaves = read(record).leaves
@@ -305,9 +304,10 @@ def check_sizes(
 
 
 def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, ArrayForm]]:
-    """Yield the arrays that the function itself annotates, each with the alternative that fits.
+    """Yield the arrays that the function itself annotates, each with its fitting alternative.
 
-    An alternative that fits by rank and dtype takes precedence over one that fits only by rank.
+    An alternative that fits by rank and dtype takes precedence over an alternative that fits only
+    by rank.
     """
     hints = field_hints(type(record))
     for leaf in leaves:
@@ -325,7 +325,7 @@ def _annotated(record: Record, leaves: Sequence[Leaf]) -> Iterator[tuple[Leaf, A
 
 
 def _forms(hint: Hint, below: Path) -> list[ArrayForm]:
-    """Return the alternatives for an array at a path below a parameter.
+    """Return an annotation's alternatives for an array at a path below a parameter.
 
     Axes from `ft.names` replace the axes of the annotation, but not its dtypes.
     """
@@ -337,9 +337,9 @@ def _forms(hint: Hint, below: Path) -> list[ArrayForm]:
 
 
 def _spans(form: ArrayForm, shape: tuple[int, ...]) -> Iterator[tuple[Dim, tuple[int, ...]]]:
-    """Yield each token of an annotation with the sizes of its dimensions.
+    """Yield each token of an annotation with the sizes of the dimensions that it covers.
 
-    A variadic token has any number of sizes.
+    A variadic token covers any number of dimensions.
     """
     start = 0
     for dim in form.dims:
@@ -366,9 +366,9 @@ def _sizes_of_fields(leaves: Sequence[Leaf]) -> Sizes:
 
 
 def _difference(sizes: Sizes, leaf: Leaf, dim: Dim, own: tuple[int, ...]) -> str | None:
-    """Return why the size of a dimension does not fit the sizes so far, or None if it fits.
+    """Return why the size of a dimension does not fit the known sizes, or None if it fits.
 
-    If the axis has no size yet, the dimension's size is added to `sizes`.
+    If the size of the axis is not known yet, the dimension's size is added to `sizes`.
     """
     body = dim.body
     # In jaxtyping, a size of 1 always fits `#name`, since it is broadcast. `{name}` refers to

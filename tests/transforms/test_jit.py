@@ -389,7 +389,7 @@ REFUSED = {
     ),
     "abstracted_axes": (
         "jit has no option `abstracted_axes`",
-        "sizes are part of a compiled program",
+        "a program is compiled for fixed sizes",
         "jax.export",
     ),
     "donate_argnums": ("jit has no option `donate_argnums`: pass names or positions to `donate=`",),

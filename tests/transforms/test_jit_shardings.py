@@ -143,7 +143,7 @@ FOR_STATIC: list[tuple[Any, Any]] = [
 @pytest.mark.parametrize(("fun", "given"), FOR_STATIC)
 def test_a_layout_for_a_static_parameter(fun: Any, given: Any):
     said = (
-        "jit: in_shardings has a layout for `b`, which is static: remove it, or replace it with `None`",
+        "jit: in_shardings has a layout for `b`, which is static: remove the layout, or replace it with `None`",
     )
     with raises(*said, error=ft.RuleError):
         ft.jit(fun, in_shardings=given, static_argnames="b")

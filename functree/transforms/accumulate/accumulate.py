@@ -85,10 +85,10 @@ def accumulate(
         carry: the names of parameters, such as `state`, whose values each micro-batch takes from
             the previous one. `fn` returns the next value as its aux, or a tuple of values for
             several names. The result contains the last value.
-        weighted: whether `fn` returns sums, and as its aux the micro-batch's weight, for example
-            the number of tokens. With `carry`, the aux is `(weight, carried)`. The sums are
-            divided by the sum of the weights, so a masked mean is exact for every `steps` and on
-            every mesh. The result contains the sum of the weights.
+        weighted: whether `fn` returns sums, and the micro-batch's weight as its aux. For example,
+            the weight is the number of tokens. With `carry`, the aux is `(weight, carried)`. The
+            sums are divided by the sum of the weights, so a masked mean is exact for every `steps`
+            and on every mesh. The result contains the sum of the weights.
         over: the mesh axes of the batch. The loop runs separately on each shard along these mesh
             axes. Parameters that are sharded over these mesh axes are gathered once, before the
             loop. Gradients are reduced once, after the loop, and scattered where the parameter is
@@ -104,7 +104,7 @@ def accumulate(
         FunctreeError: if `steps` is not a positive integer.
         FunctreeError: if a name is not the name of a parameter.
         FunctreeError: if a named parameter is differentiated.
-        FunctreeError: if a parameter has two roles.
+        FunctreeError: if a parameter is named in two of `batch`, `keys` and `carry`.
         FunctreeError: if `weighted`, `carry` or `over` is used, but `fn` is not a gradient function
             of functree.
         FunctreeError: (when called) if a leading dimension cannot be divided evenly into the
@@ -282,7 +282,7 @@ def summed(call: Call, operands: Sequence[Any], steps: int) -> tuple[MicroBatch,
     """Trace one micro-batch, and run the loop over all micro-batches.
 
     Returns:
-        The traced micro-batch, and the arrays of the result. Each is the sum over all
+        The traced micro-batch, and the arrays of the result. Each array is the sum over all
             micro-batches, the last carried value, or the value of the last micro-batch.
 
     Raises:
@@ -392,8 +392,8 @@ def _check_carried(call: Call, operands: Sequence[Any], micro_batch: MicroBatch)
 def _type_text(array: ArrayType) -> str:
     """Format the parts of an array's type that a loop must keep.
 
-    These are its dtype, its shape, its sharding on Explicit axes, and the mesh axes along which it
-    varies inside a shard_map.
+    These are the dtype, the shape, the sharding on Explicit axes, and the mesh axes along which the
+    array varies inside a shard_map.
     """
     text = array_text(array)
     if AxisType.Explicit in array.sharding.mesh.axis_types:
@@ -568,7 +568,8 @@ class Shards:
             spec: the spec of the sum.
         """
         # For each dimension, `blocks` lists its leading mesh axes that belong to the batch. These
-        # mesh axes split the dimension into blocks, which its other mesh axes split further.
+        # mesh axes split the dimension into blocks, which the other mesh axes of
+        # the dimension split further.
         blocks: list[tuple[str, ...]] = []
         for partition in spec.partitions:
             blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(partition))))

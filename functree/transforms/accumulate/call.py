@@ -1,4 +1,4 @@
-"""A `Call` assigns each array passed to a gradient function a role in the micro-batch loop.
+"""A `Call` gives each array in a call of a gradient function a role in the micro-batch loop.
 
 The loop divides the arrays of the batch and splits random keys. It takes carried arrays from the
 previous micro-batch. All other arrays are the same in each micro-batch. This module also checks
@@ -37,9 +37,9 @@ from functree.tree.skeleton.skeleton import Skeleton
 
 
 class Role(Enum):
-    """Role of an array in the loop over micro-batches.
+    """The role of an array in the loop over micro-batches.
 
-    The value of a role is the option that names the arrays with this role.
+    The value of a role is the option that names the parameters whose arrays have this role.
     """
 
     SAME = None  # the same in each micro-batch
@@ -100,7 +100,7 @@ class GradientFunction(NamedTuple):
     def own_aux(self) -> str:
         """The required aux, in words: a weight, carried values, or both.
 
-        The text is empty if any aux fits.
+        The text is empty if no particular aux is required.
         """
         parts: list[str] = []
         if self.weighted:

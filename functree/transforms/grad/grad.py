@@ -346,7 +346,7 @@ def _varying(tree: Any) -> frozenset[str]:
 def _check_one_loss(
     loss: Any, parameters: Sequence[Parameters], arrays_of_each: Sequence[Sequence[Any]]
 ) -> None:
-    """Raise FunctreeError for parameters that shards share, if each shard has its own loss.
+    """Raise FunctreeError for parameters that shards share, if each shard computes its own loss.
 
     JAX sums the gradient of such a parameter over the shards. The result is the gradient of the
     summed losses.

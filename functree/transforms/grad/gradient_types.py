@@ -1,6 +1,6 @@
-"""Protocols are the types of gradient functions, and `KnownGradient` describes their results.
+"""This module types gradient functions with protocols, and describes their results.
 
-The types are protocols, so that a type checker can extract the type of the first parameter. A
+With a protocol, a type checker can extract the type of the first parameter. A
 `Callable[Concatenate[M, P], M]` would also make this possible. However, a `Callable` loses the name
 of that parameter, and does not accept a lambda.
 """

@@ -42,7 +42,7 @@ BACKWARD = "transpose(jvp())"
 
 
 class Parameters(NamedTuple):
-    """An argument, with the selection of its arrays to differentiate.
+    """An argument of which some arrays are differentiated.
 
     Attributes:
         number: the argument's position.
@@ -96,11 +96,11 @@ class Parameters(NamedTuple):
         return self.leaves.skeleton.fill(self._merged(arrays, self.leaves.values))
 
     def gradient(self, arrays: Sequence[Any]) -> Any:
-        """Return the gradient as a tree like the argument, with None for other leaves.
+        """Return the gradient as a tree like the argument, with None for undifferentiated leaves.
 
         The gradient is laid out with `layout=`, if a layout was passed. Otherwise, under ambient
-        rules, it is sharded like the parameters. Without rules, JAX's gradient is returned
-        unchanged.
+        rules, the gradient is sharded like the parameters. Without a layout and rules, JAX's
+        gradient is returned unchanged.
         """
         # If the types have shardings, JAX has already laid out the gradient.
         if not self.parts or (not self.given and all(map(_typed, self.arrays))):
@@ -129,8 +129,8 @@ class Parameters(NamedTuple):
             if self.given and decision is not None:
                 gradient = with_decision(_tied(gradient, parameter), decision, mesh)
             else:
-                # The ambient layout does not decide the gradient's sharding: its specs and sizes
-                # are for the arguments of a program, and under `vmap` a parameter has fewer
+                # The ambient layout does not decide the gradient's sharding. Its specs and sizes
+                # are meant for the arguments of a program, and under `vmap`, a parameter has fewer
                 # dimensions.
                 gradient = laid_out_as(parameter, gradient)
             laid_out.append(gradient)
@@ -163,7 +163,7 @@ class Parameters(NamedTuple):
         return decisions
 
     def _tree(self, gradients: Sequence[Any]) -> Any:
-        """Build a tree of gradients like the argument, with None for other leaves."""
+        """Build a tree of gradients like the argument, with None for undifferentiated leaves."""
         return self.leaves.skeleton.spread(self._merged(gradients, [None] * len(self.chosen)))
 
     def _merged(self, arrays: Iterable[Any], others: Sequence[Any]) -> list[Any]:
@@ -230,8 +230,8 @@ def _typed(array: Any) -> bool:
 def laid_out_as(parameter: Any, gradient: Any) -> Any:
     """Shard a gradient like its parameter.
 
-    On Auto axes, the type of a traced parameter has no sharding. The compiler derives it from the
-    program's arguments, even under `vmap` and in a scan.
+    On Auto axes, the type of a traced parameter has no sharding. The compiler derives the
+    sharding from the program's arguments, even under `vmap` and in a scan.
     """
     if _typed(parameter):
         return gradient
@@ -296,7 +296,7 @@ class SummedFirst:
             self._batch.update(self._axes_of(name))
 
     def spec(self, leaf: Leaf, wanted: PartitionSpec) -> PartitionSpec | None:
-        """Return the spec of a gradient's first constraint, or None without such a constraint.
+        """Return the spec of a gradient's first constraint, or None if none is needed.
 
         Args:
             leaf: the parameter.

@@ -66,7 +66,8 @@ def jit(
 
     A call costs no more than a `jax.jit` call with the same tree.
 
-    Rules read the annotations of the function's parameters and result, and of the modules in them.
+    Rules use the axis names in the annotations of the function's parameters and result, and in the
+    annotations of modules.
 
     JAX and NumPy arrays are traced. Every other leaf, even a Python number, is static, and is
     compared by type and value. Static data of modules is compared with `==`, as in JAX. Values that
@@ -110,7 +111,7 @@ def jit(
 
     Returns:
         The compiled function. Its methods `trace`, `lower` and `eval_shape` are like JAX's, but
-            accept modules. `compilations` has a record of each compilation and its cause.
+            accept modules. `compilations` records each compilation and its cause.
 
     Raises:
         FunctreeError: if `fun` is not a function.
@@ -159,7 +160,7 @@ def jit(
     if mesh is not None and mesh_view(mesh).mesh is None:
         raise ShardingError("jit: `mesh` has only sizes: pass a `Mesh` with devices")
     layout = None if rules is None else as_layout(rules)
-    # Copied, since wrappers with equal options share traces, and options must not change later.
+    # The layouts are copied: wrappers with equal options share traces, so options must not change.
     layouts = copied(in_shardings), copied(out_shardings)
     jax_options: dict[str, object] = {"keep_unused": keep_unused, "inline": inline}
     if compiler_options is not None:
@@ -184,7 +185,7 @@ def jit(
 def _check_not_static(donated: Iterable[str], static: Collection[str]) -> None:
     """Raise FunctreeError for parameters that are both donated and static."""
     for name in sorted(donated):
-        # `more` means all of `**more`, and `more.mode` is one argument in it.
+        # `more` means all arguments in `**more`, and `more.mode` means one of them.
         if name in static or name.partition(".")[0] in static:
             raise FunctreeValueError(
                 f"jit: `{name}` in `donate` is static, so it has no arrays to donate: remove it "
@@ -202,8 +203,8 @@ _REFUSED = {
     "backend": f"jit has no option `backend`: {_USE_DEVICE_PUT}",
     "device": f"jit has no option `device`: {_USE_DEVICE_PUT}",
     "abstracted_axes": (
-        "jit has no option `abstracted_axes`, since sizes are part of a compiled program: use the "
-        "symbolic sizes of `jax.export`"
+        "jit has no option `abstracted_axes`, since a program is compiled for fixed sizes: use the "
+        "symbolic shapes of `jax.export`"
     ),
 }
 
@@ -225,7 +226,7 @@ def _named(
     for parameter in which:
         if isinstance(parameter, str) and parameter in known:
             names.add(parameter)
-        # With `**more`, any name may be an argument, which only a call shows.
+        # With `**more`, a call may pass an argument with any name.
         elif isinstance(parameter, str) and signature.by_name is not None:
             names.add(f"{signature.by_name}.{parameter}")
         # A negative position counts from the end, as in `jax.jit`.

@@ -1,4 +1,4 @@
-"""`Jit` places the arguments of a call, and finds or makes the program that runs it.
+"""`Jit` places the arguments of a call, and finds or makes the program that runs the call.
 
 A function and the options of `ft.jit` ─► a `Jit`, or a `CheckedJit`, which runs only if all
 processes compile the same program.
@@ -88,7 +88,7 @@ class JitOptions(NamedTuple):
 
 
 class Jit(Function[_P, _T]):
-    """Function that is compiled once for each structure of its arguments. `ft.jit` makes it.
+    """A function that `ft.jit` compiles once for each structure and types of its arguments.
 
     Attributes:
         compilations: a record for each program that the function has used, with the differences
@@ -113,7 +113,7 @@ class Jit(Function[_P, _T]):
         if options.in_shardings is not None:
             self._layouts = ParameterLayouts("in_shardings", options.in_shardings, self._signature)
             _check_static(self._layouts, options.static)
-        # How often the array at each path was placed.
+        # How many times the array at each path was placed.
         self._placings: Counter[Path] = Counter()
         # Without layouts and donation, a `Program` does not depend on its arguments' shardings. The
         # key then stays short, and JAX compiles one program for each set of shardings.
@@ -157,8 +157,8 @@ class Jit(Function[_P, _T]):
         group, arrays = flat.group, flat.arrays
         moving: dict[int, AnyArray] = {}
         for i, (path, array) in enumerate(zip(group.paths, arrays, strict=True)):
-            # An entry of `in_shardings` constrains every tracer, since a tracer's sharding is not
-            # known.
+            # An entry of `in_shardings` constrains every tracer, since a tracer's sharding is
+            # unknown.
             if is_unplaced(array) or (isinstance(array, Tracer) and self._has_entry(path)):
                 moving[i] = array
         if not moving:
@@ -212,7 +212,7 @@ class Jit(Function[_P, _T]):
             if isinstance(array, Tracer | jax.ShapeDtypeStruct) or not is_worth_telling(array):
                 continue
             by = "in_shardings" if self._has_entry(path) else "the rules"
-            # A NumPy array has to be moved in each call in any case.
+            # A NumPy array must be moved in each call in any case.
             if by == "the rules" and not is_concrete(array):
                 continue
             self._placings[path] += 1
@@ -232,7 +232,7 @@ class Jit(Function[_P, _T]):
     def _program(self, flat: FlatCall) -> Program:
         name, options = self._signature.name, self._options
         group, arrays = flat.group, flat.arrays
-        # The filters of ambient rules are not checked, since they serve several functions.
+        # The filters of ambient rules are not checked, since such rules serve several functions.
         if options.rules is not None and has_filters(options.rules):
             check_rules(flat.call, options.rules, self._signature)
         if not tracing() and self._rules() is None:
@@ -275,7 +275,7 @@ class Jit(Function[_P, _T]):
         return program if of_arguments is None else _on_mesh(program, traced, of_arguments)
 
     def _mesh(self, arrays: Sequence[AnyArray]) -> Mesh | AbstractMesh | None:
-        """Return the mesh of a call, or None if its arguments determine it."""
+        """Return the mesh of a call, or None if the call's arguments determine the mesh."""
         if self._options.mesh is not None:
             return self._options.mesh
         mesh = current_mesh()
@@ -292,7 +292,7 @@ class Jit(Function[_P, _T]):
         """
         group, mesh = flat.group, surroundings.mesh
         donated = donated_indices(group.paths, self._options.donated)
-        # If no mesh is known, the layouts of the result may still have one.
+        # If no mesh is known, the layouts of the result may still contain one.
         several = self._options.out_shardings is not None if mesh is None else mesh.size > 1
         if several:
             donated = tuple(i for i in donated if not _is_spread(flat.arrays[i]))
@@ -346,13 +346,13 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
         key = name.rpartition(".")[2]
         if layouts.by_name is not None and layouts.by_name.get(key) is not None:
             raise RuleError(
-                f"jit: in_shardings has a layout for `{key}`, which is static: remove it, or "
-                "replace it with `None`"
+                f"jit: in_shardings has a layout for `{key}`, which is static: remove the layout, "
+                "or replace it with `None`"
             )
 
 
 def _is_spread(array: AnyArray) -> bool:
-    """Return whether the compiler chooses an array's sharding, since the array is uncommitted.
+    """Return whether the compiler chooses an array's sharding, because the array is uncommitted.
 
     JAX copies such an array to the devices, so donating it saves no memory. XLA may even fail: it
     assigns the memory of a donated input to an output before it chooses the input's sharding.
@@ -468,7 +468,7 @@ class CheckedJit(Jit[_P, _T]):
     def _set_up(self) -> None:
         super()._set_up()
         self._agreed: set[Hashable] = set()  # the compilations on which all processes agree
-        self._compares = False  # whether a call is prepared to run, and not only to be traced
+        self._compares = False  # whether the current call will run, and is not only traced
 
     def __call__(self, /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
         self._compares = jax.process_count() > 1 and not tracing()

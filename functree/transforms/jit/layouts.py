@@ -51,7 +51,7 @@ from functree.tree.skeleton.kinds import ARRAY
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Shardings with which the arguments of some calls are placed.
+    """The shardings with which similar calls place their arguments.
 
     Attributes:
         shardings: the sharding of each array that is placed, by its index.
@@ -81,8 +81,8 @@ class Placement:
         if traced:
             for i, array in self._constrain(traced).items():
                 new[i] = array
-        # `device_put` may share a buffer with the given array, even with `may_alias=False`. It does
-        # so on the array's own device, if it replicates the array.
+        # `device_put` may share a buffer with the given array, even with `may_alias=False`. This
+        # happens on the array's own device, if the array is replicated.
         copies = {
             id(array): jnp.array(array, copy=True)
             for i, array in moving.items()
@@ -164,7 +164,7 @@ def by_rules(
     # Committed arrays stay where they are, so their problems do not matter. Arrays without names
     # are replicated, with a warning.
     settled = {leaf.path for i, leaf in enumerate(decided.leaves) if i not in arrays}
-    # A problem of an uncommitted follower may be reported for its parameter.
+    # A problem of an uncommitted leaf that follows a parameter may be reported for the parameter.
     settled.difference_update(followed_paths([decided.leaves[i] for i in arrays]).values())
     settled |= {decided.leaves[i].path for i in nameless}
     problems = [problem for problem in decided.problems if problem.path not in settled]
@@ -349,7 +349,7 @@ def by_in_shardings(
     layouts: ParameterLayouts,
     mesh: Mesh | AbstractMesh | None,
 ) -> tuple[Mesh | AbstractMesh | None, Shardings]:
-    """Return the mesh of `in_shardings`, and the sharding that they give to each array.
+    """Return the mesh of `in_shardings`, and the sharding that it gives to each array.
 
     The sharding is None for an array that may have any sharding.
 
@@ -418,9 +418,9 @@ def _other_sharding(array: Any, wanted: NamedSharding) -> Fault:
 
 
 def _untyped(array: AnyArray) -> Fault:
-    """Return the fault of an array whose type has no mesh, on Explicit axes.
+    """Return the fault of an array whose type has no mesh, although the mesh has Explicit axes.
 
-    JAX would move the array, but not change its type.
+    JAX would move the array, but would not change its type.
     """
     state = "is uncommitted and not on a mesh"
     if isinstance(array, np.ndarray | np.generic):
@@ -436,7 +436,7 @@ def _untyped(array: AnyArray) -> Fault:
 
 
 class StateForm(NamedTuple):
-    """Form that two trees share if one can replace the other as state.
+    """The form that two trees share if either can replace the other as state.
 
     The form consists of the root's class, and of the path, shape and dtype of each array. A model's
     gradient has the model's form, although None replaces the model's functions.
@@ -518,9 +518,9 @@ def resolve_out_shardings(
 
     Raises:
         ShardingError: if a layout does not fit.
-        RuleError: if the prefix has a different structure from the result.
+        RuleError: if the prefix does not match the structure of the result.
     """
-    # A record has one field here, with the annotation of the result.
+    # Here, a record has one field, with the annotation of the result.
     record = signature.result
     planned = plan_tree(
         record(result), record(layouts), planning_mesh(mesh), check=False, allow_unspecified=True
