@@ -23,8 +23,8 @@ from functree.tree.paths import Path
 class Labels:
     """The keys of an argument's arrays. A parameter's name and a key together form an array's path.
 
-    Equal keys share one object, since labels compare by identity. JAX compares them when it
-    compares a new function with earlier functions that have the same number of arguments.
+    Equal keys share one `Labels` object, since labels compare by identity. JAX compares labels when
+    it compares a new function with earlier functions that have the same number of arguments.
     """
 
     keys: tuple[str, ...]
@@ -36,7 +36,7 @@ _labels = functools.lru_cache(maxsize=1024)(Labels)
 class Arrays:
     """The arrays of an argument and their keys, as a node that JAX flattens in one Python call.
 
-    In trees that JAX builds from these nodes, other values, such as shardings, replace the arrays.
+    In trees that JAX builds from these nodes, other values, such as shardings, may replace the arrays.
     """
 
     __slots__ = ("labels", "values")

@@ -70,7 +70,7 @@ class CallGroup:
         return arrays
 
     def see_devices(self, arrays: Iterable[AnyArray]) -> None:
-        """Note whether a call has arrays on several devices."""
+        """Set `several_devices` if a call has arrays on several devices."""
         if any(x.sharding.num_devices > 1 for x in arrays if is_concrete(x)):
             self.several_devices = True
 

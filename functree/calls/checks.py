@@ -215,14 +215,14 @@ def warn_grouped_convolutions(name: str, traced: Traced, mesh: Mesh | AbstractMe
     axes = [axis for axis, size in mesh.shape.items() if size > 1] if mesh is not None else []
     if len(axes) < 2:
         return
-    # The partitioner does not divide what a `shard_map` contains.
+    # The partitioner does not partition the operations in a `shard_map`.
     partitioned = all_equations(traced.jaxpr, shard_maps=False)
     # Only the gradient of a grouped convolution's kernel has such groups.
     if any(equation.params.get("batch_group_count", 1) > 1 for equation in partitioned):
         warn(
             f"{name}: the gradient of a grouped convolution's kernel may be too large. If some "
             "mesh axes shard the convolution's input, XLA multiplies the gradient by the sizes of "
-            "the other mesh axes: shard the input, for example its batch, over all of "
+            "the other mesh axes: shard the input, for example its batch, over all of the axes "
             f"{', '.join(axes)}"
         )
 

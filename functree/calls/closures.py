@@ -48,8 +48,8 @@ def used_globals(fun: Any) -> dict[str, Any]:
 def held(values: Mapping[str, Any]) -> Iterator[tuple[Path, Any]]:
     """Yield the leaves of some variables with their paths, outermost first.
 
-    If a leaf is a function, its variables and defaults follow. This function does not
-    use `functree.tree.nodes.walk`, since a program may close over values that are not JAX trees.
+    If a leaf is a function, its variables and defaults follow. `held` does not use
+    `functree.tree.nodes.walk`, since a program may close over values that are not JAX trees.
     Examples are a dict with keys of several types and a list that contains itself.
     """
     waiting = deque[tuple[Path, Any]](_named(values))

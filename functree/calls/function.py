@@ -200,7 +200,7 @@ class Function(Generic[_P, _T]):
         """Return everything that a program depends on, except the call's group."""
 
     def _placed(self, flat: FlatCall, rules: Layout | None) -> FlatCall:
-        """Place the uncommitted arrays of a call with the layouts, and return the call."""
+        """Place the uncommitted arrays of a call using the function's layouts; return the call."""
         return flat
 
     @abstractmethod

@@ -47,7 +47,7 @@ def refusing_too_large(name: str, mesh: Mesh, arguments: FindArguments) -> Itera
 
 
 def _figures(message: str) -> str:
-    """Read the figures in a compiler's error, or return its first line for an unknown wording."""
+    """Return the figures in a compiler's error, or its first line if the wording is unknown."""
     known = re.search(r"\(([\d.]+)([KMGT])\) exceeds available \w+ \(([\d.]+)([KMGT])\)", message)
     if known is None:
         return message.removeprefix("RESOURCE_EXHAUSTED: ").splitlines()[0]

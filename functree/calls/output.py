@@ -95,7 +95,7 @@ class Output:
         return Output(tuple(different.values()), self.skeleton, which)
 
     def built(self) -> Tree:
-        """Build the result of a call. Results of different calls share nothing mutable."""
+        """Build the result of a call. Results of different calls share no mutable objects."""
         return self.skeleton.build(self._spread(self.values))
 
     @property

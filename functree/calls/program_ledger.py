@@ -114,10 +114,11 @@ def _mesh_of(
     """Find the mesh of a program from its shardings and its number of devices.
 
     The result is the largest mesh, since some arrays may be on a mesh of only some devices. The
-    given mesh is used if no sharding has a mesh, or if several largest meshes have different axes.
+    given mesh is used if no sharding has a mesh, or if several largest meshes of its size have
+    different axes.
 
     Raises:
-        FunctreeError: if a mesh is given, and the chosen mesh has a different number of devices.
+        FunctreeError: if a mesh is given, and the chosen mesh's number of devices differs from `devices`.
     """
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     mesh = max(meshes, key=lambda each: each.size, default=given)

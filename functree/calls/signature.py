@@ -83,8 +83,8 @@ class Partial(NamedTuple):
 class Record(tuple):
     """A call of a function, or its result, as a named tuple with annotated fields.
 
-    Each signature has its own subclasses. `typing.NamedTuple` is not used, since it refuses names
-    that begin with an underscore. JAX and functree treat any tuple subclass with `_fields` as a
+    Signatures use subclasses with their own fields. `typing.NamedTuple` is not used, since it
+    refuses names that begin with an underscore. JAX and functree treat any tuple subclass with `_fields` as a
     named tuple.
     """
 
@@ -243,7 +243,7 @@ class Signature:
     ) -> tuple[Args, dict[str, Tree]]:
         """Return `(args, kwargs)` with the named arguments passed by keyword.
 
-        All positional arguments after the first named one are then passed by keyword, too.
+        All positional arguments after the first of these are passed by keyword, too.
         """
         parameters = list(self._signature.parameters.values())
         start = len(args)

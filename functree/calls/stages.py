@@ -189,7 +189,7 @@ class Traced(Stage[jax.stages.Traced]):
         # Only JAX's own functions, such as `jax.export.export`, pass options with an underscore.
         if any(option.startswith("_") for option in refused):
             raise FunctreeTypeError(
-                f"`jax.export.export` takes a `jax.jit` function, but {name} is a functree "
+                f"`jax.export.export` requires a `jax.jit` function, but {name} is a functree "
                 f"function: write `ft.export({name}, *args).serialize()`, whose bytes "
                 "`jax.export.deserialize` can read"
             )
@@ -287,7 +287,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         return mesh
 
     def _placed_by_path(self) -> dict[Path, jax.ShapeDtypeStruct]:
-        """Return the call's arrays by path, with the shardings that the program takes."""
+        """Return the call's abstract arrays by path, with their shardings where these are known."""
         return dict(zip(self._program.group.paths, self._call.arrays, strict=True))
 
     def as_text(self, dialect: str | None = None, *, debug_info: bool = False) -> str:
@@ -295,7 +295,7 @@ class Lowered(Stage[jax.stages.Lowered]):
         return self.jax.as_text(dialect=dialect, debug_info=debug_info)
 
     def layouts(self) -> Layouts:
-        """Return the layout of each operation and its origin, without compiling the program.
+        """Return the layout and the origin of each operation, without compiling the program.
 
         Raises:
             FunctreeError: if this version of JAX does not have Shardy's passes.
@@ -376,7 +376,7 @@ class Compiled(Stage[jax.stages.Compiled]):
             raise self._without_value(arrays)
         concrete = all(issubclass(kind, jax.Array) for kind in kinds)
         flat = FlatCall(call, program.group, arrays, concrete)
-        if program.missing is None:  # otherwise the program cannot run, and `check_call` raises
+        if program.missing is None:  # otherwise, `check_call` raises an error
             self._check(flat)
         check_call(program, flat)
         return program.run(self.jax, arrays)
@@ -444,7 +444,7 @@ class Compiled(Stage[jax.stages.Compiled]):
 
     @property
     def abstract_arguments(self) -> tuple[Args, dict[str, Tree]]:
-        """`(args, kwargs)` of `jax.ShapeDtypeStruct`s that the program takes, with shardings."""
+        """The program's `(args, kwargs)` as `jax.ShapeDtypeStruct`s, with shardings."""
         types = self._call.values(self.jax.in_avals)
         shardings = self._call.values(self.jax.input_shardings)
         # Weak types are kept, since a step that returns a Python number where it took an array is

@@ -96,7 +96,7 @@ class Negation(Filter):
 
 
 def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
-    """Return a filter's text as an operand, in parentheses if its operator binds less tightly."""
+    """Return a filter's text as an operand, in parentheses if the filter is a `weaker` one."""
     text = repr(part)
     return f"({text})" if isinstance(part, weaker) else text
 
@@ -165,7 +165,7 @@ def pattern_path(leaf: Leaf, first: Path) -> Path | None:
 class ExactPath(Filter):
     """Filter for the leaf at a path that no glob can express.
 
-    Such a path has a key without a Python literal, such as an Enum.
+    Such a path has a key that no Python literal can express, such as an Enum member.
     """
 
     path: Path
@@ -193,8 +193,8 @@ def glob(pattern: str) -> Filter:
     `*` matches any text within one part, and `**` matches any number of parts.
 
     Args:
-        pattern: parts joined by dots. A key that is not an identifier is quoted, and wildcards in
-            quotes are literal.
+        pattern: parts joined by dots. Quote each key that is not an identifier. Wildcards in quotes
+            are literal.
 
     Raises:
         RuleError: if `pattern` is not a string.
@@ -252,8 +252,8 @@ class Regex(Filter):
 def regex(pattern: str, separator: str = ".") -> Filter:
     """Select leaves whose path contains a match of a regular expression, as in `re.search`.
 
-    The partition rules of EasyLM, EasyDeL and similar libraries contain such expressions. Pass
-    `separator="/"` for these expressions. Expressions from big_vision must match the whole path, so
+    The partition rules of EasyLM, EasyDeL and similar libraries contain such expressions. To use
+    them, pass `separator="/"`. Expressions from big_vision must match the whole path, so
     write `^(?:...)$` around them. A compiled expression (`re.compile`) is also a filter, and must
     match the whole path.
 
@@ -307,7 +307,7 @@ def under(cls: "type | types.UnionType") -> Filter:
         cls: the class, or several classes joined by `|`, such as `Linear | Conv`.
 
     Raises:
-        RuleError: if `cls` is neither a class nor such a union.
+        RuleError: if `cls` is neither a class nor classes joined by `|`.
 
     Examples:
         >>> ft.under(eqx.nn.Linear)
@@ -375,9 +375,9 @@ def patterns(item: Filter) -> Iterator[Filter]:
 
 
 def naming(item: Filter) -> Iterator[Filter]:
-    """Yield the patterns and classes in a filter.
+    """Yield the patterns and class filters in a filter.
 
-    Unlike filters for a property, patterns and classes refer to one particular tree.
+    Unlike filters for a property, they refer to one particular tree.
     """
     for part in atoms(item):
         if isinstance(part, Glob | ExactPath | Regex | ClassFilter):
@@ -411,7 +411,7 @@ def first_name(pattern: Filter) -> Path:
 def names(item: Filter, leaf: Leaf) -> bool:
     """Return whether a pattern in a filter begins with a name above a leaf and matches the leaf.
 
-    Such a name refers to an argument, a field of a training state, or a key above one.
+    Such a name refers to an argument, a field of a training state, or a key above a training state.
     """
     if not leaf.roots:
         return False

@@ -59,9 +59,9 @@ class Leaf(NamedTuple):
         path: the path from the root of the tree.
         value: the array, which may be traced or abstract.
         axes: the names of its dimensions.
-        annotated: whether its axes are named, by an annotation or by names from outside.
-        unnamed: for each dimension, the token of its annotation if that token is not a name;
-            otherwise an empty string. The tuple is empty if all dimensions are named.
+        annotated: whether its axes are named, for example by an annotation or by `ft.names`.
+        unnamed: for each dimension, its token in the annotation if the token is not a name; otherwise
+            an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
         misfit: the problem if its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.

@@ -78,7 +78,7 @@ class Leaves:
         leaves: one `Leaf` for each array.
         problems: one problem for each pattern in `ft.names` that matches no leaf.
         skeleton: the tree without its arrays.
-        unused: the classes in `names` that name no leaf of the tree.
+        unused: the classes in `names` whose axes apply to no leaf of the tree.
         training: the outermost training states in the tree, by path.
     """
 
@@ -108,6 +108,7 @@ def read(tree: Tree, names: Mapping[type, Names] | None = None) -> Leaves:
 
     Raises:
         FunctreeError: if the tree contains itself.
+        FunctreeError: if the tree is nested too deeply.
         FunctreeError: if the keys of a dict cannot be sorted.
         FunctreeError: if JAX does not support a NumPy array of numbers. The error lists all such
             arrays.
@@ -226,7 +227,7 @@ def inside_of(context: Context, cls: type) -> Context:
 def _in_module(
     node: Tree, inside: Context, opened: tuple[GivenNames, ...], unread: Unread | None
 ) -> Context:
-    """Return the context below a module, with its stack and the names given at it."""
+    """Return the context below a module, with the module's stack and the names given there."""
     stack = inside.stack
     if isinstance(node, Stack):
         stack = (*stack, *node.stack_axes())
@@ -247,7 +248,7 @@ class _Walk:
         self.fields_of: dict[tuple[type, Hint], Mapping[str, Hint]] = {}
         self.memory: Memory = {}
         self.tried: dict[Hint, Hint] = {}
-        self.used: set[type] = set()  # the classes in `names` that name a leaf
+        self.used: set[type] = set()  # the classes in `names` whose axes apply to a leaf
         self.training: dict[Path, TrainingState] = {}
         # Fields whose annotation contains `ft.names`.
         self.fields: list[tuple[Tree, Keys, GivenNames]] = []

@@ -23,7 +23,7 @@ FOLLOWING = (OPTIMIZER, "step", "key")
 def names_field(pattern: Filter) -> bool:
     """Return whether a pattern begins with a field of a training state.
 
-    The fields `step` and `key` have nothing below them, so `key.weight` refers to a model.
+    The fields `step` and `key` have nothing below them, so `key.weight` is a path in a model.
     """
     if first_name(pattern) in ((MODEL,), (OPTIMIZER,), ("state",)):
         return True
@@ -37,8 +37,8 @@ class Scope(NamedTuple):
         start: the number of keys above the part.
         argument: the index of the argument's name in the paths of a call; None outside calls.
         arguments: the names of all arguments of the call.
-        shared: whether the layout is for all arguments of a call. An argument that is a bare array
-            then has no path that filters match.
+        shared: whether the layout is for all arguments of a call. With such a layout, an argument
+            that is a bare array has no path that filters match.
         by_rules: whether the layout comes from the function's rules, not from an option for this
             argument.
     """
@@ -53,7 +53,7 @@ class Scope(NamedTuple):
 def label_paths(
     leaves: Sequence[Leaf], states: Mapping[Path, TrainingState], scope: Scope
 ) -> Sequence[Leaf]:
-    """Label leaves with the paths that a layout's filters match, and the leaves that they follow.
+    """Label leaves with the paths that a layout's filters match, and with the leaves that they follow.
 
     Args:
         leaves: the leaves of the part of the tree that the layout is for.
@@ -100,9 +100,9 @@ def _root(path: Path, index: int, field: int, scope: Scope) -> Root:
 def _in_training_state(
     path: Path, state: TrainingState, members: Sequence[tuple[int, Leaf]]
 ) -> Iterator[tuple[int, Leaf]]:
-    """Label the leaves of one training state, given and returned with their indices.
+    """Yield the labeled leaves of one training state, each with its index in `members`.
 
-    Each leaf gets its path in the model, and the leaf that it follows.
+    Each leaf is labeled with its path in the model and the leaf that it follows.
     """
     # The optimizer's code uses paths in the model for parameters, and paths in the optimizer's
     # state for the state's leaves.

@@ -1,4 +1,4 @@
-"""`Axes` names the dimensions of an array; `names` and `Buffer` go into annotations of fields."""
+"""`Axes` names the dimensions of an array; `names` and `Buffer` annotate fields."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -119,7 +119,7 @@ class OpenAxes:
         """Parse a string such as `out_channels ...`.
 
         Raises:
-            AxesError: if the string has several `...`.
+            AxesError: if the string contains several `...`.
             AxesError: if a name is not an identifier.
         """
         before, _, after = text.partition("...")
@@ -138,8 +138,7 @@ class Names:
 
     The object is immutable and hashable, and compares by value. It holds (pattern, axes) pairs,
     whose patterns match paths below the module. The first pattern that matches a leaf gives the
-    leaf its axes.
-    `stack` holds leading axes, which every leaf below the module gets in addition.
+    leaf its axes. `stack` holds the leading axes that every leaf below the module gets in addition.
     """
 
     pairs: tuple[tuple[str, Axes | OpenAxes], ...]
@@ -167,7 +166,7 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
     Args:
         *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the
             module, and `"**"` matches all leaves. A string instead of a mapping names the leading
-            axes of a stack of layers, such as `eqx.filter_vmap` of a constructor makes. Every leaf
+            axes of a stack of layers, for example from `eqx.filter_vmap` of a constructor. Every leaf
             below the module gets these axes, and `ft.FSDP` never shards them.
         **fields: the axes of the module's own fields. In a string, `...` stands for any number of
             unnamed dimensions.
@@ -204,7 +203,7 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
     for pattern in both:
         if not isinstance(pattern, str):
             raise AxesError(f"names: the key {pattern!r} is not a string: use globs as keys")
-        glob_pattern(pattern)  # raises for an invalid glob before a tree is read
+        glob_pattern(pattern)  # raises an error for an invalid glob
     return Names(tuple((pattern, _written(axes)) for pattern, axes in both.items()), tuple(stack))
 
 
@@ -239,7 +238,7 @@ BUFFER = BufferMark()
 _T = TypeVar("_T")
 
 Buffer = Annotated[_T, BUFFER]
-"""Annotation of an array that is not trained. Type checkers see the array's own annotation.
+"""Annotation of an array that is not trained. Type checkers treat it as the array's own annotation.
 
 Examples:
     >>> class Norm(eqx.Module):

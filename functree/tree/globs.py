@@ -148,7 +148,7 @@ def _part_regex(token: str, pattern: str, groups: bool) -> str:
     if "{" in token and token[0] not in '"[':
         raise RuleError(
             f"glob {pattern!r}: {token!r} abbreviates several paths in a plan, and is not a glob: "
-            "replace it with `*`, or join a glob for each path "
+            "replace it with `*`, or join one glob per path "
             '(`ft.glob("blocks.*.up") | ft.glob("blocks.*.down")`)'
         )
     if "*" not in token or token[0] in '"[':

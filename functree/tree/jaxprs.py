@@ -65,8 +65,8 @@ class Reader(NamedTuple):
 
     Attributes:
         see: a function that is called with each operation other than loops, branches and calls, and
-            with the sources of its inputs. In a loop, it is called once, with the sources of all
-            iterations.
+            with the sources of its inputs. For an operation in a loop, it is called once, with
+            the sources of all iterations.
         constants: the sources of the program's constants.
         mutable: the sources of values that are read from a mutable array.
         adds: a function from an operation, other than loops, branches and calls, to further

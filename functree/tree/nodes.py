@@ -35,7 +35,7 @@ def rebuilt(node: Tree, values: Sequence[Tree]) -> Tree:
 
 
 def nodes_at(tree: Tree, paths: Iterable[Path]) -> list[Tree]:
-    """Return the nodes at paths that exist in the tree.
+    """Return the nodes at some paths, all of which must exist in the tree.
 
     Each node above these nodes is flattened once.
 

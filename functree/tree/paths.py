@@ -18,7 +18,7 @@ Key = Hashable
 Keys = tuple[Key, ...]
 """The plain keys of a path.
 
-A walk visits far more nodes than it yields, so it makes a `Path` only for paths that are kept.
+A walk visits many nodes, so it makes a `Path` only for the paths that are kept.
 Python's garbage collector tracks each `Path`, but not plain tuples of strings.
 """
 
@@ -180,7 +180,7 @@ def _plain(token: str, text: str) -> Key:
     if "*" in token:
         remedy = "to match paths with a pattern, use a filter, as in `ft.select(tree).where(...)`"
     elif "{" in token:
-        remedy = "braces abbreviate several paths in a plan: write one of these paths"
+        remedy = "write one of the paths that the braces abbreviate"
     raise RuleError(f"{text!r} is not a path: {token!r} is not an identifier; {remedy}")
 
 

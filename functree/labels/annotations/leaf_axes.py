@@ -48,8 +48,8 @@ def leaf_axes(
 ) -> LeafAxes:
     """Return the axes of an array.
 
-    The axes of its stacks come first, followed by its other axes. The other axes are `given` from
-    outside, or come from its annotation.
+    The axes of its stacks come first, followed by its other axes. The other axes are `given`, or
+    come from its annotation.
     """
     key = (hint, value.shape, value.dtype, given, stack)
     axes = memory.get(key)

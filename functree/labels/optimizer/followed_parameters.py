@@ -283,8 +283,8 @@ def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:
     """Determine which dimensions of a parameter a leaf has, from the sizes of both.
 
-    Two forms of leaves are accepted. In the first, dimensions of the leaf's own come before all
-    dimensions of the parameter. In the second, the leaf has some of the parameter's dimensions in
+    Two forms of leaves are accepted. In the first, the leaf's own dimensions come before all dimensions of
+    the parameter. In the second, the leaf has some of the parameter's dimensions in
     order, and its own dimensions have size 1. Other matches may be accidental: the rank in galore
     may equal the smallest size of a parameter.
 
@@ -350,8 +350,8 @@ def other_shapes(parameters: Mapping[Path, Leaf], steps: Mapping[Path, int]) -> 
 def _stacks(leaves: Iterable[Leaf], step: int) -> dict[tuple[int, int], int]:
     """Choose a changed size for each dimension of a stack, by its index and its real size.
 
-    An optimizer may map a function over the layers, and all arrays must then have the same number
-    of layers. So there is one changed size for each real size. A nested stack may have the same
+    An optimizer may map a function over the layers, which requires the same number of layers in
+    all arrays. So there is one changed size for each real size. A nested stack may have the same
     real size as its outer stack. The index distinguishes the two.
     """
     taken: defaultdict[tuple[int, int], set[int]] = defaultdict(set)
@@ -365,7 +365,7 @@ def _stacks(leaves: Iterable[Leaf], step: int) -> dict[tuple[int, int], int]:
 
 
 def _other_size(real: int, step: int, taken: Collection[int]) -> int:
-    """Return the next size after a real size, in the direction of the step, that is not taken."""
+    """Return the first size from `real + step` on, in the step's direction, that is not taken."""
     way = 1 if step > 0 else -1
     size = real + step
     while size > 0 and size in taken:
@@ -418,7 +418,7 @@ def owners_of(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path,
 
 
 def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
-    """Return the longest path of a parameter with which some keys begin."""
+    """Return the longest path of a parameter that some keys begin with."""
     for n in range(len(keys), -1, -1):
         if keys[:n] in parameters:
             return Path(keys[:n])
@@ -428,8 +428,8 @@ def _first_of(keys: Keys, parameters: Collection[Path]) -> Path | None:
 def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[Path, list[Path]]:
     """Return the parameters whose paths end like a leaf's path, for leaves without a prefix.
 
-    `optax.lookahead` takes pairs of parameters, such as `fast.w` and `slow.w`, and initializes its
-    inner optimizer with one of each pair. So the paths in its state end only with `w`. If too many
+    `optax.lookahead` updates pairs of parameters, such as `fast.w` and `slow.w`, and initializes
+    its inner optimizer with one parameter of each pair. So the paths in its state end only with `w`. If too many
     parameters have the same end, sizes cannot distinguish them, and the leaf has no owner.
     """
     if not paths:

@@ -173,7 +173,7 @@ def _mapped(
 
 
 def _axis(stack: Shape, level: tuple[int, int]) -> int | None:
-    """Return the dimension to map, or None. It is 0, since outer stacks are already mapped."""
+    """Return 0, the dimension to map once outer stacks are mapped, or None for no stack."""
     return 0 if level in enumerate(stack) else None
 
 

@@ -40,7 +40,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
         return state, find_followed(tx, trained, state.leaves)
 
     def label() -> Leaves:
-        # The key has no axes, so parameters with different axes share a trace.
+        # The key contains no axes, so parameters with different axes share a trace.
         state, follows = remembered(tx, ("state", type_), trace)
         parameters = trained.parameters
         labeled = [
@@ -48,7 +48,7 @@ def optimizer_state(tx: Optimizer, trained: TrainedModel) -> Leaves:
             for leaf, followed in zip(state.leaves, follows, strict=True)
         ]
         # Problems with names are dropped: a copy of the model in the state may have leaves whose
-        # shapes differ from its annotations.
+        # shapes do not fit the model's annotations.
         return Leaves(tuple(labeled), (), state.skeleton)
 
     return remembered(tx, ("labeled", type_, axes), label)
@@ -128,8 +128,9 @@ def remembered(tx: Any, key: Hashable, find: Callable[[], T], *, of_update: bool
         key: the key.
         find: the function that computes the result.
         of_update: whether the result also depends on `update`. Optimizers without state share their
-            `init`, so the cache's key is `update`, or the optimizer itself if `update` is a method.
-            Such an optimizer may be changed in place, but only warnings and checks use the results.
+            `init`, so such results are cached for `update`, or for the optimizer itself if
+            `update` is a method. An optimizer with methods may be changed in place, but only
+            warnings and checks use these results.
     """
     owner = getattr(tx, "init", None)
     is_function = isinstance(owner, FunctionType)  # each access to a method makes a new object

@@ -1,4 +1,4 @@
-"""A `Kind` finds the children of a node, and writes code that flattens and rebuilds such nodes.
+"""A `Kind` finds the children of its nodes, and writes code that flattens and rebuilds the nodes.
 
 The code for a tree is generated node by node from a sample (see `Form`). It reads each array with
 one expression, and compares all static values on the way. It does not depend on the identity of the
@@ -126,7 +126,7 @@ class NamedTupleKind(Kind):
     by_field = True
 
     def children(self, node: Tree) -> Children:
-        # JAX's keys are not used: in version 0.10.2, all fields have the key of the first field.
+        # JAX's keys are not used: in JAX 0.10.2, all fields have the key of the first field.
         return zip(node._fields, elements(node), strict=True)
 
     def take(self, code: "TakeCode", sample: Tree, at: str) -> None:
@@ -578,7 +578,7 @@ class TakeCode(Code):
         self._refuse_others(value, at, f"{differs}({{found}})")
 
     def static(self, value: object, at: str) -> None:
-        """Refuse trees in which a node's static data, at the expression `at`, differs."""
+        """Refuse trees in which the expression `at` gives different static data for a node."""
         self._refuse_others(value, at, f"not {self.value(equal)}({{known}}, {{found}})")
 
     def _refuse_others(self, value: object, at: str, differs: str) -> None:

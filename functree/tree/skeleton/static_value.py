@@ -29,7 +29,7 @@ class StaticValue:
         self.value = value
 
     def differs(self, other: object) -> bool:
-        """Return whether a leaf, which is not wrapped, differs from this leaf."""
+        """Return whether an unwrapped leaf differs from this leaf."""
         if self.value is other:
             return False
         if isinstance(self.value, np.ndarray) and isinstance(other, np.ndarray):
@@ -80,7 +80,7 @@ def equal(one: object, other: object) -> bool:
 
 
 def _is_float0(value: object) -> TypeGuard[np.ndarray[Any, Any]]:
-    """Return whether a value is JAX's gradient of integers, an array without values."""
+    """Return whether a value has dtype float0, as JAX's gradients of integers do."""
     return isinstance(value, np.ndarray) and value.dtype == jax.dtypes.float0
 
 
