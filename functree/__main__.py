@@ -1,4 +1,4 @@
-"""`python -m functree` runs the command line."""
+"""`python -m functree` runs the command-line interface."""
 
 import sys
 

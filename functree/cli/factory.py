@@ -129,8 +129,7 @@ def _found(text: str) -> Callable[[], Any]:
     value = named(text, "factory")
     if not callable(value):
         raise Failure(
-            f"{text} is {shown(value)}, not a function: write a function that returns it, so that "
-            "it can be traced"
+            f"{text} is {shown(value)}, not a function: write a function that returns this value"
         )
     try:
         inspect.signature(value).bind()
@@ -181,7 +180,7 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
     """Configure JAX to use simulated devices, or only the CPU.
 
     Args:
-        devices: the number of simulated CPU devices; None if they are not simulated.
+        devices: the number of simulated CPU devices; None to use the existing devices.
         only_compile: whether the command needs no accelerator. JAX then uses only the CPU.
 
     Raises:
@@ -194,7 +193,10 @@ def prepare(devices: int | None, *, only_compile: bool) -> None:
         jax.config.update("jax_platforms", "cpu")
         if len(jax.devices()) < devices:
             have = count(len(jax.devices()), "device")
-            raise Failure(f"--devices {devices} cannot take effect: JAX has already created {have}")
+            raise Failure(
+                f"--devices {devices} cannot take effect, because JAX has already created {have}: "
+                "run the command in a new process"
+            )
     elif only_compile and not os.environ.get("JAX_PLATFORMS"):
         jax.config.update("jax_platforms", "cpu")
 

@@ -34,7 +34,7 @@ class Failure(Exception):
 def refusing(what: str = "") -> Iterator[None]:
     """Convert functree's errors into a `Failure`.
 
-    Its text begins with `what`, and names options as the command line does.
+    The failure's text begins with `what`, and names options as the command line does.
     """
     try:
         yield
@@ -44,7 +44,7 @@ def refusing(what: str = "") -> Iterator[None]:
 
 
 class UsersCode(AbstractContextManager[Any]):
-    """Context manager that imports or runs the user's code.
+    """Context manager for importing or running the user's code.
 
     Any `Exception` that the code raises becomes a `Failure`, and so does `SystemExit`.
     `KeyboardInterrupt` propagates.

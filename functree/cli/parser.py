@@ -260,7 +260,7 @@ def _short_layout(rules: str | None, fsdp: str | None) -> Layout | None:
 
 
 def _rule(text: str) -> tuple[Any, Any]:
-    """Parse a rule from an axis to a mesh axis, to several joined with `+`, or to `none`."""
+    """Parse a rule that maps an axis to a mesh axis, to mesh axes joined with `+`, or to `none`."""
     match = _RULE.fullmatch(text)
     if match is None:
         raise RuleError(f"{text!r} is not a rule: {_RULES}")

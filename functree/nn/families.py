@@ -2,7 +2,7 @@
 
 A family consists of two functions: one reads the fields of `config.json`, the other makes the table
 of names. A field that the first function does not read causes an error. If the field were ignored,
-all weights would load, but the model would compute different results.
+all weights would load, but the model could compute different results.
 """
 
 import json
@@ -85,7 +85,7 @@ class ConfigReader:
         return self(name, "true or false", lambda value: isinstance(value, bool), default)
 
     def only(self, name: str, value: Any, *others: Any) -> None:
-        """Accept only these values of a field; the first is the default."""
+        """Accept only the given values for a field; the first value is the default."""
         # Values are compared as JSON: `True` equals 1 in Python, but not in JSON.
         texts = [json.dumps(allowed) for allowed in (value, *others)]
         self(name, " or ".join(texts), lambda given: json.dumps(given) in texts, value)
@@ -96,7 +96,7 @@ class ConfigReader:
         Which of the fields a library reads depends on its version, so the fields must agree.
 
         Args:
-            what: what the fields contain, for messages.
+            what: a name for the value, for messages.
             values: the value of each field that is present.
             default: the value if no field is present.
         """
@@ -135,13 +135,13 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Return whether a value is a token, a list of tokens (chat models have several), or null."""
+    """Return whether a value is a token, a list of tokens (chat models may have several), or null."""
     tokens = value if isinstance(value, list) else [value]
     return value is None or all(type(token) is int for token in tokens)
 
 
 def _is_full_attention(value: Any) -> bool:
-    """Return whether no layer has a window."""
+    """Return whether a value of `layer_types` gives no layer a window."""
     if value is None:
         return True
     return isinstance(value, list) and all(kind == "full_attention" for kind in value)
@@ -155,7 +155,7 @@ SIZES = {
     "intermediate_size": "hidden",
     "max_position_embeddings": "max_seq",
 }
-"""The sizes that every `config.json` contains, and the fields of `TransformerConfig` for them."""
+"""The size fields of every `config.json`, mapped to the fields of `TransformerConfig`."""
 
 FIELDS = {
     **SIZES,
@@ -193,8 +193,8 @@ def _common(
         read(name, "a token, a list of tokens, or null", _is_token, None)
     for name in ("transformers_version", "_name_or_path"):
         read(name, "a string", TEXT.fits, "")
-    # Older files call the dtype "torch_dtype". It is the dtype of training; `load_weights` uses the
-    # dtypes of the tensors.
+    # Older files call the field "torch_dtype". The field contains the dtype used in training;
+    # `load_weights` uses the dtypes of the tensors.
     floats = "a floating-point dtype"
     older = read("torch_dtype", floats, is_floating, jnp.float32)
     return {
@@ -209,7 +209,7 @@ def _common(
 
 
 def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
-    """Read the rotation: `rope_parameters`, or `rope_theta` and `rope_scaling` in older files."""
+    """Read the rotation from `rope_parameters`, or from older files' `rope_theta` and `rope_scaling`."""
     thetas: dict[str, float] = {}
     scalings: dict[str, Llama3Rope | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -233,11 +233,11 @@ LLAMA_3 = ["factor", "low_freq_factor", "high_freq_factor", "original_max_positi
 
 
 def _rotation(value: Any) -> tuple[float | None, Llama3Rope | None] | None:
-    """Return a rotation's base and scaling, or None if it is not supported, as for YaRN."""
+    """Return a rotation's base and scaling, or None for an unsupported rotation, such as YaRN."""
     if not isinstance(value, dict):
         return None
     given = dict(value)
-    # Some files have both names; older files have only "type".
+    # Some files have both "type" and "rope_type"; older files have only "type".
     older = given.pop("type", None)
     kind = given.pop("rope_type", older)
     if not all(map(_is_positive, given.values())):
@@ -431,9 +431,9 @@ fields of the `ft.nn.TransformerConfig`. A field that this function does not rea
 - `read(name, text, fits, default)` returns a value for which the function `fits` is true; `text`
   describes these values in messages.
 
-The second function takes the config and the names of the tensors in the files. There are no names
-if the model is being saved. The function returns a table that maps the paths of the `Transformer`
-to these names, in the form that `ft.load_tensors` takes.
+The second function takes the config and the names of the tensors in the files. When a model is
+saved, the collection of names is empty. The function returns a table that maps the paths of the
+`Transformer` to names of tensors, in the form that `ft.load_tensors` accepts.
 
     >>> llama, names = ft.nn.families["llama"]
     >>> def my_llama(read):
@@ -485,7 +485,8 @@ def config_from_json(path: str | Path, **fields: Any) -> TransformerConfig:
         FunctreeError: if the file does not exist or cannot be read.
         FunctreeError: if the file is not JSON.
         FunctreeError: if the model's family is unknown.
-        FunctreeError: if fields are missing or not supported; the error lists all of them.
+        FunctreeError: if fields are missing. The error lists all of them.
+        FunctreeError: if fields or their values are not supported. The error lists all of them.
 
     Examples:
         >>> config = ft.nn.config_from_json("no such folder")
@@ -527,7 +528,7 @@ def read_config(path: str | Path, fields: Mapping[str, Any]) -> PublishedConfig:
     if problems:
         failure = f"{file}: cannot create a TransformerConfig: {count(len(problems), 'problem')}"
         raise FunctreeValueError(failure, problems)
-    # Hugging Face's values for fields that are absent or null.
+    # Fields that are absent or null get Hugging Face's values.
     if options["kv_heads"] is None:
         options["kv_heads"] = options["heads"]
     if options["head_dim"] is None:
@@ -581,8 +582,8 @@ def _family(file: Path, given: Mapping[str, Any]) -> str:
         return name
     if isinstance(name, str) and name in _REFUSED:
         raise FunctreeValueError(
-            f'{file}: "model_type": "{name}" cannot be loaded: `ft.nn` does not support '
-            f"{_REFUSED[name]}"
+            f'{file}: models with "model_type": "{name}" cannot be loaded, because `ft.nn` does not '
+            f"support {_REFUSED[name]}"
         )
     raise FunctreeValueError(
         f'{file}: "model_type": {value_text(name)} is not one of {", ".join(families)}. For '

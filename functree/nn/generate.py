@@ -58,7 +58,9 @@ IntArray = Int[Array | np.ndarray, "..."]
 
 
 class Sampling(NamedTuple):
-    """The options for choosing the next token, as arrays, so that one program serves all values.
+    """The options for choosing the next token.
+
+    The options are arrays, so that all values share one program.
 
     Attributes:
         key: the random key; None to choose the likeliest token.
@@ -92,8 +94,8 @@ def generate(
     Prompts are padded to a power of two, so that prompts of similar lengths share one compiled
     program. All positive temperatures share a program too, as do all values of `top_k` or `top_p`.
 
-    `top_k` is from Fan et al., "Hierarchical neural story generation" (2018), `top_p` from Holtzman
-    et al., "The curious case of neural text degeneration" (2020).
+    `top_k` is from Fan et al., "Hierarchical neural story generation" (2018), and `top_p` is from
+    Holtzman et al., "The curious case of neural text degeneration" (2020).
 
     Args:
         model: the model.
@@ -101,7 +103,7 @@ def generate(
         length: the number of new tokens.
         lengths: the length of each prompt, if the lengths differ; the rest of a row is padding.
             Each prompt is continued at its own end.
-        key: the random key, for a `temperature` above 0.
+        key: the random key; required if `temperature` is above 0.
         temperature: a divisor of the logits before tokens are drawn; 0 chooses the likeliest token.
         top_k: draw only from this number of likeliest tokens.
         top_p: draw only from the smallest set of likeliest tokens with at least this total
@@ -112,13 +114,13 @@ def generate(
     Returns:
         The prompts, each followed by its new tokens: an array with `length` more columns than
         `prompts`. It has the dtype of the prompts, or int32 if that dtype cannot hold all tokens
-        and `pad`. If the logits are NaN, no token can be chosen. The rest of the row's new tokens
-        are then -1, or the largest number of an unsigned dtype.
+        and `pad`. If a row's logits contain a NaN, no token can be chosen. The rest of that row's
+        new tokens are then -1, or the largest number of the dtype if it is unsigned.
 
     Raises:
         FunctreeError: if the sequences would be longer than the model's `max_seq`.
         FunctreeError: if `temperature` is above 0 and there is no key.
-        FunctreeError: if another value is invalid.
+        FunctreeError: if another argument is invalid.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -180,7 +182,9 @@ def _prompt_problems(
         remedy = "shorten the prompts or length=, or create the model with a larger max_seq"
         problems.append(Problem(None, None, f"length={length}", why, remedy))
     if lengths is not None and (not is_integers(lengths) or lengths.shape != (batch,)):
-        why = f"it must be an array of integers of shape ({batch},), one for each prompt"
+        why = (
+            f"it must be an array of integers of shape ({batch},), with one length for each prompt"
+        )
         problems.append(Problem(None, None, f"lengths={shown(lengths)}", why))
     elif lengths is not None and _is_known(lengths):
         # A prompt without tokens has no vector from which the first new token could be chosen.
@@ -243,7 +247,7 @@ def _first_few(tokens: np.ndarray) -> str:
 
 
 def _is_known(x: IntArray) -> bool:
-    """Return whether an array's values are all in this process, and not traced."""
+    """Return whether an array is not traced, and all of its values are in this process."""
     if isinstance(x, np.ndarray):
         return True
     return not isinstance(x, Tracer) and x.is_fully_addressable
@@ -258,7 +262,7 @@ def _dtype(prompts: IntArray, vocab: int, pad: int) -> np.dtype:
     return np.dtype(prompts.dtype) if holds_all else np.dtype(np.int32)
 
 
-# The functions below run on the host. In JAX, each would compile a program per prompt length.
+# The functions below use NumPy. With JAX, each would compile a program per prompt length.
 
 
 def _bucket(seq: int) -> int:
@@ -310,7 +314,7 @@ def generation(
     # On Explicit axes, prompts may arrive with a sharded sequence that no rule asks for.
     prompts, seq = gather_last(prompts), prompts.shape[1]
     length, dtype = len(new_tokens), pad.dtype
-    # Inside, all tokens are int32, so that none overflows.
+    # In this program, all tokens are int32, so that no token overflows.
     prompts, lengths, pad = as_int32(prompts), as_int32(lengths), as_int32(pad)
     if not lengths.ndim:
         lengths = lengths + 0 * prompts[:, 0]  # sharded like the prompts, even on Explicit axes
@@ -331,7 +335,7 @@ def _zeroed(
     prompts: Int[Array, "batch seq"], lengths: Int[Array, "batch"]
 ) -> Int[Array, "batch seq"]:
     """Replace the prompts' padding, which may contain invalid tokens, with zeros."""
-    # The vector of an invalid token is NaN, and NaN with a weight of 0 still makes a sum NaN.
+    # The vector of an invalid token is NaN. Even multiplied by a weight of 0, it makes a sum NaN.
     return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
 
 
@@ -438,7 +442,7 @@ def _appended(
     tokens: Int[Array, "batch new+1"],
     lengths: Int[Array, "batch"],
 ) -> Int[Array, "batch seq+new"]:
-    """Join each prompt and its new tokens, and repeat the last token, which is padding."""
+    """Join each prompt and its new tokens, and fill the row with the last token, which is padding."""
     new = tokens.shape[1] - 1
     # The index of the new token at each position: negative in the prompt, and clipped to the
     # padding's index after the end.
@@ -467,9 +471,9 @@ def _next_token(
 def _drawn(
     logits: Float[Array, "batch vocab"], sampling: Sampling, key: PRNGKeyArray
 ) -> Int[Array, "batch"]:
-    """Draw a token for each row, with the probabilities of its logits."""
-    # Logits are made relative to the largest, which could become infinite when divided by a small
-    # temperature.
+    """Draw a token for each row from the distribution that the row's logits define."""
+    # The largest logit is subtracted, since a large logit could become infinite when divided by a
+    # small temperature.
     logits = logits.astype(jnp.float32)
     logits = (logits - logits.max(-1, keepdims=True)) / sampling.temperature
     least = jnp.finfo(logits.dtype).min

@@ -1,4 +1,4 @@
-"""`Linear` maps vectors to vectors, with axes that are named when it is created."""
+"""`Linear` maps vectors to vectors; you name its axes when you create it."""
 
 import equinox as eqx
 import jax.numpy as jnp
@@ -39,7 +39,7 @@ class Linear(eqx.Module):
             `jax.lax.dot_general`, which is the default.
 
     Raises:
-        AxesError: if `axes` does not have two names.
+        AxesError: if `axes` does not contain two names.
         FunctreeError: if a size is not a positive integer.
         FunctreeError: if another argument is invalid.
 

@@ -27,9 +27,9 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     stack, and the weights of attention, which have a dimension for the heads.
 
     The layers of `ft.nn` declare their matrices: the weights of `Linear`, `Attention` and `MLP`,
-    and the experts' weights in `MoE`. Weights of a vocabulary are not matrices: the table of an
-    embedding, the weight of a `Linear` with the axis `"vocab"`, and the `unembed` of a
-    `Transformer`. Norms, biases and routers are not matrices either.
+    and the experts' weights in `MoE`. Weights with a vocabulary dimension are not treated as
+    matrices: the table of an embedding, the weight of a `Linear` with the axis `"vocab"`, and the
+    `unembed` of a `Transformer`. Nor are norms, biases and routers.
 
     Your own modules can define a method `__matrix_dimensions__`. It returns a mapping from field
     names to pairs. A pair consists of the dimensions summed over, and the dimensions of the result.
@@ -38,7 +38,7 @@ def matrix_dimensions(model: Tree) -> Callable[[Tree], Tree]:
     may be a `MuonDimensionNumbers`. All other dimensions index separate matrices. A value of None
     means that nothing below the field is a matrix. A key may also be a path below the module:
     `"proj.weight"`. If nested modules declare the same array, the outermost module's declaration
-    applies. An array that no module declares is not a matrix.
+    applies. An array that no module declares is not treated as a matrix.
 
     Args:
         model: the model; it may be abstract.
@@ -155,7 +155,7 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
             right_type = False
             continue
         for name, value in said.items():
-            by, path = f"{method} of {name!r}", Path(keys)
+            by, path = f"{method} for {name!r}", Path(keys)
             try:
                 path = Path((*keys, *_place(node, name)))
                 statement = _Statement(by, _read(value))
@@ -163,7 +163,8 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
                 problems.append(Problem(path, None, by, str(error), _TAKES))
                 right_type = right_type and isinstance(error, ValueError)
                 continue
-            # `walk` yields a module before the modules inside it, and the outermost decides.
+            # `walk` yields a module before the modules inside it. The outermost module's declaration
+            # applies.
             if first_beginning(path, about) is None:
                 about[path] = statement
     return about, problems, right_type
@@ -174,7 +175,7 @@ _TAKES = (
     "dimensions of the result, counted from the end: `(-2, -1)`, `(-3, (-2, -1))`, a "
     "`MuonDimensionNumbers`, or None if the array is not a matrix"
 )
-_RETURNS = "return a mapping: " + _TAKES
+_RETURNS = "return a mapping, and " + _TAKES
 
 
 def _place(node: Tree, name: object) -> Keys:
@@ -196,7 +197,12 @@ def _place(node: Tree, name: object) -> Keys:
 
 
 def _read(value: Any) -> MuonDimensionNumbers | None:
-    """Convert a declared value to optax's form. Raises TypeError or ValueError if it is invalid."""
+    """Convert a declared value to optax's form.
+
+    Raises:
+        TypeError: if the value is not a pair of dimensions.
+        ValueError: if the dimensions are invalid.
+    """
     if value is None:
         return None
     is_pair = isinstance(value, tuple | list) and len(value) == 2
@@ -204,7 +210,7 @@ def _read(value: Any) -> MuonDimensionNumbers | None:
         raise TypeError(f"{shown(value)} is not a pair of dimensions")
     summed, given = map(_group, value)
     if not summed or not given:
-        raise ValueError(f"{shown(value)}: both parts of the pair need a dimension")
+        raise ValueError(f"{shown(value)}: each part of the pair must contain a dimension")
     if max(*summed, *given) >= 0:
         why = "dimensions must be negative, counted from the end"
         raise ValueError(f"{shown(value)}: {why}")
@@ -232,7 +238,7 @@ def _as_axes(dimensions: Any) -> int | tuple[int, ...]:
 def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
     """Return why an array, or a layer of a stack, has too few dimensions.
 
-    The text is empty if there are enough.
+    The text is empty if the array has enough dimensions.
     """
     # In a trace of an optimizer for single layers, arrays lack the dimensions of their stack.
     stacked = len(stack_sizes(leaf))
@@ -241,5 +247,5 @@ def _too_few(leaf: Leaf, dimensions: MuonDimensionNumbers) -> str:
     if needed <= has:
         return ""
     text = f"({dimensions.reduction_axis}, {dimensions.output_axis})"
-    without = ", not counting its stack" if stacked else ""
+    without = ", not counting the dimensions of its stack" if stacked else ""
     return f"{text} needs {count(needed, 'dimension')}, but the array has {has}{without}"

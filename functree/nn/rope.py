@@ -31,10 +31,11 @@ Scaling = Annotated[
 class Llama3Rope:
     """The frequency scaling of Llama 3.1 and later, which supports longer sequences.
 
-    The frequencies of long waves are divided by `factor`. Short waves are unchanged, and waves in
-    between are interpolated (Grattafiori et al., "The Llama 3 herd of models", 2024). In a
-    published `config.json`, this is `"rope_type": "llama3"`. A call maps frequencies in radians per
-    position, an array of shape `(head_dim / 2,)`, to new frequencies.
+    The frequencies of long waves are divided by `factor`. The frequencies of short waves are
+    unchanged, and the frequencies in between are interpolated (Grattafiori et al., "The Llama 3
+    herd of models", 2024). A published `config.json` selects this scaling with
+    `"rope_type": "llama3"`. A call maps frequencies in radians per position, an array of shape
+    `(head_dim / 2,)`, to new frequencies.
 
     Args:
         factor: the divisor of the frequencies of long waves.
@@ -67,7 +68,7 @@ class Llama3Rope:
             raise FunctreeValueError(
                 f"Llama3Rope(low={self.low}, high={self.high}): `high` must be greater than `low`"
             )
-        # NumPy's numbers cannot be written as JSON.
+        # NumPy scalars cannot be serialized as JSON.
         for name in numbers:
             object.__setattr__(self, name, float(getattr(self, name)))
         object.__setattr__(self, "original", int(self.original))
@@ -98,7 +99,7 @@ def rope(
 
     Args:
         x: queries or keys; `head_dim` must be even.
-        theta: the base of the frequencies; the default is the value in the paper and in Llama 2.
+        theta: the base of the frequencies; the default is the value in RoFormer and Llama 2.
         positions: the position of each token in its sequence; by default 0, 1, 2, …
         scaling: a function that changes the frequencies, such as `Llama3Rope`.
 

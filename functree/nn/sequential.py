@@ -24,8 +24,9 @@ class Sequential(eqx.Module):
     """A sequence of layers, applied to `x` in order.
 
     Each layer receives the previous layer's result, usually an array. A layer that declares state
-    is called with `state=` and returns `(x, state)`. A layer with a parameter `key` receives its
-    own key. To insert more layers, use the `insert_after` method of an `ft.select` selection.
+    is called with `state=` and returns `(x, state)`. If you pass `key=`, each layer with a
+    parameter `key` receives its own key. To insert more layers, use the `insert_after` method of an
+    `ft.select` selection.
 
     Args:
         layers: modules, or functions of one argument.
@@ -91,7 +92,7 @@ class Sequential(eqx.Module):
         return len(self.layers)
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a layer or, for a slice, a shorter `Sequential` with the same layers."""
+        """Return a layer or, for a slice, a `Sequential` of the selected layers."""
         if isinstance(index, slice):
             return Sequential(self.layers[index])
         return self.layers[index]
@@ -154,8 +155,8 @@ class Constrain(eqx.Module):
 class Jitted(eqx.Module):
     """A layer that compiles calls of another layer with `ft.jit`.
 
-    It takes that layer's arguments and returns its results. Inside another jit, it becomes part of
-    that program.
+    A call accepts the other layer's arguments and returns that layer's results. Inside another jit,
+    the call becomes part of the outer program.
 
     Args:
         body: any layer, available as `jitted.body`.

@@ -76,8 +76,8 @@ class Transformer(eqx.Module, ShownByPlan):
         hidden: the config's `hidden`, if the config sets `expert_hidden`, since no layer then has
             this size; `None` otherwise.
 
-    Change the last four options with `dataclasses.replace(model, remat="full")`. The layers hold
-    all other options, and `model.config` reads them from there.
+    Change the last four options with `dataclasses.replace(model, remat="full")`. The layers store
+    all other options, and `model.config` reads those options from the layers.
 
     Raises:
         FunctreeError: if an option is invalid.
@@ -121,8 +121,8 @@ class Transformer(eqx.Module, ShownByPlan):
         Raises:
             FunctreeError: if the model has no `ft.nn.Attention`, `ft.nn.RMSNorm` or
                 `ft.nn.Embedding`.
-            FunctreeError: if no array has an axis whose size the config needs, as in a part of a
-                model.
+            FunctreeError: if the config needs the size of an axis that no array has, as in a part
+                of a model.
         """
         block = first_layer(self.blocks, Block)
         return config_of(self, "before" if block is None else block.norms)
@@ -241,8 +241,10 @@ class Transformer(eqx.Module, ShownByPlan):
     ) -> tuple[Float[Array, "*batch seq vocab"], MoELosses]:
         """Compute the logits, and the losses of the experts, summed over the blocks.
 
-        Arguments and errors are as in a call. If the model has no experts, a FunctreeError is
-        raised.
+        Arguments and errors are as in a call.
+
+        Raises:
+            FunctreeError: if the model has no experts.
 
         Examples:
             >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -270,7 +272,7 @@ class Transformer(eqx.Module, ShownByPlan):
                 `max_seq` allows, are NaN.
 
         Raises:
-            FunctreeError: as in a call.
+            FunctreeError: if a call of the model with these tokens would raise it.
             FunctreeError: if the cache and the tokens differ in the number of rows.
             FunctreeError: if the cache is for a different model.
             ShardingError: if the ambient rules do not fit the activations.
@@ -408,7 +410,7 @@ def check_tokens(
     segments: Segments = None,
     in_order: bool = True,
 ) -> None:
-    """Raise a FunctreeError if a model cannot read the tokens, or other arguments do not fit them.
+    """Raise a FunctreeError if a model cannot read the tokens, or if an argument does not fit them.
 
     Args:
         max_seq: the length of the longest sequence that the model accepts.
@@ -432,7 +434,7 @@ def check_tokens(
         )
     problems: list[Problem] = []
     right_type = True
-    # All rows may share their positions.
+    # All rows may share one row of positions.
     for name, value, shapes in (
         ("positions", positions, [tokens.shape, (seq,)]),
         ("segments", segments, [tokens.shape]),

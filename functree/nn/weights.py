@@ -66,8 +66,8 @@ def cast(dtype: DTypeLike | None, x: Array, *weights: Array) -> tuple[Array, ...
         ... ]
         ['bfloat16', 'bfloat16']
     """
-    # All are cast before the product, and before anything is gathered for it. Collectives then move
-    # the narrow dtype, and JAX accepts the product under strict promotion.
+    # All arrays are cast before the product, and before any array is gathered for it. Collectives
+    # then move the narrow dtype, and JAX accepts the product under strict promotion.
     dtype = x.dtype if dtype is None else dtype
     return tuple(array.astype(dtype) for array in (x, *weights))
 
@@ -111,7 +111,7 @@ def product(
         x: the activation, whose last `summed` dimensions are summed over.
         weight: the weight, whose first `summed` dimensions have the same sizes.
         summed: the number of dimensions that are summed over, such as 2 for "heads head_dim".
-        dot_general: the function that multiplies them; None for JAX's own.
+        dot_general: the function that multiplies them; None for `jnp.tensordot`.
 
     Examples:
         >>> from functree.nn.weights import product
@@ -184,7 +184,7 @@ def rows_on_shards(
 ) -> Float[Array, "*batch embed"]:
     """Look up each device's indices in the device's own rows, and sum the results; see `rows`.
 
-    This is for the body of a shard_map that leaves some mesh axes to the compiler.
+    Use this function in the body of a shard_map that leaves some mesh axes to the compiler.
 
     Args:
         table: the table.

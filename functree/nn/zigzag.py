@@ -22,9 +22,9 @@ _TOKENS = Takes(
 def zigzag(
     x: Shaped[Array | np.ndarray, "batch seq ..."], parts: int
 ) -> tuple[Shaped[Array, "batch seq ..."], Int[Array, "seq"]]:
-    """Reorder a sequence so that causal attention takes the same amount of work for each part.
+    """Reorder a sequence so that causal attention requires the same amount of work for each part.
 
-    In the usual order, the last part attends to all others, and the first part only to itself.
+    In the usual order, the last part attends to all parts, and the first part only to itself.
     `zigzag` splits the sequence into two pieces per part. Part `i` gets piece `i` and the piece
     equally far from the end (Grattafiori et al., "The Llama 3 herd of models", 2024). Reorder
     tokens, targets, masks and segments in the same way, before you place them. Then pass the
@@ -35,13 +35,13 @@ def zigzag(
 
     Args:
         x: an array to reorder along its second dimension.
-        parts: the number of devices along the mesh axes of the sequence.
+        parts: the number of devices along the mesh axes that shard the sequence.
 
     Returns:
         The reordered array, and the position of each token.
 
     Raises:
-        FunctreeError: if `2 * parts` does not divide the sequence.
+        FunctreeError: if `2 * parts` does not divide the sequence length.
         FunctreeError: if the sequence is sharded over Explicit mesh axes.
         FunctreeError: if `x` or `parts` is invalid.
 

@@ -34,9 +34,9 @@ UPDATE = "FUNCTREE_UPDATE_GOLDEN"
 def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     """Assert that a plan matches a golden text file, which you can review in a pull request.
 
-    The file has a line for each leaf, with its path, array, axes, spec and bytes per device.
-    Identical layers of a list share a line. Run the tests with `FUNCTREE_UPDATE_GOLDEN=1` to write
-    the file.
+    The file contains a line for each leaf, with the leaf's path, array, axes, spec and bytes per
+    device. Identical layers of a list share a line. To write the file, run the tests with
+    `FUNCTREE_UPDATE_GOLDEN=1`.
 
     Args:
         plan: the plan to check.
@@ -66,7 +66,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
         )
     check("assert_layout: invalid arguments", file=(file, LOCAL_FILE))
     path, text = Path(file), golden_text(plan)
-    # "0" also means no, so that a test can compare its file in a run that writes other files.
+    # "0" disables writing, so that a test can compare its file in a run that writes other files.
     if os.environ.get(UPDATE, "") not in ("", "0"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -86,7 +86,7 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
     raise AssertionError(
         "\n".join(
             [
-                f"the layout differs from {path}: if this is intended, update the file with "
+                f"the layout differs from {path}: if the change is intended, update the file with "
                 f"{UPDATE}=1",
                 "",
                 *lines,
@@ -96,7 +96,10 @@ def assert_layout(plan: Plan, file: str | os.PathLike[str]) -> None:
 
 
 def golden_text(plan: Plan) -> str:
-    """Format a plan for a golden file, without aligning lines: a changed leaf changes one line."""
+    """Format a plan for a golden file so that a changed leaf changes only one line.
+
+    Columns are not aligned.
+    """
     total = bytes_text(plan.bytes_per_device)
     lines = [f"mesh {plan.view}, {count(len(plan), 'array')}, {total} on each device", ""]
     for group in groups_of(plan.rows):
@@ -120,7 +123,7 @@ def assert_collectives(
     allow: Collection[Kind] | None = None,
     at_most: int | Mapping[Kind, int] | None = None,
 ) -> None:
-    """Assert that a program has only allowed collectives, and moves at most the allowed bytes.
+    """Assert that a program contains only allowed collectives and moves at most the allowed bytes.
 
     Args:
         ledger: a ledger, or a compiled function.
@@ -129,11 +132,11 @@ def assert_collectives(
             for each kind. The bytes of all loop iterations are included.
 
     Raises:
-        AssertionError: if the program has other collectives. The message lists them with their
-            parameters and bytes.
-        AssertionError: if the program moves more bytes. The message lists the collectives that move
-            them.
-        AssertionError: if the ledger could not read a part of the program.
+        AssertionError: if the program contains collectives that are not allowed. The message lists
+            them with their parameters and bytes.
+        AssertionError: if the program moves more bytes than allowed. The message lists the
+            collectives that move them.
+        AssertionError: if there is a limit, but the ledger could not read a part of the program.
         FunctreeError: if an argument is invalid.
 
     Examples:
@@ -185,8 +188,8 @@ def assert_peak_memory(compiled: object, bytes: int) -> None:
         bytes: the budget in bytes.
 
     Raises:
-        AssertionError: if the program needs more memory. The message lists the memory of
-            temporaries, outputs and the largest arguments.
+        AssertionError: if the program needs more memory than the budget. The message lists the
+            memory of temporaries, outputs and the largest arguments.
         FunctreeError: if `compiled` is neither a compiled function nor a ledger.
         FunctreeError: if `bytes` is not an integer of at least 0.
     """
@@ -267,10 +270,10 @@ def _kind(written: object, ledger: Ledger) -> _Kind:
         )
     for axis in axes:
         if axis not in ledger.sizes:
-            known = ", ".join(ledger.sizes) or "no axes"
+            known = ", ".join(ledger.sizes) or "none"
             raise FunctreeValueError(
-                f"{shown(written)}: the program has no mesh axis `{axis}`; its mesh has "
-                f"{known}{did_you_mean(axis, ledger.sizes)}"
+                f"{shown(written)}: the program has no mesh axis `{axis}`; its mesh axes: {known}"
+                f"{did_you_mean(axis, ledger.sizes)}"
             )
     return _Kind(str(name), tuple(axes))
 
@@ -295,7 +298,7 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
-            f"at_most={shown(at_most)}: pass a number of bytes, or a dict from kinds to numbers",
+            f"at_most={shown(at_most)}: pass a number of bytes, or a dict that maps kinds to numbers of bytes",
             right_type=all(map(EXTENT.is_type, budgets.values())),
         )
     return budgets

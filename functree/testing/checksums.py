@@ -45,7 +45,7 @@ def numbers(x: Any) -> Any:
 
 
 def wide(values: np.ndarray) -> np.ndarray:
-    """Cast numbers to a dtype in which differences are exact enough."""
+    """Cast numbers to the widest dtype of their kind, so that differences are accurate."""
     # JAX's function is used, since NumPy does not treat bfloat16 as a float.
     if jnp.issubdtype(values.dtype, jnp.complexfloating):
         return values.astype(np.complex128)
@@ -76,7 +76,8 @@ def checksum(x: _Array, tiles: Tiles | None = None, with_size: bool = False) -> 
             the checksums along a new leading dimension.
 
     Returns:
-        An array of shape `tiles`, or a scalar if `tiles` is None.
+        An array of shape `tiles`, or a scalar if `tiles` is None. With `with_size`, a dimension of
+            size 2 precedes this shape.
     """
     if is_key(x.dtype):
         x = jax.random.key_data(x)
@@ -111,8 +112,8 @@ def _weights(shape: tuple[int, ...], dtype: np.dtype) -> _Array:
     """Compute a weight for each position, in the dtype of the sum.
 
     Each weight is the product of one weight per dimension. Independent weights would double the
-    compile time. A sum of weights would not notice permuted rows that each sum to zero, as
-    normalized rows do.
+    compile time. A sum of weights would not detect that rows were permuted if each row sums to
+    zero, as normalized rows do.
     """
     kind, flat = _sum_dtype(dtype), (1,) * len(shape)
     weights = jnp.full(flat, SCALE if is_inexact(dtype) else 1, kind)
@@ -122,7 +123,7 @@ def _weights(shape: tuple[int, ...], dtype: np.dtype) -> _Array:
         if size > _LARGE:
             weights *= _along(jnp, size, dim, dtype).reshape(along)
             continue
-        # A constant compiles fast, but a large one makes a long program text.
+        # A constant compiles fast, but a large constant makes the program's text long.
         if product.size * size > _LARGE:
             weights *= jnp.asarray(product)
             product = np.ones(flat, kind)

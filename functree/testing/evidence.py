@@ -1,4 +1,4 @@
-"""Programs on one device and on a mesh record their values, so that they can be compared."""
+"""This module records the values of programs on one device and on a mesh, to compare them."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -110,7 +110,10 @@ class Values:
         self._draws = _draws(on_one, one)
 
     def compared(self, scope: Scope, j: int, result: int) -> Compared | None:
-        """Return a step's result in both programs by tile, or its checksums, or None."""
+        """Return a step's result in both programs by tile.
+
+        If the complete values were not recorded, return their checksums, or None if there are none.
+        """
         i = scope.pairs.left_of.get(j, -1)
         site = (*scope.left.at, i, result)
         parts = scope.right.of(self._many, j, result)
@@ -145,8 +148,8 @@ class Values:
 def tiles_of(pairs: Pairs) -> dict[Site, Tiles | None]:
     """Return the tiles into which a shard_map's devices cut each value that can be compared.
 
-    They are None for values outside shard_maps. The keys are the values' sites in the program on
-    one device.
+    The tiles are None for a value outside shard_maps. The keys are the values' sites in the program
+    on one device.
     """
     found: dict[Site, Tiles | None] = {}
     for left, one, other, manual in pairs.sites():

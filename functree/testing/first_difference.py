@@ -1,6 +1,6 @@
 """`assert_same_as_unsharded` asserts that sharding does not change a function's results.
 
-If it does, the message names the first operation whose values differ.
+If a result changes, the message names the first operation whose values differ.
 """
 
 import math
@@ -50,8 +50,8 @@ def assert_same_as_unsharded(
     Args:
         fn: the function. A function from `ft.jit` or `ft.shard_map` runs unchanged. Any other
             function is jitted. If `layouts` is a single layout, it also sets the ambient rules. A
-            shard_map in the function must not have `mesh=`.
-        args: its arguments. They are copied, so `fn` may donate them.
+            shard_map in the function must not set `mesh=`.
+        args: the arguments of `fn`, as a tuple or a list. They are copied, so `fn` may donate them.
         layouts: the layouts of the arguments, like `in_shardings` of `ft.jit`.
         mesh: the mesh.
         rtol: the relative tolerance.
@@ -59,7 +59,7 @@ def assert_same_as_unsharded(
 
     Raises:
         AssertionError: if results differ in value or structure.
-        AssertionError: if copies of a result on several devices differ.
+        AssertionError: if copies of a result on different devices differ.
         AssertionError: if the layouts shard nothing, so there is nothing to compare.
         ShardingError: if a layout does not fit.
         ShardingError: if `mesh` is not a `Mesh` with devices.
@@ -135,7 +135,7 @@ def _differences(expected: Tree, found: Tree, rtol: float, atol: float) -> Itera
         # NaNs.
         elif not np.allclose(b, a, rtol=rtol, atol=atol, equal_nan=True):
             most, size = np.nanmax(np.abs(b - a)), np.nanmax(np.abs(a))
-            yield f"  {where}: differs by up to {most:.3g}, where values are up to {size:.3g}"
+            yield f"  {where}: differs by up to {most:.3g}; its largest magnitude is {size:.3g}"
 
 
 def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
@@ -151,7 +151,7 @@ def _unequal_copies(found: Tree, rtol: float, atol: float) -> Iterator[str]:
                 where = str(leaf.path) or "the result"
                 with np.errstate(invalid="ignore"):
                     most = np.max(abs(values - first))
-                yield f"  {where}: its copies on several devices differ by up to {most:.3g}"
+                yield f"  {where}: its copies on different devices differ by up to {most:.3g}"
                 break
 
 
@@ -230,7 +230,7 @@ def _only_one_has(finding: Finding, many: Program) -> Operation:
     if finding.before is not None:
         what += f", and the last common operation before it is {_named(scope.step(finding.before))}"
     if finding.other is not None:
-        what += f"; on one device there is {_named(scope.pairs.left.steps[finding.other])}"
+        what += f"; the program on one device has {_named(scope.pairs.left.steps[finding.other])}"
     return replace(described(step, finding.result, body, place, many.paths), what=what)
 
 

@@ -31,9 +31,10 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
     loops, conditionals, shard_maps and gradients. A second run checks all values on the line of the
     first bad value.
 
-    Infinities that are constants of the program, such as a mask's, are ignored. An operation that
-    makes a NaN from infinities is found. An operation that uses a constant NaN, such as the
-    variance of no elements, is found only if the NaN reaches a value that leaves its source line.
+    Infinities that are constants of the program, such as the infinities in a mask, are ignored. An
+    operation that makes a NaN from infinities is found. An operation that uses a constant NaN, such
+    as the variance of no elements, is found only if the NaN reaches a value that leaves its source
+    line.
 
     Args:
         fn: the function. A function from `ft.jit` runs unchanged, but donates nothing. Any other
@@ -41,8 +42,9 @@ def first_nonfinite(fn: Callable[..., Any], *args: Any) -> Operation | None:
         *args: its arguments. Sharded arguments stay sharded.
 
     Returns:
-        The operation, with its line, the arguments that it uses, the iteration and the devices.
-            None if all values are finite, or if all NaNs and infinities come from the arguments.
+        The operation, with its line, the arguments that it uses, the iteration and the devices. The
+            result is None if all values are finite, or if all NaNs and infinities come from the
+            arguments.
 
     Raises:
         FunctreeError: if `fn` is not a function.
@@ -76,7 +78,7 @@ def _any_nonfinite(records: Sequence[jax.Array]) -> jax.Array:
 def _size(x: Shaped[Array, "..."]) -> Float[Array, ""]:
     """Compute a sum that is NaN or infinite if an element is.
 
-    A maximum over several devices may lose a NaN.
+    A maximum would not do, since over several devices it may lose a NaN.
     """
     x = abs(x)
     if jnp.finfo(x.dtype).bits < 32:
@@ -124,7 +126,7 @@ class _Reading:
 
     def __init__(self, records: Records):
         self._records = records
-        # The steps whose bodies have a value that is not finite.
+        # The steps whose bodies contain a value that is not finite.
         self._loud = {
             site[:end] for site, one in records.items() if one.any() for end in range(len(site))
         }

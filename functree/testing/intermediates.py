@@ -65,12 +65,12 @@ def run(body: Body, arrays: Sequence[Any], watch: Watch, at: Site = ()) -> _Foun
     """Run a body on arrays, in the trace of another function.
 
     A record inside a loop has a leading dimension for the iterations. A record inside a shard_map
-    has leading dimensions for the shard_map's mesh axes, with one record per device. Nothing is
-    summed over devices.
+    has leading dimensions for the shard_map's mesh axes, with one record per device. Records
+    are not summed over devices.
 
     Args:
         body: the body.
-        arrays: its inputs.
+        arrays: the inputs of the body.
         watch: the values to record.
         at: the site of the body, if it belongs to a step.
 

@@ -22,16 +22,16 @@ class Operation:
 
     Attributes:
         name: the name of JAX's primitive, such as `dot_general`.
-        source: its file and line, such as `model.py:12`; empty if it does not come from a line of
-            the user's code.
+        source: the file and line, such as `model.py:12`; empty if the operation does not come from
+            a line of the user's code.
         line: the text of this line.
-        paths: the paths of the argument arrays that it uses, even if other operations transformed
-            them first. Activations have no path.
-        shape: the shape of its result; in a shard_map, the shape of the shard on one device.
-        dtype: the dtype of its result.
+        paths: the paths of the argument arrays that the operation uses, even if other operations
+            transformed them first. Activations have no path.
+        shape: the shape of the result; in a shard_map, the shape of the shard on one device.
+        dtype: the dtype of the result.
         layout: the sharding of the result, in words; empty if it is unknown.
         difference: the largest difference from the result on one device; None if it is unknown, or
-            not the problem.
+            if the problem is not a difference.
         what: the problem, in words.
         where: the iterations, branches and devices, in words; empty if there are none.
 
@@ -95,7 +95,7 @@ def described(
         result: the index of the wrong result.
         body: the body of the operation.
         place: the place of the body.
-        paths: the paths of the program's inputs; None for inputs without one.
+        paths: the paths of the program's inputs; None for inputs without a path.
         array: the result, with a dimension for each loop around it; None if it is unknown.
         bad: whether the result is wrong on each device of a shard_map, by indices on the mesh.
     """
@@ -118,7 +118,7 @@ def described(
 
 
 def _devices_text(bad: np.ndarray, axes: Collection[str]) -> list[str]:
-    """Format the devices with a bad result, or return an empty list if all devices have one."""
+    """Format the devices with a bad result, or an empty list if all devices have a bad result."""
     found = np.argwhere(bad)
     if not axes or bad.all() or not len(found):
         return []

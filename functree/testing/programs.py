@@ -85,8 +85,8 @@ class Program:
     def perturbed(self, seed: int) -> list[AnyArray]:
         """Perturb each number by up to the rounding error of the coarsest dtype in the function.
 
-        The results show how much the program's values depend on rounding, for example on the order
-        of a sum.
+        The program's values for perturbed arguments show how much they depend on rounding, for
+        example on the order of a sum.
         """
         # The relative error of the coarsest dtype in which the function computes.
         amount = float(jnp.finfo(jnp.float32).eps)
@@ -179,7 +179,7 @@ class Both:
 def _has_shard_map(program: AnyJaxpr) -> bool:
     """Return whether a function has a shard_map outside functree's layers.
 
-    Layers work without their shard_map if there is no mesh.
+    functree's layers work without their shard_map if there is no mesh.
 
     Raises:
         ShardingError: if the user's code gives a shard_map its own mesh.

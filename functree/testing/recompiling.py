@@ -89,7 +89,7 @@ def assert_no_recompile() -> Iterator[None]:
 
 
 def assert_closed(step: Callable[..., Any], args: Sequence[Any]) -> None:
-    """Assert that a step returns a state like its input state, so that nothing is compiled again.
+    """Assert that a step returns a state like its input, so that the next step is not recompiled.
 
     The state is every argument with donated arrays, or the first argument if nothing is donated.
     The state is compared with the part of the result that has the same paths. Structure, static
@@ -155,8 +155,8 @@ def _lines(name: Path, state: Tree, result: Tree) -> Iterator[str]:
     """Yield the differences between a state and the part of the result that replaces it."""
     # A step may return its state in a tuple with a loss, or under a new name. The part of the
     # result with the most of the state's paths replaces the state. Among several such parts, the
-    # part with the fewest other paths does, since the path of a loss, such as `1`, may occur in the
-    # state too. Among those, the outermost part does.
+    # part with the fewest other paths is chosen, since the path of a loss, such as `1`, may occur
+    # in the state too. If several parts remain, the outermost part is chosen.
     paths, new, most = set(arrays_by_path(state)), None, (0, 0)
     for part in _parts(result):
         own = set(arrays_by_path(part))

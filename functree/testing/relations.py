@@ -122,7 +122,7 @@ def _terms(
 
 
 def assignments(tiles: Sequence[int], axes: Mapping[str, int]) -> Iterator[Assignment]:
-    """Yield all ways to cut an array into tiles along mesh axes, each used at most once."""
+    """Yield all ways to cut an array into tiles along mesh axes, using each axis at most once."""
     if not tiles:
         yield ()
         return

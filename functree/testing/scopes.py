@@ -37,7 +37,7 @@ class Place:
     """Place of a body in its program, at one iteration of each loop around it.
 
     Attributes:
-        at: its site.
+        at: the site of the body.
         axes: the sizes of the mesh axes that are Manual here.
         view: a pair for each loop around it, the outermost first. A pair holds the dimension of
             records for the loop's iterations, and the index in this dimension. Dimensions of outer
@@ -120,12 +120,12 @@ class Pairs:
 
     @cached_property
     def left_of(self) -> dict[int, int]:
-        """The index of each right step's left step, by the right step's index."""
+        """Indices of the paired left steps, by the right step's index."""
         return {j: i for i, j in self.steps}
 
     @cached_property
     def right_of(self) -> dict[int, int]:
-        """The index of each left step's right step, by the left step's index."""
+        """Indices of the paired right steps, by the left step's index."""
         return dict(self.steps)
 
     def sites(self, at: Site = (), manual: bool = False) -> Iterator[tuple[Site, Step, Step, bool]]:

@@ -58,9 +58,9 @@ class Finding:
 class Search:
     """Search for the first difference.
 
-    Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside,
-    some values may differ legitimately, such as the terms of a sum, a device's index or a local
-    maximum. There, the search goes back from a wrong result to a step with correct inputs.
+    Outside shard_maps, each value is whole, so the first value that differs is the answer. Inside
+    shard_maps, some values may differ legitimately, such as the terms of a sum, a device's index or
+    a local maximum. There, the search traces a wrong result back to a step with correct inputs.
 
     Args:
         sums: the checksums of both programs.
@@ -180,7 +180,7 @@ class Search:
         return causes, unpaired
 
     def _only_left(self, scope: Scope, i: int | None) -> int | None:
-        """Return the first step, found only in the left program, that step `i` depends on.
+        """Return the first step that only the left program has, and that step `i` depends on.
 
         Return None if there is no such step.
         """
@@ -249,14 +249,13 @@ class Search:
         return True
 
     def _summed_twice(self, scope: Scope, step: Step) -> str:
-        """Explain a sum over mesh axes of values that are already equal or summed there."""
+        """Explain a sum of inputs that are equal along its mesh axes, or terms of a different sum."""
         relation = self._of_value(scope, step.ins[0])
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
         if relation.kind is Kind.SAME and cut.isdisjoint(axes):
-            return (
-                f"it sums over {axes_text(axes)}, but its input already has equal values along them"
-            )
+            over = axes_text(axes)
+            return f"it sums over {over}, but its input already has equal values along {over}"
         if relation.missing:
             terms = f"terms of a {relation.missing} over {axes_text(relation.over)}"
             return f"it sums over {axes_text(axes)}, but its inputs are {terms}"

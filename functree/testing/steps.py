@@ -69,7 +69,7 @@ class Step:
         source: the innermost line of the user's model around it; None if there is none.
         draws: whether it draws random numbers, or makes keys for them.
         bodies: the body of a loop or shard_map, or the branches of a conditional.
-        operands: three counts of inputs, in this order: inputs that its bodies do not get,
+        operands: three counts of inputs, in this order: inputs that its bodies do not receive,
             constants of a loop's body, and values that a loop carries. All other inputs follow.
         acts: whether it has side effects, such as writing to a `jax.Ref`.
         run: the operation as a function from arrays to arrays.
@@ -226,7 +226,7 @@ class _Flat:
     def _number(self, atom: Any, numbers: Mapping[Var, Number]) -> Number:
         if not isinstance(atom, Literal):
             return numbers[atom]
-        # With its dtype, which a Python number would not keep.
+        # The literal keeps its dtype, which a Python number would lose.
         return self._constant(np.asarray(atom.val, getattr(atom.aval, "dtype", None)))
 
 
@@ -285,7 +285,7 @@ def _runner(eqn: JaxprEqn, around: Jaxpr) -> Callable[..., Sequence[Any]]:
 def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
     """Return the steps that outputs need, and steps with side effects.
 
-    A traced gradient has many other steps.
+    A traced gradient has many steps that no output needs.
     """
     needed, kept = set(outputs), list[Step]()
     for step in reversed(steps):
@@ -296,7 +296,7 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Number]) -> list[Step]:
 
 
 def line_of(eqn: JaxprEqn) -> Source | None:
-    """Return the innermost line of the user's model around an equation."""
+    """Return the innermost line of the user's model around an equation, or None."""
     traceback = eqn.source_info.traceback
     if traceback is None:
         return None

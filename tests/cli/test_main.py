@@ -216,7 +216,7 @@ WRONG: dict[str, str] = {
     f"explore demo:call {RULES} --mesh 16": "--mesh 16 needs 16 devices, but there are 8: add `--devices 16` to simulate them, or",
     f"ledger demo:call {LAID} --target tpu:v5e:2x4 --devices 8": "--devices simulates CPUs, but --target has its own devices: give only one of them",
     f"ledger demo:call --mesh data=4,model=4 {RULES}": "data=4,model=4 needs 16 devices, but there are 8: add `--devices 16` to simulate them, or",
-    f"ledger demo:call {LAID} --devices 16": "--devices 16 cannot take effect: JAX has already created 8 devices",
+    f"ledger demo:call {LAID} --devices 16": "--devices 16 cannot take effect, because JAX has already created 8 devices: run the command in a new process",
     f"ledger demo:call {LAID} --devices eight": "argument --devices: 'eight' is not a positive integer",
     # Pages
     f"plan demo:tree {LAID} --html nowhere/out.html": "--html nowhere/out.html: there is no folder nowhere",

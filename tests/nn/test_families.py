@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         "llama", {"rope_theta": 1.0}, 'its rope_theta differs from the rope_theta of "rope_parameters"'
     ),
     "other layers": (
-        "llama", {"model_type": "deepseek"}, '"model_type": "deepseek" cannot be loaded'
+        "llama", {"model_type": "deepseek"}, 'models with "model_type": "deepseek" cannot be loaded'
     ),
 }  # fmt: skip
 

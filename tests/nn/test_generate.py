@@ -297,7 +297,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 1.0}, "temperature=1.0  drawing tokens needs a key"),
     ({"top_k": 3}, "top_k=3  it has no effect at temperature 0, which chooses the likeliest token"),
     ({"lengths": np.array([0, 9])}, "each length must be from 1 to 9"),
-    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), one for each prompt"),
+    ({"lengths": [3, 4]}, "lengths=[3, 4]  it must be an array of integers of shape (2,), with one length for each prompt"),
     ({"prompts": PROMPTS + 95}, "some tokens are outside the vocabulary of size 96: "),
     ({"prompts": -PROMPTS}, "prompts some tokens are outside the vocabulary of size 96: -"),
     ({"stop": [3, 96]}, "stop=96  stop tokens must be from 0 to 95"),

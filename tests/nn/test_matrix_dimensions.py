@@ -203,7 +203,7 @@ def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
         ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
         ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
         ({"weight": (-1, (-1, -2))}, ("a dimension occurs twice",)),
-        ({"weight": ((), -1)}, ("((), -1): both parts of the pair need a dimension",)),
+        ({"weight": ((), -1)}, ("((), -1): each part of the pair must contain a dimension",)),
         (
             {"table": (-2, -1)},
             ("table", "f32[5]", "(-2, -1) needs 2 dimensions, but the array has 1"),
@@ -218,7 +218,7 @@ def test_what_cannot_be_read(said: Any, fragments: tuple[str, ...]) -> None:
 
 def test_too_few_dimensions_without_those_of_a_stack() -> None:
     stack = ft.Stacked(jax.tree.map(lambda x: x[None], told({"table": (-2, -1)})))
-    with raises("layer.table", "but the array has 1, not counting its stack"):
+    with raises("layer.table", "but the array has 1, not counting the dimensions of its stack"):
         ft.nn.matrix_dimensions(stack)
 
 

@@ -151,7 +151,7 @@ def message(fn: Any, args: Any, layouts: Any) -> list[str]:
 
 def test_a_missing_sum_is_told() -> None:
     *results, first = message(by_hand, (X, W), (P("data", "model"), P("model")))
-    assert len(results) == 2 and "its copies on several devices differ by up to" in results[1]
+    assert len(results) == 2 and "its copies on different devices differ by up to" in results[1]
     found = line("a product by hand")
     assert first.startswith(
         f"the first operation whose values differ is `dot_general` at {found}, in `y = x @ w  # a product by hand`, "
@@ -261,7 +261,7 @@ def test_copies_of_a_result_are_compared() -> None:
 
         return jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
 
-    assert "  the result: its copies on several devices differ by up to 1" in message(
+    assert "  the result: its copies on different devices differ by up to 1" in message(
         fn, (jnp.full((8, 8), 0.25),), (P("data"),)
     )
 

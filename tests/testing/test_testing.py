@@ -111,10 +111,10 @@ def test_budgets_for_collectives() -> None:
 def test_budgets_that_could_not_fail() -> None:
     ledger = gradient("TP", None)[0].ledger()
     with raises(
-        "the program has no mesh axis `modell`; its mesh has data, model; did you mean `model`?"
+        "the program has no mesh axis `modell`; its mesh axes: data, model; did you mean `model`?"
     ):
         assert_collectives(ledger, at_most={("all-reduce", "modell"): 0})
-    with raises("the program has no mesh axis `fsdp`; its mesh has data, model"):
+    with raises("the program has no mesh axis `fsdp`; its mesh axes: data, model"):
         assert_collectives(ledger, allow={"all-gather", ("all-reduce", "fsdp")})
     both = gradient("FSDP", None)[0].ledger()
     for axes in (("data", "model"), ("model", "data")):  # in any order
@@ -317,7 +317,7 @@ def test_what_differs_is_told() -> None:
     with failing as caught:
         assert_same_as_unsharded(wrong, ({}, jnp.arange(8.0)), (None, ft.P("data")), EXPLICIT)
     assert str(caught.value).startswith(
-        "the sharded function returns a different result\n  b.0: differs by up to 7, where values are up to 7\n"
+        "the sharded function returns a different result\n  b.0: differs by up to 7; its largest magnitude is 7\n"
         "the first operation whose values differ is `mul` at test_testing.py:"
     )
 
