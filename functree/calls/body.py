@@ -36,7 +36,8 @@ _labels = functools.lru_cache(maxsize=1024)(Labels)
 class Arrays:
     """The arrays of an argument and their keys, as a node that JAX flattens in one Python call.
 
-    In trees that JAX builds from these nodes, other values, such as shardings, may replace the arrays.
+    In trees that JAX builds from these nodes, other values, such as shardings, may replace the
+    arrays.
     """
 
     __slots__ = ("labels", "values")

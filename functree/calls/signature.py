@@ -84,8 +84,8 @@ class Record(tuple):
     """A call of a function, or its result, as a named tuple with annotated fields.
 
     Signatures use subclasses with their own fields. `typing.NamedTuple` is not used, since it
-    refuses names that begin with an underscore. JAX and functree treat any tuple subclass with `_fields` as a
-    named tuple.
+    refuses names that begin with an underscore. JAX and functree treat any tuple subclass with
+    `_fields` as a named tuple.
     """
 
     __slots__ = ()

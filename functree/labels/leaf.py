@@ -60,8 +60,8 @@ class Leaf(NamedTuple):
         value: the array, which may be traced or abstract.
         axes: the names of its dimensions.
         annotated: whether its axes are named, for example by an annotation or by `ft.names`.
-        unnamed: for each dimension, its token in the annotation if the token is not a name; otherwise
-            an empty string. The tuple is empty if all dimensions are named.
+        unnamed: for each dimension, its token in the annotation if the token is not a name;
+            otherwise an empty string. The tuple is empty if all dimensions are named.
         spec: the `PartitionSpec` in its annotation, or None.
         misfit: the problem if its axes cannot be determined, or None.
         within: the classes of the nodes above it, outermost first.

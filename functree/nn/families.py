@@ -135,7 +135,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Return whether a value is a token, a list of tokens (chat models may have several), or null."""
+    """Return whether a value is a token, a list of tokens (as in chat models), or null."""
     tokens = value if isinstance(value, list) else [value]
     return value is None or all(type(token) is int for token in tokens)
 
@@ -209,7 +209,7 @@ def _common(
 
 
 def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
-    """Read the rotation from `rope_parameters`, or from older files' `rope_theta` and `rope_scaling`."""
+    """Read the rotation from `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     thetas: dict[str, float] = {}
     scalings: dict[str, Llama3Rope | None] = {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -582,8 +582,8 @@ def _family(file: Path, given: Mapping[str, Any]) -> str:
         return name
     if isinstance(name, str) and name in _REFUSED:
         raise FunctreeValueError(
-            f'{file}: models with "model_type": "{name}" cannot be loaded, because `ft.nn` does not '
-            f"support {_REFUSED[name]}"
+            f'{file}: models with "model_type": "{name}" cannot be loaded, because `ft.nn` does '
+            f"not support {_REFUSED[name]}"
         )
     raise FunctreeValueError(
         f'{file}: "model_type": {value_text(name)} is not one of {", ".join(families)}. For '

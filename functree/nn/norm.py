@@ -94,8 +94,8 @@ class RMSNorm(eqx.Module):
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """Return the normalized vectors, in `compute_dtype`."""
         # bfloat16 squares would be summed with 8 bits of precision, and float16 squares overflow
-        # from 256 on. The cast follows the multiplication by the scale, so that the result is rounded
-        # once.
+        # from 256 on. The cast follows the multiplication by the scale, so that the result is
+        # rounded once.
         wide = x.astype(accumulator(x.dtype))
         last = tuple(range(-self.scale.ndim, 0))
         unit = wide * jax.lax.rsqrt(jnp.mean(wide**2, axis=last, keepdims=True) + self.eps)

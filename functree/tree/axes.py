@@ -166,8 +166,8 @@ def names(*patterns: str | Mapping[str, str | Axes], **fields: str | Axes) -> Na
     Args:
         *patterns: mappings `{glob: axes}` for leaves at any depth; a glob matches paths below the
             module, and `"**"` matches all leaves. A string instead of a mapping names the leading
-            axes of a stack of layers, for example from `eqx.filter_vmap` of a constructor. Every leaf
-            below the module gets these axes, and `ft.FSDP` never shards them.
+            axes of a stack of layers, for example from `eqx.filter_vmap` of a constructor. Every
+            leaf below the module gets these axes, and `ft.FSDP` never shards them.
         **fields: the axes of the module's own fields. In a string, `...` stands for any number of
             unnamed dimensions.
 

@@ -45,8 +45,8 @@ Dimensions = int | Sequence[int]
 Matrices = Mapping[str, tuple[Dimensions, Dimensions] | None]
 """Mapping from a module's fields, or paths below it, to the dimensions of matrices.
 
-Each value holds the dimensions that a product sums over, and the dimensions of the product's result.
-The value is None for an array that is not a matrix."""
+Each value holds the dimensions that a product sums over, and the dimensions of the product's
+result. The value is None for an array that is not a matrix."""
 
 
 class HasMatrices(Protocol):

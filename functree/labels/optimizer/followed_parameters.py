@@ -283,8 +283,8 @@ def _abstract(tx: Optimizer, trained: TrainedModel, shapes: Mapping[Path, Shape]
 def _dims(real: Shape, other: Shape, have: Shape, want: Shape) -> tuple[int | None, ...] | None:
     """Determine which dimensions of a parameter a leaf has, from the sizes of both.
 
-    Two forms of leaves are accepted. In the first, the leaf's own dimensions come before all dimensions of
-    the parameter. In the second, the leaf has some of the parameter's dimensions in
+    Two forms of leaves are accepted. In the first, the leaf's own dimensions come before all
+    dimensions of the parameter. In the second, the leaf has some of the parameter's dimensions in
     order, and its own dimensions have size 1. Other matches may be accidental: the rank in galore
     may equal the smallest size of a parameter.
 
@@ -429,8 +429,9 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     """Return the parameters whose paths end like a leaf's path, for leaves without a prefix.
 
     `optax.lookahead` updates pairs of parameters, such as `fast.w` and `slow.w`, and initializes
-    its inner optimizer with one parameter of each pair. So the paths in its state end only with `w`. If too many
-    parameters have the same end, sizes cannot distinguish them, and the leaf has no owner.
+    its inner optimizer with one parameter of each pair. So the paths in its state end only with
+    `w`. If too many parameters have the same end, sizes cannot distinguish them, and the leaf has
+    no owner.
     """
     if not paths:
         return {}
