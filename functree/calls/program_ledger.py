@@ -118,8 +118,7 @@ def _mesh_of(
     different axes.
 
     Raises:
-        FunctreeError: if a mesh is given, and the chosen mesh's number of devices differs from
-            `devices`.
+        FunctreeError: if a mesh is given, and the chosen mesh does not have `devices` devices.
     """
     meshes = [sharding.mesh for sharding in shardings if isinstance(sharding, NamedSharding)]
     mesh = max(meshes, key=lambda each: each.size, default=given)

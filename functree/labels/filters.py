@@ -96,7 +96,7 @@ class Negation(Filter):
 
 
 def _operand(part: Filter, weaker: "type | types.UnionType") -> str:
-    """Return a filter's text as an operand, in parentheses if the filter is a `weaker` one."""
+    """Return a filter's text as an operand, in parentheses if it is an instance of `weaker`."""
     text = repr(part)
     return f"({text})" if isinstance(part, weaker) else text
 

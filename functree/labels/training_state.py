@@ -53,7 +53,7 @@ class Scope(NamedTuple):
 def label_paths(
     leaves: Sequence[Leaf], states: Mapping[Path, TrainingState], scope: Scope
 ) -> Sequence[Leaf]:
-    """Label leaves with the paths that a layout's filters match and the leaves that they follow.
+    """Label leaves with the paths that a layout's filters match, and with the leaves they follow.
 
     Args:
         leaves: the leaves of the part of the tree that the layout is for.

@@ -17,7 +17,7 @@ class PrefixOf(NamedTuple):
     Attributes:
         noun: the plural for messages: `layouts`.
         one: the singular for messages: `layout`.
-        is_one: a function that returns whether an object is such a value, not a tree of them.
+        is_one: a function that returns whether an object is a single value, not a tree of values.
         wanted: the predicate in the message about an object that is neither.
         hint: a function that returns the end of the message, given an invalid part of the prefix
             and the subtree at the same path.

@@ -115,7 +115,7 @@ CASES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "export": (
         lambda: jax.export.export(ft.jit(lambda x: x + 1))(X),
         (
-            "`jax.export.export` takes a `jax.jit` function",
+            "`jax.export.export` requires a `jax.jit` function",
             "write `ft.export(<lambda>, *args).serialize()`",
         ),
     ),

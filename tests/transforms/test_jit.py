@@ -584,7 +584,7 @@ def test_gradients_of_grouped_convolutions(case: str):
     images = random.normal(size=(16, 8, 8, 8)).astype(np.float32)
     gradient = ft.jit(ft.grad(convolved), in_shardings=(P(), spec), mesh=mesh)
     if warned:
-        with warns("grouped convolution", "over all of data, model"):
+        with warns("grouped convolution", "over all of the axes data, model"):
             found = gradient(kernel, images)
     else:
         found = gradient(kernel, images)

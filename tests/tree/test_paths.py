@@ -72,7 +72,7 @@ def test_a_path_reads_back(path: Path) -> None:
         ('"a', "cannot parse it from character 0"),
         ("a b", "'a b' is not an identifier; quote it (`\"a b\"`)"),
         ("**.w", "'**' is not an identifier; to match paths with a pattern, use a filter, as in"),
-        ("a.{0-3}.b", "braces abbreviate several paths in a plan: write one of these paths"),
+        ("a.{0-3}.b", "is not an identifier; write one of the paths that the braces abbreviate"),
         ("[open]", "[open] is not a Python literal"),
         ("[[1]]", "[[1]] is not a Python literal that can be a key"),
         (f"[{'-' * 10**4}1]", "is not a Python literal that can be a key"),

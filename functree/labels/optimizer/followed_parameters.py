@@ -429,9 +429,9 @@ def _owners_below(paths: Sequence[Path], parameters: Collection[Path]) -> dict[P
     """Return the parameters whose paths end like a leaf's path, for leaves without a prefix.
 
     `optax.lookahead` updates pairs of parameters, such as `fast.w` and `slow.w`, and initializes
-    its inner optimizer with one parameter of each pair. So the paths in its state end only with
-    `w`. If too many parameters have the same end, sizes cannot distinguish them, and the leaf has
-    no owner.
+    its inner optimizer with one parameter of each pair. So the paths in its state end
+    only with `w`. If too many parameters have the same end, sizes cannot distinguish them, and the
+    leaf has no owner.
     """
     if not paths:
         return {}
