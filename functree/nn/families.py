@@ -135,7 +135,7 @@ def _is_positive(value: Any) -> bool:
 
 
 def _is_token(value: Any) -> bool:
-    """Return whether a value is a token, a list of tokens (as in chat models), or null."""
+    """Return whether a value is a token, a list of tokens (for chat models), or null."""
     tokens = value if isinstance(value, list) else [value]
     return value is None or all(type(token) is int for token in tokens)
 
@@ -209,7 +209,10 @@ def _common(
 
 
 def _rope(read: ConfigReader, default: float) -> dict[str, Any]:
-    """Read the rotation from `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    """Read the rotation from `rope_parameters`.
+
+    Older files contain `rope_theta` and `rope_scaling` instead.
+    """
     thetas: dict[str, float] = {}
     scalings: dict[str, Llama3Rope | None] = {}
     for name in ("rope_parameters", "rope_scaling"):

@@ -442,7 +442,7 @@ def _appended(
     tokens: Int[Array, "batch new+1"],
     lengths: Int[Array, "batch"],
 ) -> Int[Array, "batch seq+new"]:
-    """Join each prompt and its new tokens; fill the row with the last token, which is padding."""
+    """Join each prompt and its new tokens, and fill the row with the last token, the padding."""
     new = tokens.shape[1] - 1
     # The index of the new token at each position: negative in the prompt, and clipped to the
     # padding's index after the end.

@@ -163,8 +163,7 @@ def _statements(model: Tree) -> tuple[dict[Keys, _Statement], list[Problem], boo
                 problems.append(Problem(path, None, by, str(error), _TAKES))
                 right_type = right_type and isinstance(error, ValueError)
                 continue
-            # `walk` yields a module before the modules inside it. The outermost module's
-            # declaration applies.
+            # `walk` yields a module before its inner modules. The outermost declaration applies.
             if first_beginning(path, about) is None:
                 about[path] = statement
     return about, problems, right_type

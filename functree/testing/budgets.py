@@ -298,8 +298,8 @@ def _budgets(at_most: Any, ledger: Ledger) -> dict[_Kind, int]:
         budgets = {_kind(one, ledger): size for one, size in at_most.items()}
     if not all(map(EXTENT.fits, budgets.values())):
         raise parameter_error(
-            f"at_most={shown(at_most)}: pass a number of bytes, or a dict that maps "
-            "kinds to numbers of bytes",
+            f"at_most={shown(at_most)}: pass a number of bytes, or a dict that maps kinds to "
+            "numbers of bytes",
             right_type=all(map(EXTENT.is_type, budgets.values())),
         )
     return budgets

@@ -249,7 +249,7 @@ class Search:
         return True
 
     def _summed_twice(self, scope: Scope, step: Step) -> str:
-        """Explain a sum of inputs equal along its mesh axes, or of terms of a different sum."""
+        """Explain a sum of values that are equal along its mesh axes, or terms of another sum."""
         relation = self._of_value(scope, step.ins[0])
         axes = [axis for axis in step.params["axes"] if axis in scope.axes]
         cut = set(itertools.chain(*relation.assignment))
