@@ -195,10 +195,10 @@ def test_the_outermost_module_decides(said: Any, expected: Any) -> None:
     ("said", "fragments"),
     [
         (["weight"], ("Told.__matrix_dimensions__", "returns ['weight']", "a mapping")),
-        ({3: (-2, -1)}, ("of 3", "3 is not the name of a field")),
+        ({3: (-2, -1)}, ("for 3", "3 is not the name of a field")),
         (
             {"wieght": (-2, -1)},
-            ("of 'wieght'", "has no 'wieght' at this path; did you mean `weight`?"),
+            ("for 'wieght'", "has no 'wieght' at this path; did you mean `weight`?"),
         ),
         ({"weight": -2}, ("weight", "-2 is not a pair of dimensions")),
         ({"weight": (0, 1)}, ("(0, 1)", "dimensions must be negative, counted from the end")),
