@@ -419,7 +419,7 @@ class Selection(Generic[T]):
     def _refuse(self, headline: str, remedy: str) -> FunctreeError:
         """Make an error that lists the selected parts."""
         parts = [
-            Problem(path, None, value_text(part), "is selected", remedy)
+            Problem(path, None, value_text(part), "selected", remedy)
             for path, part in self._parts()
         ]
         return FunctreeValueError(headline, parts)

@@ -256,7 +256,7 @@ def row(**changes: Any) -> Callable[[Head], Head]:
 
 
 MANIFESTS: dict[str, tuple[Callable[[Head], Head], str]] = {
-    "a huge shape": (row(shape=[10**9, 10**9]), "`bytes` is 128, but an array of its shape"),
+    "a huge shape": (row(shape=[10**9, 10**9]), "`bytes` is 128, but an array of this shape"),
     "a dtype that nobody knows": (row(dtype="float9"), "unknown dtype 'float9'"),
     "a spec of other rank": (
         row(spec=["a", None, None]),

@@ -175,7 +175,7 @@ PARTS: dict[str, tuple[dict[str, int], list[tuple[str, int]]]] = {
     ),
     "many parts": (
         {name: 2 for name in "abcdefg"},
-        [*((name, 2) for name in "abcde"), ("smaller ones", 4)],
+        [*((name, 2) for name in "abcde"), ("smaller parts", 4)],
     ),
     "one array": ({"": 4}, [("(the root)", 4)]),
 }

@@ -196,7 +196,7 @@ def misuses() -> dict[str, tuple[Callable[[], Any], tuple[str, ...]]]:
         "update": (lambda: state.update({ft.Path(("a", "totl")): 1}), ("`a.totl`; did you mean `a.total`?",)),
         "no array": (lambda: ft.StateRef("text"), ("StateRef('text'): the initial value", "an array or a number")),
         "axes": (lambda: ft.StateRef(jnp.zeros(3), "a b"), ('axes="a b") names 2 dimensions', "has shape (3,)")),
-        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("0 is packed", "call `ft.make_state` before you pack it")),
+        "packed": (lambda: ft.make_state([ft.pack(Counter())]), ("`0` is packed", "call `ft.make_state` before you pack it")),
     }  # fmt: skip
 
 
