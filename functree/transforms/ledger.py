@@ -456,8 +456,8 @@ def _by_identity(
     """
     paths: dict[int, Path] = {}
     fun = getattr(fn, "__wrapped__", None)
-    # A called module has arrays too. Their paths begin with the name of `__call__`'s
-    # first parameter.
+    # A called module has arrays too. Their paths begin with the name of the first parameter of
+    # `__call__`.
     module, *_ = inspect.signature(type(fun).__call__).parameters
     for given in _leaves(module, (module,), fun):
         paths.setdefault(id(given.leaf), given.path)
