@@ -47,7 +47,7 @@ def signature_layouts(
     Raises:
         FunctreeError: if `fun` is not a function.
         AxesError: if an annotation cannot be resolved.
-        AxesError: if an annotation's alternatives have the same rank and dtype, but different
+        AxesError: if alternatives of an annotation have the same rank and dtype, but different
             names.
         RuleError: if `rules` is not a layout.
         ShardingError: if an axis has no rule.
