@@ -88,7 +88,7 @@ class JitOptions(NamedTuple):
 
 
 class Jit(Function[_P, _T]):
-    """A function that `ft.jit` compiles once for each structure and types of its arguments.
+    """A function that `ft.jit` compiles once for each structure and set of argument types.
 
     Attributes:
         compilations: a record for each program that the function has used, with the differences
@@ -352,7 +352,7 @@ def _check_static(layouts: ParameterLayouts, static: Collection[str]) -> None:
 
 
 def _is_spread(array: AnyArray) -> bool:
-    """Return whether the compiler chooses an array's sharding, because the array is uncommitted.
+    """Return whether an array is uncommitted, so that the compiler chooses its sharding.
 
     JAX copies such an array to the devices, so donating it saves no memory. XLA may even fail: it
     assigns the memory of a donated input to an output before it chooses the input's sharding.
