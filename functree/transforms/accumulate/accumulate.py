@@ -568,8 +568,8 @@ class Shards:
             spec: the spec of the sum.
         """
         # For each dimension, `blocks` lists its leading mesh axes that belong to the batch. These
-        # mesh axes split the dimension into blocks, which the other mesh axes of
-        # the dimension split further.
+        # mesh axes split the dimension into blocks, which the dimension's other
+        # mesh axes split further.
         blocks: list[tuple[str, ...]] = []
         for partition in spec.partitions:
             blocks.append(tuple(takewhile(self.axes.__contains__, mesh_axes(partition))))
