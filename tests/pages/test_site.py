@@ -362,6 +362,5 @@ def test_what_a_function_returns_is_one_sentence(folder: Path) -> None:
     [returns] = re.findall(
         r"(<li[^>]*>(?:(?!</?li).)*an array with(?:(?!</?li).)*</li>)", page, re.DOTALL
     )
-    assert "the largest number of an unsigned dtype" in " ".join(
-        re.sub("<[^>]+>", "", returns).split()
-    )
+    words = " ".join(re.sub("<[^>]+>", "", returns).split())
+    assert "the largest number of the dtype if it is unsigned" in words
