@@ -331,7 +331,7 @@ BAD_CONFIG = """TransformerConfig: invalid fields
       it must be a floating-point dtype, such as `jnp.float32`
 
   kv_heads=3
-      it must divide heads=4: each key and value head serves the same number of query heads
+      it must divide heads=4: each key and value head is shared by the same number of query heads
 
   head_dim=5
       it must be even: rotary positions rotate pairs of dimensions

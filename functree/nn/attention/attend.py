@@ -66,11 +66,11 @@ def attend(
         key: the keys.
         value: the values.
         implementation: the name of the implementation, or a function. `"splash"` is JAX's kernel
-            for TPUs, and `"cudnn"` is cuDNN's kernel for GPUs. `"xla"` holds the weights of all
-            queries and keys at once. `"chunked"` holds only the weights of one chunk of queries and
-            one chunk of keys. `"auto"` uses the kernel of the platform that the program is lowered
-            for, and `"chunked"` on platforms without one. If the kernel does not support the call,
-            `"auto"` issues a `FunctreeWarning` and uses `"chunked"`.
+            for TPUs, and `"cudnn"` is cuDNN's kernel for GPUs. `"xla"` holds the attention weights
+            of all queries and keys at once. `"chunked"` holds only the weights of one chunk of
+            queries and one chunk of keys. `"auto"` uses the kernel of the platform that the program
+            is lowered for, and `"chunked"` on platforms without one. If the kernel does not support
+            the call, `"auto"` issues a `FunctreeWarning` and uses `"chunked"`.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
         segments: the segment of each token, or None if there is only one segment. A token attends
@@ -80,7 +80,7 @@ def attend(
             mesh axes that shard no heads; see `ft.nn.Attention`.
 
     Raises:
-        FunctreeError: if `implementation` names a kernel that is not for this platform.
+        FunctreeError: if `implementation` names a kernel for a different platform.
         FunctreeError: if `implementation` names a kernel that does not support the call.
         FunctreeError: if `context="heads"` and the number of parts of the sequence does not divide
             the number of heads on a device.
@@ -97,7 +97,8 @@ def attend(
         if positions is not None:
             raise FunctreeValueError(
                 "in_order=False: a function passed as `attention=` receives no positions, so it "
-                'cannot mask with them. Pass a name instead, such as attention="chunked"'
+                "cannot mask tokens that are not in order. Pass the name of an implementation, "
+                'such as attention="chunked"'
             )
         return _by_function(implementation, query, key, value, window, segments)
     if positions is not None and positions.ndim > 1:
@@ -110,7 +111,7 @@ def attend(
     if asked is not None and asked != kernel:
         raise FunctreeValueError(
             f"attention={implementation!r} is a kernel for {asked.devices}, but this program is "
-            f'for {on}. Pass attention="auto" to use the kernel where possible'
+            f'for {on}. Pass attention="auto" to use an implementation for {on}'
         )
     # A ring computes in chunks on every platform. If `implementation` names a kernel, the call is
     # refused below.
@@ -149,7 +150,7 @@ def _parts(given: Inputs, context: Context) -> Parts:
 
 
 def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs], Array]:
-    """Build a function that computes attention in chunks, for one device's part of the sequence."""
+    """Build a function that computes attention without a kernel, on one part of a sequence."""
 
     def whole(given: Inputs) -> Array:
         query, key, value, segments, positions = given
@@ -168,7 +169,7 @@ def _plain(parts: Parts, window: int | None, chunk: float) -> Callable[[Inputs],
 
 
 def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[Inputs], Array]:
-    """Build a function that runs a kernel, for one device's part of the sequence."""
+    """Build a function that runs a kernel on one part of a sequence."""
 
     def whole(given: Inputs) -> Array:
         return kernel.run(*given.arrays, window=window)
@@ -182,7 +183,7 @@ def _by_kernel(kernel: Kernel, parts: Parts, window: int | None) -> Callable[[In
 def _in_parts(
     parts: Parts, whole: Callable[[Inputs], Array], of_part: OfPart | None
 ) -> Callable[[Inputs], Array]:
-    """Extend attention of a whole sequence, or of one part, to sequences divided into parts."""
+    """Build attention over divided sequences from functions for a whole sequence and for a part."""
     if parts.how == "heads":
         return partial(by_heads, parts=parts, whole=whole)
     if parts.how == "gather" and of_part is not None:
@@ -204,7 +205,7 @@ def _why_not(kernel: Kernel, given: Inputs, parts: Parts, window: int | None) ->
             )
         own = given.query.shape[1] // parts.number
         if own % TILE:
-            return f"a part of the sequence has {own} tokens, which is not a multiple of {TILE}"
+            return f"each part of the sequence has {own} tokens, which is not a multiple of {TILE}"
     return kernel.why_not(given.arrays, window)
 
 
@@ -218,7 +219,7 @@ def _on_shards(
 
         def of_batches(*arrays: Array) -> Array:
             # (*batch, seq, heads, head_dim) ─► (batch, seq, heads, head_dim), segments ─► (batch,
-            # seq). On a shard, this reshape moves nothing. On whole arrays, it may need a gather.
+            # seq). On a shard, this reshape moves no data. On whole arrays, it may need a gather.
             flat = [x.reshape(-1, *x.shape[-3:]) for x in arrays[:3]]
             flat += [x.reshape(-1, x.shape[-1]) for x in arrays[3:]]
             return compute(structure.unflatten(flat)).reshape(arrays[0].shape)
@@ -248,10 +249,12 @@ def _by_function(
         options["mask"] = same[..., None, :, :]  # the same for all heads
     mixed = function(query, key, value, **options)
     if not isinstance(mixed, jax.Array) or mixed.shape != query.shape:
-        shape = getattr(mixed, "shape", type(mixed).__name__)
+        returned = f"a value of type {type(mixed).__name__}"
+        if isinstance(mixed, jax.Array):
+            returned = f"an array of shape {mixed.shape}"
         raise FunctreeValueError(
-            f"the function passed as `attention=` returned {shape}, but must return an array of "
-            f"shape {query.shape}"
+            f"the function passed as `attention=` returned {returned}, but must return a JAX array "
+            f"of shape {query.shape}"
         )
     return mixed
 
@@ -277,8 +280,8 @@ def attend_cached(
         value: the values of the tokens.
         cached_key: the keys of earlier tokens.
         cached_value: the values of earlier tokens.
-        filled: the number of earlier tokens in each row. The cache holds the most recent of them,
-            each at its position modulo the number of slots.
+        filled: the number of earlier tokens in each row. The cache holds the most recent of these
+            tokens, each in the slot whose index is the token's position modulo the number of slots.
         window: the maximum number of tokens that a token attends to, including itself; None for all
             earlier tokens.
     """

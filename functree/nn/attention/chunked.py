@@ -1,7 +1,8 @@
-"""Chunked attention sums weighted values without an array of all queries by all keys.
+"""Chunked attention sums weighted values without holding the weights of all queries and keys.
 
 The softmax is accumulated over chunks of keys. The backward pass recomputes the weights of each
-chunk from the logarithms of their sums (Dao et al., "FlashAttention", 2022, algorithms 1 and 4).
+chunk from the logsumexp of each query's scores (Dao et al., "FlashAttention", 2022, algorithms 1
+and 4).
 
 Here, query heads are grouped by the key and value head that they use (Ainslie et al., "GQA", 2023).
 `group` is the number of query heads in a group.
@@ -21,7 +22,7 @@ from functree.nn.attention.mask import CAUSAL, Index, Mask, padded
 from functree.nn.weights import accumulator
 
 CHUNK = 512
-"""The number of queries, and of keys, whose weights are held at once."""
+"""The default number of queries or keys in a chunk."""
 
 Queries = Float[Array, "batch kv_heads group seq head_dim"]
 Keys = Float[Array, "batch kv_heads keys head_dim"]
@@ -45,7 +46,7 @@ def chunked(
         key: the keys.
         value: the values.
         mask: which keys each query attends to.
-        chunk: the number of queries, and of keys, whose weights are held at once; infinity for all.
+        chunk: the number of queries or keys in a chunk; infinity for a single chunk.
 
     Examples:
         >>> from functree.nn.attention.chunked import chunked
@@ -79,20 +80,20 @@ def unchunked(
 
     Args:
         query: the queries.
-        parts: pairs of keys and values, (batch, keys, kv_heads, head_dim). A cache and new tokens
-            are two parts: joining them would copy the whole cache.
+        parts: pairs of keys and values, each of shape (batch, keys, kv_heads, head_dim). A cache
+            and new tokens are two parts: joining them would copy the whole cache.
         mask: which keys each query attends to, with the keys of all parts in order.
         attends_to_some: whether each query attends to at least one key.
     """
     queries = grouped(query, parts[0][0].shape[2])
     of_parts = [(heads_first(key), heads_first(value)) for key, value in parts]
-    # The scores are joined, not the keys: a query has one score per head and key, and a key has
-    # `head_dim` numbers per head.
+    # The scores are joined, not the keys, because the scores of a few queries are smaller: for each
+    # head, a key has one score per query, but `head_dim` numbers.
     scores = jnp.concatenate([_scores(queries, key) for key, _ in of_parts], -1)
     visible = mask.visible(query.shape[1], scores.shape[-1])
-    # Masked scores are the least finite number. With -inf, a query that attends to nothing would
-    # have NaN weights, and the gradients of all keys would be NaN. With the finite number, this
-    # query's weights are equal, and are set to zero below.
+    # Masked scores are set to the lowest finite number. With -inf, a query that attends to no key
+    # would have NaN weights, and the gradients of all keys would be NaN. With the finite number,
+    # the weights of such a query are equal, and are set to zero below.
     weights = jax.nn.softmax(jnp.where(visible, scores, jnp.finfo(scores.dtype).min))
     if not attends_to_some:
         weights = jnp.where(visible, weights, 0)
@@ -135,7 +136,8 @@ class _Chunks(NamedTuple):
         if not self.mask.is_by_order:
             return 0, self.keys
         if self.mask.offset is None:
-            # The first query of the chunk is i * size, and it attends to window - 1 keys before it.
+            # The chunk's first query has index i * size, and attends to the window - 1 keys before
+            # its own.
             return self._not_before(i * self.size), i + 1
         first = i * self.size + self.mask.offset
         return self._not_before(first), jnp.clip(
@@ -158,8 +160,8 @@ class _Chunks(NamedTuple):
             offset = self.mask.offset
             first = jnp.maximum(0, j * self.size - offset) // self.size
         if self.mask.window is not None:
-            # The last key is (j + 1) * size - 1. The query of the same token attends to it, as do
-            # window - 1 later queries.
+            # The last key has index (j + 1) * size - 1. The query of the same token attends to this
+            # key, as do the window - 1 queries after it.
             of_key = ((j + 1) * self.size + self.mask.window - 2 - offset) // self.size
             last = jnp.clip(of_key + 1, 0, self.queries)
         return first, last
@@ -173,8 +175,8 @@ class _Chunks(NamedTuple):
     ) -> _Sums:
         """Apply `add` to sums, chunk by chunk, but skip chunks in which no query attends to a key.
 
-        With explicit positions, chunks are skipped at run time: about half of them, if the tokens
-        of each chunk are close to each other, as after `ft.nn.zigzag`.
+        With explicit positions, chunks are skipped at run time. About half of them are skipped if
+        the tokens of each chunk are close to each other in the sequence, as after `ft.nn.zigzag`.
 
         Args:
             add: adds one chunk to the sums.
@@ -221,7 +223,7 @@ class _Chunks(NamedTuple):
 
 Kept = tuple[Queries, Keys, Keys, Mask, Queries, PerQuery]
 """The values that the backward pass needs: queries, keys, values, the mask, the result, and the
-logarithm of each query's sum of weights."""
+logsumexp of each query's scores."""
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -238,11 +240,11 @@ def _forward(
 
 
 def mix(chunk: int, query: Queries, key: Keys, value: Keys, mask: Mask) -> tuple[Queries, PerQuery]:
-    """Run algorithm 1 of FlashAttention, which corrects the softmax with each chunk of keys.
+    """Run algorithm 1 of FlashAttention, which rescales the softmax's sums for each chunk of keys.
 
     Returns:
-        The weighted values in the dtype of the sums, and the logarithm of each query's sum of
-        weights. The logarithm is inf for a query that attends to nothing.
+        The result in the dtype of the sums, and the logsumexp of each query's scores. For a query
+        that attends to no key, inf replaces the logsumexp.
     """
     dtype = accumulator(query.dtype)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
@@ -287,9 +289,9 @@ def gradients(
 ) -> tuple[Queries, Keys, Keys]:
     """Run algorithm 4 of FlashAttention, which loops over chunks of keys.
 
-    With weights p, values v, scaled scores s, and the cotangent do of the result o:
+    With weights p, values v, scores s = q kᵀ before scaling, and the cotangent do of the result o:
 
-        dv = pᵀ do, dp = do vᵀ, ds = p * (dp - o · do), dq = ds k, dk = dsᵀ q
+        dv = pᵀ do, dp = do vᵀ, ds = scale * p * (dp - o · do), dq = ds k, dk = dsᵀ q
 
     Returns:
         The gradients of the queries (in the dtype of the sums), and of the keys and values (in the
@@ -298,8 +300,8 @@ def gradients(
     query, key, value, mask, mixed, log_total = kept
     dtype, scale = accumulator(query.dtype), _scale(query)
     chunks = _Chunks(mask, chunk, query.shape[3] // chunk, key.shape[2] // chunk)
-    # o · do, for each query. It equals the sum of p * dp over all keys, which would need all chunks
-    # of keys at once.
+    # This is o · do for each query. It equals the sum of p * dp over all keys, but computing that
+    # sum would need all chunks of keys at once.
     common = (mixed.astype(dtype) * cotangent.astype(dtype)).sum(-1)
 
     def of_chunk(d_query: Array, j: Index) -> tuple[Array, tuple[Array, Array]]:
@@ -312,11 +314,11 @@ def gradients(
             weights = jnp.exp(scores - chunks.take(log_total, i, 3)[..., None])
             d_weights = _einsum("bkgsd,bktd->bkgst", given, values)
             d_weights = d_weights - chunks.take(common, i, 3)[..., None]
-            # Like the weights, the gradients of the scores are cast to the dtype of the heads, so
+            # Like the weights, the gradients of the scores are cast to the dtype of the inputs, so
             # that products have narrow operands.
             d_scores = (weights * d_weights * scale).astype(query.dtype)
-            # Added in place. The gradient of the queries is a sum over all chunks of keys, so both
-            # loops carry it, in the wide dtype.
+            # `d_query` is updated in place. It is a sum over all chunks of keys, so both loops
+            # carry it, in the wide dtype.
             d_queries = chunks.take(d_query, i, 3) + _einsum("bkgst,bktd->bkgsd", d_scores, keys)
             return (
                 jax.lax.dynamic_update_slice_in_dim(d_query, d_queries, i * chunk, 3),
@@ -366,6 +368,6 @@ def heads_first(x: Float[Array, "batch keys kv_heads head_dim"]) -> Keys:
 
 
 def _joined(chunks: Array, axis: int) -> Array:
-    """Join chunks that are stacked along the first dimension, along dimension `axis`."""
+    """Concatenate chunks, which are stacked along the first dimension, along dimension `axis`."""
     moved = jnp.moveaxis(chunks, 0, axis)
     return moved.reshape(*moved.shape[:axis], -1, *moved.shape[axis + 2 :])

@@ -1,8 +1,8 @@
 """Context parallelism computes attention over sequences that are sharded over several devices.
 
-The functions here are for the body of a shard_map over the mesh axes that shard the sequence. Each
-device has the queries, keys and values of its own part, for all of its heads. There are three ways
-to attend to the tokens of other parts:
+The functions here run inside a shard_map over the mesh axes that shard the sequence. Each device
+has the queries, keys and values of its own part, for all of its heads. There are three ways to
+attend to the tokens of other parts:
 
 - Devices exchange heads for parts of the sequence (Jacobs et al., "DeepSpeed Ulysses", 2023).
 - Devices gather all keys and values (Grattafiori et al., "The Llama 3 herd of models", 2024).
@@ -100,7 +100,7 @@ def parts_of(axes: tuple[str, ...], count: int, context: Context, heads: int) ->
 def by_heads(
     own: Inputs, parts: Parts, whole: Callable[[Inputs], Array]
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Give each device the whole sequence for some heads, and exchange the results back.
+    """Compute attention over the whole sequence on each device, for some of the heads.
 
     Args:
         own: the device's part.
@@ -108,8 +108,8 @@ def by_heads(
         whole: a function that computes attention over a whole sequence on one device.
     """
     key, value = own.key, own.value
-    # If the number of parts does not divide the number of key heads, the key heads are repeated
-    # until each device gets the ones that its query heads use.
+    # If the number of parts does not divide the number of key heads, the key heads are repeated.
+    # Each device then gets the key heads that its query heads use.
     more = parts.number // math.gcd(parts.number, key.shape[2])
     if more > 1:
         key, value = (jnp.repeat(x, more, axis=2) for x in (key, value))
@@ -130,7 +130,7 @@ with their values, and the index of the first query."""
 def by_gathering(
     own: Inputs, parts: Parts, of_part: OfPart
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Give each device the keys and values of all parts.
+    """Compute attention of a part's queries to the gathered keys and values of all parts.
 
     Args:
         own: the device's part.
@@ -143,7 +143,7 @@ def by_gathering(
 
 
 def _gathered(arrays: T, parts: Parts) -> T:
-    """Gather the arrays of all parts' tokens, in order."""
+    """Gather arrays along the sequence, with the parts in order."""
     return jax.tree.map(lambda x: jax.lax.all_gather(x, parts.axes, axis=1, tiled=True), arrays)
 
 
@@ -151,7 +151,7 @@ def _gathered(arrays: T, parts: Parts) -> T:
 
 
 class _OfKeys(NamedTuple):
-    """The arrays that devices pass around.
+    """The arrays that devices pass around the ring.
 
     Attributes:
         key: the keys of a part.
@@ -167,7 +167,7 @@ class _OfKeys(NamedTuple):
 
 
 _Sums = tuple[Queries, PerQuery]
-"""Weighted values, and the logarithm of each query's sum of weights."""
+"""Weighted values, and the logsumexp of each query's scores."""
 
 
 class _Ring(NamedTuple):
@@ -176,7 +176,7 @@ class _Ring(NamedTuple):
     Attributes:
         axes: the mesh axes of the parts.
         parts: the number of parts.
-        chunk: the number of queries, and of keys, whose weights are held at once.
+        chunk: the number of queries or keys in a chunk.
         seq: the number of tokens in a part.
         window: the maximum number of keys that a query attends to; None for all.
     """
@@ -197,8 +197,8 @@ class _Ring(NamedTuple):
         segments = own.query_segments, of_keys.segments
         if own.query_positions is not None:
             return Mask(own.query_positions, of_keys.positions, *segments, self.window)
-        # The number of parts from these keys to the queries. It is negative if the keys are after
-        # the queries, and then no query attends to them.
+        # The number of parts by which these keys precede the queries. If it is negative, the keys
+        # come after the queries, and no query attends to them.
         here = jax.lax.axis_index(self.axes)
         before = here - (here - step) % self.parts
         more = of_keys.key.shape[2] - self.seq
@@ -215,7 +215,7 @@ def by_ring(
         own: the device's part.
         parts: how the sequence is divided.
         window: the maximum number of keys that a query attends to; None for all.
-        chunk: the number of queries, and of keys, whose weights are held at once.
+        chunk: the number of queries or keys in a chunk.
     """
     seq, kv_heads = own.query.shape[1], own.key.shape[2]
     size = int(min(chunk, seq))
@@ -263,7 +263,8 @@ def _forward(
 
 def _joined(first: _Sums, second: _Sums) -> _Sums:
     """Combine two results for the same queries and different keys."""
-    # A logarithm is inf for a query that attends to no key. With -inf, its sum of weights is 0.
+    # A query that attends to no key has inf as its logsumexp. Here, -inf replaces it, so that this
+    # query's result has weight 0.
     logs = [jnp.where(log == jnp.inf, -jnp.inf, log) for _, log in (first, second)]
     largest = jnp.maximum(*logs)
     largest = jnp.where(largest == -jnp.inf, 0, largest)
@@ -295,7 +296,8 @@ def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Ke
         of_keys, d_query, d_keys = carry
         following = shape.on(of_keys)
         d_query, d_keys = add(i, of_keys, d_query, d_keys)
-        # The gradients of the keys and values travel with them, in the dtype of the sums.
+        # The keys and values are passed on together with their gradients, which have the dtype of
+        # the sums.
         return (following, d_query, shape.on(d_keys)), None
 
     zeros = jnp.zeros_like(key, dtype), jnp.zeros_like(value, dtype)
@@ -303,7 +305,7 @@ def _backward(shape: _Ring, kept: Kept, cotangent: Queries) -> tuple[Queries, Ke
     start = of_keys, jnp.zeros_like(query, accumulator(query.dtype)), zeros
     (of_keys, d_query, d_keys), _ = jax.lax.scan(step, start, jnp.arange(shape.parts - 1))
     d_query, d_keys = add(shape.parts - 1, of_keys, d_query, d_keys)
-    # One more step returns the gradients to their own devices.
+    # One more step returns the gradients to the devices that their keys and values came from.
     d_key, d_value = shape.on(d_keys)
     return (
         d_query.astype(query.dtype),

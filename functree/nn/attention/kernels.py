@@ -51,7 +51,7 @@ class Kernel(NamedTuple):
     of_part: Callable[..., Array] | None = None
 
 
-# The mask of the kernel for TPUs, whose blocks are cheap to compute
+# A mask for the TPU kernel, with blocks that are cheap to compute
 
 _Ids = TypeVar("_Ids", np.ndarray, Array)
 
@@ -62,8 +62,8 @@ class CausalMask:
 
     It has the interface of the kernel's own `CausalMask` and `LocalMask`. To find out whether a
     block is empty or full, those classes compute the block as an array. This takes minutes for
-    131,072 tokens. The class here computes only blocks that are neither empty nor full, and
-    computes each distinct block once.
+    131,072 tokens. This class computes only blocks that are neither empty nor full, and computes
+    each distinct block once.
 
     Attributes:
         length: the number of keys.
@@ -94,7 +94,7 @@ class CausalMask:
         return np.arange(self.first, self.length, dtype=np.int32)
 
     def mask_function(self, queries: _Ids, keys: _Ids) -> _Ids:
-        """Compute which keys the queries attend to, from the indices of both.
+        """Compute which keys the queries attend to, from the indices of the queries and keys.
 
         The kernel traces this method.
         """
@@ -190,10 +190,10 @@ def _pieces(seq: int) -> tuple[int, int]:
 
 
 def _scaled(query: Float[Array, "..."]) -> Float[Array, "..."]:
-    """Divide queries by the square root of `head_dim`, which the kernel does not do.
+    """Divide queries by the square root of `head_dim`, since the kernel does not.
 
-    The division runs in the wide dtype. The result is cast back, since the kernel needs queries and
-    keys of the same dtype.
+    The quotient is computed in the wide dtype. The result is cast back, since the kernel needs
+    queries and keys of the same dtype.
     """
     scale = math.sqrt(query.shape[-1])
     return (query.astype(accumulator(query.dtype)) / scale).astype(query.dtype)
@@ -221,7 +221,7 @@ def splash_of_part(
     seq, heads = own.query.shape[1:3]
     kernel = _splash_kernel(heads, CausalMask(whole.key.shape[1], window), parts, interpret)
     # The kernel for all parts keeps its information about the mask in arrays. Each device slices
-    # its own part of them, as a shard_map would with the specs that the kernel provides.
+    # its own part of these arrays, as a shard_map would with the specs that the kernel provides.
     mesh = AbstractMesh((parts,), ("parts",))
     specs = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(None, "parts")))
 
@@ -292,7 +292,7 @@ def _mask_class() -> Any:
 def _by_splash(
     kernel: Any, arrays: Sequence[Array], segments: tuple[Array, Array] | None
 ) -> Float[Array, "batch seq heads head_dim"]:
-    """Run the kernel under `vmap`, since it expects heads first and no batch dimension."""
+    """Run the kernel under `vmap` over the batch, with the heads as the first dimension."""
     from jax.experimental.pallas.ops.tpu.splash_attention import SegmentIds
 
     arrays = [x.transpose(0, 2, 1, 3) for x in arrays]
@@ -350,8 +350,8 @@ def _why_not_cudnn(arrays: Sequence[Array], window: int | None) -> str | None:
     if len(arrays) > 3:
         # A dense mask would be the large array that kernels avoid.
         return "it supports segments only with a dense mask over all queries and keys"
-    # Only JAX knows which dtypes, shapes and devices the installed cuDNN supports. It raises an
-    # error when the kernel is traced.
+    # JAX checks whether the installed cuDNN supports the dtypes, shapes and devices. If not, it
+    # raises an error when the kernel is traced.
     try:
         jax.eval_shape(lambda *arrays: cudnn(*arrays, window=window), *arrays)
     except (RuntimeError, NotImplementedError, ValueError) as error:

@@ -80,7 +80,7 @@ class Attention(eqx.Module):
         use_bias: whether queries, keys and values have biases, which are initially zero.
         qk_norm: whether queries and keys are normalized over `head_dim`, before they are rotated.
             `"all"` normalizes over all heads together.
-        norm_eps: the `eps` of these norms.
+        norm_eps: the `eps` of the query and key norms.
         window: the maximum number of tokens that a token attends to, including itself; by default
             all earlier tokens.
         rope_theta: the base of the rotary frequencies.
@@ -95,9 +95,8 @@ class Attention(eqx.Module):
             mesh axes that shard no heads. With `"heads"`, devices exchange heads for parts of the
             sequence: each device gets the whole sequence for fewer heads. The number of parts must
             divide the number of heads on a device. With `"gather"`, each device gets all keys and
-            values.
-            With `"ring"`, devices pass keys and values around, part by part, and no device holds
-            all of them. `"auto"` chooses `"heads"` if possible, otherwise `"gather"`.
+            values. With `"ring"`, devices pass keys and values around a ring, part by part, and no
+            device holds all of them. `"auto"` chooses `"heads"` if possible, otherwise `"gather"`.
         init: the initializer of the four weights. It creates each weight as a matrix whose first
             dimension is summed over. The default is truncated normal with variance 1 / fan_in.
         key: the key for the weights.
@@ -250,8 +249,8 @@ class Attention(eqx.Module):
             ShardingError: if the ambient rules do not fit the activations.
         """
         query, key, value = self._heads(x, positions)
-        # A cache without slots means a prompt. No tokens come before it, so a kernel can compute
-        # its attention, and only its own keys and values are needed.
+        # If the cache has no slots, `x` is a prompt. No tokens come before a prompt, so a kernel
+        # can compute its attention from the prompt's own keys and values.
         if not cache[0].shape[1]:
             mixed = self._attend(query, key, value)
         else:
@@ -261,7 +260,7 @@ class Attention(eqx.Module):
     def _heads(
         self, x: Float[Array, "*batch seq embed"], positions: Positions
     ) -> tuple[Array, Array, Array]:
-        """Compute queries, keys and values: (*batch, seq, heads or kv_heads, head_dim)."""
+        """Compute queries, keys and values of shape (*batch, seq, heads or kv_heads, head_dim)."""
         x, *weights = cast(self.compute_dtype, x, self.query, self.key, self.value)
         xs = inputs(x, "heads head_dim", "kv_heads head_dim", "kv_heads head_dim")
         multiply = functools.partial(product, dot_general=self.dot_general)
@@ -310,8 +309,8 @@ class Attention(eqx.Module):
         return checkpoint_name(activation(summed, "batch seq embed"), "attn_out")
 
     def _rotated(self, x: Array, norm: RMSNorm | None, positions: Positions) -> Array:
-        # The norm comes first, as in Qwen 3. The rotation preserves a vector's length, but the
-        # norm's scale differs between dimensions.
+        # The norm comes first, as in Qwen 3. The order matters: the rotation preserves a vector's
+        # length, but the norm's scale differs between dimensions.
         if norm is not None:
             x = norm(x)
         return rope(x, theta=self.rope_theta, positions=positions, scaling=self.rope_scaling)
@@ -320,7 +319,7 @@ class Attention(eqx.Module):
 def _head_shapes(
     embed: int, heads: int, kv_heads: int | None, head_dim: int | None
 ) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Return the last two dimensions of queries, and of keys and values: (heads, head_dim).
+    """Return the sizes of the last two dimensions of queries, and of keys and values.
 
     Raises:
         FunctreeError: if `kv_heads` does not divide `heads`.
@@ -398,13 +397,13 @@ def head_problems(heads: int, kv_heads: int, head_dim: int) -> Iterator[Problem]
     Examples:
         >>> from functree.nn.attention.layer import head_problems
         >>> [problem.why for problem in head_problems(8, 3, 16)]
-        ['it must divide heads=8: each key and value head serves the same number
-        of query heads']
+        ['it must divide heads=8: each key and value head is shared by the same
+        number of query heads']
     """
     if heads % kv_heads:
         why = (
-            f"it must divide heads={heads}: each key and value head serves the same number of "
-            "query heads"
+            f"it must divide heads={heads}: each key and value head is shared by the same number "
+            "of query heads"
         )
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         yield Problem(None, None, f"kv_heads={kv_heads}", why, f"set kv_heads to one of {divisors}")

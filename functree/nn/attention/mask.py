@@ -1,4 +1,4 @@
-"""A mask determines which keys each query attends to: by position, segment and window."""
+"""A mask determines which keys each query attends to, from positions, segments and a window."""
 
 from typing import NamedTuple
 
@@ -75,8 +75,8 @@ class Mask(eqx.Module):
     key_positions: Int[Array, "batch keys"] | None = None
     query_segments: Int[Array, "batch seq"] | None = None
     key_segments: Int[Array, "batch keys"] | None = None
-    # The window is static, so that no comparison is traced without a window, and the loops skip
-    # chunks outside the window.
+    # The window is static, so that no comparison is traced if there is no window, and the loops can
+    # skip chunks outside the window.
     window: int | None = eqx.field(static=True, default=None)
     offset: Int[Array, ""] | None = None
     keys: int | None = eqx.field(static=True, default=None)
@@ -85,8 +85,8 @@ class Mask(eqx.Module):
     def is_one_sequence(self) -> bool:
         """Whether queries and keys are from the same tokens.
 
-        Each query then attends at least to its own key, and chunk `i` of the queries attends to no
-        chunk of keys after `i`.
+        If they are, each query attends at least to its own key, and chunk `i` of the queries
+        attends to no chunk of keys after `i`.
         """
         return self.is_by_order and self.offset is None
 
@@ -112,7 +112,8 @@ class Mask(eqx.Module):
             query_positions = (jnp.arange(seq) + (first_query + ahead))[None]
         if key_positions is None:
             key_positions = (jnp.arange(keys) + first_key)[None]
-        # (batch, seq, 1) and (batch, 1, keys): the batch is 1 if all rows have the same positions.
+        # The shapes are (batch, seq, 1) and (batch, 1, keys). `batch` is 1 if all rows have the
+        # same positions.
         query_positions, key_positions = query_positions[:, :, None], key_positions[:, None, :]
         visible = key_positions <= query_positions
         if self.key_positions is not None:
@@ -138,7 +139,7 @@ class Mask(eqx.Module):
         )
 
     def padded(self, queries: int, keys: int, has: int) -> "Mask":
-        """Pad the mask with queries and keys at the end; earlier queries ignore these keys.
+        """Add padding at the end of the mask; no query before the padding attends to padded keys.
 
         Padding has position -1. Without positions, the padded keys come after all queries. If
         queries and keys are from different parts of a sequence, the padded keys are masked instead,
