@@ -6,9 +6,9 @@ There are three ways to shard an activation:
 
 - On Auto mesh axes, the compiler chooses a sharding. `activation` and `inputs` constrain this
   choice, using the names of the axes and the ambient `AxisRules`.
-- On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of a result
-  from the types of its operands. `gather_last` and `indices_along` handle operations for which JAX
-  cannot derive it. For products with weights, see `weights.py`.
+- On Explicit mesh axes, the sharding is part of the array's type. JAX derives the type of an
+  operation's result from the types of the operands. `gather_last` and `indices_along` handle
+  operations for which JAX cannot derive this type. For products with weights, see `weights.py`.
 - `on_shards` leaves no choice to the compiler: it runs a `jax.shard_map` in which each device
   computes with its own batches and heads.
 """
@@ -97,7 +97,7 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
 
     Args:
         x: the input, with axes "batch seq embed".
-        products: the axes of each product, without batch and sequence.
+        products: the axes of each product's result, without batch and sequence.
 
     Raises:
         ShardingError: if the rules do not fit `x`, as in `ft.constrain`.
@@ -128,7 +128,7 @@ def inputs(x: Shaped[Array, "... embed"], *products: str) -> tuple[Shaped[Array,
             used = [axis for entry in of_result for axis in mesh_axes(entry)]
             summed = without(PartitionSpec(embed), used)
             # `x` is constrained before the gather as well: otherwise the partitioner may gather the
-            # operands from which `x` is computed, which may have a wider dtype.
+            # operands from which `x` is computed, and these may have a wider dtype.
             before = constrain_to(x, [*names, "embed"], [*between, embed])
             gathered[outer] = constrain_to(before, [*names, "embed"], [*outer, *summed])
         result.append(gathered[outer])
@@ -161,7 +161,10 @@ def explicit_mesh(*arrays: Array) -> AbstractMesh | None:
 
 
 def entries_of(x: Array) -> Entries:
-    """Return the spec in the type of `x`, with only Explicit axes, padded to the rank of `x`."""
+    """Return the entries of the spec in the type of `x`, one for each dimension.
+
+    The spec in a type contains only Explicit axes.
+    """
     return tuple(of_rank(jax.typeof(x).sharding.spec, x.ndim))
 
 
@@ -213,7 +216,10 @@ def on_one_device() -> bool:
 
 
 def is_partly_manual() -> bool:
-    """Return whether this runs in a shard_map that leaves axes of size over 1 to the compiler."""
+    """Return whether the traced code runs in a shard_map that is Manual along only some mesh axes.
+
+    Mesh axes of size 1 are ignored.
+    """
     return bool(jax.sharding.get_abstract_mesh().manual_axes) and not on_one_device()
 
 
@@ -399,7 +405,9 @@ def on_shards(
 
 
 def resharded(x: Array, wanted: PartitionSpec) -> Array:
-    """Reshard `x` as `jax.shard_map` requires: on Explicit axes, its type must have the spec.
+    """Reshard `x` to the spec `wanted` on Explicit mesh axes; return `x` unchanged on Auto axes.
+
+    On Explicit axes, `jax.shard_map` requires arguments whose types match its `in_specs`.
 
     Examples:
         >>> from functree.nn.activations import resharded
@@ -430,6 +438,6 @@ def _heads_of_queries(
     if own % group and group % own:
         # A device may have parts of several groups. With 12 query heads in groups of 3 on 6
         # devices, the second device has heads 2 and 3, of groups 0 and 1. Each query head therefore
-        # gets a copy of its key head, and `fun` sees groups of one head.
+        # gets a copy of its key head, and `fun` receives groups of one head.
         return jnp.take(x, (first + jnp.arange(own)) // group, axis=-2)
     return jax.lax.dynamic_slice_in_dim(x, first // group, max(1, own // group), x.ndim - 2)

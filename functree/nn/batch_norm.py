@@ -29,7 +29,7 @@ from functree.tree.axes import Axes, Names, names
 
 AxisNames = Annotated[
     str | Sequence[str],
-    Takes("a name, or several names", lambda value: TEXT.fits(value) or TEXTS.fits(value)),
+    Takes("a name or a sequence of names", lambda value: TEXT.fits(value) or TEXTS.fits(value)),
 ]
 
 
@@ -60,8 +60,8 @@ class BatchNorm(eqx.Module):
     Raises:
         FunctreeError: if `size` is not a positive integer.
         FunctreeError: if another argument is invalid.
-        FunctreeError: (when called in training) if `x` has no batch dimension and `axis_name` is
-            None.
+        FunctreeError: if the layer is called in training, `x` has no batch dimension, and
+            `axis_name` is None.
         AxesError: if `axes` is not one name.
 
     Examples:
@@ -127,7 +127,7 @@ class BatchNorm(eqx.Module):
             inference: a value that overrides the field `inference`; `None` uses the field.
 
         Raises:
-            FunctreeError: (in training) if `x` has no batch dimension and `axis_name` is None.
+            FunctreeError: if, in training, `x` has no batch dimension and `axis_name` is None.
             FunctreeError: if `state` is not an `ft.State`.
         """
         check("BatchNorm: invalid state", state=(state, STATE))
@@ -140,8 +140,8 @@ class BatchNorm(eqx.Module):
             mean, var = self._statistics(wide)
             state = state.set(self.mean, self._averaged(state[self.mean], mean))
             state = state.set(self.var, self._averaged(state[self.var], var))
-        # Mean and variance have the shape (size,), as weight and bias do. So `affine` can apply
-        # them too, and reshards them like `x` on Explicit axes.
+        # Mean and variance have the shape (size,), as weight and bias do. `affine` can therefore
+        # apply them too, and reshards them like `x` on Explicit axes.
         unit = affine(wide, jax.lax.rsqrt(var + self.eps), -mean * jax.lax.rsqrt(var + self.eps))
         return affine(unit, self.weight, self.bias).astype(x.dtype), state
 
@@ -152,7 +152,7 @@ class BatchNorm(eqx.Module):
             raise FunctreeValueError(
                 f"BatchNorm: x of shape {x.shape} has no batch dimension. Call the layer on the "
                 "whole batch outside of `jax.vmap`, or name the mapped axis: "
-                '`BatchNorm(..., axis_name="batch")`, `jax.vmap(..., axis_name="batch")`'
+                '`BatchNorm(..., axis_name="batch")` and `jax.vmap(..., axis_name="batch")`'
             )
 
         def over_batch(x: Array) -> Array:

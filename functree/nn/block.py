@@ -34,7 +34,7 @@ class Block(eqx.Module):
         attn: the attention.
         mlp_norm: the norm before the feed-forward layer, or after it.
         mlp: the feed-forward layer, or a mixture of experts.
-        norms: where the norms are: `"before"` or `"after"`.
+        norms: where the norms are: `"before"` or `"after"` the layers.
 
     Examples:
         >>> sizes = dict(layers=2, heads=4, kv_heads=2, head_dim=2, hidden=16)
@@ -113,7 +113,8 @@ class Block(eqx.Module):
             in_order: as in `Attention`.
 
         Raises:
-            FunctreeError: as in `Attention` and `MoE`.
+            FunctreeError: if the attention or the experts cannot run, for the reasons that
+                `Attention` and `MoE` list.
             ShardingError: if the ambient rules do not fit the activations.
         """
         return self._fed(self._attended(x, positions, segments, in_order))[0]
@@ -128,7 +129,8 @@ class Block(eqx.Module):
         """Apply the block to `x`, and return the losses of its experts too.
 
         Raises:
-            FunctreeError: as in `Attention` and `MoE`.
+            FunctreeError: if the attention or the experts cannot run, for the reasons that
+                `Attention` and `MoE` list.
             FunctreeError: if the block has no experts.
             ShardingError: if the ambient rules do not fit the activations.
         """

@@ -15,7 +15,7 @@ from functree.nn.attention.layer import Attention
 from functree.nn.config import compute_dtype_of, first_layer, sizes_of
 from functree.nn.weights import as_int32
 
-# Checked without the class, since its module imports this one.
+# The check does not use the class, since the class's module imports this one.
 _MODEL = Takes(
     "an `ft.nn.Transformer`",
     lambda model: hasattr(model, "blocks") and hasattr(model, "max_seq"),
@@ -99,7 +99,8 @@ class Cache(eqx.Module):
                 f"Cache.create: length={length} exceeds the model's max_seq={model.max_seq}. Pass "
                 "a shorter length, or create the model with a larger max_seq"
             )
-        # No token attends to tokens that are a window or more before it, so their slots are free.
+        # No token attends to tokens at least `window` positions before it, so the slots of those
+        # tokens can be reused.
         slots, window = length, _window(model)
         if window is not None:
             slots = min(length, window)

@@ -94,8 +94,8 @@ class TransformerConfig:
             `ft.nn.Attention`.
         microbatches: the number of micro-batches in the pipeline, if the rules shard the blocks
             (`{"layers": "pipe"}`), as in `Stacked.scan`.
-        experts: the number of experts in each block, which then has an `ft.nn.MoE` as its
-            feed-forward layer; `None` for no experts.
+        experts: the number of experts in each block, or `None` for no experts. With experts, the
+            feed-forward layer of each block is an `ft.nn.MoE`.
         top_k: the number of experts for each token.
         capacity: the capacity factor of each expert, as in `ft.nn.MoE`; `None` to drop no tokens.
         expert_hidden: the size of an expert's hidden layer; by default `hidden`.
@@ -200,7 +200,8 @@ def config_of(model: Any, norms: Norms) -> TransformerConfig:
 
     Args:
         model: the model.
-        norms: where the norms of its blocks are, passed since this module cannot import `Block`.
+        norms: where the norms of the model's blocks are. This is an argument, since this module
+            cannot import `Block`.
     """
     names = ["embed", "heads", "kv_heads", "head_dim", "hidden"]
     sizes = dict(zip(names, sizes_of(model.blocks, names), strict=True))
@@ -248,7 +249,7 @@ def layer_of(tree: Tree, kind: type[L]) -> L:
     """Return the first layer as `first_layer` does, or raise a FunctreeError."""
     layer = first_layer(tree, kind)
     if layer is None:
-        raise FunctreeValueError(f"{_UNKNOWN}: none of them is an `ft.nn.{kind.__name__}`")
+        raise FunctreeValueError(f"{_UNKNOWN}: no layer is an `ft.nn.{kind.__name__}`")
     return layer
 
 

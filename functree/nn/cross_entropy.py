@@ -71,18 +71,18 @@ def cross_entropy(
         in_order: as in a call of the model.
         chunk: the number of positions whose logits are held at once; the last chunk may be smaller.
             If the sequence is sharded while logits are computed, `chunk` applies to each shard.
-        mask: the positions to average over; by default all. If there are none, the mean is 0. A
-            numeric mask contains the positions' weights; a negative or NaN weight makes the loss
-            NaN.
+        mask: the positions to average over; by default all. If the mask excludes all positions, the
+            mean is 0. A numeric mask contains the positions' weights; a negative or NaN weight
+            makes the loss NaN.
         z_loss: the factor of the squared logsumexp of the logits, a penalty that keeps logits small
             (Chowdhery et al., "PaLM", 2022, uses 1e-4).
-        balance: the factor of `MoELosses.balance`, summed over the blocks, a penalty that keeps
+        balance: the factor of `MoELosses.balance`, summed over the blocks. This penalty keeps
             experts evenly used (Mixtral uses 0.02, "Switch transformers" 0.01).
         router_z: the factor of `MoELosses.z`, summed over the blocks (Zoph et al., "ST-MoE", 2022,
             uses 1e-3).
 
     Raises:
-        FunctreeError: if `targets` or `mask` differs in shape from `tokens`.
+        FunctreeError: if `targets` or `mask` does not have the shape of `tokens`.
         FunctreeError: if `balance` or `router_z` is set and the model has no experts.
         FunctreeError: if another value is invalid.
 
@@ -158,8 +158,9 @@ def _before_the_head(x: Float[Array, "*batch seq embed"]) -> Float[Array, "*batc
     """Shard the vectors of the tokens for the product with the head."""
     if not has_axis_rules() or x.ndim != 3:
         return activation(x, "batch _ embed")
-    # A device with a shard of the vocabulary needs the whole sequence, gathered once. Otherwise
-    # each chunk would be gathered separately. Along other mesh axes, a device keeps its own part.
+    # A device with a shard of the vocabulary needs the whole sequence, which is gathered once,
+    # here. Otherwise each chunk would be gathered separately. Along other mesh axes, a device keeps
+    # its own part.
     seq = sequence_by_rules(_LOGITS)
     batch, _, embed = without(spec("batch _ embed"), mesh_axes(seq))
     return constrain_to(x, ["batch", "seq", "embed"], [batch, seq, embed])
@@ -205,9 +206,9 @@ def _on_batches(
 
     def of_batches(arrays: Head, *parts: Array) -> Array:
         # The arrays are marked as different on each device, so each device sums gradients over its
-        # own batches. The total is summed once, when the gradients leave the `shard_map`. If the
-        # arrays were equal on all devices, JAX would sum their gradients where they are used: in
-        # each chunk.
+        # own batches. The devices' sums are added once, when the gradients leave the `shard_map`.
+        # If the arrays were equal on all devices, JAX would sum their gradients where they are
+        # used: in each chunk.
         own = jax.tree.map(lambda array: varying_over(array, axes), arrays)
         return jax.lax.psum(of_arrays(own, *parts), axes)
 
@@ -285,12 +286,12 @@ def _of_chunk(
     z_loss: float,
 ) -> Float[Array, ""]:
     head, x = given
-    # (*batch, seq, vocab). Cast after the product: exponentials of bfloat16 logits would be summed
-    # over the vocabulary with 8 bits of precision.
+    # The logits have the shape (*batch, seq, vocab). They are cast after the product: otherwise
+    # exponentials of bfloat16 logits would be summed over the vocabulary with 8 bits of precision.
     logits = head(x).astype(jnp.float32)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    # The logit of the target is a masked sum: the vocabulary may be sharded, and indexing would
-    # gather the logits.
+    # The logit of the target is computed as a masked sum: the vocabulary may be sharded, and
+    # indexing would gather the logits.
     is_target = indices_along(logits) == targets[..., None]
     loss = log_total - jnp.where(is_target, logits, 0).sum(-1)
     if z_loss:

@@ -27,7 +27,7 @@ class Dropout(eqx.Module):
 
     Raises:
         FunctreeError: if `p` is not in [0, 1).
-        FunctreeError: (when called) if there is no key in training.
+        FunctreeError: if the layer is called in training without a key.
 
     Examples:
         >>> x = ft.nn.Dropout(0.5)(jnp.ones(8), key=jax.random.key(0))

@@ -24,7 +24,7 @@ _TOKENS = Takes("an array of integers", is_integers)
 
 
 class Embedding(eqx.Module):
-    """A table with one row for each token: `(*batch)` ─► `(*batch, embed)`.
+    """A table with one row for each token of the vocabulary: `(*batch)` ─► `(*batch, embed)`.
 
     Args:
         vocab_size: the number of rows.
@@ -119,9 +119,9 @@ def lookup(
     # The table is replicated along the mesh axes of the tokens. Under FSDP, this gathers the table;
     # the partitioner alone would move the vectors of all tokens instead.
     table = constrain_to(table, ["vocab", "embed"], [vocab, embed])
-    # If rules shard the sequence between layers over the vocabulary's mesh axes, "seq" does not
-    # have these axes in this spec. Each device then looks up the tokens of the whole sequence in
-    # its own rows. If the sequence were sharded, the table would be gathered.
+    # If rules shard the sequence between layers over the vocabulary's mesh axes, the entry for
+    # "seq" omits these axes in this spec. Each device then looks up the tokens of the whole
+    # sequence in its own rows. If the sequence were sharded, the table would be gathered.
     if AxisType.Auto in jax.sharding.get_abstract_mesh().axis_types and is_partly_manual():
         # The partitioner would abort the process on this lookup (jax 0.12).
         tokens = constrain_to(tokens, names, outer)

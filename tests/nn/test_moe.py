@@ -301,7 +301,7 @@ def test_a_dispatch_that_cannot_be_had() -> None:
     rules = {"experts": BOTH}
     with placed(layer(dispatch="exchange"), X[:1, :3], rules, "auto") as (moe, x):
         with raises(
-            'dispatch="exchange"', "(1, 3)", "over the 4 shards", 'dispatch="gather"',
+            'dispatch="exchange"', "(1, 3)", "which have 4 devices", 'dispatch="gather"',
             error=ft.FunctreeError,
         ):  # fmt: skip
             moe(x)

@@ -444,7 +444,7 @@ def test_a_config_that_cannot_be_read() -> None:
     model = create(CONFIG)
     with raises("from its layers", '"hidden"', "no array", error=FunctreeError):
         _ = eqx.tree_at(lambda m: m.blocks.layer.mlp, model, replace=jnp.sin).config
-    with raises("none of them is an `ft.nn.RMSNorm`", error=FunctreeError):
+    with raises("no layer is an `ft.nn.RMSNorm`", error=FunctreeError):
         _ = ft.select(model).under(nn.RMSNorm).set(jnp.sin).config
     with raises("no array", error=FunctreeError):
         _ = eqx.partition(model, lambda x: x.ndim > 4)[0].config

@@ -23,7 +23,7 @@ class Tokens(NamedTuple):
     Attributes:
         x: the tokens.
         experts: the experts of each token.
-        weights: the weights of these experts.
+        weights: the factor by which each of these experts' results is multiplied.
         shards: the number of shards of the batch that these tokens come from. A capacity applies to
             each shard.
     """
@@ -43,11 +43,11 @@ class Tokens(NamedTuple):
         return Sorted.of(self.experts.reshape(-1), number)
 
     def slots(self, number: int, capacity: int) -> Int[Array, "number slots"]:
-        """Return the assignments that each expert has room for: `capacity` from each shard."""
+        """Return the assignments that each expert has room for, up to `capacity` per shard."""
         of_shards = self.experts.reshape(self.shards, -1)
         slots = jax.vmap(lambda shard: Sorted.of(shard, number).slots(capacity))(of_shards)
-        # Each shard numbers its assignments from 0. A slot without an assignment has the number
-        # after the last one.
+        # Each shard numbers its assignments from 0. A slot without an assignment holds the number
+        # after the last assignment.
         each = of_shards.shape[1]
         offset = jnp.arange(self.shards)[:, None, None] * each
         slots = jnp.where(slots < each, slots + offset, self.experts.size)
@@ -85,19 +85,20 @@ class Tokens(NamedTuple):
         return total.at[assignments // self.top_k].add(weighted, mode="drop")
 
     def rows_at(self, experts: int) -> int:
-        """Return the maximum number of rows of these tokens at `experts` experts."""
+        """Return the maximum number of rows that these tokens can have at `experts` experts."""
         return self.x.shape[0] * min(self.top_k, experts)
 
 
 def on_own_experts(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Compute this device's share of the result for tokens that all devices along `axes` have.
+    """Compute this device's partial result for tokens that are replicated along `axes`.
 
     Args:
         tokens: the tokens.
         experts: the experts of this device.
-        capacity: the number of tokens from a shard that an expert has room for; None to drop none.
+        capacity: the number of tokens from a shard that an expert has room for; None to drop no
+            tokens.
         axes: the mesh axes of the experts.
     """
     own = experts.gate.shape[0]
@@ -117,9 +118,10 @@ def on_own_experts(
 def by_exchange(
     tokens: Tokens, experts: Experts, capacity: int | None, axes: _Axes
 ) -> Float[Array, "tokens embed"]:
-    """Send each row to the device of its expert and back, with all-to-alls of equal-sized parts.
+    """Compute the result by exchanging rows, using all-to-alls of equal-sized parts.
 
-    Arguments are as in `on_own_experts`, but only this device has the tokens.
+    Each row is sent to the device of its expert and back. Arguments are as in `on_own_experts`,
+    but only this device has the tokens.
     """
     own = experts.gate.shape[0]
     number = own * _size(axes)
@@ -161,13 +163,14 @@ def by_ragged_exchange(
     theirs = jax.lax.all_to_all(sizes, axes, 0, 0, tiled=True)
     sent, received = sizes.sum(1), theirs.sum(1)
     starts, their_starts = _starts(sent), _starts(received)
-    # Where this device's rows begin on each other device, and where returned rows begin here.
+    # These are the offsets of this device's rows on each device, and of the returned rows here.
     there = jax.lax.all_to_all(their_starts, axes, 0, 0, tiled=True)
     back = jax.lax.all_to_all(starts, axes, 0, 0, tiled=True)
     given = tokens.spread(order)
     room = jnp.zeros_like(given, shape=(parts * size, given.shape[1]))
     rows = ragged_all_to_all(given, room, starts, sent, there, received, axes)
-    # A group for each pair of device and own expert; the rows after the last group are unused.
+    # There is one group for each pair of a device and an expert of this device. Rows after the last
+    # group are unused.
     groups = group_of_row(theirs.reshape(-1), parts * size)
     computed = experts.of_rows(rows, jnp.where(groups < own * parts, groups % own, own))
     returned = ragged_all_to_all(
@@ -185,7 +188,7 @@ def ragged_all_to_all(
     received: Array,
     axes: _Axes,
 ) -> Array:
-    """Call `jax.lax.ragged_all_to_all`, whose operands must vary along the same mesh axes."""
+    """Call `jax.lax.ragged_all_to_all` with operands made to vary along the same mesh axes."""
     arrays = equally_varying(operand, output, starts, sizes, there, received)
     return jax.lax.ragged_all_to_all(*arrays, axis_name=axes)
 

@@ -1,9 +1,9 @@
 """Rows of tokens are sorted by expert, and each expert computes its own rows.
 
 A token has `top_k` assignments, which are numbered token by token. A row holds one assignment.
-Because shapes are static, there may be more rows than assignments. A row without an assignment has
-the number after the last assignment, `nothing`. Its input is zero, and its result is added to no
-token.
+Because shapes are static, there may be more rows than assignments. A row without an assignment
+holds the number after the last assignment, which the code calls `nothing`. Its input is zero, and
+its result is added to no token.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Sorted(NamedTuple):
         return cls(order, jnp.argsort(order), sizes, jnp.cumsum(sizes) - sizes)
 
     def blocks(self, first: Int[Array, "blocks"], used: Int[Array, "blocks"], size: int) -> Array:
-        """Arrange assignments in blocks of rows, each with consecutive sorted positions.
+        """Arrange assignments in blocks of rows, each with consecutive places of the sorted order.
 
         Args:
             first: the first place of each block.
@@ -74,9 +74,9 @@ class Sorted(NamedTuple):
 
 
 def group_of_row(sizes: Int[Array, "groups"], rows: int) -> Int[Array, "rows"]:
-    """Return the group of each row, if the groups follow each other and have these sizes.
+    """Return the group of each row, for consecutive groups of the given sizes.
 
-    Rows after the last group get the number of groups.
+    For a row after the last group, return the number of groups.
 
     Examples:
         >>> from functree.nn.moe.experts import group_of_row
@@ -126,15 +126,15 @@ class Experts(NamedTuple):
         return self._of_rows(rows, multiply)
 
     def of_rows(self, rows: Float[Array, "rows embed"], experts: Int[Array, "rows"]) -> Array:
-        """Compute the result of each row, in any order.
+        """Compute the result of each row, for rows in any order.
 
         Args:
             rows: the rows.
             experts: the expert of each row; for an unused row, the number of experts.
         """
         assignments = Sorted.of(experts, self.gate.shape[0])
-        # Both indices are permutations. Marking them as unique makes the transposes scatters, not
-        # sums.
+        # Both indices are permutations. Marking them as unique tells the compiler that the scatters
+        # in the transposes do not collide.
         ordered = rows.at[assignments.order].get(unique_indices=True, mode="promise_in_bounds")
         computed = self.of_groups(ordered, assignments.sizes)
         return computed.at[assignments.place].get(unique_indices=True, mode="promise_in_bounds")
@@ -150,7 +150,7 @@ class Experts(NamedTuple):
 #
 # JAX cannot batch `ragged_dot` if only some of its arrays are batched, as under a `jax.vmap` over
 # tokens. A loop (`sequential_vmap`) batches its forward and backward parts instead. JAX cannot
-# differentiate such a loop, so its derivative is defined here.
+# differentiate such a loop, so the derivative of the product is defined here.
 
 _Rows = Float[Array, "rows size"]
 _Weights = Float[Array, "groups size out"]
@@ -174,8 +174,8 @@ def product_of_groups(x: _Rows, weights: _Weights, sizes: _Sizes) -> Float[Array
         >>> product_of_groups(x, weights, jnp.array([1, 2]))[:, 0]
         Array([2., 4., 4.], dtype=float32)
     """
-    # In a shard_map, the gradient of weights that are equal on all devices is a sum over devices.
-    # The derivative of this cast computes the sum.
+    # In a shard_map, the gradient of replicated weights is a sum over devices. The transpose of the
+    # cast in `equally_varying` computes this sum.
     x, weights, sizes = equally_varying(x, weights, sizes)
     return _product(x, weights, sizes)
 

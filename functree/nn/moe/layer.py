@@ -68,7 +68,7 @@ class MoE(eqx.Module):
         top_k: the number of experts for each vector.
         capacity: a factor, such as 1.25. In each shard of the tokens, an expert processes at most
             `capacity * top_k * tokens / experts` tokens, rounded up, and drops the rest. With
-            `None`, no token is dropped, but arrays have room for the case that all tokens go to the
+            `None`, no token is dropped, but arrays are large enough for all tokens to go to the
             experts of one device.
         dispatch: how tokens reach sharded experts. With `"gather"`, all tokens are gathered. With
             `"exchange"`, tokens are sent to their experts and back, using all-to-alls. `"ragged"`
@@ -88,7 +88,7 @@ class MoE(eqx.Module):
     Raises:
         FunctreeError: if a size is not a positive integer.
         FunctreeError: if there are fewer experts than `top_k`.
-        FunctreeError: if there is a `dot_general` without a `capacity`.
+        FunctreeError: if `dot_general` is passed without `capacity`.
         FunctreeError: if another argument is invalid.
 
     Examples:
@@ -149,7 +149,7 @@ class MoE(eqx.Module):
     def __matrix_dimensions__(self) -> Matrices:
         """Declare the experts' matrices for `ft.nn.matrix_dimensions`.
 
-        The router is not a matrix: it has one vector per expert, as a vocabulary has one per token.
+        The router is not declared: it holds one vector per expert, as an embedding does per token.
         """
         return dict.fromkeys(("gate", "up", "down"), (-2, -1))
 
@@ -197,8 +197,8 @@ class MoE(eqx.Module):
         """Compute the result for one device's tokens.
 
         Args:
-            x: these tokens.
-            router: the whole router.
+            x: the device's tokens.
+            router: the router's weights, which are replicated.
             weights: the device's shards of gate, up and down.
             name: how tokens reach their experts.
             shards: the sharding of tokens and experts.
@@ -220,8 +220,8 @@ class MoE(eqx.Module):
         given = tokens, routing.experts, routing.weights
         if over:
             given = jax.tree.map(lambda array: jax.lax.all_gather(array, over, tiled=True), given)
-        # (tokens, embed), computed in float32 or wider, and cast to the narrow dtype before it
-        # moves.
+        # `y` has the shape (tokens, embed). It is computed in float32 or wider, and cast to the
+        # narrow dtype before it is sent.
         rows = Tokens(given[0], given[1], given[2], devices_along(over))
         y = _DISPATCHED[name](rows, experts, capacity, shards.experts).astype(x.dtype)
         if over:
@@ -252,7 +252,7 @@ def _gathered(weights: Sequence[Array], axes: tuple[str, ...]) -> Sequence[Array
 
 
 def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -> list[Problem]:
-    """Return the problems with these values, for the layer and for a model's config.
+    """Return the problems with the options for experts, of a layer or of a model's config.
 
     Examples:
         >>> from functree.nn.moe.layer import expert_problems
@@ -261,7 +261,8 @@ def expert_problems(experts: Any, top_k: Any, capacity: Any, dot_general: Any) -
     """
     problems: list[Problem] = []
     if is_size(experts) and is_size(top_k) and top_k > experts:
-        problems.append(Problem(None, None, f"top_k={top_k}", f"there are only {experts} experts"))
+        why, remedy = f"there are only {experts} experts", f"set top_k to at most {experts}"
+        problems.append(Problem(None, None, f"top_k={top_k}", why, remedy))
     if dot_general is not None and capacity is None:
         why = "it needs equal numbers of tokens for all experts, which only a capacity ensures"
         problems.append(Problem(None, None, "dot_general=", why, "pass capacity=1.25, for example"))

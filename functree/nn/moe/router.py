@@ -10,18 +10,18 @@ from functree.nn.weights import accumulator
 
 
 class MoELosses(NamedTuple):
-    """The losses that keep a router's experts evenly used, and the number of dropped assignments.
+    """The losses that regularize a router, and the number of dropped assignments.
 
-    All values cover the whole batch, whatever the mesh. `ft.nn.cross_entropy` multiplies the first
-    two by its factors and adds them to the loss.
+    All values cover the whole batch, whatever the mesh. `ft.nn.cross_entropy` multiplies `balance`
+    and `z` by its arguments `balance=` and `router_z=`, and adds the products to the loss.
 
     Attributes:
         balance: `experts * sum(share * probability)`, where `share` is the fraction of assignments
             that go to each expert, and `probability` is each expert's mean probability (Fedus et
             al., "Switch transformers", 2021). It is 1 if the experts are used evenly, and usually
             larger if they are not. Only the probabilities have a gradient.
-        z: the mean of the squared logsumexp of a token's logits, a penalty that keeps logits small
-            (Zoph et al., "ST-MoE", 2022).
+        z: the mean over tokens of the squared logsumexp of the logits, a penalty that keeps logits
+            small (Zoph et al., "ST-MoE", 2022).
         dropped: the number of assignments of tokens to experts that were dropped, because the
             expert had no room left. A token's result does not include its dropped assignments.
 
@@ -64,8 +64,8 @@ class Routing(NamedTuple):
         share = jnp.mean(is_expert, axis=0, dtype=self.weights.dtype)
         means = (share, self.probabilities.mean(0), jnp.mean(self.log_totals**2))
         if axes:
-            # Means over shards of the same size. The product uses the means of the whole batch: a
-            # mean of the shards' products would depend on the mesh.
+            # The shards have the same size, so the mean of their means is the mean of the whole
+            # batch. A mean of the shards' products would depend on the mesh.
             means = jax.lax.pmean(means, axes)
         total = jnp.zeros((), jnp.int32) if dropped is None else dropped
         if axes and dropped is not None:
@@ -88,8 +88,8 @@ def route(
         top_k: the number of experts for each token.
         normalize: whether a token's weights are divided by their sum.
     """
-    # Computed in float32 or wider, whatever the dtype of other layers, and on TPUs without bfloat16
-    # products. Rounding would swap experts with nearly equal probabilities.
+    # The logits are computed in float32 or wider, whatever the dtype of other layers, and on TPUs
+    # without bfloat16 products. Rounding could swap experts with nearly equal probabilities.
     wide = accumulator(x.dtype)
     logits = jnp.matmul(x.astype(wide), router.astype(wide), precision=jax.lax.Precision.HIGHEST)
     log_totals = jax.nn.logsumexp(logits, axis=-1)

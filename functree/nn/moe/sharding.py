@@ -29,10 +29,10 @@ class Shards(NamedTuple):
     """The sharding of a layer's tokens and experts, without mesh axes of size 1.
 
     Attributes:
-        entries: the spec of the tokens, without the last dimension, which is unsharded.
+        entries: the entries of the tokens' spec, except for the last dimension, which is unsharded.
         experts: the mesh axes of the experts.
-        embed: the mesh axes of the weights' `embed`, along which weights are gathered. Each of them
-            shards tokens too.
+        embed: the mesh axes of the weights' `embed`, along which weights are gathered. Each of
+            these mesh axes shards tokens too.
         hidden: the mesh axes of the weights' `hidden`, along which results are summed.
     """
 
@@ -79,7 +79,8 @@ def shards_of(
     Return None on one device, or if the sharding is unknown.
 
     Raises:
-        ShardingError: if mesh axes do not divide the number of experts, or another size.
+        ShardingError: if mesh axes do not divide the number of experts, or `hidden`.
+        ShardingError: if mesh axes do not divide a dimension of the tokens.
     """
     if on_one_device():
         return None
@@ -96,7 +97,8 @@ def shards_of(
     entries = tuple(entry(_several(axes)) for axes in tuple(token_specs[0])[:-1])
     shards = Shards(entries, experts, (), hidden)
     # The compiler gathers the weights along other axes of `embed` at the start of the shard_map. If
-    # they were gathered inside, gradients would be summed over devices with the same tokens.
+    # the weights were gathered inside the shard_map, gradients would be summed over devices with
+    # the same tokens.
     return shards._replace(embed=tuple(axis for axis in embed if axis in shards.tokens))
 
 
@@ -148,8 +150,8 @@ def chosen_dispatch(
     if apart is None:
         raise _refused(
             name,
-            f"tokens of shape {shape[:-1]} cannot be sharded over the {shards.parts} shards of "
-            "the experts",
+            f"tokens of shape {shape[:-1]} cannot be sharded over the mesh axes of the experts, "
+            f"which have {shards.parts} devices",
             'pass dispatch="gather" or "auto"',
         )
     if name == "ragged" and platform() != "tpu":
