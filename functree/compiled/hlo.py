@@ -14,9 +14,9 @@ from sys import intern
 from typing import NamedTuple
 
 # An instruction, or the head of a computation. A tuple type contains commas, spaces, comments
-# (`/*index=5*/`) and layouts with parentheses, but nothing like `) word(`. One
-# expression matches both instructions and heads, since one search of the text is faster than a
-# search of each line. Possessive quantifiers and ASCII-only matching make the search faster still.
+# (`/*index=5*/`) and layouts with parentheses, but nothing like `) word(`. One expression matches
+# both instructions and heads, since one search of the text is faster than a search of each line.
+# Possessive quantifiers and ASCII-only matching make the search faster still.
 _LINE = re.compile(
     r"^(?: ++(ROOT )?+%?+([\w.\-]++) = (\(.*?\)|\S++) ([a-z][\w\-]*+)\((.*+)"
     r"|(ENTRY )?+%?+([\w.\-]++) \(.*\) -> .* \{)$",

@@ -393,7 +393,7 @@ def _unmentioned(name: str, mentioned: Collection[str]) -> Fault:
         remedy = f"use the same name, `{name}` or `{near}`, in the rule and in the axes, or add"
     else:
         hint = did_you_mean(name, mentioned)
-        remedy = f"add a rule for `{name}`, such as"
+        remedy = f"add a rule for `{name}`, or"
     return f"no rule names `{name}`{hint}", f'{remedy} `"{name}": None` to leave `{name}` unsharded'
 
 

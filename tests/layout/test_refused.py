@@ -172,6 +172,7 @@ REMEDIES = {
     "no mesh axis": "write names of mesh axes, or `None`",
     "no spec": "return `P(...)` for every leaf, or `P()` to replicate it",
     "a name without a rule": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add `"hidden": None` to leave `hidden` unsharded',
+    "a name behind FSDP, otherwise": 'add a rule for `embed`, or `"embed": None` to leave `embed` unsharded',
     "a typo behind the ellipsis": 'use the same name, `hidden` or `hiden`, in the rule and in the axes, or add the rule `"hidden": None` if the two names mean different axes',
     "no names": (
         'annotate the array (`Float[Array, "..."]`), pass `names=` to the rules, lay the array out with a path filter, '
