@@ -78,6 +78,11 @@ INSTRUCTIONS: dict[str, tuple[str, tuple[str, ...], int]] = {
         ("f32[1,33,33,8]{3,2,1,0}", "f32[16,3,3,8]{3,2,1,0}"),
         2 * 16 * 8 * 48**2,
     ),
+    "of cuDNN as a graph": (
+        '%cudnn-conv.3 = (f32[1,16,16,16]{3,2,1,0}, u8[0]{0}) custom-call(...), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convForwardGraph"',
+        ("f32[1,33,33,8]{3,2,1,0}", "f32[16,3,3,8]{3,2,1,0}"),
+        2 * 16 * 8 * 48**2,
+    ),
     "its gradient of the kernel": (
         '%cudnn-conv-bw-filter.2 = (f32[16,3,3,8]{3,2,1,0}, u8[0]{0}) custom-call(...), window={size=3x3 stride=2x2}, dim_labels=b01f_o01i->b01f, custom_call_target="__cudnn$convBackwardFilter"',
         ("f32[1,33,33,8]{3,2,1,0}", "f32[1,16,16,16]{3,2,1,0}"),

@@ -199,22 +199,23 @@ def test_a_mesh_axis_is_not_called_idle_if_something_unknown_may_use_it(text: st
 
 RAGGED = """HloModule jit_f
 
-ENTRY %main (x: f32[8,4], out: f32[16,4], n: s32[4]) -> (f32[16,4]) {
+ENTRY %main (x: f32[8,4], out: f32[16,4], n: s32[4]) -> (f32[64,4]) {
   %x = f32[8,4]{1,0} parameter(0)
   %out = f32[16,4]{1,0} parameter(1)
   %n = s32[4]{0} parameter(2)
   %sent = f32[16,4]{1,0} ragged-all-to-all(%x, %out, %n, %n, %n, %n), channel_id=1, replica_groups={{0,1,2,3}}
   %token = token[] after-all()
   %printed = (f32[16,4]{1,0}, u32[], token[]) send(%sent, %token), channel_id=2, is_host_transfer=true
-  ROOT %result = (f32[16,4]{1,0}) tuple(%sent)
+  %all = f32[64,4]{1,0} all-gather(%sent), channel_id=3, replica_groups={{0,1,2,3}}, dimensions={0}
+  ROOT %result = (f32[64,4]{1,0}) tuple(%all)
 }
 """
 
 
 def test_a_ragged_exchange_counts_and_a_print_is_no_collective() -> None:
     ledger = ledger_of(RAGGED, "x out n", "0")
-    assert ledger.totals() == {("ragged-all-to-all", ("data",)): 16 * 4 * 4}
-    assert [one.arguments for one in ledger.collectives] == [("x",)]
+    assert ledger.totals()["ragged-all-to-all", ("data",)] == 16 * 4 * 4
+    assert [one.arguments for one in ledger.collectives] == [("x",), ("x", "out")]
     assert ledger.not_understood == ()
 
 

@@ -282,6 +282,7 @@ def test_the_page() -> None:
         "nothing is moved or sharded over model", "temporaries", "cpu" if one.backend == "cpu" else "tpu v5e",
     ):  # fmt: skip
         assert text in page
+    assert page.count(">for ") == 1  # the title of a row says its one parameter
     fragment = one._repr_html_()
     assert "<script" not in fragment and paths_in(fragment) == paths_in(page)
     assert "Moved between" not in ledger().html()

@@ -362,6 +362,25 @@ def test_the_layout_of_data_is_never_changed():
     assert not any("`x`" in change or "``" in change for change in changes)
 
 
+def plain(w: Any, x: Any) -> Any:
+    return jnp.mean((jax.nn.relu(x @ w["up"]) @ w["down"]) ** 2)
+
+
+BLAMED: dict[str, tuple[Callable[..., Any], bool]] = {
+    "chosen by the compiler": (loss, True),
+    "asked for": (plain, False),
+}
+
+
+@pytest.mark.parametrize("name", BLAMED)
+def test_blamed_is_the_origin_of_what_nobody_asked_for(name: str):
+    fun, blamed = BLAMED[name]
+    one = call(jax.grad(fun), W, X, in_shardings=SPECS, mesh=MESH)
+    edits = Edits(one, (W, X), {}, one.layouts(), one.compiled()[0])
+    of_weights = {(edit.place, edit.is_blamed) for edit in edits if edit.place.startswith("w.")}
+    assert of_weights == {("w.up", blamed), ("w.down", blamed)}
+
+
 def test_a_batch_with_as_many_arrays_as_the_model_is_data():
     def of(w: Any, batch: Any) -> Any:
         return loss(w, batch["x"]) * jnp.mean(batch["y"])

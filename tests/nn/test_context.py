@@ -78,9 +78,11 @@ def test_against_the_oracle(
             ft.shard(jnp.asarray(x, jnp.float32), RULES, axes=f"batch seq {name} _")
             for x, name in zip(arrays, names, strict=True)
         ]
-        found = jax.jit(with_gradients, static_argnums=(4, 5))(
-            *placed, how, window, segments, positions
-        )
+        # Positions are one row for all texts, or a row for each.
+        rows = positions
+        if segments is not None and positions is not None:
+            rows = jnp.tile(positions, (BATCH, 1))
+        found = jax.jit(with_gradients, static_argnums=(4, 5))(*placed, how, window, segments, rows)
     in_order = SEGMENTS if mask == "segments" else None
     wanted = oracle_gradients(
         GIVEN, QUERY, KEY, VALUE, mask=Mask(None, None, in_order, in_order, window)

@@ -292,6 +292,15 @@ def test_draws_follow_the_probabilities() -> None:
     np.testing.assert_allclose(counted, weights, atol=4 * np.sqrt(weights.max() / 4096))
 
 
+def test_each_token_is_drawn_for_itself() -> None:
+    """If all tokens are equally likely, two equal columns are two equal draws."""
+    uniform = jax.tree.map(jnp.zeros_like, model("llama"))
+    many, key = np.repeat(PROMPTS[:1], 64, 0), jax.random.key(5)
+    drawn = np.asarray(ft.nn.generate(uniform, many, 4, temperature=1.0, key=key))[:, 9:]
+    for a, b in itertools.combinations(drawn.T, 2):
+        assert np.mean(a == b) < 0.25
+
+
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"length": 60}, "length=60  with prompts of length 9, rows would exceed the model's max_seq=64"),
     ({"temperature": 1.0}, "temperature=1.0  drawing tokens needs a key"),
@@ -328,8 +337,29 @@ def test_what_does_not_go_with_a_cache() -> None:
     with raises("it does not fit the model's layers, heads or compute_dtype") as error:
         model("llama").decode(PROMPTS, foreign)
     assert "cache.key=float32[2, 2, 12, 4, 8]" in str(error.value)
-    with raises("they must be integers of shape (2, 9) or (9,)"):
-        model("llama")(PROMPTS, np.zeros((2, 8), int))
+
+
+FLOATS, SHORT = np.zeros((2, 9)), np.zeros((2, 8), int)
+# positions, segments: the kind of error, which is that of a type if any is of a wrong type
+WRONG_TOKENS: list[tuple[Any, Any, type[Exception]]] = [
+    (SHORT, None, ValueError),
+    (None, SHORT, ValueError),
+    (FLOATS, None, TypeError),
+    (FLOATS, SHORT, TypeError),
+    (SHORT, FLOATS, TypeError),
+]
+
+
+@pytest.mark.parametrize(("positions", "segments", "error"), WRONG_TOKENS)
+def test_positions_and_segments_that_do_not_fit(
+    positions: Any, segments: Any, error: type[Exception]
+) -> None:
+    with raises("they must be integers of shape (2, 9)", error=error) as caught:
+        model("llama")(PROMPTS, positions, segments)
+    given = {"positions": positions, "segments": segments}
+    assert [one.what.partition("=")[0] for one in caught.value.problems] == [
+        name for name, value in given.items() if value is not None
+    ]
 
 
 # Positions and segments without a cache

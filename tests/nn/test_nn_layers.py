@@ -82,6 +82,11 @@ LAYERS: dict[str, Callable[[], Any]] = {
         ]
     ),
 }
+OF_TRANSFORMERS: list[Callable[[], Any]] = [
+    lambda: nn.Attention(8, 2, qk_norm=True, window=4, key=KEY),
+    lambda: nn.MoE(8, 16, 4, 2, capacity=1.25, key=KEY),
+    lambda: nn.Transformer.create(nn.TransformerConfig(16, 8, 2, 2, 2, 4, 16), key=KEY),
+]
 CHANNELS = ("RMSNorm", "LayerNorm", "BatchNorm", "Embedding")
 
 
@@ -350,6 +355,19 @@ def test_batch_norm_in_a_stack_has_a_state_for_each_layer(how: str) -> None:
     np.testing.assert_allclose(y, x, rtol=1e-5, atol=1e-5)
     (mean,) = [value for path, value in after.items() if path[-1] == "mean"]
     np.testing.assert_allclose(mean, jnp.stack(means), rtol=1e-5, atol=1e-6)
+
+
+# Leaves
+
+
+@pytest.mark.parametrize(
+    "make", [*LAYERS.values(), *OF_TRANSFORMERS], ids=[*LAYERS, "Attention", "MoE", "Transformer"]
+)
+def test_a_layer_has_only_arrays_flags_and_functions(make: Callable[[], Any]) -> None:
+    """Names of axes and numbers are static, so a layer can be mapped, and differentiated."""
+    layer, _ = ft.make_state(make())
+    for leaf in jax.tree.leaves(layer):
+        assert isinstance(leaf, jax.Array | bool) or callable(leaf)
 
 
 # Dropout

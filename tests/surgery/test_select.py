@@ -269,6 +269,12 @@ def test_apply_with_the_path() -> None:
     assert named == {"a": ("a", 1), "b": [("b.0", 2), ("b.1", 3)]}
 
 
+def test_with_the_path_is_said_by_a_flag() -> None:
+    chosen: Any = ft.select({"a": 1}).under(int)
+    with raises("with_path='yes'", error=TypeError):
+        chosen.apply(lambda path, x: x, with_path="yes")
+
+
 def test_paths_of_a_later_choice_begin_at_the_earlier() -> None:
     seen: list[str] = []
 

@@ -261,8 +261,10 @@ def test_copies_of_a_result_are_compared() -> None:
 
         return jax.shard_map(body, in_specs=P("data"), out_specs=P("data"), check_vma=False)(x)
 
-    assert "  the result: its copies on different devices differ by up to 1" in message(
-        fn, (jnp.full((8, 8), 0.25),), (P("data"),)
+    given = (jnp.full((8, 8), 0.25),), (P("data"),)
+    assert "  the result: its copies on different devices differ by up to 1" in message(fn, *given)
+    assert "  a.0: its copies on different devices differ by up to 1" in message(
+        lambda x: {"a": [fn(x)], "b": x}, *given
     )
 
 

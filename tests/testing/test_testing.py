@@ -106,6 +106,9 @@ def test_budgets_for_collectives() -> None:
         "'all_gather' is not a kind of collective: use all-reduce, ", "did you mean `all-gather`?"
     ):
         assert_collectives(ledger, at_most={"all_gather": 0})
+    for wrong in (("all-reduce", "data", "model"), ("all-reduce",), 3):
+        with raises(" is not a kind of collective: use all-reduce, "):
+            assert_collectives(ledger, at_most={wrong: 0})  # pyright: ignore[reportArgumentType]
 
 
 def test_budgets_that_could_not_fail() -> None:

@@ -557,6 +557,8 @@ WRONG_OPTIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         'shapes=\'globl\' is invalid: use "global", "local" or None',
     ),
+    # Its comparison with a string would be an array.
+    ({"shapes": np.arange(2)}, TypeError, "shapes=int64[2] is invalid: use"),
     (
         {"mesh": {"data": 2}},
         ft.ShardingError,

@@ -49,6 +49,15 @@ def test_a_mismatch_is_told_in_our_words(wrap: Callable[[Any], Any]):
             wrap(typed(up))(X, jnp.ones((5, 8)))
 
 
+def test_given_axes_are_told_by_their_names():
+    @ft.typed
+    def f(y: Float[Array, "batch"], x: Annotated[Array, ft.Axes("batch", None, "embed")]) -> None:
+        pass
+
+    with raises('x   f32[2, 1, 5]   "batch _ embed"', '"batch" has size 2 here, and 3 in `y`'):
+        f(jnp.ones(3), jnp.ones((2, 1, 5)))
+
+
 def test_the_result_is_in_the_same_scope():
     @typed
     def f(x: Float[Array, "batch embed"]) -> tuple[Float[Array, "batch"], str]:
